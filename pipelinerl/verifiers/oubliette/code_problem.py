@@ -100,7 +100,7 @@ def last_block(text: str) -> tuple[str, str] | None:
 
 def _tests(metadata: Mapping[str, Any]) -> Iterator[CodeTest]:
     for field, reader in _READERS.items():
-        if metadata.get(field):
+        if metadata.get(field) and not isinstance(metadata[field], int):  # open-r1/codeforces: how many there are
             yield from reader(field, _parsed(field, metadata[field]))
 
 
@@ -155,6 +155,9 @@ _READERS: Final = {
     "input_output": _columns,
     "public_test_cases": _pairs,
 }
+
+#: Fields of metadata in which tests are looked for.
+TEST_FIELDS: Final = tuple(_READERS)
 
 
 def _content(where: str, value: Any) -> Content:

@@ -84,6 +84,10 @@ class CodeRunner(Protocol):
         """The share of the points that the output gets. Raises `CheckerFailed`."""
         ...
 
+    async def read(self, content: Content) -> bytes:
+        """A content itself."""
+        ...
+
     async def close(self) -> None:
         """End what it has started."""
         ...
@@ -125,7 +129,7 @@ class LocalRunner:
 
     async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
         """Run a program on an input."""
-        content, read = await self._read(program.content), await self._read(stdin)
+        content, read = await self.read(program.content), await self.read(stdin)
         result = await self._ran(toolchains.find(program.language).running(content, read, limits))
         if self._outputs is None:
             return Executed(result, result.stdout)
@@ -135,12 +139,12 @@ class LocalRunner:
 
     async def check(self, check: Check) -> float:
         """Compare here, or let the problem's checker, which is compiled at most once, do it in a box."""
-        output, answer = await self._read(check.output), await self._read(check.answer)
+        output, answer = await self.read(check.output), await self.read(check.answer)
         checker = check.checker
         if isinstance(checker, CustomChecker):
             program = await self.checker(checker)
             return checker.share(
-                await self._ran(checker.checking(program, await self._read(check.input), output, answer))
+                await self._ran(checker.checking(program, await self.read(check.input), output, answer))
             )
         given = (output, answer, checker, check.tolerance)
         return float(same(*given) if len(output) < _LARGE else await asyncio.to_thread(same, *given))
@@ -152,7 +156,7 @@ class LocalRunner:
             CheckerFailed: it does not compile.
         """
         if checker.program is not None:
-            return await self._read(checker.program)
+            return await self.read(checker.program)
         key = checker.key
         task = self._checkers.get(key)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
@@ -175,7 +179,7 @@ class LocalRunner:
             return checker.source.encode()
         kept = None if self._repository is None else self._repository.compiled(key)
         if kept is not None:
-            return await self._read(kept)
+            return await self.read(kept)
         result = await self._ran(run)
         if not result.succeeded:
             raise CheckerFailed(f"the problem's checker does not compile: {result.describe()}")
@@ -183,7 +187,8 @@ class LocalRunner:
             await asyncio.to_thread(self._repository.keep_compiled, key, result.stdout)
         return result.stdout
 
-    async def _read(self, content: Content) -> bytes:
+    async def read(self, content: Content) -> bytes:
+        """A content itself."""
         if isinstance(content, bytes):
             return content
         for place in (self._outputs, self._repository):

@@ -51,7 +51,7 @@ async def post(
     headers = {"content-type": "application/json"}
     try:
         async with session.post(url, data=body, headers=headers, timeout=timeout, allow_redirects=False) as response:
-            return response.status, await _at_most(response, most_bytes)
+            return response.status, await at_most(response, most_bytes)
     except TimeoutError as error:
         raise ServiceFailed(f"{url} has said nothing for too long ({_words(error)})") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -67,7 +67,7 @@ def error_of(content: bytes) -> tuple[str, str]:
         return content[:80].decode(errors="replace"), ""
 
 
-async def _at_most(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+async def at_most(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
     """The body. Raises `ServiceFailed` for one that has more bytes."""
     parts: list[bytes] = []
     size = 0

@@ -29,7 +29,7 @@ from pipelinerl.verifiers.oubliette.repository import Content, ContentMissing, L
 from pipelinerl.verifiers.oubliette.runner import Check, Executed, Program
 from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
-from pipelinerl.verifiers.service.asking import KEEP_ALIVE_S, ServiceFailed, ServicePatience, error_of, post
+from pipelinerl.verifiers.service.asking import KEEP_ALIVE_S, ServiceFailed, ServicePatience, at_most, error_of, post
 
 if TYPE_CHECKING:
     import aiohttp
@@ -159,32 +159,33 @@ class RemoteRunner:
         return self._link(done.program)
 
     async def missing(self, links: list[Link]) -> set[Link]:
-        """Which of them lead to nothing at the service."""
+        """Which of them lead to nothing at the service. Raises `SandboxLost`."""
         body = msgspec.json.encode(wire.MissingRequest(tuple(map(str, links))))
-        status, content = await post(
-            self._session, self._url + wire.MISSING, body, most_bytes=100 * len(links) + 1024, patience=self._patience
-        )
+        url, most_bytes = self._url + wire.MISSING, 100 * len(links) + 1024
+        try:
+            status, content = await post(self._session, url, body, most_bytes=most_bytes, patience=self._patience)
+        except ServiceFailed as error:
+            raise SandboxLost(str(error)) from None
         if status != 200:
-            raise ServiceFailed(f"{self._url} refuses ({status}): {error_of(content)[0]}")
+            raise SandboxLost(f"{self._url} refuses ({status}): {error_of(content)[0]}")
         return {self._link(text) for text in msgspec.json.decode(content, type=wire.Missing).links}
 
     async def upload(self, data: bytes) -> Link:
-        """Lay a content into the service's repository. Raises `ServiceFailed`."""
-        import aiohttp
-
-        headers = {"content-type": "application/octet-stream"}
-        timeout = call_timeout(self._patience.timeout_s)
+        """Lay a content into the service's repository. Raises `SandboxLost`."""
+        content = await self._content("PUT", data, {}, most_bytes=1 << 16)
         try:
-            async with self._session.put(
-                self._url + wire.CONTENT, data=data, headers=headers, timeout=timeout, allow_redirects=False
-            ) as response:
-                content = await response.content.read(1 << 16)
-                status = response.status
-            if status != 200:
-                raise ServiceFailed(f"{self._url} refuses ({status}): {error_of(content)[0]}")
             return self._link(msgspec.json.decode(content, type=wire.Stored).link)
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
-            raise ServiceFailed(f"{self._url} took no content: {type(error).__name__}: {error}") from None
+        except (msgspec.DecodeError, ValueError) as error:
+            raise SandboxLost(f"what answers at {self._url} is no Oubliette service: {error}") from None
+
+    async def read(self, content: Content) -> bytes:
+        """A content itself."""
+        if isinstance(content, bytes):
+            return content
+        data = await self._content("GET", None, {"link": str(content)}, most_bytes=content.size)
+        if Link.of(data) != content:
+            raise ContentMissing(f"{self._url} gave something else for {content}")
+        return data
 
     async def close(self) -> None:
         """End every request; what waits for one is lost."""
@@ -195,6 +196,26 @@ class RemoteRunner:
         for asked in self._waiting:
             _fail(asked, SandboxLost("the runner is closed"))
         await self._session.close()
+
+    async def _content(self, method: str, data: bytes | None, query: dict[str, str], *, most_bytes: int) -> bytes:
+        import aiohttp
+
+        url, timeout = self._url + wire.CONTENT, call_timeout(self._patience.timeout_s)
+        headers = {} if data is None else {"content-type": "application/octet-stream"}
+        try:
+            async with self._session.request(
+                method, url, params=query, data=data, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                content, status = await at_most(response, max(most_bytes, 1 << 16)), response.status
+        except ServiceFailed as error:
+            raise SandboxLost(str(error)) from None
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise SandboxLost(f"{url} cannot be reached or broke off: {type(error).__name__}: {error}") from None
+        if status != 200:
+            raise (ContentMissing if status == 404 else SandboxLost)(
+                f"{url} refuses ({status}): {error_of(content)[0]}"
+            )
+        return content
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -242,7 +263,7 @@ class RemoteRunner:
             for asked, done in zip(batch, await self._answered(batch), strict=True):
                 if not asked.done.done():
                     asked.done.set_result(done)
-        except ServiceFailed as error:
+        except (ServiceFailed, SandboxLost) as error:
             for asked in batch:
                 _fail(asked, SandboxLost(str(error)))
         except asyncio.CancelledError:
@@ -278,7 +299,10 @@ class RemoteRunner:
         status, content = await post(self._session, url, body, most_bytes=most_bytes, patience=self._patience)
         if status != 200:
             said, code = error_of(content)
-            raise (_ServiceFull if code == wire.IS_FULL else ServiceFailed)(f"{url} refuses ({status}): {said}")
+            words = f"{url} refuses ({status}): {said}"
+            if code == wire.IS_FULL:
+                raise _ServiceFull(words)
+            raise ServiceFailed(words) if status >= 500 else SandboxLost(words)
         try:
             done = msgspec.json.decode(content, type=wire.WorkAnswer).done
         except (msgspec.DecodeError, ValueError) as error:

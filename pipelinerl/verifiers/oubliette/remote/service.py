@@ -116,31 +116,35 @@ class OublietteService:
         """End every box."""
         await self._runner.close()
 
+    async def read(self, text: str) -> bytes:
+        """The content under a link. Raises `ContentMissing`, or `ValueError` for what is no link."""
+        return await asyncio.to_thread(self._read, text)
+
     async def _one(self, work: wire.Work) -> wire.Done:
         try:
-            match work:
-                case wire.RunWork():
-                    program = Program(work.language, Link.parsed(work.program))
-                    executed = await self._runner.run(program, Link.parsed(work.input), _bounded(work.limits))
-                    return _ended(executed.result, str(executed.output))
-                case wire.CheckWork():
-                    return wire.Checked(share=await self._runner.check(self._check(work)))
-                case wire.CompileWork():
-                    return await self._compiled(work)
-                case wire.CompileChecker():
-                    program_of = await self._runner.checker(self._checker(work.checker))
-                    return wire.Compiled(program=str(await asyncio.to_thread(self._persistent.put, program_of)))
-        except (SandboxLost, OSError) as error:
-            cause, why = wire.LOST, str(error)
-        except ContentMissing as error:
-            cause, why = wire.NO_CONTENT, str(error)
+            return await self._tried(work)
         except CheckerFailed as error:
-            cause, why = wire.CHECKER, str(error)
+            return _not_done(wire.CHECKER, error)
         except ToolchainMissing as error:
-            cause, why = wire.NO_TOOLCHAIN, str(error)
-        except ValueError as error:  # no link
-            cause, why = wire.NO_CONTENT, str(error)
-        return wire.NotDone(cause=cause, why=why[: wire.MOST_SHOWN])
+            return _not_done(wire.NO_TOOLCHAIN, error)
+        except (ContentMissing, ValueError) as error:  # ValueError: no link
+            return _not_done(wire.NO_CONTENT, error)
+        except (SandboxLost, OSError) as error:
+            return _not_done(wire.LOST, error)
+
+    async def _tried(self, work: wire.Work) -> wire.Done:
+        match work:
+            case wire.RunWork():
+                program = Program(work.language, Link.parsed(work.program))
+                executed = await self._runner.run(program, Link.parsed(work.input), _bounded(work.limits))
+                return _ended(executed.result, str(executed.output))
+            case wire.CheckWork():
+                return wire.Checked(share=await self._runner.check(self._check(work)))
+            case wire.CompileWork():
+                return await self._compiled(work)
+            case wire.CompileChecker():
+                program_of = await self._runner.checker(self._checker(work.checker))
+                return wire.Compiled(program=str(await asyncio.to_thread(self._persistent.put, program_of)))
 
     async def _compiled(self, work: wire.CompileWork) -> wire.Done:
         source = self._read(work.source).decode("utf-8", "surrogatepass")
@@ -192,6 +196,10 @@ def _bounded(limits: Limits) -> Limits:
     return replace(limits, **{name: min(max(getattr(limits, name), 0), getattr(_MOST, name)) for name in names})
 
 
+def _not_done(cause: str, error: Exception) -> wire.NotDone:
+    return wire.NotDone(cause=cause, why=str(error)[: wire.MOST_SHOWN])
+
+
 def _ended(result: ProgramResult, output: str) -> wire.Ended:
     return wire.Ended(
         ending=result.ending,
@@ -234,6 +242,13 @@ def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
                 told = f"a content must have at most {wire.MOST_CONTENT_BYTES} bytes"
                 return refusal(413, told, code=wire.TOO_LARGE)
         return _json(wire.Stored(str(await asyncio.to_thread(service.store, bytes(data)))))
+
+    @app.get(wire.CONTENT)
+    async def read(link: str) -> Response:
+        try:
+            return Response(await service.read(link), media_type="application/octet-stream")
+        except (ContentMissing, ValueError) as error:
+            return refusal(404, str(error), code=wire.NO_CONTENT)
 
     @app.post(wire.MISSING)
     async def missing(request: Request) -> Response:

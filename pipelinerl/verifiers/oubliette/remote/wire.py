@@ -3,6 +3,7 @@
 GET  /health       liveness, without a token
 GET  /status       → `OublietteStatus`: tier, languages, programs at once, queue
 PUT  /content      raw bytes → `Stored`: the link under which they lie in the persistent repository
+GET  /content      ?link=… → the bytes that lie under it, for as long as they do
 POST /missing      `MissingRequest` → `Missing`: which of these links lead to nothing there
 POST /work         `WorkRequest` → `WorkAnswer`: thousands of pieces of work, each done or not done, in their order.
                    Spaces may come before it, one each second, by which a service that works is told from one that

@@ -132,7 +132,7 @@ _MOST_REASONS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Uploaded:
+class UploadReport:
     """What came of an upload: rows written, rows left out and why (the first of them), what was sent."""
 
     rows: int
@@ -142,7 +142,7 @@ class Uploaded:
     num_bytes: int
 
 
-async def upload(files: Sequence[Path], out: Path, rules: CodeRules, *, answer_field: str) -> Uploaded:
+async def upload(files: Sequence[Path], out: Path, rules: CodeRules, *, answer_field: str) -> UploadReport:
     """Upload the tests of all rows of these files to where the rules say, and write the rows with links to `out`.
 
     Raises:
@@ -165,7 +165,7 @@ async def upload(files: Sequence[Path], out: Path, rules: CodeRules, *, answer_f
                         else:
                             written += 1
                             target.write(orjson.dumps(row) + b"\n")
-    return Uploaded(written, left_out, tuple(reasons), uploader.contents, uploader.num_bytes)
+    return UploadReport(written, left_out, tuple(reasons), uploader.contents, uploader.num_bytes)
 
 
 async def _tried(uploader: Uploader, rows: DataRows, number: int, answer_field: str) -> Row | str:
@@ -178,14 +178,7 @@ async def _tried(uploader: Uploader, rows: DataRows, number: int, answer_field: 
 def _rows_of(file: Path) -> DataRows:
     if not file.is_file() or suffix_of(file) not in SUFFIXES:
         raise UserError(f"{file} must be a file of rows, of one of {', '.join(SUFFIXES)}")
-    return ArrowRows.read(file, _Every()) if suffix_of(file) in (".parquet", ".arrow") else JsonRows.read(file)
-
-
-class _Every(frozenset[str]):
-    """All columns."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
+    return ArrowRows.read(file, None) if suffix_of(file) in (".parquet", ".arrow") else JsonRows.read(file)
 
 
 async def _store(rules: CodeRules, stack: AsyncExitStack) -> ContentStore:

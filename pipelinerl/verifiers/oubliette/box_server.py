@@ -58,8 +58,9 @@ def main() -> None:
     """Answer requests until the socket ends."""
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    settings = json.loads(control.recv(_MOST_PACKET))
-    walls = _Walls(settings)
+    packet, files = _receive(control)
+    walls = _Walls(json.loads(packet))
+    meter = _Meter(files[0] if files else None)
     streams = _warm_streams()
     gc.collect()
     gc.freeze()
@@ -72,7 +73,7 @@ def main() -> None:
         request = json.loads(packet)
         if "files" not in request:
             continue  # "kill", which came when the run had ended by itself
-        answer = _run(control, walls, streams, request, files)
+        answer = _run(control, walls, meter, streams, request, files)
         if answer is None:
             return
         control.send(json.dumps(answer).encode())
@@ -91,13 +92,19 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _run(
-    control: socket.socket, walls: _Walls, streams: _Streams, request: dict[str, Any], files: list[int]
+    control: socket.socket,
+    walls: _Walls,
+    meter: _Meter,
+    streams: _Streams,
+    request: dict[str, Any],
+    files: list[int],
 ) -> dict[str, Any] | None:
     """Start, watch, reap. None: whoever asked is gone."""
     limits = request["limits"]
     go_read, go_write = os.pipe()
     trouble_read, trouble_write = os.pipe()
     began = time.monotonic()
+    meter.begin()
     pid = walls.fork()
     if pid == 0:
         for file in (go_write, trouble_read, control.fileno()):
@@ -111,7 +118,7 @@ def _run(
     try:
         walls.map_ids(pid)
         os.write(go_write, b"g")
-        ended = _watch(control, handle, walls.processes(pid), limits, began)
+        ended = _watch(control, handle, walls.processes(pid), meter, limits, began)
     except OSError as error:
         ended = f"{error}"
     os.close(go_write)
@@ -129,7 +136,7 @@ def _run(
         "code": os.waitstatus_to_exitcode(status),
         "ended": ended,
         "trouble": trouble,
-        "cpu_s": used.ru_utime + used.ru_stime,
+        "cpu_s": meter.cpu_s(used.ru_utime + used.ru_stime),
         "wall_s": time.monotonic() - began,
         "delayed_s": delayed_s,
         "peak_bytes": used.ru_maxrss << 10,
@@ -137,7 +144,12 @@ def _run(
 
 
 def _watch(
-    control: socket.socket, handle: int, processes: Callable[[], list[str]], limits: dict[str, Any], began: float
+    control: socket.socket,
+    handle: int,
+    processes: Callable[[], list[str]],
+    meter: _Meter,
+    limits: dict[str, Any],
+    began: float,
 ) -> str:
     """Wait for the end of a run; why it has to be ended, or nothing where it has ended by itself."""
     poll = select.poll()
@@ -160,10 +172,34 @@ def _watch(
                 os.close(file)
             return "output" if packet else "gone"
         memory_bytes, cpu_s = _used(processes())
+        cpu_s = meter.cpu_s(cpu_s)
         if memory_bytes > limits["memory_bytes"]:
             return "memory"
         if cpu_s > limits["cpu_s"]:
             return "cpu time"
+
+
+class _Meter:
+    """Processor time of all that runs in the slot, this process apart, by its control group; if it has one."""
+
+    def __init__(self, file: int | None) -> None:
+        self._file = file
+        self._began_s = 0.0
+
+    def begin(self) -> None:
+        """A run begins now."""
+        self._began_s = self._taken_s()
+
+    def cpu_s(self, otherwise: float) -> float:
+        """Seconds since it has; `otherwise` without a group."""
+        return otherwise if self._file is None else max(0.0, self._taken_s() - self._began_s)
+
+    def _taken_s(self) -> float:
+        if self._file is None:
+            return 0.0
+        text = os.pread(self._file, 256, 0)
+        taken_s = int(text.split()[1]) / 1e6 if text.startswith(b"usage_usec") else int(text) / 1e9
+        return taken_s - time.process_time()
 
 
 def _used(processes: list[str]) -> tuple[int, float]:

@@ -194,8 +194,9 @@ class LocalRunner:
         for place in (self._outputs, self._repository):
             if place is not None and content in place:
                 return place.get(content) if size_of(content) < _LARGE else await asyncio.to_thread(place.get, content)
-        where = "the repository" if self._repository is not None else "no repository: name it as oubliette.repository"
-        raise ContentMissing(f"{content} is not in {where}")
+        if self._repository is None:
+            raise ContentMissing(f"{content} leads to no repository: name its folder as oubliette.repository")
+        raise ContentMissing(f"{content} is not in the repository: upload it")
 
     async def _ran(self, run: Run) -> ProgramResult:
         result = await asyncio.wrap_future(self._sandbox.submit(run))

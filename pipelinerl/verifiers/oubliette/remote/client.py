@@ -84,7 +84,7 @@ class RemoteRunner:
         url = url.rstrip("/")
         session = hot_session(token=token, keep_alive_s=KEEP_ALIVE_S)
         try:
-            status = await _status(session, url)
+            status = await _status(session, url, patience)
             if status.protocol != wire.PROTOCOL:
                 told = f"speaks protocol {status.protocol}, this is {wire.PROTOCOL}: use one version of pipelinerl"
                 raise SandboxMissing(f"the Oubliette service at {url} {told}")
@@ -372,11 +372,12 @@ def _fail(asked: _Asked, error: Exception) -> None:
         asked.done.set_exception(error)
 
 
-async def _status(session: aiohttp.ClientSession, url: str) -> wire.OublietteStatus:
+async def _status(session: aiohttp.ClientSession, url: str, patience: ServicePatience) -> wire.OublietteStatus:
     import aiohttp
 
     try:
-        async with session.get(url + wire.STATUS, timeout=call_timeout(10.0), allow_redirects=False) as response:
+        timeout = call_timeout(patience.silence_s)
+        async with session.get(url + wire.STATUS, timeout=timeout, allow_redirects=False) as response:
             content, status = await response.content.read(1 << 20), response.status
     except aiohttp.InvalidURL:
         raise UserError(f"oubliette.url must be http://host:port, got {url!r:.200}") from None

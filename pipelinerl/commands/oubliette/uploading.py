@@ -54,7 +54,7 @@ class ContentStore(Protocol):
 
 
 @final
-class Uploader:
+class RowLinker:
     """Lays rows' contents into a store, each once; `contents` and `num_bytes` say how much was sent."""
 
     def __init__(self, store: ContentStore) -> None:
@@ -152,7 +152,7 @@ async def upload(files: Sequence[Path], out: Path, rules: CodeRules, *, answer_f
     reasons: list[str] = []
     written = left_out = 0
     async with AsyncExitStack() as stack:
-        uploader = Uploader(await _store(rules, stack))
+        uploader = RowLinker(await _store(rules, stack))
         with out.open("wb") as target:
             for part in rows:
                 for begin in range(0, len(part), _ROWS_AT_ONCE):
@@ -168,7 +168,7 @@ async def upload(files: Sequence[Path], out: Path, rules: CodeRules, *, answer_f
     return UploadReport(written, left_out, tuple(reasons), uploader.contents, uploader.num_bytes)
 
 
-async def _tried(uploader: Uploader, rows: DataRows, number: int, answer_field: str) -> Row | str:
+async def _tried(uploader: RowLinker, rows: DataRows, number: int, answer_field: str) -> Row | str:
     try:
         return await uploader.row(rows.row(number), answer_field=answer_field)
     except (TestsMalformed, CheckerFailed, ToolchainMissing) as error:

@@ -217,11 +217,13 @@ def _used(processes: list[str]) -> tuple[int, float]:
 
 
 def _delayed_s(processes: list[str]) -> float:
-    """How long the processes of the run were ready, and had no processor: of one process, the longest."""
+    """How long the threads of the run were ready, and had no processor: of one thread, the longest."""
     longest = 0
     for name in processes:
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/schedstat") as file:
-            longest = max(longest, int(file.read().split()[1]))
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for thread in os.listdir(f"/proc/{name}/task"):
+                with open(f"/proc/{name}/task/{thread}/schedstat") as file:
+                    longest = max(longest, int(file.read().split()[1]))
     return longest / 1e9
 
 

@@ -91,7 +91,7 @@ def attacked(
     """Try each, in their order; those that need a run before them in a slot of their own."""
     with contextlib.ExitStack() as held:
         baits = held.enter_context(_baits())
-        alone = Sandbox(walls, at_once=1)
+        alone = Sandbox(walls, at_once=1, slots_each=1)
         held.callback(alone.close)
         if sandbox is None:
             sandbox = Sandbox(walls, at_once=default_slots())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from pipelinerl.config.sections import Section
 from pipelinerl.verifiers.oubliette import toolchains
@@ -33,6 +33,13 @@ class OublietteSection(Section):
     memory_mb: int = Field(default=512, ge=16, le=65536)
     """Memory of one test, all its processes together."""
 
+    url: Annotated[str, StringConstraints(pattern=r"^(https?://.+)?$")] = ""
+    """Of an Oubliette service (`pipelinerl oubliette serve`) that runs the programs; by default this machine does."""
+    key_variable: Annotated[str, StringConstraints(pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")] = ""
+    """The environment variable that holds the service's token."""
+    repository: str = ""
+    """The folder into which the links of problems lead (`pipelinerl oubliette upload`), without a service."""
+
     @model_validator(mode="after")
     def _knows_languages(self) -> Self:
         for name in (self.language, *self.languages):
@@ -54,4 +61,7 @@ class OublietteSection(Section):
             tolerance=self.tolerance,
             time_limit_s=self.time_limit_s,
             memory_bytes=self.memory_mb << 20,
+            url=self.url,
+            key_variable=self.key_variable,
+            repository=self.repository,
         )

@@ -24,7 +24,8 @@ from pipelinerl.roles.judging import Purse
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.verification import open_filter, open_verifier, rules_of
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.service.client import RemoteVerifier, ServicePatience, VerifierServices
+from pipelinerl.verifiers.service.asking import ServicePatience
+from pipelinerl.verifiers.service.client import RemoteVerifier, VerifierServices
 from pipelinerl.verifiers.verifier import GroupVerifier, start
 from pipelinerl.verifiers.worker_pool import default_workers
 

@@ -28,6 +28,8 @@ _POOLED: Final = frozenset({"math_answer", "reasoning_gym"})
 _DETERMINISTIC: Final = _POOLED | {"instruction_following", "oubliette"}
 #: Keys of a domain on which its verdicts depend, beside the code.
 _JUDGING: Final = {"correct_at", "instructions", "judge", "oubliette"}
+#: Keys of a domain's `oubliette` that say where programs run, and not how they are judged.
+_PLACES: Final = {"url", "key_variable", "repository"}
 
 
 def open_verifier(domain: DomainSection, *, purse: Purse | None = None) -> GroupVerifier:
@@ -59,7 +61,7 @@ def rules_of(domain: DomainSection) -> str:
         if registry.is_user_code(registry.VERIFIERS, name) and file.suffix == ".py" and file.is_file():
             name = f"{file.name}:{name.rpartition(':')[2]}:{hashlib.sha256(file.read_bytes()).hexdigest()}"
         texts.append(name)
-    judging = domain.model_dump(mode="json", include=_JUDGING) | {
+    judging = domain.model_dump(mode="json", include=_JUDGING, exclude={"oubliette": _PLACES}) | {
         "rewards": [[part.name, part.weight] for part in domain.rewards], "code": texts
     }  # fmt: skip
     return hashlib.sha256(json.dumps(judging, sort_keys=True).encode()).hexdigest()[:32]
@@ -72,8 +74,13 @@ def served_domain(domain: DomainSection, *, purse: Purse | None) -> ServedDomain
         verifier=open_verifier(domain, purse=purse),
         rules=rules_of(domain),
         kept=names <= _DETERMINISTIC,
-        tier=domain.oubliette.tier.value if "oubliette" in names else "",
+        tier=_sandbox_of(domain) if "oubliette" in names else "",
     )
+
+
+def _sandbox_of(domain: DomainSection) -> str:
+    """How strong the sandbox is at least, and whether another machine has it."""
+    return f"remote {domain.oubliette.tier}" if domain.oubliette.url else domain.oubliette.tier.value
 
 
 def open_filter(config: RunConfig) -> GroupFilter | None:

@@ -27,8 +27,8 @@ from pipelinerl.roles.judging import Purse
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.verification import served_domain
 from pipelinerl.system.http_service import listen, serve_until
-from pipelinerl.verifiers.oubliette import probe
-from pipelinerl.verifiers.oubliette.runs import SandboxMissing, Tier
+from pipelinerl.verifiers.oubliette.runs import SandboxLost, SandboxMissing, Tier
+from pipelinerl.verifiers.oubliette.verifier import open_runner
 from pipelinerl.verifiers.service.server import VerifierService, create_app
 from pipelinerl.verifiers.service.verdict_cache import VerdictCache
 from pipelinerl.verifiers.service.wire import VerifierLease
@@ -53,7 +53,7 @@ async def run(identity: Identity, *, only: Sequence[str] = ()) -> None:
         url = ""
         if identity.controller_url:
             url = offered_url(listener.getsockname(), identity.controller_url, what="verifier service")
-        await asyncio.to_thread(_try_sandboxes, domains)
+        await _try_sandboxes(domains)
         service = VerifierService(
             {domain.name: served_domain(domain, purse=purse) for domain in domains},
             cache=VerdictCache(config.verification.cache_mb << 20),
@@ -77,21 +77,22 @@ def _chosen(domains: Sequence[DomainSection], only: Sequence[str]) -> list[Domai
     return [domain for domain in domains if not only or domain.name in only]
 
 
-def _try_sandboxes(domains: Sequence[DomainSection]) -> None:
-    """Open each sandbox that is asked for, which attacks it, and close it.
+async def _try_sandboxes(domains: Sequence[DomainSection]) -> None:
+    """Open each sandbox that is asked for, which attacks it, and close it; a service of another machine is asked.
 
     Raises:
         RecipeError: one cannot be had; the message names the cause.
     """
-    tiers: dict[Tier, str] = {}
+    sandboxes: dict[tuple[Tier, str], DomainSection] = {}
     for domain in domains:
         if "oubliette" in {domain.verifier, *(part.function for part in domain.rewards)}:
-            tiers.setdefault(domain.oubliette.tier, domain.name)
-    for tier, name in tiers.items():
+            sandboxes.setdefault((domain.oubliette.tier, domain.oubliette.url), domain)
+    for domain in sandboxes.values():
         try:
-            probe.opened(tier, at_once=1).close()
-        except SandboxMissing as error:
-            raise RecipeError(f"domains.{name}.oubliette.tier: {error}") from None
+            runner = await open_runner(domain.oubliette.rules, at_once=1)
+        except (SandboxMissing, SandboxLost) as error:
+            raise RecipeError(f"domains.{domain.name}.oubliette.tier: {error}") from None
+        await runner.close()
 
 
 async def _lease(identity: Identity, service: VerifierService, url: str) -> None:

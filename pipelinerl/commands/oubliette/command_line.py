@@ -1,20 +1,31 @@
-"""The commands `pipelinerl oubliette …`: what sandbox this machine has, and a program run in it."""
+"""The commands `pipelinerl oubliette …`: what sandbox this machine has, programs in it, tests uploaded, a service."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pipelinerl.commands.oubliette.uploading import upload
 from pipelinerl.errors import UserError
 from pipelinerl.verifiers.oubliette import probe, toolchains
+from pipelinerl.verifiers.oubliette.repository import ContentMissing
+from pipelinerl.verifiers.oubliette.rules import CodeRules
+from pipelinerl.verifiers.oubliette.runner import Program
 from pipelinerl.verifiers.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
+from pipelinerl.verifiers.oubliette.sandbox import default_slots, walls_of
+from pipelinerl.verifiers.oubliette.verifier import open_runner
 
-oubliette_app = typer.Typer(help="The sandbox that judges code: try it, or run a program in it.", no_args_is_help=True)
+oubliette_app = typer.Typer(
+    help="The sandbox that judges code: try it, run programs in it, serve it, upload tests.", no_args_is_help=True
+)
 
+Where = Annotated[str, typer.Option("--url", help="An Oubliette service; by default this machine.")]
+Key = Annotated[str, typer.Option("--key-variable", help="The environment variable that holds the service's token.")]
 Which = Annotated[Tier, typer.Option("--tier", help="The sandbox; nothing below it is taken.")]
 
 
@@ -42,45 +53,109 @@ def probe_(
 def run_(
     program: Annotated[Path, typer.Argument(help="The program's source.")],
     language: Annotated[str | None, typer.Option(help="By default, what the file's name ends with.")] = None,
-    input_: Annotated[Path | None, typer.Option("--input", help="What it reads; by default nothing.")] = None,
+    inputs: Annotated[
+        list[Path] | None, typer.Option("--input", help="What it reads, a run each; by default one, and nothing.")
+    ] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds of processor time.")] = 10.0,
     memory_mb: Annotated[int, typer.Option(help="Memory of all its processes together.")] = 512,
     tier: Which = Tier.DEFAULT,
+    url: Where = "",
+    key_variable: Key = "",
 ) -> None:
-    """Run a program in the sandbox; its output is shown, and how it ended. Exit status 1 if it did not end well."""
+    """Run a program in the sandbox, here or at a service; its outputs are shown, and how it ended.
+
+    Exit status 1 if it did not compile or not end well.
+    """
     try:
-        source, stdin = program.read_text(), b"" if input_ is None else input_.read_bytes()
+        source, read = program.read_text(), [file.read_bytes() for file in inputs or ()] or [b""]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{program} cannot be read: {error}") from None
-    found = toolchains.find(language or program.suffix.lstrip("."))
+        raise UserError(f"{program} or an input cannot be read: {error}") from None
+    found = toolchains.named(language or program.suffix.lstrip("."))
+    if found is None:
+        raise UserError(
+            f"--language must be one of {', '.join(toolchains.LANGUAGES)}, got {language or program.suffix}"
+        )
     limits = Limits(cpu_s=time_limit, wall_s=2 * time_limit + 1, memory_bytes=memory_mb << 20)
-    sandbox = probe.opened(tier, at_once=1)
+    rules = CodeRules(tier=tier, url=url, key_variable=key_variable)
     try:
-        succeeded = _ran(sandbox, found, source, stdin, limits)
-    except SandboxLost as error:
-        raise UserError(f"the sandbox was lost: {error}") from None
-    finally:
-        sandbox.close()
+        succeeded = asyncio.run(_ran(rules, found.name, source, read, limits))
+    except (SandboxLost, ContentMissing) as error:
+        raise UserError(f"the program could not be run: {error}") from None
     if not succeeded:
         raise typer.Exit(1)
 
 
-def _ran(sandbox: Sandbox, language: toolchains.Toolchain, source: str, stdin: bytes, limits: Limits) -> bool:
-    compiling = language.compiling(source, toolchains.COMPILING)
-    program = source.encode()
-    if compiling is not None:
-        compiled = sandbox.run(compiling)
-        program = compiled.stdout
-        if not compiled.succeeded:
-            sys.stderr.write(compiled.stderr.decode("utf-8", "replace"))
-            typer.echo(f"it does not compile: {compiled.describe()}", err=True)
+async def _ran(rules: CodeRules, language: str, source: str, inputs: Sequence[bytes], limits: Limits) -> bool:
+    runner = await open_runner(rules, at_once=min(len(inputs), default_slots()))
+    try:
+        program = await runner.compile(language, source, wall_s=toolchains.COMPILING.wall_s)
+        if not isinstance(program, Program):
+            sys.stderr.write(program.stderr.decode("utf-8", "replace"))
+            typer.echo(f"it does not compile: {program.describe()} ({runner.tier} sandbox)", err=True)
             return False
-    result = sandbox.run(language.running(program, stdin, limits))
-    sys.stdout.write(result.stdout.decode("utf-8", "replace"))
-    sys.stderr.write(result.stderr.decode("utf-8", "replace"))
-    used = f"{result.cpu_s:.2f} s of processor time, {result.wall_s:.2f} s on the clock"
-    typer.echo(f"{result.describe()} ({used}, {result.tier} sandbox)", err=True)
-    return result.succeeded
+        runs = await asyncio.gather(*(runner.run(program, stdin, limits) for stdin in inputs))
+        for each in runs:
+            sys.stdout.write((await runner.read(each.output)).decode("utf-8", "replace"))
+            sys.stderr.write(each.result.stderr.decode("utf-8", "replace"))
+            used = f"{each.result.cpu_s:.2f} s of processor time, {each.result.wall_s:.2f} s on the clock"
+            typer.echo(f"{each.result.describe()} ({used}, {runner.tier} sandbox)", err=True)
+        return all(each.result.succeeded for each in runs)
+    finally:
+        await runner.close()
+
+
+@oubliette_app.command("upload")
+def upload_(
+    files: Annotated[list[Path], typer.Argument(help="Problems with tests: JSON lines, JSON, CSV, Parquet.")],
+    out: Annotated[Path, typer.Option(help="The same rows, with links in place of tests, as JSON lines.")],
+    repository: Annotated[Path | None, typer.Option(help="A folder of this machine, instead of --url.")] = None,
+    answer_field: Annotated[str, typer.Option(help="Where tests are, if not in a field that is known.")] = "answer",
+    tier: Which = Tier.DEFAULT,
+    url: Where = "",
+    key_variable: Key = "",
+) -> None:
+    """Lay inputs, answers and compiled checkers into a repository, once; a recipe then names the rows of --out."""
+    if (repository is None) == (not url):
+        raise UserError("upload needs either --url, of a service, or --repository, a folder")
+    rules = CodeRules(tier=tier, url=url, key_variable=key_variable, repository=str(repository or ""))
+    try:
+        done = asyncio.run(upload(files, out, rules, answer_field=answer_field))
+    except (SandboxLost, OSError) as error:
+        raise UserError(f"the upload ended early: {error}") from None
+    before, after = sum(file.stat().st_size for file in files), out.stat().st_size
+    typer.echo(f"{done.rows} problems written to {out}; {done.contents} contents uploaded, {done.num_bytes} bytes")
+    typer.echo(f"{before} bytes of files are {after} with links")
+    for reason in done.reasons:
+        typer.echo(f"left out: {reason}", err=True)
+    if done.left_out:
+        typer.echo(f"{done.left_out} problems were left out", err=True)
+    if not done.rows:
+        raise typer.Exit(1)
+
+
+@oubliette_app.command("serve")
+def serve_(
+    repository: Annotated[Path, typer.Option(help="The folder of inputs, answers and compiled checkers.")],
+    host: Annotated[str, typer.Option(help="Another than loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8300,
+    tier: Which = Tier.DEFAULT,
+    at_once: Annotated[int | None, typer.Option(min=1, help="Programs at once; by default one for each core.")] = None,
+    key_variable: Key = "",
+    transient_mb: Annotated[int, typer.Option(min=1, help="Outputs that are held, in memory.")] = 1024,
+) -> None:
+    """Compile, run and check programs for others, over HTTP; refuses to start below the tier that is asked for."""
+    from pipelinerl.commands.oubliette.serving import ServeOptions, serve_sandbox
+
+    options = ServeOptions(
+        repository=repository,
+        host=host,
+        port=port,
+        tier=tier,
+        at_once=at_once or default_slots(),
+        key_variable=key_variable,
+        transient_bytes=transient_mb << 20,
+    )
+    serve_sandbox(options)
 
 
 def _told(tier: Tier) -> str:

@@ -34,8 +34,8 @@ class ArrowRows:
         self._nested = frozenset(field.name for field in table.schema if pa.types.is_nested(field.type))
 
     @classmethod
-    def read(cls, path: Path, fields: frozenset[str]) -> ArrowRows:
-        """Read these columns of the file, as far as it has them.
+    def read(cls, path: Path, fields: frozenset[str] | None) -> ArrowRows:
+        """Read these columns of the file, as far as it has them; or all.
 
         Raises:
             RecipeError: pyarrow is not installed, or cannot read the file.
@@ -51,15 +51,15 @@ class ArrowRows:
             if path.suffix == ".parquet":
                 with pq.ParquetFile(path) as file:
                     names = file.schema_arrow.names
-                    table = file.read(columns=[name for name in names if name in fields])
+                    table = file.read(columns=[name for name in names if fields is None or name in fields])
             else:
                 with pa.memory_map(str(path)) as source:
                     table = _ipc_reader(source).read_all()
                 names = table.column_names
-                table = table.select([name for name in names if name in fields])
+                table = table.select([name for name in names if fields is None or name in fields])
         except (pa.ArrowException, OSError) as error:
             raise RecipeError(f"{path} cannot be read: {error}") from None
-        return cls(table, str(path), also=tuple(name for name in names if name not in fields))
+        return cls(table, str(path), also=tuple(name for name in names if name not in table.column_names))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

@@ -18,6 +18,7 @@ A program in Python is not executed anew, it goes on in the fork, which has `sit
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -31,6 +32,7 @@ import socket
 import struct
 import sys
 import time
+import types
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -56,10 +58,13 @@ def main() -> None:
     """Answer requests until the socket ends."""
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    settings = json.loads(control.recv(_MOST_PACKET))
-    walls = _Walls(settings)
+    packet, files = _receive(control)
+    walls = _Walls(json.loads(packet))
+    meter = _Meter(files[0] if files else None)
+    streams = _warm_streams()
     gc.collect()
     gc.freeze()
+    gc.disable()  # each run enables it for itself; a page that is never written to here is never copied for a run
     control.send(json.dumps({"ready": os.getpid(), "python": sys.version.split()[0]}).encode())
     while True:
         packet, files = _receive(control)
@@ -68,7 +73,7 @@ def main() -> None:
         request = json.loads(packet)
         if "files" not in request:
             continue  # "kill", which came when the run had ended by itself
-        answer = _run(control, walls, request, files)
+        answer = _run(control, walls, meter, streams, request, files)
         if answer is None:
             return
         control.send(json.dumps(answer).encode())
@@ -86,17 +91,25 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
 # --- a run, seen from outside ---------------------------------------------------------------------------------------
 
 
-def _run(control: socket.socket, walls: _Walls, request: dict[str, Any], files: list[int]) -> dict[str, Any] | None:
+def _run(
+    control: socket.socket,
+    walls: _Walls,
+    meter: _Meter,
+    streams: _Streams,
+    request: dict[str, Any],
+    files: list[int],
+) -> dict[str, Any] | None:
     """Start, watch, reap. None: whoever asked is gone."""
     limits = request["limits"]
     go_read, go_write = os.pipe()
     trouble_read, trouble_write = os.pipe()
     began = time.monotonic()
+    meter.begin()
     pid = walls.fork()
     if pid == 0:
         for file in (go_write, trouble_read, control.fileno()):
             os.close(file)
-        _become(walls, request, files, go_read, trouble_write)
+        _become(walls, streams, request, files, go_read, trouble_write)
     os.close(go_read)
     os.close(trouble_write)
     for file in files:
@@ -105,7 +118,7 @@ def _run(control: socket.socket, walls: _Walls, request: dict[str, Any], files: 
     try:
         walls.map_ids(pid)
         os.write(go_write, b"g")
-        ended = _watch(control, handle, walls.processes(pid), limits, began)
+        ended = _watch(control, handle, walls.processes(pid), meter, limits, began)
     except OSError as error:
         ended = f"{error}"
     os.close(go_write)
@@ -123,7 +136,7 @@ def _run(control: socket.socket, walls: _Walls, request: dict[str, Any], files: 
         "code": os.waitstatus_to_exitcode(status),
         "ended": ended,
         "trouble": trouble,
-        "cpu_s": used.ru_utime + used.ru_stime,
+        "cpu_s": meter.cpu_s(used.ru_utime + used.ru_stime),
         "wall_s": time.monotonic() - began,
         "delayed_s": delayed_s,
         "peak_bytes": used.ru_maxrss << 10,
@@ -131,7 +144,12 @@ def _run(control: socket.socket, walls: _Walls, request: dict[str, Any], files: 
 
 
 def _watch(
-    control: socket.socket, handle: int, processes: Callable[[], list[str]], limits: dict[str, Any], began: float
+    control: socket.socket,
+    handle: int,
+    processes: Callable[[], list[str]],
+    meter: _Meter,
+    limits: dict[str, Any],
+    began: float,
 ) -> str:
     """Wait for the end of a run; why it has to be ended, or nothing where it has ended by itself."""
     poll = select.poll()
@@ -154,10 +172,34 @@ def _watch(
                 os.close(file)
             return "output" if packet else "gone"
         memory_bytes, cpu_s = _used(processes())
+        cpu_s = meter.cpu_s(cpu_s)
         if memory_bytes > limits["memory_bytes"]:
             return "memory"
         if cpu_s > limits["cpu_s"]:
             return "cpu time"
+
+
+class _Meter:
+    """Processor time of all that runs in the slot, this process apart, by its control group; if it has one."""
+
+    def __init__(self, file: int | None) -> None:
+        self._file = file
+        self._began_s = 0.0
+
+    def begin(self) -> None:
+        """A run begins now."""
+        self._began_s = self._taken_s()
+
+    def cpu_s(self, otherwise: float) -> float:
+        """Seconds since it has; `otherwise` without a group."""
+        return otherwise if self._file is None else max(0.0, self._taken_s() - self._began_s)
+
+    def _taken_s(self) -> float:
+        if self._file is None:
+            return 0.0
+        text = os.pread(self._file, 256, 0)
+        taken_s = int(text.split()[1]) / 1e6 if text.startswith(b"usage_usec") else int(text) / 1e9
+        return taken_s - time.process_time()
 
 
 def _used(processes: list[str]) -> tuple[int, float]:
@@ -175,18 +217,22 @@ def _used(processes: list[str]) -> tuple[int, float]:
 
 
 def _delayed_s(processes: list[str]) -> float:
-    """How long the processes of the run were ready, and had no processor: of one process, the longest."""
+    """How long the threads of the run were ready, and had no processor: of one thread, the longest."""
     longest = 0
     for name in processes:
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/schedstat") as file:
-            longest = max(longest, int(file.read().split()[1]))
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for thread in os.listdir(f"/proc/{name}/task"):
+                with open(f"/proc/{name}/task/{thread}/schedstat") as file:
+                    longest = max(longest, int(file.read().split()[1]))
     return longest / 1e9
 
 
 # --- a run, from within: nothing below returns ----------------------------------------------------------------------
 
 
-def _become(walls: _Walls, request: dict[str, Any], files: list[int], go_read: int, trouble: int) -> None:
+def _become(
+    walls: _Walls, streams: _Streams, request: dict[str, Any], files: list[int], go_read: int, trouble: int
+) -> None:
     """Take the limits, lose every right, and be the program. `trouble` is told what hinders that, and then closed."""
     try:
         if os.read(go_read, 1) != b"g":
@@ -207,7 +253,7 @@ def _become(walls: _Walls, request: dict[str, Any], files: list[int], go_read: i
         os._exit(1)
     if source is not None:
         os.close(3)
-        _be_python(source, request["python"], request["arguments"])
+        _be_python(source, streams, request["python"], request["arguments"])
     try:
         os.execve(request["argv"][0], request["argv"], request["environment"])
     except BaseException as error:  # what was compiled is no program
@@ -219,14 +265,10 @@ def _content(file: int) -> bytes:
     return os.pread(file, os.fstat(file).st_size, 0)
 
 
-def _be_python(source: bytes, name: str, arguments: list[str]) -> None:
+def _be_python(source: bytes, streams: _Streams, name: str, arguments: list[str]) -> None:
     """Run a program as `python name` would, without starting an interpreter."""
-    import types
-
-    sys.stdin = _text(0, "rb", "surrogateescape")
-    sys.stdout = _text(1, "wb", "surrogateescape")
-    sys.stderr = _text(2, "wb", "backslashreplace")
-    sys.stderr.reconfigure(line_buffering=True)
+    gc.enable()
+    sys.stdin, sys.stdout, sys.stderr = streams
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     sys.argv, sys.path[:0] = [name, *arguments], [os.path.dirname(name)]
     module = types.ModuleType("__main__")
@@ -241,6 +283,30 @@ def _be_python(source: bytes, name: str, arguments: list[str]) -> None:
         code = 1
         _print_traceback(error)
     os._exit(_finished(code))
+
+
+_Streams = tuple[io.TextIOWrapper, io.TextIOWrapper, io.TextIOWrapper]
+
+
+def _warm_streams() -> _Streams:
+    """A program's standard streams, as Python would make them of 0, 1 and 2.
+
+    Made once, over files of the kinds that runs have there (memory, pipes), since making them looks at that; nothing
+    is read or written before a run has put its own files in their places.
+    """
+    kept = [os.dup(number) for number in range(3)]
+    memory, pipe = os.memfd_create("empty"), os.pipe()
+    for number, file in enumerate((memory, pipe[1], pipe[1])):
+        os.dup2(file, number)
+    streams = (
+        _text(0, "rb", "surrogateescape"), _text(1, "wb", "surrogateescape"), _text(2, "wb", "backslashreplace")
+    )  # fmt: skip
+    streams[2].reconfigure(line_buffering=True)
+    for number, file in enumerate(kept):
+        os.dup2(file, number)
+    for file in (*kept, memory, *pipe):
+        os.close(file)
+    return streams
 
 
 def _text(number: int, mode: Literal["rb", "wb"], errors: str) -> io.TextIOWrapper:
@@ -265,8 +331,6 @@ def _exit_code(ending: SystemExit) -> int:
 
 def _finished(code: int) -> int:
     """Wait for threads, run what the program has registered, write what it has printed."""
-    import atexit
-
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
@@ -274,8 +338,10 @@ def _finished(code: int) -> int:
         sys.stdout.flush()
     except BaseException:
         code = code or 120
-    with contextlib.suppress(BaseException):
+    try:
         sys.stderr.flush()
+    except BaseException:
+        return code
     return code
 
 
@@ -311,8 +377,7 @@ class _Walls:
             ("uid_map", f"{_INNER_ID} {self._outer_id} 1"),
             ("gid_map", f"{_INNER_ID} {self._outer_id} 1"),
         ):
-            with open(f"/proc/{pid}/{name}", "w") as file:
-                file.write(text)
+            _write(f"/proc/{pid}/{name}", text)
 
     def processes(self, pid: int) -> Callable[[], list[str]]:
         """Those of the run: all there are but this one, and the box's first; or the only one that it may be."""
@@ -336,8 +401,8 @@ class _Walls:
             os.setresgid(self._outer_id, self._outer_id, self._outer_id)
             os.setresuid(self._outer_id, self._outer_id, self._outer_id)
         os.chdir(_FOLDER if self._namespaces else "/")
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+        with contextlib.suppress(OSError):
+            _write("/proc/self/oom_score_adj", "1000")
 
     def lay(self, name: str, source: int) -> None:
         """Copy a file into the run's folder, if it has one; with an offset of its own, since others may read it."""
@@ -378,6 +443,15 @@ class _Walls:
         if _LIBC.syscall(_LANDLOCK_RESTRICT, ruleset, 0) != 0:
             raise _failure("landlock")
         os.close(ruleset)
+
+
+def _write(path: str, text: str) -> None:
+    """In one call, as files of /proc want it."""
+    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
 
 
 def _mount(kind: str, where: str, flags: int, options: str) -> None:

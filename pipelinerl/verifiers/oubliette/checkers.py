@@ -12,14 +12,17 @@ failure of its own. `printed`: it is called with input, answer and output, and p
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
+from pipelinerl.verifiers.oubliette import toolchains
+from pipelinerl.verifiers.oubliette.repository import Content
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run
-from pipelinerl.verifiers.oubliette.toolchains import COMPILING, Toolchain
+from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 
 
 class Checker(StrEnum):
@@ -43,23 +46,33 @@ class CheckerFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomChecker:
-    """A problem's own checker; `files` lie beside its source when it is compiled, such as testlib.h."""
+    """A problem's own checker; `files` lie beside its source when it is compiled, such as testlib.h.
 
-    language: Toolchain
+    One that was uploaded has no source here: `program` is what was compiled of it.
+    """
+
+    language: str
     source: str
     protocol: Protocol
     files: tuple[tuple[str, str], ...] = ()
+    program: Content | None = None
+
+    @property
+    def key(self) -> str:
+        """A digest of what its program is compiled of, and how. Raises `ToolchainMissing`."""
+        parts = (toolchains.find(self.language), self.source, self.files)
+        return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
 
     def compiling(self) -> Run | None:
         """The run that compiles it, if any."""
-        run = self.language.compiling(self.source, COMPILING)
+        run = toolchains.find(self.language).compiling(self.source, COMPILING)
         if run is None:
             return None
         return replace(run, files=(*run.files, *((name, text.encode()) for name, text in self.files)))
 
     def checking(self, program: bytes, stdin: bytes, stdout: bytes, answer: bytes) -> Run:
         """The run that judges one output."""
-        run = self.language.running(program, b"", _LIMITS)
+        run = toolchains.find(self.language).running(program, b"", _LIMITS)
         given = ("input.txt", "output.txt", "answer.txt")
         if self.protocol is Protocol.PRINTED:
             given = ("input.txt", "answer.txt", "output.txt")

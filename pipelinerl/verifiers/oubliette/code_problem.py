@@ -5,8 +5,10 @@
     {"input_output": {"inputs": […], "outputs": […]}}                      APPS and TACO, also as JSON in a text
     {"public_test_cases": [{"input", "output", "testtype": "stdin"}]}      LiveCodeBench, also as JSON in a text
 
-Where the metadata has none of them, the ground truth may be the first. `time_limit` is seconds (or code_contests' own
-{"seconds", "nanos"}), `memory_limit` MB (`memory_limit_bytes` bytes), `checker` a name or a program of the problem's.
+Where the metadata has none of them, the ground truth may be the first. An input or an output may be a link into a
+repository: {"link": "oub:…"}. `time_limit` is seconds (or code_contests' own
+{"seconds", "nanos"}), `memory_limit` MB (`memory_limit_bytes` bytes), `checker` a name or a program of the problem's
+(`generated_checker`, a program in Python, of open-r1/codeforces).
 Tests that call a function are refused by name: what is run reads standard input and writes standard output.
 """
 
@@ -21,6 +23,10 @@ from typing import Any, Final
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.checkers import Checker, CustomChecker, Protocol
+from pipelinerl.verifiers.oubliette.repository import LINK, Content, Link
+
+#: Of a checker that was uploaded: the link to what was compiled of it.
+PROGRAM: Final = "program"
 
 
 class TestsMalformed(Exception):
@@ -31,10 +37,10 @@ class TestsMalformed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CodeTest:
-    """What a program reads, and what it has to write."""
+    """What a program reads, and what it has to write: the bytes, or where they lie."""
 
-    input: bytes
-    answer: bytes
+    input: Content
+    answer: Content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +58,9 @@ class CodeProblem:
 
         Raises:
             TestsMalformed: there are no tests, or a field is not what it must be.
-            ToolchainMissing: the checker's language is not installed here.
         """
         metadata = problem.metadata
+        _refuse_other_ways(metadata)
         tests = tuple(_tests(metadata)) or tuple(_of_ground_truth(problem.ground_truth))
         if not tests:
             raise TestsMalformed(
@@ -65,7 +71,7 @@ class CodeProblem:
             tests=tests,
             time_limit_s=_seconds(metadata.get("time_limit")),
             memory_bytes=_memory(metadata),
-            checker=_checker(metadata.get("checker")),
+            checker=_checker(metadata),
         )
 
 
@@ -94,7 +100,7 @@ def last_block(text: str) -> tuple[str, str] | None:
 
 def _tests(metadata: Mapping[str, Any]) -> Iterator[CodeTest]:
     for field, reader in _READERS.items():
-        if metadata.get(field):
+        if metadata.get(field) and not isinstance(metadata[field], int):  # open-r1/codeforces: how many there are
             yield from reader(field, _parsed(field, metadata[field]))
 
 
@@ -122,7 +128,7 @@ def _pairs(field: str, value: Any) -> Iterator[CodeTest]:
         if each.get("testtype", "stdin") != "stdin":
             raise TestsMalformed(f"{field}[{number}] calls a function; only standard input and output can be tested")
         yield CodeTest(
-            _bytes(f"{field}[{number}].input", each["input"]), _bytes(f"{field}[{number}].output", each["output"])
+            _content(f"{field}[{number}].input", each["input"]), _content(f"{field}[{number}].output", each["output"])
         )
 
 
@@ -137,7 +143,7 @@ def _columns(field: str, value: Any) -> Iterator[CodeTest]:
     if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple) or len(inputs) != len(outputs):
         raise TestsMalformed(f"{field} must have as many inputs as outputs, in two lists, got {_told(value)}")
     for number, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
-        yield CodeTest(_bytes(f"{field}.input[{number}]", given), _bytes(f"{field}.output[{number}]", wanted))
+        yield CodeTest(_content(f"{field}.input[{number}]", given), _content(f"{field}.output[{number}]", wanted))
 
 
 _READERS: Final = {
@@ -150,14 +156,26 @@ _READERS: Final = {
     "public_test_cases": _pairs,
 }
 
+#: Fields of metadata in which tests are looked for.
+TEST_FIELDS: Final = tuple(_READERS)
 
-def _bytes(where: str, value: Any) -> bytes:
-    """A text; of a list, which APPS has at places, its lines."""
+
+def _content(where: str, value: Any) -> Content:
+    """A text; of a list, which APPS has at places, its lines; of an object, the link that it holds."""
+    if isinstance(value, Mapping) and value.keys() == {LINK}:
+        return _link(where, value[LINK])
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         value = "\n".join(value)
     if not isinstance(value, str):
         raise TestsMalformed(f"{where} must be a text, got {_told(value)}")
     return value.encode("utf-8", "surrogatepass")
+
+
+def _link(where: str, value: Any) -> Link:
+    try:
+        return Link.parsed(str(value))
+    except ValueError as error:
+        raise TestsMalformed(f"{where}: {error}") from None
 
 
 def _seconds(value: Any) -> float | None:
@@ -183,17 +201,22 @@ def _memory(metadata: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _checker(value: Any) -> Checker | CustomChecker | None:
+def _checker(metadata: Mapping[str, Any]) -> Checker | CustomChecker | None:
+    value = metadata.get("checker")
+    if value is None and isinstance(generated := metadata.get("generated_checker"), str):  # of open-r1/codeforces
+        return CustomChecker(language="python", source=generated, protocol=Protocol.PRINTED)
     if value is None:
         return None
     if isinstance(value, str) and value in set(Checker):
         return Checker(value)
-    if not isinstance(value, Mapping) or not isinstance(value.get("source"), str):
+    if not isinstance(value, Mapping) or not isinstance(value.get("source", value.get(PROGRAM)), str):
         raise TestsMalformed(
             f"checker must be one of {', '.join(Checker)}, or an object with language, source and protocol, got "
             f"{_told(value)}"
         )
-    protocol, files = value.get("protocol", "testlib"), value.get("files") or {}
+    language, protocol, files = value.get("language", "cpp"), value.get("protocol", "testlib"), value.get("files") or {}
+    if toolchains.named(str(language)) is None:
+        raise TestsMalformed(f"checker.language must be one of {', '.join(toolchains.LANGUAGES)}, got {language!r:.40}")
     if protocol not in set(Protocol):
         raise TestsMalformed(f"checker.protocol must be one of {', '.join(Protocol)}, got {_told(protocol)}")
     if not isinstance(files, Mapping) or not all(
@@ -201,11 +224,20 @@ def _checker(value: Any) -> Checker | CustomChecker | None:
     ):
         raise TestsMalformed(f"checker.files must be texts by the names of files, got {_told(files)}")
     return CustomChecker(
-        language=toolchains.find(str(value.get("language", "cpp"))),
-        source=value["source"],
+        language=str(language),
+        source=value.get("source", ""),
         protocol=Protocol(protocol),
         files=tuple(files.items()),
+        program=_link("checker.program", value[PROGRAM]) if PROGRAM in value else None,
     )
+
+
+def _refuse_other_ways(metadata: Mapping[str, Any]) -> None:
+    """What open-r1/codeforces says of problems that are not judged by one reading and one writing."""
+    if metadata.get("interaction_format"):
+        raise TestsMalformed("the problem is interactive; only standard input and output can be tested")
+    if metadata.get("input_mode", "stdio") not in (None, "stdio"):
+        raise TestsMalformed(f"input_mode must be stdio, got {_told(metadata['input_mode'])}")
 
 
 def _is_name(name: str) -> bool:

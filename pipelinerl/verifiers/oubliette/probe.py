@@ -91,7 +91,7 @@ def attacked(
     """Try each, in their order; those that need a run before them in a slot of their own."""
     with contextlib.ExitStack() as held:
         baits = held.enter_context(_baits())
-        alone = Sandbox(walls, at_once=1)
+        alone = Sandbox(walls, at_once=1, slots_each=1)
         held.callback(alone.close)
         if sandbox is None:
             sandbox = Sandbox(walls, at_once=default_slots())
@@ -189,8 +189,10 @@ def _baits() -> Iterator[dict[str, str]]:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(address)
             listener.listen()
-        process = subprocess.Popen(["/bin/sleep", "3600"], env={"BAIT": word})
-        stack.callback(process.wait)
+        # it reads from this process, and so ends with it, however that ends
+        process = stack.enter_context(
+            subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={"BAIT": word})
+        )
         stack.callback(process.kill)
         os.environ["OUBLIETTE_BAIT"] = word
         stack.callback(os.environ.pop, "OUBLIETTE_BAIT", None)

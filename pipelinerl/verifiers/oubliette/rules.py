@@ -27,6 +27,9 @@ class CodeRules:
         language: of a block that names none. languages: those that are judged.
         time_limit_s: processor time of one test; on the clock it may take twice that and a second.
         tolerance: of the checker `float`.
+        url: of the Oubliette service that runs programs; none: this machine does. key_variable: names the environment
+            variable that holds its token.
+        repository: the folder into which the links of problems lead, where this machine runs programs.
     """
 
     tier: Tier = Tier.DEFAULT
@@ -37,3 +40,6 @@ class CodeRules:
     tolerance: float = 1e-6
     time_limit_s: float = 4.0
     memory_bytes: int = 512 << 20
+    url: str = ""
+    key_variable: str = ""
+    repository: str = ""

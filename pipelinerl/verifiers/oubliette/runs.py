@@ -26,6 +26,11 @@ class Tier(StrEnum):
     WEAK = "weak"
     """Landlock, system call filter and limits around one process of the host. Only when asked for by name."""
 
+    @property
+    def strength(self) -> int:
+        """The greater, the stronger."""
+        return [Tier.WEAK, Tier.DEFAULT].index(self)
+
 
 class Ending(StrEnum):
     """How a run ended."""

@@ -7,9 +7,10 @@ loss is told as `SandboxLost`, which verdicts mask.
 from __future__ import annotations
 
 import os
-import queue
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,6 +26,10 @@ _IDS: Final = 400
 
 _SYSTEMS: Final = Path("/usr/bin/python3")
 _TRIES: Final = 2
+#: What has run for so long makes room for others, in so many slots for each at once.
+_FRESH_S: Final = 0.25
+_LOOKED_EVERY_S: Final = 0.1
+_SLOTS_EACH: Final = 4
 _INTERRUPTED_EVERY_S: Final = 0.2
 
 
@@ -79,14 +84,34 @@ def _weak(outer_id: int) -> Walls:
 
 
 @final
-class Sandbox:
-    """Runs programs, `at_once` at a time. To be closed; nothing is started before the first run."""
+class _Place:
+    """A slot with the thread that works it, and when its run began, while that counts as one of those at once."""
 
-    def __init__(self, walls: Callable[[int], Walls], *, at_once: int) -> None:
-        self._queue: queue.SimpleQueue[tuple[Run, Future[ProgramResult]] | None] = queue.SimpleQueue()
-        self._walls = [walls(number) for number in range(at_once)]
-        self._threads: list[tuple[threading.Thread, Slot]] = []
-        self._lock = threading.Lock()
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.thread: threading.Thread | None = None
+        self.fresh_since: float | None = None
+
+
+@final
+class Sandbox:
+    """Runs programs, `at_once` at a time. To be closed; nothing is started before the first run.
+
+    What runs for longer than `_FRESH_S` makes room for others, which else would wait for what never ends: it goes on
+    in its slot, and no longer counts. There are `slots_each` slots for each at once.
+    """
+
+    def __init__(self, walls: Callable[[int], Walls], *, at_once: int, slots_each: int = _SLOTS_EACH) -> None:
+        self._walls = [walls(number) for number in range(slots_each * at_once)]
+        self._at_once = at_once
+        self._waiting: deque[tuple[Run, Future[ProgramResult]]] = deque()
+        self._places: list[_Place] = []
+        self._idle = self._fresh = 0
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._begun = threading.Condition(lock)
+        self._watch: threading.Thread | None = None
+        self._watching = False
         self._closed = False
 
     def submit(self, run: Run) -> Future[ProgramResult]:
@@ -94,15 +119,11 @@ class Sandbox:
         future: Future[ProgramResult] = Future()
         if run.argv and not self._walls[0].namespaces:
             raise toolchains.ToolchainMissing(f"the {self._walls[0].tier} sandbox runs Python alone, not {run.argv[0]}")
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise SandboxLost("the sandbox is closed")
-            self._queue.put((run, future))
-            if len(self._threads) < len(self._walls):
-                slot = Slot(self._walls[len(self._threads)])
-                thread = threading.Thread(target=self._work, args=(slot,), name="oubliette", daemon=True)
-                self._threads.append((thread, slot))
-                thread.start()
+            self._waiting.append((run, future))
+            self._call_somebody()
         return future
 
     def run(self, run: Run) -> ProgramResult:
@@ -111,25 +132,76 @@ class Sandbox:
 
     def close(self) -> None:
         """End every box, and with it what runs; what waits, or ran, is lost."""
-        with self._lock:
+        with self._changed:
             self._closed = True
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread, slot in self._threads:
-            while thread.is_alive():
-                slot.interrupt()
-                thread.join(_INTERRUPTED_EVERY_S)
+            self._changed.notify_all()
+            self._begun.notify()
+        for place in self._places:
+            while place.thread is not None and place.thread.is_alive():
+                place.slot.interrupt()
+                place.thread.join(_INTERRUPTED_EVERY_S)
+        if self._watch is not None:
+            self._watch.join()
 
-    def _work(self, slot: Slot) -> None:
+    def _call_somebody(self) -> None:
+        """With the lock: there is work, or room."""
+        if self._closed or not self._waiting or self._fresh >= self._at_once:
+            return
+        if self._idle:
+            self._changed.notify()
+        elif len(self._places) < len(self._walls):
+            place = _Place(Slot(self._walls[len(self._places)]))
+            place.thread = threading.Thread(target=self._work, args=(place,), name="oubliette", daemon=True)
+            self._places.append(place)
+            place.thread.start()
+            if self._watch is None:
+                self._watch = threading.Thread(target=self._make_room, name="oubliette watch", daemon=True)
+                self._watch.start()
+
+    def _next(self, place: _Place) -> tuple[Run, Future[ProgramResult]] | None:
+        """The next run for a slot, when there is one and room for it; None: there will be none."""
+        with self._changed:
+            if place.fresh_since is not None:
+                place.fresh_since = None
+                self._fresh -= 1
+                self._call_somebody()
+            self._idle += 1
+            while not self._closed and not (self._waiting and self._fresh < self._at_once):
+                self._changed.wait()
+            self._idle -= 1
+            if not self._waiting:
+                return None
+            self._fresh += 1
+            place.fresh_since = time.monotonic()
+            work = self._waiting.popleft()
+            self._call_somebody()
+            if not self._watching:
+                self._begun.notify()
+            return work
+
+    def _work(self, place: _Place) -> None:
         try:
-            while (work := self._queue.get()) is not None:
+            while (work := self._next(place)) is not None:
                 run, future = work
                 if self._closed:
                     future.cancel()
                 elif future.set_running_or_notify_cancel():
-                    self._tried(slot, run, future)
+                    self._tried(place.slot, run, future)
         finally:
-            slot.close()
+            place.slot.close()
+
+    def _make_room(self) -> None:
+        """Let others begin beside what has run for long."""
+        with self._changed:
+            while not self._closed:
+                self._watching = self._fresh > 0
+                self._begun.wait(_LOOKED_EVERY_S if self._watching else None)
+                until = time.monotonic() - _FRESH_S
+                for place in tuple(self._places):
+                    if place.fresh_since is not None and place.fresh_since < until:
+                        place.fresh_since = None
+                        self._fresh -= 1
+                        self._call_somebody()
 
     def _tried(self, slot: Slot, run: Run, future: Future[ProgramResult]) -> None:
         for number in range(_TRIES):

@@ -22,13 +22,17 @@ import socket
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
+from pipelinerl.verifiers.oubliette import control_groups
+from pipelinerl.verifiers.oubliette.control_groups import ControlGroup, Hierarchies
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, Tier, of_rlimits
 
 _STARTUP_S: Final = 60.0
 _GRACE_S: Final = 30.0
+#: What a box takes beside its run: its server, the kernel's tables.
+_SERVER_BYTES: Final = 64 << 20
 _MOST_PACKET: Final = 1 << 16
 _CHUNK: Final = 1 << 18
 _F_ADD_SEALS: Final = 1033
@@ -60,11 +64,12 @@ class Walls:
 
 @final
 class Slot:
-    """Starts its box at the first run, and again after one was lost."""
+    """Starts its box at the first run, and again after one was lost; its control group, if any, stays."""
 
     def __init__(self, walls: Walls) -> None:
         self._walls = walls
         self._box: _Box | None = None
+        self._group: ControlGroup | None = None
 
     def run(self, run: Run) -> ProgramResult:
         """Run a program.
@@ -72,13 +77,33 @@ class Slot:
         Raises:
             SandboxLost: the box could not be started, ended, or did not answer.
         """
-        if self._box is None:
-            self._box = _Box.start(self._walls)
+        if self._group is None and isinstance(where := control_groups.available(), Hierarchies):
+            self._group = ControlGroup(where)
+        kills = self._begin(run.limits)
+        began = time.monotonic()
         try:
-            return self._box.run(run, self._walls)
-        except BaseException:
-            self.close()
+            if self._box is None:
+                self._box = _Box.start(self._walls, self._group)
+            result = self._box.run(run, self._walls)
+        except SandboxLost:
+            self._lose()
+            if self._killed_since(kills):  # the server with the run, which has filled the slot
+                return _out_of_memory(time.monotonic() - began, self._walls.tier)
             raise
+        except BaseException:
+            self._lose()
+            raise
+        return replace(result, ending=Ending.MEMORY) if self._killed_since(kills) else result
+
+    def _begin(self, limits: Limits) -> int:
+        """Set what all in the box may take; returns how many the kernel has killed there before."""
+        if self._group is None:
+            return 0
+        self._group.limit(limits.memory_bytes + limits.disk_bytes + _SERVER_BYTES)
+        return self._group.oom_kills()
+
+    def _killed_since(self, kills: int) -> bool:
+        return self._group is not None and self._group.oom_kills() > kills
 
     def interrupt(self) -> None:
         """From another thread: end the box now, so that a run in it is lost."""
@@ -87,6 +112,12 @@ class Slot:
 
     def close(self) -> None:
         """End the box, and whatever runs in it."""
+        self._lose()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _lose(self) -> None:
         if self._box is not None:
             self._box.kill()
             self._box = None
@@ -103,12 +134,13 @@ class _Box:
         self._said = ""
 
     @classmethod
-    def start(cls, walls: Walls) -> _Box:
+    def start(cls, walls: Walls, group: ControlGroup | None) -> _Box:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = tempfile.TemporaryFile()  # noqa: SIM115 - it is the box's
         with theirs:
             # an empty environment: bubblewrap's own is what /proc/1/environ of the box shows
-            command, end = list(walls.command), theirs.fileno()
+            command = walls.command if group is None else group.entering(walls.command)
+            end = theirs.fileno()
             process = subprocess.Popen(command, stdin=end, stdout=words, stderr=words, env={}, cwd="/")
         box = cls(process, ours, words)
         try:
@@ -119,7 +151,12 @@ class _Box:
                 "shown": walls.shown,
             }
             ours.settimeout(_STARTUP_S)
-            ours.send(json.dumps(settings).encode())
+            files = [] if group is None else [group.open_cpu()]
+            try:
+                socket.send_fds(ours, [json.dumps(settings).encode()], files)
+            finally:
+                for file in files:
+                    os.close(file)
             first = ours.recv(_MOST_PACKET)
         except OSError as error:
             box.kill()
@@ -234,6 +271,12 @@ class _Reader:
         kept = self._read[file]
         kept += part[: max(0, self._most[file] + 1 - len(kept))]
         return bool(part)
+
+
+def _out_of_memory(wall_s: float, tier: Tier) -> ProgramResult:
+    return ProgramResult(
+        ending=Ending.MEMORY, code=-signal.SIGKILL, stdout=b"", stderr=b"", cpu_s=0.0, wall_s=wall_s, tier=tier
+    )
 
 
 def _request(run: Run) -> bytes:

@@ -13,28 +13,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import math
-from collections import OrderedDict
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Final, final
 
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.oubliette import probe, toolchains
-from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker, same
+from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker
 from pipelinerl.verifiers.oubliette.code_problem import CodeProblem, CodeTest, TestsMalformed, last_block
+from pipelinerl.verifiers.oubliette.remote.client import RemoteRunner
+from pipelinerl.verifiers.oubliette.repository import Content, ContentMissing, PersistentRepository, size_of
 from pipelinerl.verifiers.oubliette.rules import CodeRules, Scoring
-from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing
-from pipelinerl.verifiers.oubliette.sandbox import Sandbox, default_slots
-from pipelinerl.verifiers.oubliette.toolchains import COMPILING, Toolchain, ToolchainMissing
+from pipelinerl.verifiers.oubliette.runner import Check, CodeRunner, Executed, LocalRunner, Program
+from pipelinerl.verifiers.oubliette.runs import Ending, Limits, SandboxLost, SandboxMissing
+from pipelinerl.verifiers.oubliette.sandbox import default_slots
+from pipelinerl.verifiers.oubliette.toolchains import COMPILING, ToolchainMissing
 from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out, wrong
 
-#: Compiled checkers that are kept.
-_REMEMBERED: Final = 256
 #: A program may write so much more than the answer.
 _SPARE_OUTPUT: Final = 64 << 10
-#: What is larger is compared beside the event loop.
-_LARGE: Final = 16 << 10
 
 
 @final
@@ -46,105 +45,77 @@ class Oubliette:
         self._rules = rules or CodeRules()
         self._deadline_s = deadline_s
         self._at_once = workers or default_slots()
-        self._sandbox: Sandbox | None = None
+        self._runner: CodeRunner | None = None
         self._missing = ""
         self._opening = asyncio.Lock()
-        self._checkers: OrderedDict[bytes, asyncio.Task[bytes]] = OrderedDict()
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Judge the program in an answer; the verdict's reason names the tier."""
         try:
-            sandbox = await self._opened()
-            judged = _Judged(sandbox, self, CodeProblem.of(problem), self._rules, self._deadline_s, self._at_once)
+            runner = await self._opened()
+            judged = _Judged(runner, CodeProblem.of(problem), self._rules, self._deadline_s)
             verdict = await judged.verdict(completion_text)
-        except (SandboxMissing, SandboxLost, TestsMalformed, ToolchainMissing, CheckerFailed) as error:
+        except (SandboxMissing, SandboxLost, TestsMalformed, ToolchainMissing, CheckerFailed, ContentMissing) as error:
             return failed(str(error))
         except TimeoutError:
             return timed_out(self._deadline_s)
         return Verdict(
             outcome=verdict.outcome,
             reward=verdict.reward,
-            reason=shown(f"{verdict.reason} [{self._rules.tier} sandbox]"),
+            reason=shown(f"{verdict.reason} [{runner.tier} sandbox]"),
         )
 
     async def start(self) -> None:
         """Open and try the sandbox, which the first answer would wait for; where there is none, that answer says so."""
-        with contextlib.suppress(SandboxMissing):
+        with contextlib.suppress(SandboxMissing, SandboxLost):
             await self._opened()
 
     async def close(self) -> None:
         """End every box."""
         async with self._opening:
             self._missing = self._missing or "the verifier is closed"
-            sandbox, self._sandbox = self._sandbox, None
-        for task in self._checkers.values():
-            task.cancel()
-        if sandbox is not None:
-            await asyncio.to_thread(sandbox.close)
+            runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.close()
 
-    async def compiled(self, checker: CustomChecker, sandbox: Sandbox) -> bytes:
-        """A checker's program, compiled at most once for all that ask.
-
-        Raises:
-            CheckerFailed: it does not compile.
-        """
-        key = hashlib.blake2b(repr((checker.language.name, checker.source, checker.files)).encode()).digest()
-        task = self._checkers.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._checkers[key] = asyncio.create_task(_compiled_checker(checker, sandbox))
-            while len(self._checkers) > _REMEMBERED:
-                self._checkers.popitem(last=False)
-        self._checkers.move_to_end(key)
-        return await asyncio.shield(task)
-
-    async def _opened(self) -> Sandbox:
+    async def _opened(self) -> CodeRunner:
         async with self._opening:
             if self._missing:
                 raise SandboxMissing(self._missing)
-            if self._sandbox is None:
+            if self._runner is None:
                 try:
-                    self._sandbox = await asyncio.to_thread(probe.opened, self._rules.tier, at_once=self._at_once)
+                    self._runner = await open_runner(self._rules, at_once=self._at_once)
                 except SandboxMissing as error:
                     self._missing = str(error)
                     raise
-            return self._sandbox
+            return self._runner
 
 
-async def _compiled_checker(checker: CustomChecker, sandbox: Sandbox) -> bytes:
-    run = checker.compiling()
-    if run is None:
-        return checker.source.encode()
-    result = await _ran(sandbox, run)
-    if not result.succeeded:
-        raise CheckerFailed(f"the problem's checker does not compile: {result.describe()}")
-    return result.stdout
+async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
+    """What runs the programs of a domain: the service that the rules name, or this machine's sandbox. To be closed.
 
-
-async def _ran(sandbox: Sandbox, run: Run) -> ProgramResult:
-    result = await asyncio.wrap_future(sandbox.submit(run))
-    if result.ending is Ending.STARVED:
-        raise SandboxLost(f"a program {result.describe()}")
-    return result
+    Raises:
+        SandboxMissing: the tier that is asked for cannot be had; the message names the cause.
+        SandboxLost: the service cannot be reached now.
+    """
+    if not rules.url:
+        repository = PersistentRepository(Path(rules.repository).expanduser()) if rules.repository else None
+        sandbox = await asyncio.to_thread(probe.opened, rules.tier, at_once=at_once)
+        return LocalRunner(sandbox, tier=str(rules.tier), at_once=at_once, repository=repository)
+    token = os.environ.get(rules.key_variable) if rules.key_variable else None
+    if rules.key_variable and not token:
+        raise SandboxMissing(f"oubliette.key_variable names ${rules.key_variable}, which is not set here")
+    return await RemoteRunner.open(rules.url, token=token, tier=rules.tier)
 
 
 @final
 class _Judged:
     """One answer's program, while it is judged."""
 
-    def __init__(
-        self,
-        sandbox: Sandbox,
-        verifier: Oubliette,
-        problem: CodeProblem,
-        rules: CodeRules,
-        deadline_s: float,
-        at_once: int,
-    ) -> None:
-        self._sandbox = sandbox
-        self._verifier = verifier
+    def __init__(self, runner: CodeRunner, problem: CodeProblem, rules: CodeRules, deadline_s: float) -> None:
+        self._runner = runner
         self._problem = problem
         self._rules = rules
-        self._at_once = at_once
         self._left_s = deadline_s
 
     async def verdict(self, text: str) -> Verdict:
@@ -152,19 +123,21 @@ class _Judged:
         block = last_block(text)
         if block is None:
             return wrong("the answer has no closed fenced block of code")
-        language = self._language(block[0])
-        if isinstance(language, Verdict):
-            return language
-        program = await self._program(language, block[1])
-        if isinstance(program, Verdict):
-            return program
+        named = toolchains.named(block[0] or self._rules.language)
+        if named is None or named.name not in self._rules.languages:
+            return wrong(f"the code is in {block[0]!r}; judged are {', '.join(self._rules.languages)}")
+        program = await self._runner.compile(named.name, block[1], wall_s=self._left_s)
+        if not isinstance(program, Program):
+            if program.ending is Ending.DEADLINE and self._left_s < COMPILING.wall_s:
+                raise TimeoutError
+            return wrong(f"the code does not compile: {program.describe()}")
+        self._left_s -= program.compile_s / self._runner.at_once
         shares: list[float] = []
         reason = ""
         tests = self._problem.tests
-        for begin in range(0, len(tests), self._at_once):
-            found = await asyncio.gather(
-                *(self._tested(language, program, test) for test in tests[begin : begin + self._at_once])
-            )
+        at_once = self._runner.at_once
+        for begin in range(0, len(tests), at_once):
+            found = await asyncio.gather(*(self._tested(program, test) for test in tests[begin : begin + at_once]))
             for number, (share, told) in enumerate(found, begin + 1):
                 shares.append(share)
                 reason = reason or (told and f"test {number} of {len(tests)}: {told}")
@@ -172,21 +145,7 @@ class _Judged:
                 return wrong(reason)
         return _scored(shares, reason, self._rules.scoring)
 
-    def _language(self, name: str) -> Toolchain | Verdict:
-        """The block's language. Raises `ToolchainMissing` where it is to be judged and is not installed."""
-        named = toolchains.named(name or self._rules.language)
-        if named is None or named.name not in self._rules.languages:
-            return wrong(f"the code is in {name!r}; judged are {', '.join(self._rules.languages)}")
-        return toolchains.find(named.name)
-
-    async def _program(self, language: Toolchain, source: str) -> bytes | Verdict:
-        compiling = language.compiling(source, COMPILING)
-        if compiling is None:
-            return source.encode("utf-8", "replace")
-        result = await self._run(compiling)
-        return result.stdout if result.succeeded else wrong(f"the code does not compile: {result.describe()}")
-
-    async def _tested(self, language: Toolchain, program: bytes, test: CodeTest) -> tuple[float, str]:
+    async def _tested(self, program: Program, test: CodeTest) -> tuple[float, str]:
         """(share, why not all) of one test."""
         time_limit_s = self._problem.time_limit_s or self._rules.time_limit_s
         checker = self._problem.checker or self._rules.checker
@@ -195,32 +154,36 @@ class _Judged:
             cpu_s=time_limit_s,
             wall_s=2 * time_limit_s + 1,
             memory_bytes=self._problem.memory_bytes or self._rules.memory_bytes,
-            output_bytes=Limits().output_bytes if custom else 2 * len(test.answer) + _SPARE_OUTPUT,
+            output_bytes=Limits().output_bytes if custom else 2 * size_of(test.answer) + _SPARE_OUTPUT,
         )
-        result = await self._run(language.running(program, test.input, limits))
-        if not result.succeeded:
-            return 0.0, result.describe()
-        if isinstance(checker, CustomChecker):
-            compiled = await self._verifier.compiled(checker, self._sandbox)
-            checked = await _ran(self._sandbox, checker.checking(compiled, test.input, result.stdout, test.answer))
-            share = checker.share(checked)
+        executed = await self._run(program, test.input, limits)
+        if not executed.result.succeeded:
+            return 0.0, executed.result.describe()
+        share = await self._runner.check(
+            Check(
+                checker=checker,
+                tolerance=self._rules.tolerance,
+                input=test.input,
+                output=executed.output,
+                answer=test.answer,
+            )
+        )
+        if custom:
             return share, "" if share == 1.0 else "the problem's checker refuses the output"
-        given = (result.stdout, test.answer, checker, self._rules.tolerance)
-        right = same(*given) if len(result.stdout) < _LARGE else await asyncio.to_thread(same, *given)
-        return (1.0, "") if right else (0.0, f"wrote {result.stdout[:60]!r}")
+        return share, "" if share == 1.0 else f"wrote {executed.result.stdout[:60]!r}"
 
-    async def _run(self, run: Run) -> ProgramResult:
+    async def _run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
         """Within what is left of the verifier's time, which passes while programs run and not while they wait."""
         left_s = self._left_s
         if left_s <= 0:
             raise TimeoutError
-        if short := left_s < run.limits.wall_s:
-            run = replace(run, limits=replace(run.limits, wall_s=left_s))
-        result = await _ran(self._sandbox, run)
-        self._left_s -= result.wall_s / self._at_once
-        if short and result.ending is Ending.DEADLINE:
+        if short := left_s < limits.wall_s:
+            limits = replace(limits, wall_s=left_s)
+        executed = await self._runner.run(program, stdin, limits)
+        self._left_s -= executed.result.wall_s / self._runner.at_once
+        if short and executed.result.ending is Ending.DEADLINE:
             raise TimeoutError
-        return result
+        return executed
 
 
 def _scored(shares: list[float], reason: str, scoring: Scoring) -> Verdict:

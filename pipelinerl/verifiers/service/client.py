@@ -23,15 +23,16 @@ import contextlib
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
 import msgspec
 
-from pipelinerl.system.http_client import call_timeout, hot_session
+from pipelinerl.system.http_client import hot_session
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.service import wire
+from pipelinerl.verifiers.service.asking import KEEP_ALIVE_S, ServiceFailed, ServicePatience, error_of, post
 from pipelinerl.verifiers.service.wire import VerifierLease, VerifyAnswer, VerifyRequest
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, failed
 
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pipelinerl")
 
-#: Idle connections live shorter than the server's, so that it is the client that closes.
-_KEEP_ALIVE_S: Final = 30.0
 _FIRST_REST_S: Final = 0.5
 _LONGEST_REST_S: Final = 15.0
 #: How long a full service, and one that nobody has named yet, is waited for before it is looked for again.
@@ -53,20 +52,6 @@ _BYTES_PER_VERDICT: Final = 64 << 10
 _BYTES_BESIDE: Final = 1 << 20
 #: Weighted sums of rewards that verifiers may give stay below it: a number beyond comes from no verifier of ours.
 _MOST_REWARD: Final = 1e9
-_MOST_SHOWN_OF_A_REFUSAL: Final = 300
-
-
-@dataclass(frozen=True, slots=True)
-class ServicePatience:
-    """How long services are waited for, in seconds; see the table above."""
-
-    grace_s: float = 60.0
-    silence_s: float = 30.0
-    timeout_s: float = 900.0
-
-
-class _ServiceFailed(Exception):
-    """A service did not do its work; another may."""
 
 
 class _ServiceFull(Exception):
@@ -167,7 +152,7 @@ class VerifierServices:
                     return _masked(str(error), len(answers))
                 except _ServiceFull:
                     await asyncio.sleep(_LOOK_AGAIN_S)
-                except _ServiceFailed as error:
+                except ServiceFailed as error:
                     service.failed(clock())
                     tried.failed(str(error), clock(), self._patience.grace_s)
                 finally:
@@ -221,38 +206,25 @@ class VerifierServices:
         """A service's verdicts.
 
         Raises:
-            _ServiceFailed, _ServiceFull, _CannotBeAsked: it gave none; the message names it.
+            ServiceFailed, _ServiceFull, _CannotBeAsked: it gave none; the message names it.
         """
-        import aiohttp
-
         if self._session is None:
-            self._session = hot_session(token=self._token, keep_alive_s=_KEEP_ALIVE_S)
-        url, patience = service.lease.url + wire.VERIFY, self._patience
-        timeout = call_timeout(patience.timeout_s, silence_s=patience.silence_s)
-        headers = {"content-type": "application/json"}
+            self._session = hot_session(token=self._token, keep_alive_s=KEEP_ALIVE_S)
+        url = service.lease.url + wire.VERIFY
         most_bytes = _BYTES_BESIDE + _BYTES_PER_VERDICT * count
-        try:
-            async with self._session.post(
-                url, data=body, headers=headers, timeout=timeout, allow_redirects=False
-            ) as response:
-                content = await _at_most(response, most_bytes)
-                status = response.status
-        except TimeoutError as error:
-            raise _ServiceFailed(f"{url} has said nothing for too long ({_words(error)})") from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _ServiceFailed(f"{url} cannot be reached or broke off ({_words(error)})") from None
+        status, content = await post(self._session, url, body, most_bytes=most_bytes, patience=self._patience)
         if status != 200:
             raise self._refusal(service, url, status, content, tried)
         return _judgements(content, count, url)
 
     def _refusal(self, service: _Service, url: str, status: int, content: bytes, tried: _Try) -> Exception:
-        said, code = _error_of(content)
+        said, code = error_of(content)
         words = f"{url} refuses ({status}): {said}"
         if status == 503 and code == wire.IS_FULL:
             return _ServiceFull(words)
         if status in (404, 409):
             tried.refused.add(service.lease.incarnation)
-        return _CannotBeAsked(words) if status in (400, 413, 422) else _ServiceFailed(words)
+        return _CannotBeAsked(words) if status in (400, 413, 422) else ServiceFailed(words)
 
 
 @final
@@ -272,46 +244,21 @@ class RemoteVerifier:
         """Nothing is held: the services are everybody's."""
 
 
-async def _at_most(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """The body. Raises `_ServiceFailed` for one that has more bytes."""
-    parts: list[bytes] = []
-    size = 0
-    async for part in response.content.iter_any():
-        size += len(part)
-        if size > most_bytes:
-            raise _ServiceFailed(f"{response.url} answers with more than {most_bytes} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
 def _judgements(content: bytes, count: int, url: str) -> list[Judgement]:
-    """What the body says. Raises `_ServiceFailed` where it does not say one sane verdict for each answer."""
+    """What the body says. Raises `ServiceFailed` where it does not say one sane verdict for each answer."""
     try:
         judgements = msgspec.json.decode(content, type=VerifyAnswer).judgements
     except (msgspec.DecodeError, ValueError) as error:
-        raise _ServiceFailed(f"what answers at {url} is no verifier service: {error}") from None
+        raise ServiceFailed(f"what answers at {url} is no verifier service: {error}") from None
     if len(judgements) != count:
-        raise _ServiceFailed(f"{url} gave {len(judgements)} verdicts on {count} answers")
+        raise ServiceFailed(f"{url} gave {len(judgements)} verdicts on {count} answers")
     for verdict, _ in judgements:
         rewards = (verdict.reward, *(part.reward for part in verdict.parts))
         if not all(math.isfinite(reward) and abs(reward) <= _MOST_REWARD for reward in rewards):
-            raise _ServiceFailed(f"{url} gave a reward that is no number within ±{_MOST_REWARD:g}")
+            raise ServiceFailed(f"{url} gave a reward that is no number within ±{_MOST_REWARD:g}")
     return judgements
-
-
-def _error_of(content: bytes) -> tuple[str, str]:
-    """(message, code) of a refusal in OpenAI's shape, else of whatever came."""
-    try:
-        error = msgspec.json.decode(content, type=Mapping[str, Mapping[str, str | None]])["error"]
-        return str(error.get("message"))[:_MOST_SHOWN_OF_A_REFUSAL], str(error.get("code"))
-    except (msgspec.DecodeError, ValueError, KeyError):
-        return content[:80].decode(errors="replace"), ""
 
 
 def _masked(reason: str, count: int) -> list[Judgement]:
     verdict: Verdict = failed(reason)
     return [Judgement(verdict, 0.0)] * count
-
-
-def _words(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -21,15 +21,14 @@ from importlib.metadata import version
 from typing import Final, final
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import Response
-from starlette.requests import ClientDisconnect
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
+from pipelinerl.system.http_service import guard, refuse_in_one_shape
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.service import wire
+from pipelinerl.verifiers.service.beating import Beating, RequestRefused
 from pipelinerl.verifiers.service.verdict_cache import VerdictCache, key_of
 from pipelinerl.verifiers.service.wire import (
     DomainStatus,
@@ -59,15 +58,6 @@ class ServedDomain:
     rules: str
     kept: bool
     tier: str = ""
-
-
-class VerifyRefused(Exception):
-    """A request that is not begun here: the status and code of the refusal, and why."""
-
-    def __init__(self, status: int, code: str, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-        self.code = code
 
 
 @final
@@ -116,9 +106,9 @@ class VerifierService:
         return self._queue
 
     def admit(self, request: VerifyRequest) -> ServedDomain:
-        """The domain that is to judge the request. Raises `VerifyRefused`."""
+        """The domain that is to judge the request. Raises `RequestRefused`."""
         if request.protocol != wire.PROTOCOL:
-            raise VerifyRefused(
+            raise RequestRefused(
                 409,
                 wire.OTHER_PROTOCOL,
                 f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl",
@@ -126,17 +116,21 @@ class VerifierService:
         domain = self._domains.get(request.domain)
         if domain is None:
             known = ", ".join(self._domains) or "none"
-            raise VerifyRefused(404, wire.UNKNOWN_DOMAIN, f"domain must be one of those judged here, which are {known}")
+            raise RequestRefused(
+                404, wire.UNKNOWN_DOMAIN, f"domain must be one of those judged here, which are {known}"
+            )
         if request.rules != domain.rules:
-            raise VerifyRefused(
+            raise RequestRefused(
                 409,
                 wire.OTHER_RULES,
                 f"rules: this service judges {request.domain} by another recipe; start it with the run's",
             )
         if self.closing.is_set():
-            raise VerifyRefused(503, wire.IS_DRAINING, "this service takes nothing new; ask another")
+            raise RequestRefused(503, wire.IS_DRAINING, "this service takes nothing new; ask another")
         if self._queue and self._queue + len(request.answers) > self._most_waiting:
-            raise VerifyRefused(503, wire.IS_FULL, f"this service holds {self._queue} answers already; ask again later")
+            raise RequestRefused(
+                503, wire.IS_FULL, f"this service holds {self._queue} answers already; ask again later"
+            )
         return domain
 
     async def judge(self, domain: ServedDomain, request: VerifyRequest) -> VerifyAnswer:
@@ -215,8 +209,10 @@ def create_app(service: VerifierService, *, token: str | None) -> FastAPI:
     async def drain() -> Response:
         return _json(Draining(service.drain()))
 
-    # Starlette takes an instance for an ASGI application: one that can see its asker leave.
-    app.router.routes.append(Route(wire.VERIFY, _Verify(service), methods=["POST"]))
+    def begin(request: VerifyRequest) -> Beating.Work:
+        return service.judge(service.admit(request), request)
+
+    app.router.routes.append(Route(wire.VERIFY, Beating(VerifyRequest, begin), methods=["POST"]))
     refuse_in_one_shape(app)
     guard(app, token=token)
     return app
@@ -224,45 +220,3 @@ def create_app(service: VerifierService, *, token: str | None) -> FastAPI:
 
 def _json(value: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-@final
-class _Verify:
-    """POST: an answer that begins at once, beats while it is judged, and is given up with its asker."""
-
-    def __init__(self, service: VerifierService) -> None:
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            request = msgspec.json.decode(await Request(scope, receive).body(), type=VerifyRequest)
-            domain = self._service.admit(request)
-        except ClientDisconnect:
-            return
-        except msgspec.ValidationError as error:  # says what was expected and where, never what came
-            await refusal(422, str(error), code="invalid_request_error")(scope, receive, send)
-        except msgspec.DecodeError:
-            await refusal(400, "the body must be JSON", code="invalid_json")(scope, receive, send)
-        except VerifyRefused as refused:
-            await refusal(refused.status, str(refused), code=refused.code)(scope, receive, send)
-        else:
-            await self._judged(domain, request, receive, send)
-
-    async def _judged(self, domain: ServedDomain, request: VerifyRequest, receive: Receive, send: Send) -> None:
-        judging = asyncio.ensure_future(self._service.judge(domain, request))
-        leaving = asyncio.ensure_future(receive())
-        try:
-            headers = [(b"content-type", b"application/json")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            while not judging.done():
-                await asyncio.wait({judging, leaving}, timeout=wire.BEAT_S, return_when=asyncio.FIRST_COMPLETED)
-                if leaving.done():
-                    return
-                if not judging.done():
-                    await send({"type": "http.response.body", "body": b" ", "more_body": True})
-            body = msgspec.json.encode(judging.result())
-            await send({"type": "http.response.body", "body": body, "more_body": False})
-        finally:
-            for task in (judging, leaving):
-                task.cancel()
-            await asyncio.gather(judging, leaving, return_exceptions=True)

@@ -29,9 +29,6 @@ STATUS: Final = "/status"
 VERIFY: Final = "/verify"
 DRAIN: Final = "/drain"
 
-#: How often a service that is judging says so.
-BEAT_S: Final = 1.0
-
 #: Codes of refusals.
 OTHER_PROTOCOL: Final = "other_protocol"
 UNKNOWN_DOMAIN: Final = "unknown_domain"

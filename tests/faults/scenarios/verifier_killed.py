@@ -2,7 +2,7 @@
 
 Two real services with real workers judge a stream of groups for one client, as an actor's. At drawn moments one of
 them is killed and started again. Odd seeds judge programs in sandboxes, where there is bubblewrap. In the end nothing
-that a dead service had started may be alive.
+that a dead service had started may be alive, and no control group or mount of a sandbox be left.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
 from pipelinerl.types import Outcome
-from pipelinerl.verifiers.service.client import ServicePatience, VerifierServices
+from pipelinerl.verifiers.service.asking import ServicePatience
+from pipelinerl.verifiers.service.client import VerifierServices
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes.verifier_service import RULES, TOKEN, lease, problem
 from tests.faults.scenarios.scenario import Verdict
@@ -39,7 +41,7 @@ class _Service:
     def __init__(self, domain: str) -> None:
         self.domain = domain
         self.port = 0
-        self.life = 0
+        self.lives: list[int] = []
         self.process: subprocess.Popen[str]
 
     def start(self) -> None:
@@ -47,7 +49,7 @@ class _Service:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
-        self.life += 1
+        self.lives.append(self.process.pid)
 
     @property
     def url(self) -> str:
@@ -68,17 +70,21 @@ def play(seed: int, directory: Path, *, kills: int = 1) -> Verdict:
     domain = "code" if seed % 2 and shutil.which("bwrap") else "words"
     services = [_Service(domain) for _ in range(2)]
     started: list[psutil.Process] = []
+    lives: list[int] = []
     try:
         for service in services:
             service.start()
         figures, broken = asyncio.run(_judged(random.Random(seed), domain, services, started, kills))
     finally:
         for service in services:
-            if service.life:
+            if service.lives:
                 started += service.kill()
-    left = _still_alive(started)
-    figures["processes left"] = len(left)
+            lives += service.lives
+    left = _still_there(lambda: [each for each in started if _is_alive(each)])
+    groups, mounts = _still_there(lambda: _groups(lives)), _still_there(_mounts)
+    figures |= {"processes left": len(left), "control groups left": len(groups), "mounts left": len(mounts)}
     broken += [f"process {each} outlives its service" for each in left]
+    broken += [f"{each} outlives its service" for each in (*groups, *mounts)]
     return Verdict(figures, tuple(broken))
 
 
@@ -89,7 +95,7 @@ async def _judged(
     figures, broken, over = {"kills": 0, "groups": 0, "lost": 0, "wrong": 0}, list[str](), asyncio.Event()
 
     def lease_all() -> None:
-        client.update([lease(each.url, life=str(each.life), domains=(domain,)) for each in services])
+        client.update([lease(each.url, life=str(len(each.lives)), domains=(domain,)) for each in services])
 
     async def work(number: int) -> None:
         while not over.is_set():
@@ -137,11 +143,28 @@ async def _until(holds: object) -> None:
             await asyncio.sleep(0.01)
 
 
-def _still_alive(started: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended by a deadline; the kernel ends what is killed when it has a core for it."""
+def _still_there(find: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    """What has not gone by a deadline; the kernel ends what is killed when it has a core for it."""
     deadline = time.monotonic() + PATIENCE_S
-    while True:
-        alive = [each for each in started if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-        if not alive or time.monotonic() > deadline:
-            return alive
+    while (found := find()) and time.monotonic() < deadline:
         time.sleep(0.02)
+    return found
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _groups(lives: Sequence[int]) -> list[str]:
+    """Control groups of the sandboxes of these processes."""
+    found = Path("/sys/fs/cgroup").rglob("oubliette-*")
+    return [str(path) for path in found if path.name.split("-")[1] in map(str, lives)]
+
+
+def _mounts() -> list[str]:
+    """What bubblewrap mounts, where this process sees it; it is to be seen in boxes alone."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [line for line in lines if any(place in line for place in ("/newroot", "/oldroot", "box_server"))]

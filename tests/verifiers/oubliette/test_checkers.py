@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.checkers import Checker, CheckerFailed, CustomChecker, Protocol, same
 from pipelinerl.verifiers.oubliette.runs import Ending, ProgramResult, Tier
 
@@ -52,7 +51,7 @@ def result(code: int = 0, stdout: bytes = b"", stderr: bytes = b"", ending: Endi
 
 
 def checker(protocol: Protocol) -> CustomChecker:
-    return CustomChecker(language=toolchains.LANGUAGES["python"], source="", protocol=protocol)
+    return CustomChecker(language="python", source="", protocol=protocol)
 
 
 @pytest.mark.parametrize(

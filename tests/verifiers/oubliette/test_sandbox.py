@@ -241,3 +241,17 @@ def _until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < until, f"waited {PATIENCE_S:g} s for {what}"
         time.sleep(0.02)
+
+
+def test_what_runs_for_long_makes_room_for_others(sandbox: Sandbox) -> None:
+    """With one at a time, three that never end would hold up the fourth for ever."""
+    alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=1)
+    try:
+        endless = [alone.submit(python("while True: pass")) for _ in range(3)]
+        assert alone.submit(python("print(1)")).result(PATIENCE_S).stdout == b"1\n"
+        assert not any(each.done() for each in endless)
+    finally:
+        alone.close()
+    for each in endless:
+        with pytest.raises((SandboxLost, CancelledError)):
+            each.result(PATIENCE_S)

@@ -17,7 +17,8 @@ from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from pipelinerl.system.http_service import guard
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.service import wire
-from pipelinerl.verifiers.service.client import RemoteVerifier, ServicePatience, VerifierServices
+from pipelinerl.verifiers.service.asking import ServicePatience
+from pipelinerl.verifiers.service.client import RemoteVerifier, VerifierServices
 from pipelinerl.verifiers.service.server import ServedDomain, create_app
 from pipelinerl.verifiers.service.wire import VerifyRequest
 from pipelinerl.verifiers.verifier import EachAlone, SampledAnswer, correct, wrong

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.service import wire
+from pipelinerl.verifiers.service import beating, wire
 from pipelinerl.verifiers.service.server import ServedDomain, VerifierService, create_app
 from pipelinerl.verifiers.service.wire import ServiceStatus, VerifyAnswer, VerifyRequest
 from pipelinerl.verifiers.verifier import EachAlone, SampledAnswer, correct, failed, wrong
@@ -185,7 +185,7 @@ async def test_who_leaves_is_judged_no_more(serving: VerifierService, scripted: 
 async def test_a_service_that_judges_shows_signs_of_life(
     serving: VerifierService, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "BEAT_S", 0.01)
+    monkeypatch.setattr(beating, "BEAT_S", 0.01)
     scripted.gate.clear()
     sent = list[dict[str, Any]]()
     asking = asyncio.create_task(asked_by_hand(create_app(serving, token=TOKEN), asyncio.Event(), sent))

@@ -1,0 +1,220 @@
+"""`upload`: data sets of problems whose tests lie in a repository from then on, and are named by links.
+
+What a row says of its tests, in whatever layout (`code_problem.py`), is laid into a `ContentStore`, its checker is
+compiled there, and the row has links in their place, as `tests` and `checker`. A content that is about as short as its
+link stays in the row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+
+import orjson
+
+from pipelinerl.data.files.arrow_rows import ArrowRows
+from pipelinerl.data.files.layouts import SUFFIXES
+from pipelinerl.data.files.rows import DataRows, JsonRows, Row, suffix_of
+from pipelinerl.errors import UserError
+from pipelinerl.types import Problem
+from pipelinerl.verifiers.oubliette import probe
+from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker
+from pipelinerl.verifiers.oubliette.code_problem import PROGRAM, TEST_FIELDS, CodeProblem, TestsMalformed
+from pipelinerl.verifiers.oubliette.remote.client import RemoteRunner
+from pipelinerl.verifiers.oubliette.repository import LINK, Content, Link, PersistentRepository
+from pipelinerl.verifiers.oubliette.rules import CodeRules
+from pipelinerl.verifiers.oubliette.runner import LocalRunner
+from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
+from pipelinerl.verifiers.oubliette.verifier import open_runner
+
+#: A link takes about as much.
+_SHORT: Final = 96
+#: Links that are asked about, and contents that are sent, at once.
+_AT_ONCE: Final = 8
+
+
+class ContentStore(Protocol):
+    """Where contents are laid: a folder of this machine, or a service's repository."""
+
+    async def missing(self, links: list[Link]) -> set[Link]:
+        """Which of them lead to nothing."""
+        ...
+
+    async def upload(self, data: bytes) -> Link:
+        """Lay a content there."""
+        ...
+
+    async def compile_checker(self, checker: CustomChecker) -> Link:
+        """Compile a checker there. Raises `CheckerFailed`."""
+        ...
+
+
+@final
+class RowLinker:
+    """Lays rows' contents into a store, each once; `contents` and `num_bytes` say how much was sent."""
+
+    def __init__(self, store: ContentStore) -> None:
+        self._store = store
+        self._there: set[Link] = set()
+        self._room = asyncio.Semaphore(_AT_ONCE)
+        self.contents = 0
+        self.num_bytes = 0
+
+    async def row(self, row: Mapping[str, Any], *, answer_field: str) -> dict[str, Any]:
+        """The row with links, whose tests are the field `tests`.
+
+        `answer_field` is where tests are looked for in a row that has none of the known fields.
+
+        Raises:
+            TestsMalformed: the row has no tests that can be run.
+            CheckerFailed: its checker does not compile.
+        """
+        answer = row.get(answer_field)
+        truth = answer if isinstance(answer, str) else ""
+        metadata = dict(row) if any(row.get(field) for field in TEST_FIELDS) else {**row, "tests": answer}
+        problem = CodeProblem.of(
+            Problem(problem_id="the row", domain="", messages=(), ground_truth=truth, metadata=metadata)
+        )
+        contents = [content for test in problem.tests for content in (test.input, test.answer)]
+        await self._upload(contents)
+        left = {key: value for key, value in row.items() if key not in (*TEST_FIELDS, answer_field)}
+        left["tests"] = [{"input": _shown(test.input), "output": _shown(test.answer)} for test in problem.tests]
+        checker = problem.checker
+        if isinstance(checker, CustomChecker):
+            link = checker.program if checker.program is not None else await self._store.compile_checker(checker)
+            left.pop("generated_checker", None)
+            left["checker"] = {"language": checker.language, "protocol": checker.protocol.value, PROGRAM: str(link)}
+        return left
+
+    async def _upload(self, contents: list[Content]) -> None:
+        named = {Link.of(content): content for content in contents if isinstance(content, bytes) and _is_long(content)}
+        new = [link for link in named if link not in self._there]
+        if not new:
+            return
+        missing = await self._store.missing(new)
+        await asyncio.gather(*(self._sent(named[link]) for link in missing))
+        self._there.update(new)
+
+    async def _sent(self, data: bytes) -> None:
+        async with self._room:
+            await self._store.upload(data)
+        self.contents += 1
+        self.num_bytes += len(data)
+
+
+def _is_long(content: bytes) -> bool:
+    return len(content) > _SHORT or not _is_text(content)
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _shown(content: Content) -> Any:
+    if isinstance(content, Link):
+        return {LINK: str(content)}
+    return {LINK: str(Link.of(content))} if _is_long(content) else content.decode()
+
+
+# --- a whole data set -------------------------------------------------------------------------------------------------
+
+#: Rows that are under way at once.
+_ROWS_AT_ONCE: Final = 16
+_MOST_REASONS: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class UploadReport:
+    """What came of an upload: rows written, rows left out and why (the first of them), what was sent."""
+
+    rows: int
+    left_out: int
+    reasons: tuple[str, ...]
+    contents: int
+    num_bytes: int
+
+
+async def upload(files: Sequence[Path], out: Path, rules: CodeRules, *, answer_field: str) -> UploadReport:
+    """Upload the tests of all rows of these files to where the rules say, and write the rows with links to `out`.
+
+    Raises:
+        UserError: a file cannot be read, or the store cannot be had.
+    """
+    rows = [_rows_of(file) for file in files]
+    reasons: list[str] = []
+    written = left_out = 0
+    async with AsyncExitStack() as stack:
+        uploader = RowLinker(await _store(rules, stack))
+        with out.open("wb") as target:
+            for part in rows:
+                for begin in range(0, len(part), _ROWS_AT_ONCE):
+                    numbers = range(begin, min(begin + _ROWS_AT_ONCE, len(part)))
+                    done = await asyncio.gather(*(_tried(uploader, part, number, answer_field) for number in numbers))
+                    for row in done:
+                        if isinstance(row, str):
+                            left_out += 1
+                            reasons += [row][: _MOST_REASONS - len(reasons)]
+                        else:
+                            written += 1
+                            target.write(orjson.dumps(row) + b"\n")
+    return UploadReport(written, left_out, tuple(reasons), uploader.contents, uploader.num_bytes)
+
+
+async def _tried(uploader: RowLinker, rows: DataRows, number: int, answer_field: str) -> Row | str:
+    try:
+        return await uploader.row(rows.row(number), answer_field=answer_field)
+    except (TestsMalformed, CheckerFailed, ToolchainMissing) as error:
+        return f"{rows.place(number)}: {error}"
+
+
+def _rows_of(file: Path) -> DataRows:
+    if not file.is_file() or suffix_of(file) not in SUFFIXES:
+        raise UserError(f"{file} must be a file of rows, of one of {', '.join(SUFFIXES)}")
+    return ArrowRows.read(file, None) if suffix_of(file) in (".parquet", ".arrow") else JsonRows.read(file)
+
+
+async def _store(rules: CodeRules, stack: AsyncExitStack) -> ContentStore:
+    if not rules.url:
+        folder = _Folder(PersistentRepository(Path(rules.repository)), rules)
+        stack.push_async_callback(folder.close)
+        return folder
+    runner = await open_runner(rules, at_once=1)
+    stack.push_async_callback(runner.close)
+    assert isinstance(runner, RemoteRunner), "the rules name a service"
+    return runner
+
+
+@final
+class _Folder:
+    """A repository of this machine, whose sandbox is opened for the first checker that is to be compiled."""
+
+    def __init__(self, repository: PersistentRepository, rules: CodeRules) -> None:
+        self._repository = repository
+        self._rules = rules
+        self._runner: LocalRunner | None = None
+        self._opening = asyncio.Lock()
+
+    async def missing(self, links: list[Link]) -> set[Link]:
+        return {link for link in links if link not in self._repository}
+
+    async def upload(self, data: bytes) -> Link:
+        return await asyncio.to_thread(self._repository.put, data)
+
+    async def compile_checker(self, checker: CustomChecker) -> Link:
+        async with self._opening:
+            if self._runner is None:
+                sandbox = await asyncio.to_thread(probe.opened, self._rules.tier, at_once=1)
+                self._runner = LocalRunner(sandbox, tier=str(self._rules.tier), at_once=1, repository=self._repository)
+        return self._repository.put(await self._runner.checker(checker))
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.close()

@@ -1,0 +1,394 @@
+"""`RemoteRunner`: compiles, runs and checks programs at an Oubliette service, over HTTP.
+
+Promises: what is asked at about the same time goes in one request, of thousands of pieces; a content that no link
+names is sent along, once a request. A service that cannot be reached, falls silent, breaks off or answers 5xx is asked
+again for `grace_s`; after that, and where it could not do what was asked, the error says so, and verdicts are masked.
+One whose sandbox is below the tier that is asked for is refused.
+
+| waits for | at most | who unblocks it |
+|---|---|---|
+| the next sign of life of the service | `silence_s`, then it is asked again | it beats each second |
+| its answer | `timeout_s`, then it is asked again | it works |
+| a service that failed | `grace_s`, then `SandboxLost` | it comes back |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self, final
+
+import msgspec
+
+from pipelinerl.errors import UserError
+from pipelinerl.system.http_client import call_timeout, hot_session
+from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker
+from pipelinerl.verifiers.oubliette.remote import wire
+from pipelinerl.verifiers.oubliette.repository import Content, ContentMissing, Link
+from pipelinerl.verifiers.oubliette.runner import Check, Executed, Program
+from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLost, SandboxMissing, Tier
+from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
+from pipelinerl.verifiers.service.asking import KEEP_ALIVE_S, ServiceFailed, ServicePatience, at_most, error_of, post
+
+if TYPE_CHECKING:
+    import aiohttp
+
+#: Requests that are under way at once, works of one, and bytes of its contents, which grow by a third in JSON.
+_REQUESTS: Final = 4
+_WORKS: Final = 4096
+_CONTENT_BYTES: Final = 12 << 20
+_BYTES_PER_WORK: Final = 4096
+_BYTES_BESIDE: Final = 1 << 16
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
+_FULL_PAUSE_S: Final = 0.25
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A piece of work, the contents that it brings along, and whoever waits for it."""
+
+    work: wire.Work
+    contents: dict[Link, bytes]
+    done: asyncio.Future[wire.Done]
+
+
+@final
+class RemoteRunner:
+    """One service's; used from one event loop, and closed in it."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, status: wire.OublietteStatus, patience: ServicePatience
+    ) -> None:
+        self._session = session
+        self._url = url
+        self._status = status
+        self._patience = patience
+        self._waiting: deque[_Asked] = deque()
+        self._sender: asyncio.Task[None] | None = None
+        self._requests: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(_REQUESTS)
+
+    @classmethod
+    async def open(
+        cls, url: str, *, token: str | None, tier: Tier, patience: ServicePatience = ServicePatience()
+    ) -> Self:
+        """Ask a service what it is. To be closed.
+
+        Raises:
+            SandboxMissing: it is no such service, of another version, or its sandbox is below `tier`.
+            SandboxLost: it cannot be reached now.
+        """
+        url = url.rstrip("/")
+        session = hot_session(token=token, keep_alive_s=KEEP_ALIVE_S)
+        try:
+            status = await _status(session, url, patience)
+            if status.protocol != wire.PROTOCOL:
+                told = f"speaks protocol {status.protocol}, this is {wire.PROTOCOL}: use one version of pipelinerl"
+                raise SandboxMissing(f"the Oubliette service at {url} {told}")
+            if status.tier.strength < tier.strength:
+                raise SandboxMissing(f"the {tier} sandbox was asked for; {url} has the {status.tier} one")
+        except BaseException:
+            await session.close()
+            raise
+        return cls(session, url, status, patience)
+
+    @property
+    def tier(self) -> str:
+        """The service's sandbox, and where it is."""
+        return f"remote {self._status.tier}"
+
+    @property
+    def at_once(self) -> int:
+        """The service's slots."""
+        return max(1, self._status.at_once)
+
+    async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
+        """Compile there; the program stays there. What needs no compiling is not sent yet."""
+        if language not in self._status.languages:
+            known = ", ".join(self._status.languages)
+            raise ToolchainMissing(f"{language} is not installed at {self._url}, which has {known}")
+        if language == "python":
+            return Program(language, source.encode("utf-8", "replace"))
+        contents: dict[Link, bytes] = {}
+        link = _named(source.encode("utf-8", "replace"), contents)
+        done = await self._done(wire.CompileWork(language=language, source=link, wall_s=wall_s), contents)
+        if isinstance(done, wire.Compiled):
+            return Program(language, self._link(done.program), done.wall_s)
+        return self._result(done)
+
+    async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
+        """Run there; the output stays there."""
+        contents: dict[Link, bytes] = {}
+        work = wire.RunWork(
+            language=program.language,
+            program=_named(program.content, contents),
+            input=_named(stdin, contents),
+            limits=limits,
+        )
+        done = await self._done(work, contents)
+        result = self._result(done)
+        assert isinstance(done, wire.Ended), "anything else has no result"
+        return Executed(result, self._link(done.output))
+
+    async def check(self, check: Check) -> float:
+        """Judge there."""
+        contents: dict[Link, bytes] = {}
+        custom = check.checker if isinstance(check.checker, CustomChecker) else None
+        work = wire.CheckWork(
+            how=None if isinstance(check.checker, CustomChecker) else check.checker,
+            checker=None if custom is None else checker_program(custom, contents),
+            tolerance=check.tolerance,
+            input=_named(check.input, contents),
+            output=_named(check.output, contents),
+            answer=_named(check.answer, contents),
+        )
+        done = await self._done(work, contents)
+        if not isinstance(done, wire.Checked):
+            raise self._odd(done)
+        return done.share
+
+    async def compile_checker(self, checker: CustomChecker) -> Link:
+        """Compile a checker into the service's repository. Raises `CheckerFailed`."""
+        contents: dict[Link, bytes] = {}
+        done = await self._done(wire.CompileChecker(checker=checker_program(checker, contents)), contents)
+        if not isinstance(done, wire.Compiled):
+            raise self._odd(done)
+        return self._link(done.program)
+
+    async def missing(self, links: list[Link]) -> set[Link]:
+        """Which of them lead to nothing at the service. Raises `SandboxLost`."""
+        body = msgspec.json.encode(wire.MissingRequest(tuple(map(str, links))))
+        url, most_bytes = self._url + wire.MISSING, 100 * len(links) + 1024
+        try:
+            status, content = await post(self._session, url, body, most_bytes=most_bytes, patience=self._patience)
+        except ServiceFailed as error:
+            raise SandboxLost(str(error)) from None
+        if status != 200:
+            raise SandboxLost(f"{self._url} refuses ({status}): {error_of(content)[0]}")
+        return {self._link(text) for text in msgspec.json.decode(content, type=wire.Missing).links}
+
+    async def upload(self, data: bytes) -> Link:
+        """Lay a content into the service's repository. Raises `SandboxLost`."""
+        content = await self._content("PUT", data, {}, most_bytes=1 << 16)
+        try:
+            return self._link(msgspec.json.decode(content, type=wire.Stored).link)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise SandboxLost(f"what answers at {self._url} is no Oubliette service: {error}") from None
+
+    async def read(self, content: Content) -> bytes:
+        """A content itself."""
+        if isinstance(content, bytes):
+            return content
+        data = await self._content("GET", None, {"link": str(content)}, most_bytes=content.size)
+        if Link.of(data) != content:
+            raise ContentMissing(f"{self._url} gave something else for {content}")
+        return data
+
+    async def close(self) -> None:
+        """End every request; what waits for one is lost."""
+        tasks = [*self._requests, *([self._sender] if self._sender else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for asked in self._waiting:
+            _fail(asked, SandboxLost("the runner is closed"))
+        await self._session.close()
+
+    async def _content(self, method: str, data: bytes | None, query: dict[str, str], *, most_bytes: int) -> bytes:
+        import aiohttp
+
+        url, timeout = self._url + wire.CONTENT, call_timeout(self._patience.timeout_s)
+        headers = {} if data is None else {"content-type": "application/octet-stream"}
+        try:
+            async with self._session.request(
+                method, url, params=query, data=data, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                content, status = await at_most(response, max(most_bytes, 1 << 16)), response.status
+        except ServiceFailed as error:
+            raise SandboxLost(str(error)) from None
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise SandboxLost(f"{url} cannot be reached or broke off: {type(error).__name__}: {error}") from None
+        if status != 200:
+            raise (ContentMissing if status == 404 else SandboxLost)(
+                f"{url} refuses ({status}): {error_of(content)[0]}"
+            )
+        return content
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def _done(self, work: wire.Work, contents: dict[Link, bytes]) -> wire.Done:
+        """What came of a piece of work. Raises what `NotDone` stands for."""
+        asked = _Asked(work, contents, asyncio.get_running_loop().create_future())
+        self._waiting.append(asked)
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send())
+        done = await asked.done
+        if isinstance(done, wire.NotDone):
+            raise _ERRORS.get(done.cause, SandboxLost)(f"{self._url}: {done.why}")
+        return done
+
+    async def _send(self) -> None:
+        """Send what waits, until nothing does; what comes meanwhile goes along."""
+        while self._waiting:
+            await self._room.acquire()
+            batch = self._batch()
+            if not batch:
+                self._room.release()
+                continue
+            request = asyncio.create_task(self._request(batch))
+            self._requests.add(request)
+            request.add_done_callback(self._requests.discard)
+
+    def _batch(self) -> list[_Asked]:
+        """As many as one request takes, without those that nobody waits for any more."""
+        batch: list[_Asked] = []
+        sent: set[Link] = set()
+        while self._waiting and len(batch) < _WORKS:
+            asked = self._waiting[0]
+            links = sent | asked.contents.keys()
+            if batch and sum(link.size for link in links) > _CONTENT_BYTES:
+                break
+            self._waiting.popleft()
+            if not asked.done.done():
+                batch.append(asked)
+                sent = links
+        return batch
+
+    async def _request(self, batch: list[_Asked]) -> None:
+        """One request, until it is answered or it is too late; whoever waits is told."""
+        try:
+            for asked, done in zip(batch, await self._answered(batch), strict=True):
+                if not asked.done.done():
+                    asked.done.set_result(done)
+        except (ServiceFailed, SandboxLost) as error:
+            for asked in batch:
+                _fail(asked, SandboxLost(str(error)))
+        except asyncio.CancelledError:
+            for asked in batch:
+                _fail(asked, SandboxLost("the runner is closed"))
+            raise
+        finally:
+            self._room.release()
+
+    async def _answered(self, batch: list[_Asked]) -> tuple[wire.Done, ...]:
+        contents = {link: data for asked in batch for link, data in asked.contents.items()}
+        request = wire.WorkRequest(
+            protocol=wire.PROTOCOL, contents=tuple(contents.values()), works=tuple(asked.work for asked in batch)
+        )
+        body = msgspec.json.encode(request)
+        clock = asyncio.get_running_loop().time
+        until, pause_s = float("inf"), _FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._once(body, len(batch))
+            except _ServiceFull:
+                await asyncio.sleep(_FULL_PAUSE_S)
+            except ServiceFailed:
+                until = min(until, clock() + self._patience.grace_s)
+                if clock() + pause_s >= until:
+                    raise
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _once(self, body: bytes, count: int) -> tuple[wire.Done, ...]:
+        url = self._url + wire.WORK
+        most_bytes = _BYTES_BESIDE + _BYTES_PER_WORK * count
+        status, content = await post(self._session, url, body, most_bytes=most_bytes, patience=self._patience)
+        if status != 200:
+            said, code = error_of(content)
+            words = f"{url} refuses ({status}): {said}"
+            if code == wire.IS_FULL:
+                raise _ServiceFull(words)
+            raise ServiceFailed(words) if status >= 500 else SandboxLost(words)
+        try:
+            done = msgspec.json.decode(content, type=wire.WorkAnswer).done
+        except (msgspec.DecodeError, ValueError) as error:
+            raise ServiceFailed(f"what answers at {url} is no Oubliette service: {error}") from None
+        if len(done) != count:
+            raise ServiceFailed(f"{url} answered {len(done)} of {count} pieces of work")
+        return done
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def _result(self, done: wire.Done) -> ProgramResult:
+        if not isinstance(done, wire.Ended):
+            raise self._odd(done)
+        return ProgramResult(
+            ending=done.ending,
+            code=done.code,
+            stdout=done.head,
+            stderr=done.stderr,
+            cpu_s=done.cpu_s,
+            wall_s=done.wall_s,
+            tier=done.tier,
+        )
+
+    def _link(self, text: str) -> Link:
+        try:
+            return Link.parsed(text)
+        except ValueError as error:
+            raise SandboxLost(f"{self._url} named a content wrongly: {error}") from None
+
+    def _odd(self, done: wire.Done) -> SandboxLost:
+        return SandboxLost(f"{self._url} answered {type(done).__name__}, which was not asked for")
+
+
+class _ServiceFull(Exception):
+    """It has no room just now."""
+
+
+_ERRORS: Final[dict[str, type[Exception]]] = {
+    wire.NO_CONTENT: ContentMissing, wire.CHECKER: CheckerFailed, wire.NO_TOOLCHAIN: ToolchainMissing
+}  # fmt: skip
+
+
+def checker_program(checker: CustomChecker, contents: dict[Link, bytes]) -> wire.CheckerProgram:
+    """A checker as it is sent; what the service has to be given is added to `contents`."""
+    given = [(name, _named(text.encode("utf-8", "surrogatepass"), contents)) for name, text in checker.files]
+    source = "" if checker.program is not None else _named(checker.source.encode("utf-8", "surrogatepass"), contents)
+    return wire.CheckerProgram(
+        language=checker.language,
+        protocol=checker.protocol,
+        source=source,
+        files=tuple(given),
+        program="" if checker.program is None else _named(checker.program, contents),
+    )
+
+
+def _named(content: Content, contents: dict[Link, bytes]) -> str:
+    """The link to a content, which is added to `contents` if it is not at the service yet."""
+    if isinstance(content, Link):
+        return str(content)
+    link = Link.of(content)
+    contents[link] = content
+    return str(link)
+
+
+def _fail(asked: _Asked, error: Exception) -> None:
+    if not asked.done.done():
+        asked.done.set_exception(error)
+
+
+async def _status(session: aiohttp.ClientSession, url: str, patience: ServicePatience) -> wire.OublietteStatus:
+    import aiohttp
+
+    try:
+        timeout = call_timeout(patience.silence_s)
+        async with session.get(url + wire.STATUS, timeout=timeout, allow_redirects=False) as response:
+            content, status = await response.content.read(1 << 20), response.status
+    except aiohttp.InvalidURL:
+        raise UserError(f"oubliette.url must be http://host:port, got {url!r:.200}") from None
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        words = f"{type(error).__name__}: {error}"
+        raise SandboxLost(f"the Oubliette service at {url} cannot be reached: {words}") from None
+    if status == 401:
+        raise SandboxMissing(f"{url} wants another token: {error_of(content)[0]}")
+    if status != 200:
+        raise SandboxLost(f"{url} refuses ({status}): {error_of(content)[0]}")
+    try:
+        return msgspec.json.decode(content, type=wire.OublietteStatus)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise SandboxMissing(f"what answers at {url} is no Oubliette service: {error}") from None

@@ -1,0 +1,272 @@
+"""`OublietteService` and its application: compiles, runs and checks programs for whoever has its token.
+
+Promises: every piece of work of a request has an answer, in its place; one that could not be done says so and why, and
+is never taken for a program's failure. What runs is named by language: no command and no path comes from the network.
+A request whose asker has gone is given up. A program's box holds its input and nothing else of the repository.
+
+| waits for | at most | who unblocks it |
+|---|---|---|
+| a run | its own limits | the sandbox, which ends it |
+| room for a request | – | it is refused (503, `full`), and asked again |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Final, final
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.routing import Route
+
+from pipelinerl.system.http_service import BodyRule, guard, refusal, refuse_in_one_shape
+from pipelinerl.verifiers.oubliette import toolchains
+from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker
+from pipelinerl.verifiers.oubliette.remote import wire
+from pipelinerl.verifiers.oubliette.repository import (
+    ContentMissing,
+    Link,
+    PersistentRepository,
+    TransientRepository,
+)
+from pipelinerl.verifiers.oubliette.runner import Check, LocalRunner, Program
+from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLost, Tier
+from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
+from pipelinerl.verifiers.service.beating import Beating, RequestRefused
+
+#: Pieces of work that a service holds at most.
+MOST_WAITING: Final = 65_536
+#: No run may ask for more.
+_MOST: Final = Limits(
+    cpu_s=600.0, wall_s=1300.0, memory_bytes=16 << 30, output_bytes=64 << 20, error_bytes=64 << 10,
+    disk_bytes=1 << 30, inodes=1 << 16, processes=256, open_files=1024,
+)  # fmt: skip
+_FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+@final
+class OublietteService:
+    """One service's work behind its routes, on one event loop."""
+
+    def __init__(
+        self,
+        runner: LocalRunner,
+        *,
+        tier: Tier,
+        persistent: PersistentRepository,
+        transient: TransientRepository,
+        most_waiting: int = MOST_WAITING,
+    ) -> None:
+        """`runner` reads from and writes to the repositories that are given here."""
+        self._runner = runner
+        self._tier = tier
+        self._persistent = persistent
+        self._transient = transient
+        self._most_waiting = most_waiting
+        self._queue = self._done = 0
+
+    def admit(self, request: wire.WorkRequest) -> None:
+        """Raises `RequestRefused` for one that is not begun here."""
+        if request.protocol != wire.PROTOCOL:
+            told = f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl"
+            raise RequestRefused(409, wire.OTHER_PROTOCOL, told)
+        if self._queue and self._queue + len(request.works) > self._most_waiting:
+            raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} pieces of work; ask again later")
+
+    async def work(self, request: wire.WorkRequest) -> wire.WorkAnswer:
+        """Do what was admitted."""
+        self._queue += len(request.works)
+        try:
+            for content in request.contents:
+                self._transient.put(content)
+            done = await asyncio.gather(*(self._one(work) for work in request.works))
+            self._done += len(done)
+        finally:
+            self._queue -= len(request.works)
+        return wire.WorkAnswer(done=tuple(done))
+
+    def store(self, data: bytes) -> Link:
+        """Lay a content into the persistent repository."""
+        return self._persistent.put(data)
+
+    def missing(self, request: wire.MissingRequest) -> wire.Missing:
+        """Which links lead to nothing. Raises `ValueError` for what is no link."""
+        return wire.Missing(tuple(text for text in request.links if Link.parsed(text) not in self._persistent))
+
+    def status(self) -> wire.OublietteStatus:
+        """What this service is, and how much it has to do."""
+        return wire.OublietteStatus(
+            protocol=wire.PROTOCOL,
+            version=version("pipelinerl"),
+            tier=self._tier,
+            languages=toolchains.installed(),
+            at_once=self._runner.at_once,
+            queue=self._queue,
+            runs=self._done,
+            transient_bytes=self._transient.num_bytes,
+        )
+
+    async def close(self) -> None:
+        """End every box."""
+        await self._runner.close()
+
+    async def read(self, text: str) -> bytes:
+        """The content under a link. Raises `ContentMissing`, or `ValueError` for what is no link."""
+        return await asyncio.to_thread(self._read, text)
+
+    async def _one(self, work: wire.Work) -> wire.Done:
+        try:
+            return await self._tried(work)
+        except CheckerFailed as error:
+            return _not_done(wire.CHECKER, error)
+        except ToolchainMissing as error:
+            return _not_done(wire.NO_TOOLCHAIN, error)
+        except (ContentMissing, ValueError) as error:  # ValueError: no link
+            return _not_done(wire.NO_CONTENT, error)
+        except (SandboxLost, OSError) as error:
+            return _not_done(wire.LOST, error)
+
+    async def _tried(self, work: wire.Work) -> wire.Done:
+        match work:
+            case wire.RunWork():
+                program = Program(work.language, Link.parsed(work.program))
+                executed = await self._runner.run(program, Link.parsed(work.input), _bounded(work.limits))
+                return _ended(executed.result, str(executed.output))
+            case wire.CheckWork():
+                return wire.Checked(share=await self._runner.check(self._check(work)))
+            case wire.CompileWork():
+                return await self._compiled(work)
+            case wire.CompileChecker():
+                program_of = await self._runner.checker(self._checker(work.checker))
+                return wire.Compiled(program=str(await asyncio.to_thread(self._persistent.put, program_of)))
+
+    async def _compiled(self, work: wire.CompileWork) -> wire.Done:
+        source = self._read(work.source).decode("utf-8", "surrogatepass")
+        compiled = await self._runner.compile(work.language, source, wall_s=work.wall_s)
+        if isinstance(compiled, ProgramResult):
+            return _ended(compiled, str(self._transient.put(b"")))
+        assert isinstance(compiled.content, bytes), "what is compiled here is here"
+        return wire.Compiled(program=str(self._transient.put(compiled.content)), wall_s=compiled.compile_s)
+
+    def _check(self, work: wire.CheckWork) -> Check:
+        if (work.how is None) == (work.checker is None):
+            raise CheckerFailed("a check must have either how or checker")
+        checker = work.how if work.checker is None else self._checker(work.checker)
+        assert checker is not None, "one of both is there"
+        return Check(
+            checker=checker,
+            tolerance=work.tolerance,
+            input=Link.parsed(work.input),
+            output=Link.parsed(work.output),
+            answer=Link.parsed(work.answer),
+        )
+
+    def _checker(self, checker: wire.CheckerProgram) -> CustomChecker:
+        files = []
+        for name, link in checker.files:
+            if _FILE_NAME.fullmatch(name) is None:
+                raise CheckerFailed(f"a checker's files must have plain names, got {name!r:.80}")
+            files.append((name, self._text(link)))
+        return CustomChecker(
+            language=checker.language,
+            source=self._text(checker.source) if checker.source else "",
+            protocol=checker.protocol,
+            files=tuple(files),
+            program=Link.parsed(checker.program) if checker.program else None,
+        )
+
+    def _text(self, link: str) -> str:
+        return self._read(link).decode("utf-8", "surrogatepass")
+
+    def _read(self, text: str) -> bytes:
+        link = Link.parsed(text)
+        return self._transient.get(link) if link in self._transient else self._persistent.get(link)
+
+
+def _bounded(limits: Limits) -> Limits:
+    """The limits, none above what any run may have, none without meaning."""
+    names = ("cpu_s", "wall_s", "memory_bytes", "output_bytes", "error_bytes", "disk_bytes", "inodes", "processes",
+             "open_files")  # fmt: skip
+    return replace(limits, **{name: min(max(getattr(limits, name), 0), getattr(_MOST, name)) for name in names})
+
+
+def _not_done(cause: str, error: Exception) -> wire.NotDone:
+    return wire.NotDone(cause=cause, why=str(error)[: wire.MOST_SHOWN])
+
+
+def _ended(result: ProgramResult, output: str) -> wire.Ended:
+    return wire.Ended(
+        ending=result.ending,
+        code=result.code,
+        output=output,
+        head=result.stdout[: wire.MOST_SHOWN],
+        stderr=result.stderr[-wire.MOST_SHOWN :],
+        cpu_s=result.cpu_s,
+        wall_s=result.wall_s,
+        tier=result.tier,
+    )
+
+
+# --- HTTP --------------------------------------------------------------------------------------------------------
+
+
+def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
+    """The application that serves `service`, and closes it; every route but /health wants the `token`."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = FastAPI(title="pipelinerl oubliette", lifespan=lifespan, openapi_url=None)
+    app.get(wire.HEALTH)(lambda: {"state": "ready"})
+
+    @app.get(wire.STATUS)
+    async def status() -> Response:
+        return _json(service.status())
+
+    @app.put(wire.CONTENT)
+    async def content(request: Request) -> Response:
+        data = bytearray()
+        async for part in request.stream():
+            data += part
+            if len(data) > wire.MOST_CONTENT_BYTES:
+                told = f"a content must have at most {wire.MOST_CONTENT_BYTES} bytes"
+                return refusal(413, told, code=wire.TOO_LARGE)
+        return _json(wire.Stored(str(await asyncio.to_thread(service.store, bytes(data)))))
+
+    @app.get(wire.CONTENT)
+    async def read(link: str) -> Response:
+        try:
+            return Response(await service.read(link), media_type="application/octet-stream")
+        except (ContentMissing, ValueError) as error:
+            return refusal(404, str(error), code=wire.NO_CONTENT)
+
+    @app.post(wire.MISSING)
+    async def missing(request: Request) -> Response:
+        try:
+            asked = msgspec.json.decode(await request.body(), type=wire.MissingRequest)
+            return _json(await asyncio.to_thread(service.missing, asked))
+        except (msgspec.DecodeError, ValueError) as error:
+            return refusal(422, str(error), code="invalid_request_error")
+
+    def begin(request: wire.WorkRequest) -> Beating.Work:
+        service.admit(request)
+        return service.work(request)
+
+    app.router.routes.append(Route(wire.WORK, Beating(wire.WorkRequest, begin), methods=["POST"]))
+    refuse_in_one_shape(app)
+    guard(app, token=token, puts=BodyRule.STREAMED)
+    return app
+
+
+def _json(value: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

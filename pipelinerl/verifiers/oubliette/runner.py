@@ -1,0 +1,205 @@
+"""`CodeRunner`: compiles, runs and checks programs; `LocalRunner` does it in this machine's sandbox.
+
+RLAX's two operations (§6.1), and the judging of outputs: compile a source, run a program on an input, and let a checker
+look at an output. Contents are bytes or links; what a run has written stays where it was written, and is named. No
+answer is ever in a program's box: a checker is a run of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Final, Protocol, final
+
+from pipelinerl.verifiers.oubliette import toolchains
+from pipelinerl.verifiers.oubliette.checkers import Checker, CheckerFailed, CustomChecker, same
+from pipelinerl.verifiers.oubliette.repository import (
+    Content,
+    ContentMissing,
+    PersistentRepository,
+    Repository,
+    size_of,
+)
+from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox
+from pipelinerl.verifiers.oubliette.toolchains import COMPILING
+
+#: What is larger is compared, read and hashed beside the event loop.
+_LARGE: Final = 16 << 10
+#: Compiled checkers that are kept in memory, where there is no repository.
+_REMEMBERED: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What can be run: a source, or what was compiled of one in `compile_s` seconds on the clock."""
+
+    language: str
+    content: Content
+    compile_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """How a run ended (`result.stdout` may be the beginning alone), and what it has written."""
+
+    result: ProgramResult
+    output: Content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """An output, and what it is to be judged by."""
+
+    checker: Checker | CustomChecker
+    tolerance: float
+    input: Content
+    output: Content
+    answer: Content
+
+
+class CodeRunner(Protocol):
+    """Compiles, runs and checks; raises `SandboxLost`, `SandboxMissing` or `ContentMissing` where it could not."""
+
+    @property
+    def tier(self) -> str:
+        """How strong the walls are, as verdicts say it."""
+        ...
+
+    @property
+    def at_once(self) -> int:
+        """Programs that run beside one another."""
+        ...
+
+    async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
+        """A program of the source, or why it does not compile within `wall_s`. Raises `ToolchainMissing`."""
+        ...
+
+    async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
+        """Run a program on an input."""
+        ...
+
+    async def check(self, check: Check) -> float:
+        """The share of the points that the output gets. Raises `CheckerFailed`."""
+        ...
+
+    async def read(self, content: Content) -> bytes:
+        """A content itself."""
+        ...
+
+    async def close(self) -> None:
+        """End what it has started."""
+        ...
+
+
+@final
+class LocalRunner:
+    """Runs in the sandbox of this machine, which it closes with itself."""
+
+    def __init__(
+        self, sandbox: Sandbox, *, tier: str, at_once: int, repository: PersistentRepository | None = None,
+        outputs: Repository | None = None,
+    ) -> None:  # fmt: skip
+        """`repository` is where links lead and compiled checkers are kept; outputs go to `outputs`, if there is one."""
+        self._sandbox = sandbox
+        self._tier = tier
+        self._at_once = at_once
+        self._repository = repository
+        self._outputs = outputs
+        self._checkers: OrderedDict[str, asyncio.Task[bytes]] = OrderedDict()
+
+    @property
+    def tier(self) -> str:
+        """The sandbox's."""
+        return self._tier
+
+    @property
+    def at_once(self) -> int:
+        """The sandbox's slots."""
+        return self._at_once
+
+    async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
+        """Compile, where the language needs it; a program that is judged once is not kept."""
+        run = toolchains.find(language).compiling(source, replace(COMPILING, wall_s=min(wall_s, COMPILING.wall_s)))
+        if run is None:
+            return Program(language, source.encode("utf-8", "replace"))
+        result = await self._ran(run)
+        return Program(language, result.stdout, result.wall_s) if result.succeeded else result
+
+    async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
+        """Run a program on an input."""
+        content, read = await self.read(program.content), await self.read(stdin)
+        result = await self._ran(toolchains.find(program.language).running(content, read, limits))
+        if self._outputs is None:
+            return Executed(result, result.stdout)
+        put = self._outputs.put
+        large = len(result.stdout) >= _LARGE
+        return Executed(result, await asyncio.to_thread(put, result.stdout) if large else put(result.stdout))
+
+    async def check(self, check: Check) -> float:
+        """Compare here, or let the problem's checker, which is compiled at most once, do it in a box."""
+        output, answer = await self.read(check.output), await self.read(check.answer)
+        checker = check.checker
+        if isinstance(checker, CustomChecker):
+            program = await self.checker(checker)
+            return checker.share(
+                await self._ran(checker.checking(program, await self.read(check.input), output, answer))
+            )
+        given = (output, answer, checker, check.tolerance)
+        return float(same(*given) if len(output) < _LARGE else await asyncio.to_thread(same, *given))
+
+    async def checker(self, checker: CustomChecker) -> bytes:
+        """A checker's program, compiled at most once for all that ask.
+
+        Raises:
+            CheckerFailed: it does not compile.
+        """
+        if checker.program is not None:
+            return await self.read(checker.program)
+        key = checker.key
+        task = self._checkers.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._checkers[key] = asyncio.create_task(self._compiled_checker(checker, key))
+            while len(self._checkers) > _REMEMBERED:
+                self._checkers.popitem(last=False)
+        self._checkers.move_to_end(key)
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """End every box."""
+        for task in self._checkers.values():
+            task.cancel()
+        await asyncio.gather(*self._checkers.values(), return_exceptions=True)
+        await asyncio.to_thread(self._sandbox.close)
+
+    async def _compiled_checker(self, checker: CustomChecker, key: str) -> bytes:
+        run = checker.compiling()
+        if run is None:
+            return checker.source.encode()
+        kept = None if self._repository is None else self._repository.compiled(key)
+        if kept is not None:
+            return await self.read(kept)
+        result = await self._ran(run)
+        if not result.succeeded:
+            raise CheckerFailed(f"the problem's checker does not compile: {result.describe()}")
+        if self._repository is not None:
+            await asyncio.to_thread(self._repository.keep_compiled, key, result.stdout)
+        return result.stdout
+
+    async def read(self, content: Content) -> bytes:
+        """A content itself."""
+        if isinstance(content, bytes):
+            return content
+        for place in (self._outputs, self._repository):
+            if place is not None and content in place:
+                return place.get(content) if size_of(content) < _LARGE else await asyncio.to_thread(place.get, content)
+        if self._repository is None:
+            raise ContentMissing(f"{content} leads to no repository: name its folder as oubliette.repository")
+        raise ContentMissing(f"{content} is not in the repository: upload it")
+
+    async def _ran(self, run: Run) -> ProgramResult:
+        result = await asyncio.wrap_future(self._sandbox.submit(run))
+        if result.ending is Ending.STARVED:
+            raise SandboxLost(f"a program {result.describe()}")
+        return result

@@ -1,0 +1,83 @@
+"""`post`: one request to a service that beats while it works (`beating.py`), within its patience and bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from pipelinerl.system.http_client import call_timeout
+
+if TYPE_CHECKING:
+    import aiohttp
+
+#: Idle connections live shorter than the server's, so that it is the client that closes.
+KEEP_ALIVE_S: Final = 30.0
+_MOST_SHOWN_OF_A_REFUSAL: Final = 300
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePatience:
+    """How long services are waited for, in seconds.
+
+    Attributes:
+        grace_s: after the first failure, until answers are masked.
+        silence_s: without a sign of life of one that works.
+        timeout_s: for its answer.
+    """
+
+    grace_s: float = 60.0
+    silence_s: float = 30.0
+    timeout_s: float = 900.0
+
+
+class ServiceFailed(Exception):
+    """A service did not do its work; another may, or the same one later."""
+
+
+async def post(
+    session: aiohttp.ClientSession, url: str, body: bytes, *, most_bytes: int, patience: ServicePatience
+) -> tuple[int, bytes]:
+    """The status, and the body of at most `most_bytes`.
+
+    Raises:
+        ServiceFailed: there is no answer, or it is too long; the message names the URL.
+    """
+    import aiohttp
+
+    timeout = call_timeout(patience.timeout_s, silence_s=patience.silence_s)
+    headers = {"content-type": "application/json"}
+    try:
+        async with session.post(url, data=body, headers=headers, timeout=timeout, allow_redirects=False) as response:
+            return response.status, await at_most(response, most_bytes)
+    except TimeoutError as error:
+        raise ServiceFailed(f"{url} has said nothing for too long ({_words(error)})") from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise ServiceFailed(f"{url} cannot be reached or broke off ({_words(error)})") from None
+
+
+def error_of(content: bytes) -> tuple[str, str]:
+    """(message, code) of a refusal in OpenAI's shape, else of whatever came."""
+    try:
+        error = msgspec.json.decode(content, type=Mapping[str, Mapping[str, str | None]])["error"]
+        return str(error.get("message"))[:_MOST_SHOWN_OF_A_REFUSAL], str(error.get("code"))
+    except (msgspec.DecodeError, ValueError, KeyError):
+        return content[:80].decode(errors="replace"), ""
+
+
+async def at_most(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    """The body. Raises `ServiceFailed` for one that has more bytes."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.content.iter_any():
+        size += len(part)
+        if size > most_bytes:
+            raise ServiceFailed(f"{response.url} answers with more than {most_bytes} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__

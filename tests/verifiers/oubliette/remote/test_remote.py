@@ -1,0 +1,327 @@
+"""The sandbox behind HTTP: verdicts as in the process, links in place of data, and what fails is masked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fastapi import FastAPI, Response
+
+from pipelinerl.types import Message, Outcome, Problem, Verdict
+from pipelinerl.verifiers.oubliette import toolchains
+from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker, Protocol
+from pipelinerl.verifiers.oubliette.remote import wire
+from pipelinerl.verifiers.oubliette.remote.client import RemoteRunner
+from pipelinerl.verifiers.oubliette.remote.service import OublietteService, create_app
+from pipelinerl.verifiers.oubliette.repository import ContentMissing, Link, PersistentRepository, TransientRepository
+from pipelinerl.verifiers.oubliette.rules import CodeRules
+from pipelinerl.verifiers.oubliette.runner import Executed, LocalRunner, Program
+from pipelinerl.verifiers.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
+from pipelinerl.verifiers.oubliette.verifier import Oubliette
+from pipelinerl.verifiers.service.asking import ServicePatience
+from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S, SOON_S
+
+TOKEN, VARIABLE = "secret", "OUBLIETTE_TEST_KEY"
+HASTY = ServicePatience(grace_s=0.0, silence_s=SOON_S, timeout_s=PATIENCE_S)
+LIMITS = Limits(cpu_s=PATIENCE_S, wall_s=PATIENCE_S)
+DOUBLES = [{"input": f"{n}\n", "output": f"{2 * n}\n"} for n in range(4)]
+RIGHT = "print(2 * int(input()))"
+
+
+@dataclass(slots=True)
+class Served:
+    """A service, and the requests that it was sent."""
+
+    url: str
+    repository: PersistentRepository
+    bodies: list[bytes]
+
+    def works(self) -> list[wire.WorkRequest]:
+        return [msgspec.json.decode(body, type=wire.WorkRequest) for body in self.bodies]
+
+
+def recording(app: FastAPI, bodies: list[bytes]) -> Callable[..., Any]:
+    """The application, whose requests for work are kept."""
+
+    async def recorded(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] != wire.WORK:
+            await app(scope, receive, send)
+            return
+        body = bytearray()
+
+        async def heard() -> Any:
+            message = await receive()
+            body.extend(message.get("body", b""))
+            if message["type"] == "http.request" and not message.get("more_body"):
+                bodies.append(bytes(body))
+            return message
+
+        await app(scope, heard, send)
+
+    return recorded
+
+
+@pytest.fixture(scope="module")
+def served(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A real service with a sandbox of its own."""
+    persistent, transient = PersistentRepository(tmp_path_factory.mktemp("repository")), TransientRepository(64 << 20)
+    own = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=2)
+    runner = LocalRunner(own, tier="default", at_once=2, repository=persistent, outputs=transient)
+    service = OublietteService(runner, tier=Tier.DEFAULT, persistent=persistent, transient=transient)
+    bodies: list[bytes] = []
+    with in_thread(recording(create_app(service, token=TOKEN), bodies)) as url:
+        yield Served(url, persistent, bodies)
+
+
+@asynccontextmanager
+async def runner_at(url: str, *, tier: Tier = Tier.DEFAULT, token: str = TOKEN) -> AsyncIterator[RemoteRunner]:
+    runner = await RemoteRunner.open(url, token=token, tier=tier, patience=HASTY)
+    try:
+        yield runner
+    finally:
+        await runner.close()
+
+
+@pytest.fixture
+async def verifier(served: Served, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Oubliette]:
+    monkeypatch.setenv(VARIABLE, TOKEN)
+    rules = CodeRules(languages=("python", "c"), time_limit_s=PATIENCE_S, url=served.url, key_variable=VARIABLE)
+    made = Oubliette(rules, deadline_s=PATIENCE_S)
+    yield made
+    await made.close()
+
+
+async def judged(verifier: Oubliette, code: str, language: str = "python", **metadata: Any) -> Verdict:
+    problem = Problem(
+        problem_id="p",
+        domain="d",
+        messages=(Message("user", "?"),),
+        ground_truth="",
+        metadata={"tests": DOUBLES, **metadata},
+    )
+    return await verifier.verify(problem, f"```{language}\n{code}\n```")
+
+
+async def test_verdicts_are_those_of_the_sandbox_and_name_it(verifier: Oubliette) -> None:
+    verdict = await judged(verifier, RIGHT)
+    assert (verdict.outcome, verdict.reward) == (Outcome.CORRECT, 1.0)
+    assert verdict.reason == "4 of 4 tests passed [remote default sandbox]"
+    c = '#include <stdio.h>\nint main(void) { int n; return scanf("%d", &n) != 1 || printf("%d", 2 * n) < 0; }'
+    assert (await judged(verifier, c, "c")).outcome is Outcome.CORRECT
+    for code, language, told in (
+        ("print(1 + int(input()))", "python", "test 1 of 4: wrote b'1\\n'"),
+        ("1/0", "python", "ZeroDivisionError: division by zero"),
+        ("int main(void) { return }", "c", "does not compile"),
+    ):
+        verdict = await judged(verifier, code, language)
+        assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
+        assert told in verdict.reason
+
+
+async def test_uploaded_tests_are_named_and_never_sent(served: Served, verifier: Oubliette) -> None:
+    """Input and answer lie in the repository; requests hold links, and the program's source once."""
+    tests = []
+    for word in (b"a-long-word-of-the-input " * 20, b"another-word-of-the-input " * 20):
+        given, wanted = served.repository.put(word), served.repository.put(word[::-1])
+        tests.append({"input": {"link": str(given)}, "output": {"link": str(wanted)}})
+    served.bodies.clear()
+    verdict = await judged(verifier, "print(input()[::-1].strip())", tests=tests)
+    assert verdict.outcome is Outcome.CORRECT, verdict.reason
+    contents = [content for request in served.works() for content in request.contents]
+    assert set(contents) == {b"print(input()[::-1].strip())\n"}
+    assert max(map(len, served.bodies)) < 2000
+    lost = {"link": str(Link.of(b"never uploaded"))}
+    verdict = await judged(verifier, RIGHT, tests=[{"input": lost, "output": lost}])
+    assert verdict.outcome is Outcome.VERIFIER_ERROR
+    assert "upload it" in verdict.reason
+
+
+async def test_many_pairs_go_in_one_request_and_come_back_in_their_places(served: Served) -> None:
+    async with runner_at(served.url) as runner:
+        served.bodies.clear()
+        program = Program("python", b"print(int(input()) ** 2)")
+        runs = await asyncio.gather(*(runner.run(program, b"%d\n" % n, LIMITS) for n in range(40)))
+        assert len(served.bodies) == 1
+        outputs = await asyncio.gather(*(runner.read(run.output) for run in runs))
+    assert outputs == [b"%d\n" % (n * n) for n in range(40)]
+
+
+CHECKER = CustomChecker(
+    language="c",
+    source='#include <stdio.h>\n#include "points.h"\nint main(int n, char **v) { FILE *f = fopen(v[2], "r"); int x = 0;'
+    ' return fscanf(f, "%d", &x) != 1 ? 3 : x == 7 ? 0 : x == 4 ? (fprintf(stderr, "points 0.5"), POINTS) : 1; }',
+    protocol=Protocol.TESTLIB,
+    files=(("points.h", "#define POINTS 7\n"),),
+)
+
+
+async def test_a_checker_is_compiled_once_and_named_afterwards(served: Served, verifier: Oubliette) -> None:
+    async with runner_at(served.url) as runner:
+        link = await runner.compile_checker(CHECKER)
+        assert link in served.repository
+        with pytest.raises(CheckerFailed, match="does not compile"):
+            await runner.compile_checker(CustomChecker(language="c", source="no", protocol=Protocol.TESTLIB))
+    own = {"checker": {"language": "c", "protocol": "testlib", "program": str(link)}}
+    one = [{"input": "", "output": "x"}]
+    assert (await judged(verifier, "print(7)", tests=one, **own)).outcome is Outcome.CORRECT
+    assert (await judged(verifier, "print(8)", tests=one, **own)).outcome is Outcome.WRONG
+    assert (await judged(verifier, "print('?')", tests=one, **own)).outcome is Outcome.VERIFIER_ERROR
+
+
+async def test_what_cannot_be_had_is_told_and_masked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SandboxMissing, match="wants another token"):
+        await RemoteRunner.open(served.url, token="other", tier=Tier.DEFAULT)
+    with pytest.raises(SandboxLost, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+        await RemoteRunner.open("http://127.0.0.1:9", token=None, tier=Tier.DEFAULT)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    verifier = Oubliette(CodeRules(url=served.url, key_variable=VARIABLE))
+    verdict = await judged(verifier, RIGHT)
+    assert verdict.outcome is Outcome.VERIFIER_ERROR
+    assert f"names ${VARIABLE}, which is not set" in verdict.reason
+    await verifier.close()
+
+
+def _status(**changes: Any) -> dict[str, Any]:
+    known = {"protocol": wire.PROTOCOL, "version": "0", "tier": "default", "languages": ["python"], "at_once": 1}
+    return {**known, "queue": 0, "runs": 0, "transient_bytes": 0, **changes}
+
+
+def _scripted(answer: Any, **changes: Any) -> FastAPI:
+    """What says that it is a service, and answers work with this."""
+    app = FastAPI()
+    app.get(wire.STATUS)(lambda: _status(**changes))
+    app.post(wire.WORK)(lambda: answer)
+    return app
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tier": "weak"}, "the default sandbox was asked for; .* has the weak one"),
+        ({"protocol": 99}, "speaks protocol 99"),
+        ({"languages": 3}, "is no Oubliette service"),
+    ],
+)
+async def test_a_service_that_is_not_what_is_asked_for_is_refused(changes: dict[str, Any], told: str) -> None:
+    with in_thread(_scripted({}, **changes)) as url, pytest.raises(SandboxMissing, match=told):
+        await RemoteRunner.open(url, token=None, tier=Tier.DEFAULT)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ({"done": []}, "answered 0 of 1"),
+        ("no", "is no Oubliette service"),
+        ({"done": [{"type": "checked", "share": 7}]}, "is no Oubliette service"),
+        ({"done": [{"type": "checked", "share": 1}]}, "answered Checked, which was not asked for"),
+        ({"done": [{"type": "not_done", "cause": "lost", "why": "a box"}]}, "a box"),
+        (Response("x" * (1 << 20)), "answers with more than"),
+        (Response("{}", status_code=500), "refuses .500."),
+        (Response("{}", status_code=400), "refuses .400."),
+    ],
+)
+async def test_what_a_broken_service_answers_is_not_believed(answer: Any, told: str) -> None:
+    with in_thread(_scripted(answer)) as url:
+        async with runner_at(url) as runner:
+            with pytest.raises(SandboxLost, match=told):
+                await runner.run(Program("python", b""), b"", LIMITS)
+
+
+async def test_a_service_that_is_full_is_asked_again(served: Served) -> None:
+    full, asked = {"error": {"message": "full", "code": wire.IS_FULL}}, list[int]()
+    ended = {"type": "ended", "ending": "exited", "code": 0, "output": str(Link.of(b"")), "head": "", "stderr": "",
+             "cpu_s": 0, "wall_s": 0, "tier": "default"}  # fmt: skip
+    app = FastAPI()
+    app.get(wire.STATUS)(lambda: _status())
+
+    @app.post(wire.WORK)
+    def work() -> Response:
+        asked.append(1)
+        return Response(json.dumps(full), 503) if len(asked) < 3 else Response(json.dumps({"done": [ended]}))
+
+    with in_thread(app) as url:
+        async with runner_at(url) as runner:
+            executed = await runner.run(Program("python", b""), b"", LIMITS)
+    assert isinstance(executed, Executed) and len(asked) == 3
+
+
+async def test_closing_ends_who_waits() -> None:
+    gate = asyncio.Event()
+    app = FastAPI()
+    app.get(wire.STATUS)(lambda: _status())
+    loop = asyncio.get_running_loop()
+
+    @app.post(wire.WORK)
+    async def work() -> None:
+        loop.call_soon_threadsafe(gate.set)
+        await asyncio.sleep(PATIENCE_S)
+
+    with in_thread(app) as url:
+        runner = await RemoteRunner.open(url, token=None, tier=Tier.DEFAULT)
+        waiting = asyncio.create_task(runner.run(Program("python", b""), b"", LIMITS))
+        await asyncio.wait_for(gate.wait(), PATIENCE_S)
+        await runner.close()
+        with pytest.raises(SandboxLost, match="closed"):
+            await waiting
+
+
+async def test_contents_go_and_come_whole(served: Served) -> None:
+    data = bytes(range(256)) * 1000
+    async with runner_at(served.url) as runner:
+        link = Link.of(data)
+        assert await runner.missing([link]) == {link}
+        assert await runner.upload(data) == link
+        assert await runner.missing([link]) == set()
+        assert await runner.read(link) == data
+        with pytest.raises(ContentMissing):
+            await runner.read(Link.of(b"never"))
+
+
+async def test_what_is_no_request_is_refused(served: Served) -> None:
+    work = {"type": "run", "language": "python", "program": "oub:x", "input": "", "limits": {}}
+    nothing = {**work, "limits": {"cpu_s": "much"}}
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(base_url=served.url, headers=headers, trust_env=False, timeout=PATIENCE_S) as http:
+        for body, status in (
+            ({"protocol": 99, "works": [work]}, 409),
+            ({"protocol": 1, "works": []}, 422),
+            ({"protocol": 1, "works": [nothing]}, 422),
+            ({"protocol": 1, "works": [{"type": "shell"}]}, 422),
+        ):
+            assert (await http.post(wire.WORK, json=body)).status_code == status
+        unknown = {**work, "language": "cobol", "program": str(Link.of(b"")), "input": str(Link.of(b""))}
+        done = (await http.post(wire.WORK, json={"protocol": 1, "contents": [""], "works": [work, unknown]})).json()
+        assert [(each["type"], each["cause"]) for each in done["done"]] == [
+            ("not_done", wire.NO_CONTENT), ("not_done", wire.NO_TOOLCHAIN)
+        ]  # fmt: skip
+        assert (await http.post(wire.MISSING, json={"links": ["x"]})).status_code == 422
+        assert (await http.get(wire.CONTENT, params={"link": "../../etc/passwd"})).status_code == 404
+        assert toolchains.named("cobol") is None
+    async with httpx.AsyncClient(base_url=served.url, trust_env=False, timeout=PATIENCE_S) as stranger:
+        for method, path in (("GET", wire.STATUS), ("GET", wire.CONTENT), ("PUT", wire.CONTENT), ("POST", wire.WORK)):
+            assert (await stranger.request(method, path)).status_code == 401
+
+
+def test_links_of_a_folder_are_read_where_the_recipe_names_it(sandbox: Sandbox, tmp_path: Path) -> None:
+    repository = PersistentRepository(tmp_path)
+    test = {"input": {"link": str(repository.put(b"21\n"))}, "output": {"link": str(repository.put(b"42\n"))}}
+
+    async def verdict(folder: str) -> Verdict:
+        verifier = Oubliette(CodeRules(time_limit_s=PATIENCE_S, repository=folder), deadline_s=PATIENCE_S, workers=1)
+        try:
+            return await judged(verifier, RIGHT, tests=[test])
+        finally:
+            await verifier.close()
+
+    assert asyncio.run(verdict(str(tmp_path))).reason == "1 of 1 tests passed [default sandbox]"
+    assert "name its folder as oubliette.repository" in asyncio.run(verdict("")).reason

@@ -1,0 +1,79 @@
+"""Contents under the names of what they contain: kept once, whole or missing, and bounded in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.errors import UserError
+from pipelinerl.verifiers.oubliette.repository import ContentMissing, Link, PersistentRepository, TransientRepository
+
+DATA = (b"", b"1 2 3\n", bytes(range(256)) * 50)
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_a_link_is_read_as_it_is_written(data: bytes) -> None:
+    link = Link.of(data)
+    assert Link.parsed(str(link)) == link
+    assert link.size == len(data)
+    assert str(link).startswith("oub:") and len(str(link)) < 96
+
+
+@pytest.mark.parametrize("text", ["", "oub:", "oub:12:3", "x" * 80, f"oub:{'A' * 64}:1", f"oub:{'0' * 64}:1\n"])
+def test_another_text_is_no_link(text: str) -> None:
+    with pytest.raises(ValueError, match="a link must be oub:"):
+        Link.parsed(text)
+
+
+def test_what_was_laid_there_lies_there_for_everybody(tmp_path: Path) -> None:
+    links = [PersistentRepository(tmp_path).put(data) for data in (*DATA, *DATA)]
+    assert links[:3] == links[3:]
+    again = PersistentRepository(tmp_path)
+    assert [again.get(link) for link in links[:3]] == list(DATA)
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 3
+
+
+def test_what_is_damaged_is_missing_and_can_be_laid_there_again(tmp_path: Path) -> None:
+    repository = PersistentRepository(tmp_path)
+    link = repository.put(b"an answer")
+    (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    for damage in (b"", b"AN ANSWER"):
+        file.write_bytes(damage)
+        with pytest.raises(ContentMissing, match="upload it"):
+            repository.get(link)
+        assert repository.put(b"an answer") == link
+        assert repository.get(link) == b"an answer"
+    with pytest.raises(ContentMissing, match="does not lie in"):
+        repository.get(Link.of(b"never"))
+
+
+def test_a_compiled_program_is_known_by_what_it_was_compiled_of(tmp_path: Path) -> None:
+    repository = PersistentRepository(tmp_path)
+    assert repository.compiled("key") is None
+    link = repository.keep_compiled("key", b"program")
+    assert PersistentRepository(tmp_path).compiled("key") == link
+    for path in (tmp_path / "content").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    assert repository.compiled("key") is None
+
+
+def test_a_repository_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"the repository must be a folder that can be written to, .*file/in"):
+        PersistentRepository(tmp_path / "file" / "in")
+
+
+def test_memory_is_bounded_and_forgets_what_was_not_used_for_longest() -> None:
+    repository = TransientRepository(10)
+    first, second = repository.put(b"aaaa"), repository.put(b"bbbb")
+    assert repository.get(first) == b"aaaa"
+    third = repository.put(b"cccc")
+    assert (first in repository, second in repository, third in repository) == (True, False, True)
+    assert repository.num_bytes == 8
+    with pytest.raises(ContentMissing, match="is not held any more"):
+        repository.get(second)
+    large = repository.put(b"x" * 11)
+    assert repository.get(large) == b"x" * 11, "what has just come is there, however large"
+    assert repository.num_bytes == 11

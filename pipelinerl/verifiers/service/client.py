@@ -288,7 +288,7 @@ def _judgements(content: bytes, count: int, url: str) -> list[Judgement]:
     """What the body says. Raises `_ServiceFailed` where it does not say one sane verdict for each answer."""
     try:
         judgements = msgspec.json.decode(content, type=VerifyAnswer).judgements
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise _ServiceFailed(f"what answers at {url} is no verifier service: {error}") from None
     if len(judgements) != count:
         raise _ServiceFailed(f"{url} gave {len(judgements)} verdicts on {count} answers")
@@ -304,7 +304,7 @@ def _error_of(content: bytes) -> tuple[str, str]:
     try:
         error = msgspec.json.decode(content, type=Mapping[str, Mapping[str, str | None]])["error"]
         return str(error.get("message"))[:_MOST_SHOWN_OF_A_REFUSAL], str(error.get("code"))
-    except (msgspec.DecodeError, ValueError, KeyError):
+    except (msgspec.DecodeError, ValueError, KeyError, RecursionError):
         return content[:80].decode(errors="replace"), ""
 
 

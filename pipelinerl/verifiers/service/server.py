@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.service import wire
-from pipelinerl.verifiers.service.verdict_cache import VerdictCache, key_of
+from pipelinerl.verifiers.service.verdict_cache import VerdictCache, keys_of
 from pipelinerl.verifiers.service.wire import (
     DomainStatus,
     Draining,
@@ -178,7 +178,7 @@ class VerifierService:
         self, domain: ServedDomain, problem: Problem, answers: Sequence[SampledAnswer]
     ) -> list[Judgement]:
         """What is known, and the rest from the verifier, each different answer once."""
-        keys = [key_of(domain.rules, problem, answer.text) for answer in answers]
+        keys = keys_of(domain.rules, problem, (answer.text for answer in answers))
         found = {key: Judgement(verdict, 0.0) for key in keys if (verdict := self._cache.find(key)) is not None}
         missing = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in found}
         self._hits += len(answers) - len(missing)
@@ -241,7 +241,7 @@ class _Verify:
             return
         except msgspec.ValidationError as error:  # says what was expected and where, never what came
             await refusal(422, str(error), code="invalid_request_error")(scope, receive, send)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # msgspec lets two through as they are
             await refusal(400, "the body must be JSON", code="invalid_json")(scope, receive, send)
         except VerifyRefused as refused:
             await refusal(refused.status, str(refused), code=refused.code)(scope, receive, send)

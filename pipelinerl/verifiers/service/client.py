@@ -304,7 +304,7 @@ def _error_of(content: bytes) -> tuple[str, str]:
     try:
         error = msgspec.json.decode(content, type=Mapping[str, Mapping[str, str | None]])["error"]
         return str(error.get("message"))[:_MOST_SHOWN_OF_A_REFUSAL], str(error.get("code"))
-    except (msgspec.DecodeError, ValueError, KeyError, RecursionError):
+    except (msgspec.DecodeError, ValueError, KeyError):
         return content[:80].decode(errors="replace"), ""
 
 

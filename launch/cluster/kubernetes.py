@@ -32,6 +32,7 @@ from launch.plan import Launch, Plan, Ports, ProcessSpec, processes_of
 from launch.spread import spread
 from pipelinerl.config.recipe import RunConfig, to_table
 from pipelinerl.errors import UserError
+from pipelinerl.observability.redaction import without_secrets
 
 #: Where a pod finds its recipe.
 RECIPE_FOLDER: Final = "/mnt/recipe"
@@ -48,7 +49,7 @@ def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str)
     """The objects of a run whose directory is `run_dir` in every pod, below the mount of the shared volume.
 
     Raises:
-        UserError: a name of the run's, or of a host's, is none that Kubernetes takes.
+        UserError: a name of the run's, or of a host's, is none that Kubernetes takes; or the recipe holds a password.
     """
     name = config.run.name
     for word in (name, *(host.name for host in members.hosts)):
@@ -61,6 +62,11 @@ def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str)
     plan = _plan(config, Members(hosts=hosts, first_port=members.first_port), run_dir)
     labels = {_LABEL: name}
     recipe = tomli_w.dumps(to_table(config))
+    if recipe != without_secrets(recipe):
+        raise UserError(
+            "the recipe holds an address with a password beside streams.redis_url, and a ConfigMap would show it to "
+            "everybody who may read this namespace: leave it out, and give it to the pods in another way"
+        )
     claim = {
         "accessModes": ["ReadWriteMany"],
         "resources": {"requests": {"storage": "100Gi"}},

@@ -42,7 +42,7 @@ def address_of(run: Path | str) -> ControllerAddress:
     endpoint = Path(run) / "controller.json"
     try:
         return msgspec.json.decode(endpoint.read_bytes(), type=ControllerAddress)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise UserError(f"{run} has no live run: {endpoint} cannot be read; is the controller running?") from None
 
 

@@ -108,7 +108,7 @@ class ControllerClient:
     def _call(self, method: str, path: str, answer: type[T], **content: Any) -> T:
         try:
             response = self._http.request(method, path, **content)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # a label of 70 letters is no InvalidURL
             raise _silent(self.url, error, _HINT) from None
         return _decoded(self.url, response, answer, _HINT)
 
@@ -164,7 +164,7 @@ def _decoded(url: str, response: httpx.Response, answer: type[T], hint: str = ""
         if not response.is_error:
             return msgspec.json.decode(response.content, type=answer)
         sentence = msgspec.json.decode(response.content, type=Refusal).error.message
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets two through as they are
         reason = f"{response.status_code} {response.reason_phrase}: {error}"
         raise AddressError(f"what answers at {url} is no controller ({reason}){hint}") from None
     refused = TokenRefused if response.status_code == httpx.codes.UNAUTHORIZED else RecipeError

@@ -71,6 +71,8 @@ def _can_be_looked_up(url: str) -> str:
 #: An engine's base URL, as it is written in the fleet: no path, no query, no secret.
 BaseUrl = Annotated[str, Field(pattern=r"^https?://[^/?#@\s]+/?$", max_length=256), AfterValidator(_can_be_looked_up)]
 _Name = Annotated[str, Field(max_length=64)]
+#: Recipes bound no domain's name; every actor is told those of every verifier service.
+_DomainName = Annotated[str, Field(max_length=256)]
 #: A verifier service that has not been heard of for so many seconds is given nothing new.
 LEASE_S: Final = 15.0
 _Grace = Annotated[float, Field(ge=0, le=86_400)]
@@ -103,7 +105,7 @@ class VerifierOffer(BaseModel):
 
     url: BaseUrl
     incarnation: Annotated[str, Field(min_length=1, max_length=64)]
-    domains: Annotated[dict[str, Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=1024)]
+    domains: Annotated[dict[_DomainName, Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=256)]
 
 
 class EngineStart(BaseModel):

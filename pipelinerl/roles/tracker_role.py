@@ -22,6 +22,7 @@ from typing import Final
 
 from pipelinerl.config.recipe import RunConfig, to_table
 from pipelinerl.errors import UserError
+from pipelinerl.observability.redaction import table_without_secrets
 from pipelinerl.observability.trackers.feed import TrackerFeed
 from pipelinerl.observability.trackers.tracker import (
     Bookmark,
@@ -94,7 +95,8 @@ def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
         if sentence := missing_package(name):
             raise UserError(sentence)
     section = config.trackers
-    tracked = TrackedRun(name=config.run.name, directory=run_dir, recipe=to_table(config))
+    recipe = table_without_secrets(to_table(config))  # any address in it may hold a password, and a tracker sends it on
+    tracked = TrackedRun(name=config.run.name, directory=run_dir, recipe=recipe)
 
     def wandb(bookmark: Bookmark | None) -> Tracker:
         from pipelinerl.observability.trackers.wandb_run import WandbTracker

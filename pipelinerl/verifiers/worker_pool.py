@@ -99,10 +99,11 @@ class WorkerPool:
             TimeoutError: none came within the deadline.
             WorkerLost: the process ended, or could not be started.
         """
-        line = json.dumps(question).encode() + b"\n"
         turn = _Turn()
         try:
             await turn.enter(self._places, group)
+            # Not before its turn: a thousand answers to a problem of megabytes would be held as a thousand texts of it.
+            line = json.dumps(question).encode() + b"\n"
             turn.worker = await self._ready_worker()
             began = asyncio.get_running_loop().time()
             cpu_began = turn.worker.cpu_s

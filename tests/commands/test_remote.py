@@ -97,8 +97,12 @@ def test_a_refusal_is_the_controllers_sentence(remote: ControllerClient, url: st
 
 
 @pytest.mark.parametrize(
-    "record", [None, "", "{", "[]", "{}", '{"url": 3, "token": null}', '{"url": "http://x"}', "\udcff"]
-)
+    "record",
+    [
+        None, "", "{", "[]", "{}", '{"url": 3, "token": null}', '{"url": "http://x"}', "\udcff",
+        '{"url": "\udcff", "token": null}', '{"x": ' + "[" * 10**5,
+    ],
+)  # fmt: skip
 def test_a_directory_without_a_live_run(tmp_path: Path, record: str | None) -> None:
     if record is not None:
         (tmp_path / "controller.json").write_text(record, errors="surrogateescape")
@@ -106,7 +110,9 @@ def test_a_directory_without_a_live_run(tmp_path: Path, record: str | None) -> N
         controller_of(tmp_path)
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "ht!tp://x", "http://[", "", "http://127.0.0.1:port"])
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:1", "ht!tp://x", "http://[", "", "http://127.0.0.1:port", "http://" + "a" * 70]
+)
 def test_nobody_answers(address: str) -> None:
     with (
         pytest.raises(AddressError, match=r"does not answer .*; has the run ended\?"),
@@ -120,7 +126,8 @@ def test_somebody_else_answers_on_the_port_of_a_run_that_died() -> None:
     app.get("/status")(lambda: HTMLResponse("<html>"))
     app.get("/knobs")(lambda: {"detail": "something else"})
     app.post("/stop")(lambda: HTMLResponse("no", status_code=500))
+    app.get("/engines")(lambda: HTMLResponse(b'{"error": {"message": "\xff"}}', status_code=500))
     with in_thread(app) as url, ControllerClient(url, "secret") as remote:
-        for ask in (remote.status, remote.knobs, remote.stop):
+        for ask in (remote.status, remote.knobs, remote.stop, remote.engines):
             with pytest.raises(AddressError, match=r"what answers at .* is no controller"):
                 ask()

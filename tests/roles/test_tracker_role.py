@@ -153,6 +153,23 @@ def test_the_recipe_names_its_trackers() -> None:
     assert chosen == ("wandb", "trackio")
 
 
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_no_address_of_the_recipe_goes_to_a_tracker_with_its_password(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whichever key of the recipe has it: trackers send the recipe to a server of somebody else's."""
+    package = Package()
+    monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setattr(tracker, "find_spec", lambda _: package)
+    config = _config(**{name: {"project": "p"}})
+    places = {"path": "https://u:hunter2@data.lab/x", "more": [{"at": "ftp://u:hunter2@host"}]}
+    domain = config.domains[0].model_copy(update={"parameters": places})
+    told = trackers_of(config.model_copy(update={"domains": (domain,)}), tmp_path)[name](None)
+    told.close()
+    begun = json.dumps(package.run.begun["config"])
+    assert "hunter2" not in begun and "https://data.lab/x" in begun and "ftp://host" in begun
+
+
 def test_a_package_that_is_missing_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracker, "find_spec", lambda name: None)
     config = load("tiny", ["trackers.wandb={project='p'}"])

@@ -42,9 +42,27 @@ BODIES: Final[dict[str, tuple[Any, ...]]] = {
     "/versions": (_VERSION | {"layout": _LAYOUT, "progress": {"engine-0": None}},),
     "/progress": ({"epoch": 1, "progress": {"engine-0": [1, 1]}},),
     "/seal": ({"digest": "0" * 32, "whole": "0" * 32},),
+    "/verify": (
+        {"protocol": 1, "domain": "words", "rules": "r1", "problem": {
+            "problem_id": "words:1", "domain": "words", "messages": [{"role": "user", "content": "say 1"}],
+            "ground_truth": "1", "metadata": {"level": 1}}, "answers": [["1", [3, 4], "stop"], ["2", [], "length"]]},
+    ),
+    "/verifiers": ({"url": "http://127.0.0.1:9", "incarnation": "1", "domains": {"words": "r1"}},),
+    "/knobs/check": ({"j": 1, "k": 4}, {"temperature": 0.7}),
+    "/engines/add": ({"url": "http://127.0.0.1:9"}, {"type": "torch", "count": 1}),
+    "/engines/swap": ({"engine": "engine-7", "type": "torch", "grace_s": 1.0},),
+    "/engines/remove": ({"engine": "engine-7"},),
     "/copy": ({"source": "http://127.0.0.1:9", "digest": "0" * 32, "whole": "0" * 32, "timeout_s": 0.05},),
 }  # fmt: skip
 
+#: What a query's parameters may be; the right ones of each route are among them.
+_QUERIES: Final = (
+    "", "0", "1", "2", "3", "-1", "20", "4000", "9999999999", "1" * 400, "0.5", "nan", "inf", "1e308", "x", "%00",
+    "%ff", "%f0%9f%92%a5", "a" * 600, "reward", "reward,entropy,loss", "," * 999, "%2C", "domain/words/accuracy", "0,0",
+    "0,1", "step", "seconds", "trained", "any", "evaluation", "reward:0", "with", "asc", "desc", "words", "easy",
+    "-inf", "stop", "-16.0:d69ad970d1e1af22:1", "nan:0:0", "1e999:0:0", "inf:ffffffffffffffffff:0", "engine-7",
+    "http://127.0.0.1:9",
+)  # fmt: skip
 #: How often a body is larger than any server takes.
 _TOO_LARGE: Final = 0.001
 
@@ -117,22 +135,36 @@ def body(draw: random.Random, path: str) -> bytes:
         case 1:
             return bytes(draw.randrange(256) for _ in range(draw.choice((1, 7, 200))))
         case 2:
-            return text.replace("1", draw.choice(("NaN", "Infinity", "1" * 5000, "1e999", "\\ud800"))).encode()
+            odd = ("NaN", "Infinity", "1" * 5000, "1e999", "\\ud800", '"\udcff"', "[" * 5000 + "]" * 5000)
+            return text.replace("1", draw.choice(odd)).encode(errors="surrogateescape")
         case _:
             return text.encode()
 
 
+def queries(app: Any) -> dict[tuple[str, str], list[str]]:
+    """The query parameters of each method and path, as `routes` spells them, found from the application."""
+    asked = zip(routes(app), (route for route in app.routes for _ in route.methods), strict=True)
+    declared = ((pair, getattr(route, "dependant", None)) for pair, route in asked)
+    return {pair: [each.alias for each in known.query_params] for pair, known in declared if known is not None}
+
+
 def requests(seed: int, app: Any, token: str) -> Iterator[tuple[str, str, dict[str, str], bytes]]:
     """Method, path with query, headers and body, without an end."""
-    draw, known = random.Random(seed), [pair for pair in routes(app) if pair[0] != "HEAD"]
+    draw, known, asked = random.Random(seed), [pair for pair in routes(app) if pair[0] != "HEAD"], queries(app)
     while True:
         method, path = draw.choice(known)
-        if path == "/stop":
+        if path in ("/stop", "/suspend", "/drain"):
             continue  # it would end what the others are asked of
+        names = asked.get((method, path), ())
+        for place in ("/samples/1", "/tokens/1"):
+            path = path.replace(place, place[:-1] + draw.choice(("b87d6b86af7d95c5", "1", "x" * 65)))
         path = path.replace("/1/1", "/" + "/".join(draw.choice(("1", "1", "0", "-1", "x", "9" * 30)) for _ in "ab"))
         if draw.random() < 0.1:
             method = draw.choice(("GET", "PUT", "POST", "DELETE", "PATCH", "OPTIONS", "TRACE", "ZZZ"))
-        if draw.random() < 0.2:
+        if names and draw.random() < 0.8:
+            chosen = draw.sample(names, min(len(names), draw.choice((1, 1, 2, 20))))
+            path += "?" + "&".join(f"{name}={draw.choice(_QUERIES)}" for name in chosen)
+        elif draw.random() < 0.2:
             path += "?" + draw.choice(("engine=engine-7", "engine=", "engine=%00", "a=" * 100, "engine=x&engine=y"))
         headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
         if draw.random() < 0.2:
@@ -141,4 +173,4 @@ def requests(seed: int, app: Any, token: str) -> Iterator[tuple[str, str, dict[s
             )
             numbers = draw.choice(("bytes=0-9", "bytes 0-9/10", "bytes=9-0", "bytes=-5", "bytes 0-9/99", "1" * 5000))
             headers[name] = draw.choice(("text/plain", "gzip", "a" * 200, "application/json; charset=x", numbers))
-        yield method, path, headers, body(draw, path)
+        yield method, path, headers, body(draw, path.partition("?")[0])

@@ -192,7 +192,13 @@ def test_a_trailer_without_an_end_is_refused(engine: str) -> None:
 
 @pytest.mark.parametrize(
     ("path", "server"),
-    [("/v1/chat/completions", "engine"), ("/engines", "controller"), ("/versions", "parameter server")],
+    [
+        ("/v1/chat/completions", "engine"),
+        ("/engines", "controller"),
+        ("/versions", "parameter server"),
+        ("/verify", "verifier"),
+        ("/api/stop", "page"),
+    ],
 )
 class TestBodies:
     """The same bounds on each server's bodies, and in the same words."""

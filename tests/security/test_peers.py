@@ -29,7 +29,7 @@ from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective
 from tests.engines.weights.test_weight_receiver import BYTES, LAYOUT, Setting
 from tests.fakes.engine_options import engine_options
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, SOON_S
 
 KEY = "pieces"
 BUCKET_BYTES = 32
@@ -98,21 +98,33 @@ class Peers:
         self.generation = 0
         self.version = 0
 
-    async def updated(self, announced: bytes | None, pieces: list[bytes | None], *, patience_s: float) -> UpdateStatus:
-        """A whole update as rank 0 means it; raises what it fails with."""
+    async def updated(
+        self,
+        announced: bytes | None,
+        pieces: list[bytes | None],
+        *,
+        patience_s: float = PATIENCE_S,
+        sends_s: float = PATIENCE_S,
+    ) -> UpdateStatus:
+        """A whole update as rank 0 means it; raises what it fails with.
+
+        Args:
+            patience_s: the engine's.
+            sends_s: rank 0's for each piece. Gloo may miss that the peer has died while it sends, and waits so long.
+        """
         self.generation, self.version = self.generation + 1, self.version + 1
         joined = self.setting.receiver.init_process_group(self.setting.joining(self.generation, timeout_s=PATIENCE_S))
         rank_0 = await self.setting.met(self.generation, joined, timeout_s=PATIENCE_S)
         about = {"version": self.version, "bucket_bytes": BUCKET_BYTES, "timeout_s": patience_s}
         await self.setting.phase(UpdatePhase.PREPARE, **about, generation=self.generation, pieces_key=KEY)
-        sending = in_background("send", lambda: self._send(rank_0, announced, pieces))
+        sending = in_background("send", lambda: self._send(rank_0, announced, pieces, sends_s))
         try:
             return await self.setting.phase(UpdatePhase.COMMIT, **about)
         finally:
             await asyncio.wait({asyncio.wrap_future(sending)})
             rank_0.close()
 
-    def _send(self, rank_0: Collective, announced: bytes | None, pieces: list[bytes | None]) -> None:
+    def _send(self, rank_0: Collective, announced: bytes | None, pieces: list[bytes | None], patience_s: float) -> None:
         if announced is not None:
             rank_0._store.set(KEY, announced)
         with suppress(UpdateError, DeadlineError):  # the engine has had enough
@@ -121,7 +133,7 @@ class Peers:
                     rank_0.close()
                 else:
                     data = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-                    rank_0.broadcast(data, deadline=time.monotonic() + PATIENCE_S)
+                    rank_0.broadcast(data, deadline=time.monotonic() + patience_s)
 
 
 @pytest.fixture
@@ -136,21 +148,21 @@ def peers() -> Iterator[Peers]:
 async def answered(peers: Peers, cases: range) -> Counter[str]:
     """What each of these cases came to; an honest update now and then shows that the next is taken again."""
     target, ended = peers.setting.target, Counter[str]()
-    assert await peers.updated(AGREEMENT, _honest(), patience_s=PATIENCE_S) is UpdateStatus.COMMITTED
+    assert await peers.updated(AGREEMENT, _honest()) is UpdateStatus.COMMITTED
     for case in cases:
         attack = ATTACKS[case % len(ATTACKS)]
         announced, pieces = attack(rng.generator(case, "peer"))
         before = target.serving()
         patience_s = 0.3 if attack is silence else PATIENCE_S
         try:
-            status = await peers.updated(announced, pieces, patience_s=patience_s)
+            status = await peers.updated(announced, pieces, patience_s=patience_s, sends_s=SOON_S)
         except ContractError as error:
             ended[f"{attack.__name__}: {error.code}"] += 1
         else:
             raise AssertionError(f"case {case}, {attack.__name__}, was taken: {status}")
         assert target.serving() == before and np.array_equal(target.current, BYTES), f"case {case}, {attack.__name__}"
         if case % 14 == 13:
-            assert await peers.updated(AGREEMENT, _honest(), patience_s=PATIENCE_S) is UpdateStatus.COMMITTED
+            assert await peers.updated(AGREEMENT, _honest()) is UpdateStatus.COMMITTED
             ended["honest"] += 1
     return ended
 
@@ -173,7 +185,7 @@ async def test_many_peers(part: int, peers: Peers, capsys: pytest.CaptureFixture
 async def test_the_process_that_forks_them_is_killed_and_the_next_group_forms_all_the_same(peers: Peers) -> None:
     peers.nursery.kill()
     peers.nursery.wait()
-    assert await peers.updated(AGREEMENT, _honest(), patience_s=PATIENCE_S) is UpdateStatus.COMMITTED
+    assert await peers.updated(AGREEMENT, _honest()) is UpdateStatus.COMMITTED
 
 
 def test_gpus_and_engines_with_a_way_of_their_own_are_refused(peers: Peers) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -63,6 +64,19 @@ async def test_questions_get_their_own_answers_whatever_their_size(pool: Callabl
     one = pool()
     assert [len(answer) for answer in await asyncio.gather(*(one.ask(["long", size]) for size in sizes))] == sizes
     assert await one.ask(["x" * 10**6, "\ud800\x00\u202e"]) is not None
+
+
+async def test_what_waits_for_its_turn_is_not_held_as_text(pool: Callable[..., WorkerPool]) -> None:
+    """Else a thousand answers to a problem of megabytes take gigabytes before the second is judged."""
+    one, large = pool(workers=2), "x" * 2**20
+    await one.start()
+    tracemalloc.start()
+    try:
+        await asyncio.gather(*(one.ask([large, number]) for number in range(64)))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 32 * 2**20
 
 
 async def test_one_that_hangs_is_killed_at_its_deadline_and_its_place_is_free_before(

@@ -32,7 +32,8 @@ def add_stream(app: FastAPI, pages: Pages) -> None:
     """Add it."""
     seats = asyncio.BoundedSemaphore(SEATS)
 
-    async def seat() -> AsyncIterator[None]:
+    async def seat(number: RunNumber = 0) -> AsyncIterator[None]:
+        pages.of(number)  # what is refused later has begun as a success
         if seats.locked():
             raise HTTPException(503, f"{SEATS} pages are listening already; close one of them")
         async with seats:

@@ -28,6 +28,7 @@ from pipelinerl.controller.routes import (
 )
 from pipelinerl.controller.service.run_metrics import run_metrics
 from pipelinerl.controller.service.service import ControllerService
+from pipelinerl.controller.service.verifier_leases import MOST_SERVICES
 from pipelinerl.controller.state.effects import Record
 from pipelinerl.controller.state.fleet import EngineLifecycle, base_url
 from pipelinerl.controller.state.inputs import (
@@ -182,9 +183,10 @@ def _add_verifiers(app: FastAPI, service: ControllerService) -> None:
     async def offer(request: Request, offer: VerifierOffer) -> Response:
         if (refused := _unreachable(request, offer.url, "verifier")) is not None:
             return refused
-        service.verifiers.offer(
-            VerifierLease(url=base_url(offer.url), incarnation=offer.incarnation, domains=offer.domains)
-        )
+        lease = VerifierLease(url=base_url(offer.url), incarnation=offer.incarnation, domains=offer.domains)
+        if not service.verifiers.offer(lease):
+            message = f"a run has at most {MOST_SERVICES} verifier services at a time; end one of them"
+            return refusal(409, message, code="too_many_verifiers")
         return _answer(Done("leased"))
 
     @app.delete(routes.VERIFIERS)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import final
+from typing import Final, final
 
 from pipelinerl.controller.routes import LEASE_S
 from pipelinerl.verifiers.service.wire import VerifierLease
 
 log = logging.getLogger("pipelinerl")
+
+#: Services at a time: every actor is told of all of them, each second.
+MOST_SERVICES: Final = 256
 
 
 @final
@@ -23,11 +26,14 @@ class VerifierLeases:
         self._clock = clock
         self._leases: dict[str, tuple[VerifierLease, float]] = {}
 
-    def offer(self, lease: VerifierLease) -> None:
-        """A service is there, or still is."""
+    def offer(self, lease: VerifierLease) -> bool:
+        """A service is there, or still is; False where it is one more than `MOST_SERVICES`, and is not taken."""
         if lease.url not in self._leases:
+            if len(self._leases) >= MOST_SERVICES and len(self.current()) >= MOST_SERVICES:
+                return False
             log.info("the verifier service at %s joins; it judges %s", lease.url, ", ".join(lease.domains))
         self._leases[lease.url] = lease, self._clock() + LEASE_S
+        return True
 
     def withdraw(self, url: str) -> None:
         """A service takes nothing new; one that nobody knows takes nothing either."""

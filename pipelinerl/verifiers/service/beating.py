@@ -45,7 +45,7 @@ class Beating:
             return
         except msgspec.ValidationError as error:  # says what was expected and where, never what came
             await refusal(422, str(error), code="invalid_request_error")(scope, receive, send)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # msgspec lets two through as they are
             await refusal(400, "the body must be JSON", code="invalid_json")(scope, receive, send)
         except RequestRefused as refused:
             await refusal(refused.status, str(refused), code=refused.code)(scope, receive, send)

@@ -248,7 +248,7 @@ def _judgements(content: bytes, count: int, url: str) -> list[Judgement]:
     """What the body says. Raises `ServiceFailed` where it does not say one sane verdict for each answer."""
     try:
         judgements = msgspec.json.decode(content, type=VerifyAnswer).judgements
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ServiceFailed(f"what answers at {url} is no verifier service: {error}") from None
     if len(judgements) != count:
         raise ServiceFailed(f"{url} gave {len(judgements)} verdicts on {count} answers")

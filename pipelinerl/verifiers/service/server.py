@@ -29,7 +29,7 @@ from pipelinerl.system.http_service import guard, refuse_in_one_shape
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.service import wire
 from pipelinerl.verifiers.service.beating import Beating, RequestRefused
-from pipelinerl.verifiers.service.verdict_cache import VerdictCache, key_of
+from pipelinerl.verifiers.service.verdict_cache import VerdictCache, keys_of
 from pipelinerl.verifiers.service.wire import (
     DomainStatus,
     Draining,
@@ -172,7 +172,7 @@ class VerifierService:
         self, domain: ServedDomain, problem: Problem, answers: Sequence[SampledAnswer]
     ) -> list[Judgement]:
         """What is known, and the rest from the verifier, each different answer once."""
-        keys = [key_of(domain.rules, problem, answer.text) for answer in answers]
+        keys = keys_of(domain.rules, problem, (answer.text for answer in answers))
         found = {key: Judgement(verdict, 0.0) for key in keys if (verdict := self._cache.find(key)) is not None}
         missing = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in found}
         self._hits += len(answers) - len(missing)

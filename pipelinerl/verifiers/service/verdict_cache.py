@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Final, final
 
 import msgspec
@@ -19,13 +20,20 @@ from pipelinerl.types import Problem, Verdict
 _PLACE_BYTES: Final = 256
 
 
-def key_of(rules: str, problem: Problem, text: str) -> bytes:
-    """The hash of what the verdict of a deterministic verifier depends on: 32 bytes.
+def keys_of(rules: str, problem: Problem, texts: Iterable[str]) -> list[bytes]:
+    """The hash of what the verdict on each answer of a deterministic verifier depends on: 32 bytes.
 
-    The texts stand in one JSON array, so that no two lists of them have one hash.
+    What stands before a text is one JSON array, so that no two things have one hash. It is read once, not once for each
+    answer: a problem may have megabytes, and four thousand answers.
     """
-    depends_on = [rules, problem.domain, problem.messages, problem.ground_truth, problem.metadata, text]
-    return hashlib.blake2b(msgspec.json.encode(depends_on, order="sorted"), digest_size=32).digest()
+    asked = [rules, problem.domain, problem.messages, problem.ground_truth, problem.metadata]
+    of_all = hashlib.blake2b(msgspec.json.encode(asked, order="sorted"), digest_size=32)
+    keys = []
+    for text in texts:
+        of_one = of_all.copy()
+        of_one.update(msgspec.json.encode(text))
+        keys.append(of_one.digest())
+    return keys
 
 
 @final

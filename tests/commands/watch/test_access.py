@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from pipelinerl.commands.watch.access import PageLinks
+from pipelinerl.commands.watch.server import create_page
 from tests.commands.watch.run_files import TOKEN, ServedPage, served_page, written_run
 from tests.patience import PATIENCE_S
 from tests.security.servers import TOKEN as GATE_TOKEN, application
@@ -62,6 +65,27 @@ def test_no_other_cookie_opens(page: ServedPage, cookie: str) -> None:
         page.url + "/api/run", headers=[(b"cookie", cookie.encode("latin-1"))], trust_env=False, timeout=PATIENCE_S
     )
     assert answer.status_code == 401
+
+
+def test_the_cookie_is_found_among_those_of_other_ports_of_this_host(page: ServedPage) -> None:
+    others = f'a=b; other="x;{COOKIE["cookie"]}x; pipelinerl=no;{COOKIE["cookie"]} ; c'
+    assert ask(page, "/api/run", cookie=others).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/api/run", "/?key=x"])
+async def test_whoever_has_no_cookie_of_ours_keeps_nobody_waiting(page: ServedPage, path: str) -> None:
+    """The largest head that a connection takes; http.cookies reads the first of these for 11 s."""
+    app = create_page([], token=TOKEN, links=PageLinks(lambda _: None))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=page.url) as http:
+        for cookie in ('a="' + "\\a" * 16_000 + '"', 'a="' + '\\"' * 16_000 + '"', "pipelinerl=" * 2_900, ";" * 32_000):
+            began = time.thread_time()
+            assert (await http.get(path, headers={"cookie": cookie})).status_code == 401
+            assert time.thread_time() - began < 1.0, cookie[:20]
+
+
+def test_what_an_event_stream_refuses_it_refuses_before_it_begins(page: ServedPage) -> None:
+    for query in ("?run=1", "?run=-1", "?run=x"):
+        assert ask(page, f"/api/stream{query}", **COOKIE).status_code in (404, 422), query
 
 
 def test_a_page_of_another_site_or_port_can_neither_read_nor_steer(page: ServedPage) -> None:

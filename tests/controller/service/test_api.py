@@ -381,7 +381,14 @@ async def test_actors_are_told_of_verifier_services_as_long_as_these_are_there(h
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"url": "file:///etc"}, {"domains": {}}, {"incarnation": ""}, {"url": "http://u:p@a:1"}]
+    "wrong",
+    [
+        {"url": "file:///etc"},
+        {"domains": {}},
+        {"incarnation": ""},
+        {"url": "http://u:p@a:1"},
+        {"domains": {"x" * 257: "r"}},
+    ],
 )
 async def test_a_verifier_service_that_cannot_be_used_is_refused(
     http: httpx.AsyncClient, wrong: dict[str, Any]

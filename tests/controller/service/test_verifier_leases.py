@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipelinerl.controller.routes import LEASE_S
-from pipelinerl.controller.service.verifier_leases import VerifierLeases
+from pipelinerl.controller.service.verifier_leases import MOST_SERVICES, VerifierLeases
 from tests.fakes.verifier_service import lease
 
 
@@ -29,3 +29,13 @@ def test_what_is_withdrawn_comes_back_only_by_an_offer() -> None:
     assert leases.current() == ()
     leases.offer(lease("http://a:1"))
     assert len(leases.current()) == 1
+
+
+def test_there_are_at_most_so_many_at_a_time() -> None:
+    now = [0.0]
+    leases = VerifierLeases(lambda: now[0])
+    assert all(leases.offer(lease(f"http://a:{port}")) for port in range(1, MOST_SERVICES + 1))
+    assert not leases.offer(lease("http://b:1")) and len(leases.current()) == MOST_SERVICES
+    assert leases.offer(lease("http://a:1", life="2")), "one of them goes on"
+    now[0] = LEASE_S
+    assert leases.offer(lease("http://b:1")), "the others have not been heard of"

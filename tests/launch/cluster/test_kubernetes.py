@@ -87,6 +87,13 @@ def test_a_password_of_the_streams_comes_from_a_secret() -> None:
     assert env["PIPELINERL_REDIS_URL"]["valueFrom"] == {"secretKeyRef": {"name": "x-streams", "key": "url"}}
 
 
+def test_another_password_is_refused_since_a_config_map_is_no_secret() -> None:
+    places = {"path": "https://u:s3cret@data.lab/x"}
+    with pytest.raises(UserError, match="an address with a password") as refused:
+        _manifests(domains=[{"name": "d", "source": "s", "parameters": places}])
+    assert "s3cret" not in str(refused.value)
+
+
 @pytest.mark.parametrize("words", [("Head:gpus=1", "b:gpus=1"), ("a.b:gpus=1", "c:gpus=1")])
 def test_names_that_kubernetes_does_not_take_are_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(UserError, match="small letters, digits and dashes"):

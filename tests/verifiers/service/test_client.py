@@ -107,6 +107,8 @@ async def broken_off() -> AsyncIterator[bytes]:
 
 
 HOSTILE = {
+    "no text": raw(b'{"judged": "\xff"}'),
+    "without an end of brackets": raw(b'{"x": ' + b"[" * 100_000),
     "too few verdicts": said(1.0, 1.0),
     "too many verdicts": said(1.0, 1.0, 1.0, 1.0),
     "none": said(),

@@ -111,6 +111,8 @@ async def test_equal_answers_are_judged_once_where_the_verifier_is_deterministic
         (b"[]", 422, "invalid_request_error", "object"),
         (b"{", 400, "invalid_json", "JSON"),
         (b'{"protocol": NaN}', 400, "invalid_json", "JSON"),
+        (b'{"domain": "\xff"}', 400, "invalid_json", "JSON"),
+        (b'{"x": ' + b"[" * 100_000, 400, "invalid_json", "JSON"),
     ],
 )
 async def test_what_is_not_begun_says_why(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 
 from pipelinerl.types import Message, Outcome, RewardPart, Verdict
-from pipelinerl.verifiers.service.verdict_cache import VerdictCache, key_of
+from pipelinerl.verifiers.service.verdict_cache import VerdictCache, keys_of
 from pipelinerl.verifiers.verifier import correct, failed, timed_out, wrong
 from tests.fakes.verifier_service import problem
 
@@ -41,6 +42,14 @@ def test_its_bytes_are_bounded_and_the_longest_unused_go_first() -> None:
     assert (nothing.find(b"k"), nothing.num_bytes) == (None, 0)
 
 
+def test_a_large_problem_is_read_once_and_not_for_each_answer() -> None:
+    """One request may have both: four thousand answers to a problem of 16 MB held the service for a minute."""
+    large, texts = problem(1, cases="x" * 2**22), [str(number) for number in range(4096)]
+    began = time.thread_time()
+    assert len(set(keys_of("r", large, texts))) == len(texts)
+    assert time.thread_time() - began < 2.0
+
+
 def test_the_key_is_of_all_that_a_verdict_depends_on_and_of_nothing_else() -> None:
     asked = problem(1, level=3)
     others = [
@@ -50,13 +59,8 @@ def test_the_key_is_of_all_that_a_verdict_depends_on_and_of_nothing_else() -> No
         replace(asked, messages=(Message("user", "say 2"),)),
         replace(asked, messages=(Message("user", "say"), Message("user", " 1"))),
     ]
-    keys = [key_of("r", each, "text") for each in (asked, *others)]
-    keys += [
-        key_of("r2", asked, "text"),
-        key_of("r", asked, "text "),
-        key_of("r", asked, "tex"),
-        key_of("r", asked, ""),
-    ]
+    keys = [key for each in (asked, *others) for key in keys_of("r", each, ["text"])]
+    keys += keys_of("r2", asked, ["text"]) + keys_of("r", asked, ["text ", "tex", ""])
     assert len(set(keys)) == len(keys)
     same = replace(asked, problem_id="renamed", tags=("a=b",), metadata=dict(asked.metadata))
-    assert key_of("r", same, "text") == keys[0]
+    assert keys_of("r", same, ["", "text"])[1] == keys[0]

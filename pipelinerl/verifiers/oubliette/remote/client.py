@@ -175,7 +175,7 @@ class RemoteRunner:
         content = await self._content("PUT", data, {}, most_bytes=1 << 16)
         try:
             return self._link(msgspec.json.decode(content, type=wire.Stored).link)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise SandboxLost(f"what answers at {self._url} is no Oubliette service: {error}") from None
 
     async def read(self, content: Content) -> bytes:
@@ -305,7 +305,7 @@ class RemoteRunner:
             raise ServiceFailed(words) if status >= 500 else SandboxLost(words)
         try:
             done = msgspec.json.decode(content, type=wire.WorkAnswer).done
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ServiceFailed(f"what answers at {url} is no Oubliette service: {error}") from None
         if len(done) != count:
             raise ServiceFailed(f"{url} answered {len(done)} of {count} pieces of work")
@@ -390,5 +390,5 @@ async def _status(session: aiohttp.ClientSession, url: str, patience: ServicePat
         raise SandboxLost(f"{url} refuses ({status}): {error_of(content)[0]}")
     try:
         return msgspec.json.decode(content, type=wire.OublietteStatus)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise SandboxMissing(f"what answers at {url} is no Oubliette service: {error}") from None

@@ -115,6 +115,11 @@ def load(spec: TrainerSpec) -> LoadedModel:
     return LoadedModel(model, config, saved, gather_dtype, adapters, digest, compact)
 
 
+def seed_dropout(spec: TrainerSpec, *, model_version: int, rank: int) -> None:
+    """What adapters drop hangs on the step and the rank alone, so it is the same where several processes go on."""
+    torch.manual_seed(rng.key(spec.seed, "adapter_dropout", model_version, rank))
+
+
 def refuse_device(device: Device) -> None:
     """Raise SpecError for a device that torch does not have here."""
     if device is Device.TPU:

@@ -24,11 +24,10 @@ import torch.distributed
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipelinerl import rng
 from pipelinerl.trainers.ranks.commands import GatheredKind
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import world
-from pipelinerl.trainers.torch.loading import BaseMemory, LoadedModel, adamw, load, refuse_device
+from pipelinerl.trainers.torch.loading import BaseMemory, LoadedModel, adamw, load, refuse_device, seed_dropout
 from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.mesh import ProcessMesh, refuse_heads
 from pipelinerl.trainers.torch.passes import broken_loss, evaluate, predict, predicted
@@ -115,8 +114,7 @@ class MeshWorker:
         """
         if self.loaded.adapters is None:
             return self._backward(batches, rounds, objective)
-        # What is dropped hangs on the step and the rank alone, so it is the same where a run goes on.
-        torch.manual_seed(rng.key(self.spec.seed, "adapter_dropout", self.model_version, self.rank))
+        seed_dropout(self.spec, model_version=self.model_version, rank=self.rank)
         with self.loaded.adapters.dropping_out():
             return self._backward(batches, rounds, objective)
 
@@ -213,7 +211,7 @@ class MeshWorker:
         """Write this rank's rows, of weights and moments, below a state's directory; of several copies the first."""
         if self.rank >= self.mesh.shards:
             return
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, shard in self.model.trained.items():
             kinds = [GatheredKind.MEAN, GatheredKind.SQUARE] if self.has_moments and shard.numel() else []
             tensors |= {key_of(name, kind): self._rows(name, kind) for kind in kinds}

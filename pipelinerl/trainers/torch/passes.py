@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
-from pipelinerl.trainers.torch.packed.sequence_parallel import Portion, SequenceGroup
+from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup, SequencePart
 from pipelinerl.trainers.torch.packed.shared_prompts import Distinct, Reading
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import Bool, Float32, HeadMeasure, LossStats, MicroBatch, Objective, measures_of
@@ -38,17 +38,15 @@ def predict(
 ) -> Tensor:
     """[1 + M, N]: current log-probs, or values, of the tokens where `inside` [T] is True, and the M measures there.
 
-    Every process of the `group`, if there is one, finds all N; each computes its portion.
+    Every process of the `group`, if there is one, finds all N; each computes its part.
     """
     asked, distinct, positions = np.flatnonzero(inside), Distinct.of(batch), batch.position_ids
     if group is None:
         return _computed(model, device, batch, distinct, positions, asked, measures)
-    portion = Portion.of(group, distinct, positions, asked)
-    mine = asked[portion.readers[group.place]]
-    own = _computed(
-        model, device, batch, portion.distinct, portion.position_ids, mine, measures, group=group, own=portion.own
-    )
-    return group.together(own, portion.readers)
+    part = SequencePart.of(group, distinct, positions, asked)
+    mine = asked[part.readers[group.place]]
+    own = _computed(model, device, batch, part.distinct, part.position_ids, mine, measures, group=group, own=part.own)
+    return group.together(own, part.readers)
 
 
 def _computed(

@@ -68,7 +68,8 @@ class SequenceGroup:
         return whole
 
 
-class Portion(NamedTuple):
+@final
+class SequencePart(NamedTuple):
     """What one of the processes computes of a micro-batch.
 
     Attributes:
@@ -86,7 +87,7 @@ class Portion(NamedTuple):
     @classmethod
     def of(
         cls, group: SequenceGroup, distinct: Distinct, position_ids: NDArray[np.int32], asked: NDArray[np.int64]
-    ) -> Portion:
+    ) -> SequencePart:
         """Divide evenly; who computes a token makes the prediction that it leads to.
 
         Args:

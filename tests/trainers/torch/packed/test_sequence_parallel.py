@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.trainers.torch.mesh import refuse_heads
-from pipelinerl.trainers.torch.packed.sequence_parallel import Portion, SequenceGroup, repeats_of
+from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup, SequencePart, repeats_of
 from pipelinerl.trainers.torch.packed.shared_prompts import Distinct
 from trainer_contract.conformance.probes import pack
 from trainer_contract.errors import SpecError
@@ -18,20 +18,20 @@ def test_each_token_and_each_prediction_is_of_one_process(processes):
     batch = pack([[1, 2, 3, 4, 5], [1, 2, 3, 9], [7, 8, 6]], prompt=3)
     distinct, asked = Distinct.of(batch), np.flatnonzero(batch.position_ids > 0)
     assert len(distinct.kept) == batch.num_tokens - 3
-    portions = [
-        Portion.of(SequenceGroup(None, processes, place), distinct, batch.position_ids, asked)
+    parts = [
+        SequencePart.of(SequenceGroup(None, processes, place), distinct, batch.position_ids, asked)
         for place in range(processes)
     ]
-    padded = portions[0].distinct
-    computed = [padded.kept[portion.own] for portion in portions]
+    padded = parts[0].distinct
+    computed = [padded.kept[part.own] for part in parts]
     assert {len(each) for each in computed} == {-(-len(distinct.kept) // processes)}, "all compute as much"
     assert [token for token in np.concatenate(computed) if token < batch.num_tokens] == distinct.kept.tolist()
-    readers = portions[0].readers
+    readers = parts[0].readers
     assert sorted(np.concatenate(readers).tolist()) == list(range(len(asked)))
-    for portion, its in zip(portions, readers, strict=True):
+    for part, its in zip(parts, readers, strict=True):
         before = padded.place[asked[its] - 1]
-        assert ((before >= portion.own.start) & (before < portion.own.stop)).all(), "who has the token before predicts"
-    assert (portions[0].position_ids[batch.num_tokens :] == np.arange(len(padded.kept) - len(distinct.kept))).all()
+        assert ((before >= part.own.start) & (before < part.own.stop)).all(), "who has the token before predicts"
+    assert (parts[0].position_ids[batch.num_tokens :] == np.arange(len(padded.kept) - len(distinct.kept))).all()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pipelinerl.commands.findings.adapters import adapter_findings
 from pipelinerl.commands.findings.instructions import instruction_findings
 from pipelinerl.commands.findings.mini_batches import mini_batch_finding
 from pipelinerl.commands.findings.prompts import prompt_findings
+from pipelinerl.commands.findings.trainer_mesh import mesh_findings
 from pipelinerl.commands.verifier_trial import filter_tried, tried
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
@@ -115,6 +116,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     )
     yield "trainer", f"{config.trainer.type}, {config.trainer.precision}, sends {dtypes.wire}"
     yield from adapter_findings(config)
+    yield from mesh_findings(config)
     if lacking := list(_not_here(config)):
         yield "elsewhere", f"this machine has no GPU, which the recipe asks for: {', '.join(lacking)}"
     yield from _objective_findings(config)

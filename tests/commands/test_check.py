@@ -99,7 +99,6 @@ def test_it_says_where_a_users_code_is_and_what_it_makes_of_a_real_problem(tmp_p
     ("overrides", "sentence"),
     [
         (["trainer.type=jax"], r"trainer\.options\.lora: adapters are the torch trainer's, and the JAX trainer trains"),
-        (["trainer.options.mesh.dp_shard=2"], r"trainer\.options\.lora trains in one process, .*mesh makes 2"),
         (['trainer.options.lora.targets=["q"]'], r"trainer\.options\.lora\.targets: 'q' names none; .* are down_proj"),
         (['trainer.options.lora.targets=["embed_tokens"]'], r"'embed_tokens' is an embedding; linear layers of this"),
     ],
@@ -107,6 +106,13 @@ def test_it_says_where_a_users_code_is_and_what_it_makes_of_a_real_problem(tmp_p
 def test_adapters_that_cannot_be_had_are_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         list(findings(load("tiny", [*QUICK, "trainer.options.lora.rank=8", *overrides])))
+
+
+def test_a_mesh_is_said_and_one_whose_processes_cannot_divide_the_heads_is_refused() -> None:
+    said = dict(findings(load("tiny", [*QUICK, "trainer.options.mesh={dp_shard=2,cp=2}"])))["mesh"]
+    assert said == "4 processes, a copy of the model over 4; 2 micro-batches at once, each computed by 2 processes"
+    with pytest.raises(RecipeError, match=r"trainer\.options\.mesh\.cp=3: attention has \d+ heads, which 3 processes"):
+        list(findings(load("tiny", [*QUICK, "trainer.options.mesh.cp=3"])))
 
 
 def test_a_users_function_that_judges_neither_a_right_nor_an_empty_answer_is_refused(tmp_path: Path) -> None:

@@ -13,8 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
+from pipelinerl import rng
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.rollouts.mini_batches import MiniBatching
+from pipelinerl.training.step.forward_passes import ForwardPasses
+from pipelinerl.training.step.train_step import TrainStep
+from tests.fakes.rollouts import group, rollout
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
 from trainer_contract.conformance.probes import Subject, pack, rollouts_of
 from trainer_contract.conformance.reading_checks import reads_are_of_the_last_step
@@ -23,6 +29,8 @@ from trainer_contract.types import Device, Head, OptimizerSpec, Precision, Train
 
 VOCAB = 48
 OBJECTIVE = resolve("grpo")
+#: Clipped over what the batch began with, which several optimizer steps of it move away from.
+CLIPPED = resolve({"preset": "grpo", "grad1": {"over": "old", "epsilon_low": 0.02, "epsilon_high": 0.02}})
 
 
 def spec_of(model, options, **fields):
@@ -74,16 +82,28 @@ def gradient(trainer, *, parts):
 
 
 def train(directory, *, model, options, first=0, count=20, parts=5, restore_from=None, precision="fp32"):
-    """Steps of the fixed run, the state after them, and the weights."""
+    """Steps of the fixed run, the state after them, the weights, and the loss of the step that would come next."""
     trainer = TorchTrainer()
     restored = None if restore_from is None else Path(restore_from)
     trainer.init_worker(spec_of(model, options, restore_from=restored, precision=Precision(precision)))
-    np.savez(directory / "steps.npz", **steps(trainer, first=first, count=count, parts=parts))
+    taken = steps(trainer, first=first, count=count, parts=parts)
     np.savez(directory / "weights.npz", **weights_of(trainer))
     (directory / "state").mkdir()
     trainer.save_state(directory / "state")
+    taken["next"] = np.array([loss.loss for loss in trainer.backward(batches(first + count, parts), OBJECTIVE)])
+    np.savez(directory / "steps.npz", **taken)
     trainer.close()
     return {"version": first + count}
+
+
+def resave(directory, *, model, options, restore_from):
+    """What is loaded, saved again."""
+    trainer = TorchTrainer()
+    trainer.init_worker(spec_of(model, options, restore_from=Path(restore_from)))
+    (directory / "state").mkdir(parents=True)
+    trainer.save_state(directory / "state")
+    trainer.close()
+    return {}
 
 
 def show(directory, *, model, options, parts=5):
@@ -93,6 +113,37 @@ def show(directory, *, model, options, parts=5):
     np.savez(directory / "gradient.npz", **gradient(trainer, parts=parts))
     trainer.close()
     return {}
+
+
+def groups(number):
+    """A batch of seven groups of three ragged rollouts, other ones in each."""
+    draw, made = rng.generator(number, "mesh_epochs"), []
+    for index in range(7):
+        prompt = draw.integers(1, VOCAB, int(draw.integers(2, 5))).tolist()
+        rollouts = [
+            rollout(reward=reward, prompt=prompt, sampled=draw.integers(1, VOCAB, int(draw.integers(1, 9))).tolist())
+            for reward in (0.0, 1.0, float(draw.uniform()))
+        ]
+        made.append(replace(group(index), rollouts=tuple(rollouts)))
+    return made
+
+
+def epochs(directory, *, model, options, batches=3):
+    """Batches of six optimizer steps each: what each of these found, and the weights after all."""
+    trainer, told = TorchTrainer(), []
+    trainer.init_worker(replace(spec_of(model, options), optimizer=OptimizerSpec(eps=1e-3)))
+    step, dealing = TrainStep(passes=ForwardPasses(policy=trainer)), MiniBatching(epochs=2, mini_batches=3, seed=11)
+    for number in range(1, batches + 1):
+        batch = build(
+            groups(number), objective=CLIPPED, token_budget=48, producing=number, dealing=dealing, width=trainer.width
+        )
+        taken = step.apply(step.accumulate(batch, CLIPPED), learning_rates=[1e-2] * dealing.updates)
+        told += [(each["loss"], each["grad_norm"], each["clip_fraction"]) for each in taken.updates]
+    losses, norms, clipped = np.transpose(told)
+    np.savez(directory / "epochs.npz", losses=losses, norms=norms, clipped=clipped)
+    np.savez(directory / "weights.npz", **weights_of(trainer))
+    trainer.close()
+    return {"steps": len(told)}
 
 
 def reads(directory, *, model, options, times):

@@ -85,7 +85,8 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
         checkpointing=section.gradient_checkpointing,
         rank=0 if lora is None else lora.rank,
         targets=None if lora is None else lora.targets,
-        shards=mesh.dp_shard,
+        shards=mesh.shards,
+        cp=mesh.cp,
         wire=dtypes_of(config).wire,
         values="values" in objective.passes,
         reference="ref_logprobs" in objective.passes,
@@ -174,10 +175,11 @@ def _trainer_changes(trainer: TrainerMemory) -> Iterator[tuple[str, Footprint]]:
     if not trainer.rank and trainer.shards == 1:
         rank = LoraOptions().rank
         yield f"trainer.options.lora.rank={rank}", replace(trainer, rank=rank)
-    if not trainer.rank:
-        for shards in _SHARDS:
-            if shards > trainer.shards:
-                yield f"trainer.options.mesh.dp_shard={shards}", replace(trainer, shards=shards)
+    for shards in _SHARDS:
+        if shards > trainer.shards and trainer.cp == 1:
+            yield f"trainer.options.mesh.dp_shard={shards}", replace(trainer, shards=shards)
+        if trainer.shards == 1 and trainer.shape.heads % shards == 0:
+            yield f"trainer.options.mesh.cp={shards}", replace(trainer, shards=shards, cp=shards)
 
 
 def _halves(number: int, least: int) -> Sequence[int]:

@@ -30,7 +30,9 @@ _LOGITS_HELD: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """A torch trainer of `shards` × any replicas; `tokens` of a micro-batch, of which `trained` have a loss.
+    """A process of a torch trainer of `shards` × any replicas; of a micro-batch's `tokens` `trained` have a loss.
+
+    Each micro-batch is computed by `cp` of the processes together.
 
     `rank` 0 trains every weight; else adapters of that rank on `targets` (None: all linear layers). `values` and
     `reference` say whether a critic and a reference of the same size lie beside the policy.
@@ -44,6 +46,7 @@ class TrainerMemory:
     rank: int = 0
     targets: tuple[str, ...] | None = None
     shards: int = 1
+    cp: int = 1
     wire: WeightDType = WeightDType.FLOAT32
     values: bool = False
     reference: bool = False
@@ -52,8 +55,9 @@ class TrainerMemory:
     def parts(self) -> Mapping[str, int]:
         """Bytes by what they are of, those that are there at the peak."""
         values = 2 if self.values else 1
+        bases = 1 if self.rank and self.shards == 1 else values + self.reference
         found = {
-            "weights": self._weights * (1 if self.rank else values + self.reference) + 4 * self.adapters * values,
+            "weights": self._weights * bases + 4 * self.adapters * values // self.shards,
             "gradients": 4 * self._trained * values,
             "moments": 8 * self._trained * values // self.shards,
             "activations": self._activations,
@@ -78,6 +82,14 @@ class TrainerMemory:
         return self.adapters if self.rank else self.shape.count
 
     @property
+    def _own_tokens(self) -> int:
+        return -(-self.tokens // self.cp)
+
+    @property
+    def _own_trained(self) -> int:
+        return -(-self.trained // self.cp)
+
+    @property
     def _is_half(self) -> bool:
         return self.precision is Precision.BF16
 
@@ -88,14 +100,13 @@ class TrainerMemory:
     @property
     def _weights(self) -> int:
         """A copy of the model; where a mesh divides it, this part, and two layers that are gathered at once."""
-        shape = self.shape
-        if self._keeps_base_in_bf16:
-            return 4 * shape.count - 2 * shape.matrices
+        shape, matrix = self.shape, 2 if self._keeps_base_in_bf16 else 4
+        whole = 4 * shape.count - (4 - matrix) * shape.matrices
         if self.shards == 1:
-            return 4 * shape.count
+            return whole
         layer = sum(rows * columns for rows, columns in shape.linear.values()) // shape.layers
         outer = shape.vocab * shape.hidden
-        return 4 * (shape.count // self.shards + 2 * layer + outer)
+        return whole // self.shards + matrix * (2 * layer + outer)
 
     @property
     def _casts(self) -> int:
@@ -104,8 +115,8 @@ class TrainerMemory:
 
     @property
     def _activations(self) -> int:
-        shape, tokens = self.shape, self.tokens
-        outer = 4 * tokens * shape.hidden * (2 if self.rank else 3) + 4 * self.trained * shape.hidden
+        shape, tokens = self.shape, self._own_tokens
+        outer = 4 * tokens * shape.hidden * (2 if self.rank else 3) + 4 * self._own_trained * shape.hidden
         if not self.checkpointing:
             return outer + tokens * shape.layers * self._of_layer
         return outer + 4 * tokens * shape.hidden * shape.layers
@@ -131,8 +142,8 @@ class TrainerMemory:
     @property
     def _logits(self) -> int:
         """The output layer's, or what a layer needs on its way back where that is more."""
-        shape, tokens = self.shape, self.tokens
-        whole = self.trained * shape.vocab
+        shape, tokens = self.shape, self._own_tokens
+        whole = self._own_trained * shape.vocab
         at_once, weight = min(whole, LOGITS_AT_ONCE), 0 if self.rank else 4 * shape.vocab * shape.hidden
         head = max(_LOGITS_HELD * 4 * at_once, 4 * at_once + 2 * weight)
         if whole > LOGITS_AT_ONCE:

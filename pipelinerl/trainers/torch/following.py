@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import final
 
 from pipelinerl.trainers.ranks.commands import (
@@ -12,6 +13,7 @@ from pipelinerl.trainers.ranks.commands import (
     ForwardCommand,
     Gather,
     RankResult,
+    Save,
     StepCommand,
     decode_batch,
     decode_objective,
@@ -45,6 +47,8 @@ class MeshFollower:
                 worker.model.discard_gradient()
             case Gather():
                 worker.gathered(command.place, command.kind)
+            case Save():
+                worker.save_shard(Path(command.path))
         return []
 
 

@@ -5,7 +5,7 @@ Arguments are checked by `TorchTrainer` before they come here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast, final
@@ -24,6 +24,7 @@ from pipelinerl.trainers.ranks.commands import (
     GatheredKind,
     Lane,
     RankResult,
+    Save,
     StartCommand,
     StepCommand,
     encode_batch,
@@ -33,6 +34,7 @@ from pipelinerl.trainers.ranks.commands import (
 from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, Together, lead
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import join
+from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.mesh_worker import MeshWorker
 from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.passes import require_finite
@@ -93,8 +95,8 @@ class MeshLeader:
 
     @property
     def width(self) -> int:
-        """A micro-batch for each process."""
-        return self._worker.mesh.size
+        """A micro-batch for each process, or for those that compute one together."""
+        return self._worker.mesh.width
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
         """`Trainer.forward`."""
@@ -128,9 +130,8 @@ class MeshLeader:
                 self.has_gradient = False
                 number = None if error.number is None else numbers[error.number]
                 raise NonFiniteError(str(error), number=number) from error
-            found = {0: own, **{rank: [_loss(result) for result in results] for rank, results in others.items()}}
-            for rank, its in found.items():
-                for number, loss in zip(numbers[rank :: self.width], its, strict=True):
+            for part, its in self._by_part(own, others, _loss):
+                for number, loss in zip(numbers[part :: self.width], its, strict=True):
                     losses[number] = loss
         self.has_gradient = True
         return losses
@@ -151,25 +152,50 @@ class MeshLeader:
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Host tensors, each gathered from the ranks when it is asked for."""
-        for place, info in enumerate(self._worker.layout()):
-            yield info.name, self._gathered(place, GatheredKind.WEIGHTS)
+        for info in self._worker.layout():
+            yield info.name, self._served(info.name)
 
     def save_state(self, path: Path) -> None:
-        """What one process writes: everything is gathered on rank 0's host first."""
+        """Every rank writes its own rows; of adapters rank 0 writes what one process does."""
+        worker, adapters = self._worker, self._worker.loaded.adapters
+        if adapters is not None:
+            self._save_adapters(path, adapters)
+            return
+        command, own = Save(self._number, str(path.absolute())), partial(worker.save_shard, path)
+        self._ranks.together(lambda _: command, own, lane=Lane.READS)
+        torch_state.save_divided(
+            path,
+            config=worker.model.model.model.config,
+            shapes=worker.model.shapes,
+            shards=worker.mesh.shards,
+            steps={name: worker.steps_of(name) for name in worker.model.trained} if worker.has_moments else {},
+            random=worker.random,
+            head=worker.spec.head,
+            model_version=worker.model_version,
+        )
+
+    def _save_adapters(self, path: Path, adapters: Adapters) -> None:
+        """They are small: all of them are gathered on rank 0's host first."""
         worker = self._worker
-        names = list(worker.model.shapes)
         moments: dict[str, dict[str, Tensor]] = {}
-        for place, name in enumerate(names if worker.has_moments else ()):
-            kinds = {str(kind): self._gathered(place, kind) for kind in (GatheredKind.MEAN, GatheredKind.SQUARE)}
+        for name in worker.model.trained if worker.has_moments else ():
+            kinds = {str(kind): self._gathered(name, kind) for kind in (GatheredKind.MEAN, GatheredKind.SQUARE)}
             moments[name] = {"step": worker.steps_of(name), **kinds}
+        trained = {name: self._gathered(name, GatheredKind.MASTER) for name in worker.model.trained}
         torch_state.save(
             path,
             model=worker.model.model,
-            weights={name: self._gathered(place, GatheredKind.MASTER) for place, name in enumerate(names)},
+            weights=trained,
             random=worker.random,
             head=worker.spec.head,
             moments=moments,
             model_version=worker.model_version,
+            adapters=torch_state.SavedAdapters(
+                write=lambda directory: adapters.save(
+                    directory, base=worker.spec.model_path, own=trained, pairs=adapters.pairs_of(trained)
+                ),
+                record=adapters.record(digest=worker.loaded.base_digest),
+            ),
         )
 
     def close(self) -> None:
@@ -186,9 +212,8 @@ class MeshLeader:
         numbers = [number for number, batch in enumerate(batches) if (batch.position_ids > 0).any()]
         if numbers:
             mine, others = self._dealt([batches[number] for number in numbers], command, own)
-            found = {rank: [_predicted(result) for result in results] for rank, results in others.items()}
-            for rank, its in {0: mine, **found}.items():
-                for number, each in zip(numbers[rank :: self.width], its, strict=True):
+            for part, its in self._by_part(mine, others, _predicted):
+                for number, each in zip(numbers[part :: self.width], its, strict=True):
                     require_finite(each)
                     predictions[number] = each
         return predictions
@@ -199,18 +224,37 @@ class MeshLeader:
         command: Callable[[list[Columns], int], Command],
         own: Callable[[list[MicroBatch], int], T],
     ) -> Together[T]:
-        """Deal the micro-batches out, one to each rank in turn, in as many rounds as it takes."""
-        width, rounds = self.width, -(-len(batches) // self.width)
+        """Deal the micro-batches out, one to each part of the mesh in turn, in as many rounds as it takes."""
+        width, cp, rounds = self.width, self._worker.mesh.cp, -(-len(batches) // self.width)
         return self._ranks.together(
-            lambda rank: command([encode_batch(batch) for batch in batches[rank::width]], rounds),
+            lambda rank: command([encode_batch(batch) for batch in batches[rank // cp :: width]], rounds),
             lambda: own(list(batches[::width]), rounds),
             lane=Lane.PASSES,
         )
 
+    def _by_part(
+        self, own: list[T], others: Mapping[int, list[RankResult]], decoded: Callable[[RankResult], T]
+    ) -> Iterator[tuple[int, list[T]]]:
+        """What each part of the mesh found: of the processes that computed it together the first is heard."""
+        yield 0, own
+        for rank, results in others.items():
+            if rank % self._worker.mesh.cp == 0:
+                yield rank // self._worker.mesh.cp, [decoded(result) for result in results]
+
     def _all(self, command: Command, own: Callable[[], T]) -> T:
         return self._ranks.together(lambda _: command, own, lane=Lane.PASSES).own
 
-    def _gathered(self, place: int, kind: GatheredKind) -> Tensor:
+    def _served(self, name: str) -> Tensor:
+        """A parameter as engines are sent it: with its adapter, if it has one."""
+        adapters = self._worker.loaded.adapters
+        pair = None if adapters is None else adapters.pair_of(name)
+        if adapters is None or pair is None:
+            return self._gathered(name, GatheredKind.WEIGHTS)
+        own, a, b = (self._gathered(each, GatheredKind.MASTER) for each in (name, *pair))
+        return adapters.merged_with(name, own, a, b).to(self._worker.loaded.gather_dtype)
+
+    def _gathered(self, name: str, kind: GatheredKind) -> Tensor:
+        place = self._worker.place_of(name)
         command, own = Gather(self._number, place, kind), partial(self._worker.gathered, place, kind)
         return cast(Tensor, self._ranks.together(lambda _: command, own, lane=Lane.READS).own)
 

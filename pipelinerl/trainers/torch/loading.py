@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple, cast, final
 
@@ -33,6 +34,15 @@ from trainer_contract.types import (
 )
 
 
+class BaseMemory(Enum):
+    """Whose the frozen weights are that adapters are trained over."""
+
+    SHARED = auto()
+    """Of all trainers of this process that are from one directory."""
+    OWN = auto()
+    """Of one trainer: it divides them among processes."""
+
+
 @final
 class LoadedModel(NamedTuple):
     """A model on the CPU, the state that it is from if it is from one, and the dtype that engines are sent it in."""
@@ -59,18 +69,19 @@ class LoadedModel(NamedTuple):
         """What engines are sent, by name, in the model's order: of adapters and their base, the base."""
         return dict(self.model.named_weights()) if self.adapters is None else self.adapters.base
 
-    def move_to(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device, *, base: BaseMemory = BaseMemory.SHARED) -> None:
         """Put the model on the device, and find out whether it can be packed. Raises SpecError."""
-        if self.adapters is None:
-            self.model.to(device)
-        elif self.keeps_base_in_bf16:
+        is_compact = self.adapters is not None and self.keeps_base_in_bf16
+        if is_compact:
             self.model.probe(torch.device("cpu"))  # in fp32, which bf16's rounding is not mistaken for a leak in
+        if self.adapters is not None and is_compact:
             self.adapters.compact()
+        if self.adapters is not None and base is BaseMemory.SHARED:
             self.adapters.to(device, digest=self.base_digest)
-            return
         else:
-            self.adapters.to(device, digest=self.base_digest)
-        self.model.probe(device)
+            self.model.to(device)
+        if not is_compact:
+            self.model.probe(device)
 
 
 def load(spec: TrainerSpec) -> LoadedModel:
@@ -84,9 +95,11 @@ def load(spec: TrainerSpec) -> LoadedModel:
     saved = None if spec.restore_from is None else torch_state.load(spec.restore_from, expected=config, head=spec.head)
     if saved is not None:
         saved.check_kind(has_adapters=lora is not None)
-    source = spec.model_path if saved is None or lora is not None else saved.model_path
+    # Of a state that processes have divided among them, values are read once there is somewhere to put them.
+    is_whole = saved is not None and lora is None and saved.shards is None
+    source = saved.model_path if saved is not None and is_whole else spec.model_path
     gather_dtype = _gather_dtype(spec)
-    with torch_state.damage_is_state_error(saved if lora is None else None):
+    with torch_state.damage_is_state_error(saved if is_whole else None):
         model = _load(source, spec, served=gather_dtype)
         adapters = Adapters.of(model, lora)
     if adapters is not None and adapters.reaches_output and spec.head_precision is HeadPrecision.FP32:
@@ -100,6 +113,11 @@ def load(spec: TrainerSpec) -> LoadedModel:
         adapters.restore(saved.adapter_path)
     compact = spec.precision is Precision.BF16 and model_dtype(spec.model_path) is WeightDType.BFLOAT16
     return LoadedModel(model, config, saved, gather_dtype, adapters, digest, compact)
+
+
+def seed_dropout(spec: TrainerSpec, *, model_version: int, rank: int) -> None:
+    """What adapters drop hangs on the step and the rank alone, so it is the same where several processes go on."""
+    torch.manual_seed(rng.key(spec.seed, "adapter_dropout", model_version, rank))
 
 
 def refuse_device(device: Device) -> None:

@@ -2,14 +2,17 @@
 
     dp_replicate   whole copies of the model, among which gradients are summed (DDP)
     dp_shard       processes among which a copy is divided by rows (FSDP); with both it is HSDP
-    cp             processes that share a rollout's tokens: not built yet, and refused
+    cp             processes that compute a micro-batch together, each a part of its tokens; they divide rows, too
 
-Process r is part r of the trainer's `width`: copy r // dp_shard, shard r % dp_shard.
+Neighbours share tokens: process r computes part r // cp of the trainer's `width`, and holds shard r % (dp_shard · cp)
+of copy r // (dp_shard · cp).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from trainer_contract.errors import SpecError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +26,29 @@ class ProcessMesh:
     @property
     def size(self) -> int:
         """How many processes there are."""
-        return self.dp_replicate * self.dp_shard * self.cp
+        return self.width * self.cp
+
+    @property
+    def width(self) -> int:
+        """How many micro-batches are computed at once."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def shards(self) -> int:
+        """Among how many processes a copy of the model is divided."""
+        return self.dp_shard * self.cp
 
     def rows_of(self, rank: int, length: int) -> slice:
         """The rows of a parameter of `length` rows that lie on this process, as `fully_shard` divides them."""
-        chunk = -(-length // self.dp_shard)
-        start = min(rank % self.dp_shard * chunk, length)
+        chunk = -(-length // self.shards)
+        start = min(rank % self.shards * chunk, length)
         return slice(start, min(start + chunk, length))
+
+
+def refuse_heads(heads: int, processes: int) -> None:
+    """Raise SpecError where attention's heads cannot be divided among so many processes."""
+    if heads % processes:
+        raise SpecError(
+            f"options.mesh.cp={processes}: attention has {heads} heads, which {processes} processes cannot divide; "
+            f"set cp to a divisor of {heads}"
+        )

@@ -9,9 +9,13 @@ loss is broken: one that left the round alone would leave the others waiting.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
@@ -23,11 +27,13 @@ from torch.optim import Optimizer
 from pipelinerl.trainers.ranks.commands import GatheredKind
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import world
-from pipelinerl.trainers.torch.loading import LoadedModel, adamw, load, refuse_device
-from pipelinerl.trainers.torch.mesh import ProcessMesh
+from pipelinerl.trainers.torch.loading import BaseMemory, LoadedModel, adamw, load, refuse_device, seed_dropout
+from pipelinerl.trainers.torch.lora.lora_options import share_of
+from pipelinerl.trainers.torch.mesh import ProcessMesh, refuse_heads
 from pipelinerl.trainers.torch.passes import broken_loss, evaluate, predict, predicted
+from pipelinerl.trainers.torch.shard_files import VALUE, key_of, write_shard
 from pipelinerl.trainers.torch.sharded_model import ShardedModel
-from trainer_contract.errors import NonFiniteError, RankError, SpecError
+from trainer_contract.errors import NonFiniteError, RankError
 from trainer_contract.types import (
     Device,
     Float32,
@@ -41,6 +47,7 @@ from trainer_contract.types import (
     TrainerSpec,
 )
 
+log = logging.getLogger("pipelinerl")
 dist: Any = torch.distributed
 #: What a rank whose loss is sound says before a backward: more than the number of any micro-batch.
 _SOUND: Final = torch.iinfo(torch.int32).max
@@ -67,12 +74,14 @@ class MeshWorker:
         refuse_device(spec.device)
         device = _device(spec)
         loaded, rank = load(spec), world().rank
-        loaded.move_to(device)
-        if any(not parameter.requires_grad for parameter in loaded.model.parameters()):
-            raise SpecError("options.mesh: a model with frozen parameters cannot be divided; train it in one process")
+        refuse_heads(loaded.config.get_text_config().num_attention_heads, mesh.cp)
+        loaded.move_to(device, base=BaseMemory.OWN)
+        if rank == 0 and loaded.adapters is not None:
+            log.info("LoRA: %s", share_of(*loaded.adapters.counts))
         compute = torch.bfloat16 if spec.precision is Precision.BF16 else torch.float32
-        model = ShardedModel(loaded.model, mesh, device=device, compute=compute)
-        optimizer = adamw([shard for shard in model.shards.values() if shard.numel()], spec.optimizer)
+        named = loaded.weights | loaded.trained
+        model = ShardedModel(loaded.model, mesh, device=device, compute=compute, parameters=named)
+        optimizer = adamw([shard for shard in model.trained.values() if shard.numel()], spec.optimizer)
         worker = cls(
             spec, mesh, rank, device, model, loaded._replace(saved=None), optimizer, torch_state.RandomState.now()
         )
@@ -81,18 +90,20 @@ class MeshWorker:
         return worker
 
     def forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
-        """The predictions of this rank's micro-batches, finite or not."""
+        """The predictions of this rank's micro-batches, finite or not; those that share one find the same."""
         try:
-            found = [predicted(self.model, self.device, batch) for batch in batches]
+            found = [predicted(self.model, self.device, batch, self.model.group) for batch in batches]
             for _ in range(rounds - len(batches)):
-                predicted(self.model, self.device, _idle())
+                predicted(self.model, self.device, _idle(), self.model.group)
         finally:
             self.model.end_forward()
         return found
 
     def forward_at(self, batches: Sequence[MicroBatch], rounds: int, weights: HostWeights | None) -> list[Float32]:
         """`forward` with these weights, which rank 0 has and sends to the others; None on those."""
-        with self.model.lent(self._sent(weights)):
+        adapters = self.loaded.adapters
+        off = nullcontext() if adapters is None else adapters.off()  # what is lent has them in it
+        with off, self.model.lent(self.base_names, self._sent(weights)):
             return self.forward(batches, rounds)
 
     def backward(self, batches: Sequence[MicroBatch], rounds: int, objective: Objective) -> list[LossStats]:
@@ -101,13 +112,20 @@ class MeshWorker:
         Raises:
             NonFiniteError: on every rank; its `number` is of the first of the round, dealt one to each rank in turn.
         """
+        if self.loaded.adapters is None:
+            return self._backward(batches, rounds, objective)
+        seed_dropout(self.spec, model_version=self.model_version, rank=self.rank)
+        with self.loaded.adapters.dropping_out():
+            return self._backward(batches, rounds, objective)
+
+    def _backward(self, batches: Sequence[MicroBatch], rounds: int, objective: Objective) -> list[LossStats]:
         found = []
         for turn in range(rounds):
             self.model.begin_backward(is_last=turn == rounds - 1)
-            number, said = turn * self.mesh.size + self.rank, 0
+            number, said = turn * self.mesh.width + self.rank // self.mesh.cp, 0
             try:
                 if turn < len(batches):
-                    loss, stats = evaluate(self.model, self.device, batches[turn], objective)
+                    loss, stats = evaluate(self.model, self.device, batches[turn], objective, self.model.group)
                     found.append(stats)
                 else:
                     loss, stats = _nothing(self.model, self.device), LossStats(0.0, np.zeros(0, np.float32))
@@ -139,10 +157,20 @@ class MeshWorker:
         self.random = torch_state.RandomState.now()
         return StepStats(self.model_version, norm, learning_rate)
 
+    @property
+    def base_names(self) -> list[str]:
+        """Parameters in the model's order, without adapters: what engines know, and the first of all places."""
+        pairs = set() if self.loaded.adapters is None else self.loaded.adapters.trained.keys()
+        return [name for name in self.model.shapes if name not in pairs or name in self.loaded.weights]
+
     def layout(self) -> tuple[ParameterInfo, ...]:
-        """Parameters in the model's order."""
+        """What engines are sent."""
         dtype = str(self.loaded.gather_dtype).removeprefix("torch.")
-        return tuple(ParameterInfo(name, tuple(shape), dtype) for name, shape in self.model.shapes.items())
+        return tuple(ParameterInfo(name, tuple(self.model.shapes[name]), dtype) for name in self.base_names)
+
+    def place_of(self, name: str) -> int:
+        """By which `gathered` knows a parameter."""
+        return list(self.model.shapes).index(name)
 
     @property
     def has_moments(self) -> bool:
@@ -155,12 +183,12 @@ class MeshWorker:
         return count
 
     def gathered(self, place: int, kind: GatheredKind) -> Tensor | None:
-        """On rank 0 the whole parameter at this place of the layout, or its moment; the others send their rows.
+        """On rank 0 the whole parameter at this place, or its moment; the others send their rows.
 
         One parameter is in memory at once, and only on rank 0; of several copies the first is read.
         """
         name, shape = list(self.model.shapes.items())[place]
-        if self.rank >= self.mesh.dp_shard:
+        if self.rank >= self.mesh.shards:
             return None
         rows = self._rows(name, kind)
         try:
@@ -169,7 +197,7 @@ class MeshWorker:
                     dist.send(_bytes(rows), 0, group=world().reads)
                 return None
             whole = torch.empty(shape, dtype=rows.dtype)
-            for rank in range(self.mesh.dp_shard):
+            for rank in range(self.mesh.shards):
                 part = whole[self.mesh.rows_of(rank, shape[0])]
                 if rank == 0:
                     part.copy_(rows)
@@ -178,6 +206,17 @@ class MeshWorker:
         except RuntimeError as error:
             raise RankError(f"gathering {name} failed: {error}; a rank has died: start all ranks again") from error
         return whole
+
+    def save_shard(self, path: Path) -> None:
+        """Write this rank's rows, of weights and moments, below a state's directory; of several copies the first."""
+        if self.rank >= self.mesh.shards:
+            return
+        tensors: dict[str, Tensor] = {}
+        for name, shard in self.model.trained.items():
+            kinds = [GatheredKind.MEAN, GatheredKind.SQUARE] if self.has_moments and shard.numel() else []
+            tensors |= {key_of(name, kind): self._rows(name, kind) for kind in kinds}
+            tensors[key_of(name, VALUE)] = self._rows(name, GatheredKind.MASTER)
+        write_shard(path, self.rank, self.mesh.shards, tensors)
 
     def _rows(self, name: str, kind: GatheredKind) -> Tensor:
         if kind in (GatheredKind.MEAN, GatheredKind.SQUARE):
@@ -206,13 +245,14 @@ class MeshWorker:
         return rows_of
 
     def _restore(self, saved: torch_state.TorchSavedState) -> None:
-        for name, moments in saved.moments(self.model.shapes).items():
+        shapes = {name: self.model.shapes[name] for name in self.model.trained}
+        rows_of = partial(self.mesh.rows_of, self.rank)
+        saved.restore_weights({name: shard.detach() for name, shard in self.model.trained.items()}, rows_of)
+        for name, moments in saved.moments(shapes, rows_of).items():
             shard = self.model.shards[name]
             if shard.numel():
-                rows = self.mesh.rows_of(self.rank, self.model.shapes[name][0])
                 self.optimizer.state[shard] = {
-                    kind: (whole[rows].clone() if whole.ndim else whole.clone()).to(self.device if whole.ndim else None)
-                    for kind, whole in moments.items()
+                    kind: rows.clone().to(self.device if rows.ndim else None) for kind, rows in moments.items()
                 }
         self.model_version, self.random = saved.model_version, saved.random
         saved.random.restore()
@@ -255,7 +295,7 @@ def _idle() -> MicroBatch:
 def _nothing(model: ShardedModel, device: torch.device) -> Tensor:
     """A loss of which every gradient is 0."""
     batch = _idle()
-    return predict(model, device, batch, batch.loss_mask).sum() * 0.0
+    return predict(model, device, batch, batch.loss_mask, group=model.group).sum() * 0.0
 
 
 def _device(spec: TrainerSpec) -> torch.device:

@@ -1,7 +1,7 @@
 """`TorchOptions`: what a recipe's `trainer.options` may say to the torch trainer, read without guessing.
 
 [trainer]
-options.mesh = { dp_shard = 2 }
+options.mesh = { dp_shard = 2, cp = 2 }
 options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }
 options.distributed = { coordinator = "10.0.0.1:8476", token_file = "/shared/token" }     # `pipelinerl run` says it
 """
@@ -47,7 +47,8 @@ class TorchOptions:
             )
         if distributed is None:
             return cls(mesh=mesh, lora=lora)
-        return cls(mesh=mesh, distributed=read_distributed(distributed, trainer=_NAME, processes=mesh.size))
+        met = read_distributed(distributed, trainer=_NAME, processes=mesh.size)
+        return cls(mesh=mesh, lora=lora, distributed=met)
 
 
 def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None]:
@@ -56,22 +57,11 @@ def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None
     Raises:
         SpecError: as `TorchOptions.of`, but for where the processes meet, which the launcher says.
     """
-    mesh, lora = mesh_of(options), lora_of(options)
-    if lora is not None and mesh.size > 1:
-        raise SpecError(
-            f"options.lora trains in one process, and options.mesh makes {mesh.size}; leave one of the two out"
-        )
-    return mesh, lora
+    return mesh_of(options), lora_of(options)
 
 
 def mesh_of(options: Mapping[str, Any]) -> ProcessMesh:
     """The mesh that options ask for. Raises SpecError for one that cannot be had, and for unknown options."""
     refuse_unknown(options, [field.name for field in fields(TorchOptions)], "options", trainer=_NAME)
     axes = table(options.get("mesh", {}), ProcessMesh, "options.mesh", trainer=_NAME)
-    mesh = ProcessMesh(**{name: whole(value, f"options.mesh.{name}", least=1) for name, value in axes.items()})
-    if mesh.cp > 1:
-        raise SpecError(
-            f"options.mesh.cp={mesh.cp}: sequences cannot be divided among processes yet; leave cp out, and raise "
-            "dp_shard"
-        )
-    return mesh
+    return ProcessMesh(**{name: whole(value, f"options.mesh.{name}", least=1) for name, value in axes.items()})

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
+from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup, SequencePart
 from pipelinerl.trainers.torch.packed.shared_prompts import Distinct, Reading
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import Bool, Float32, HeadMeasure, LossStats, MicroBatch, Objective, measures_of
@@ -27,18 +29,49 @@ class Evaluated(NamedTuple):
 
 
 def predict(
-    model: Model, device: torch.device, batch: MicroBatch, inside: Bool, measures: tuple[HeadMeasure, ...] = ()
+    model: Model,
+    device: torch.device,
+    batch: MicroBatch,
+    inside: Bool,
+    measures: tuple[HeadMeasure, ...] = (),
+    group: SequenceGroup | None = None,
 ) -> Tensor:
-    """[1 + M, N]: current log-probs, or values, of the tokens where `inside` [T] is True, and the M measures there."""
-    asked, temperatures = np.flatnonzero(inside), batch.temperatures[inside]
-    distinct = Distinct.of(batch)
-    computed = np.stack((batch.token_ids, batch.position_ids))[:, distinct.kept].astype(np.int64)
+    """[1 + M, N]: current log-probs, or values, of the tokens where `inside` [T] is True, and the M measures there.
+
+    Every process of the `group`, if there is one, finds all N; each computes its part.
+    """
+    asked, distinct, positions = np.flatnonzero(inside), Distinct.of(batch), batch.position_ids
+    if group is None:
+        return _computed(model, device, batch, distinct, positions, asked, measures)
+    part = SequencePart.of(group, distinct, positions, asked)
+    mine = asked[part.readers[group.place]]
+    own = _computed(model, device, batch, part.distinct, part.position_ids, mine, measures, group=group, own=part.own)
+    return group.together(own, part.readers)
+
+
+def _computed(
+    model: Model,
+    device: torch.device,
+    batch: MicroBatch,
+    distinct: Distinct,
+    positions: NDArray[np.int32],
+    asked: NDArray[np.int64],
+    measures: tuple[HeadMeasure, ...],
+    *,
+    group: SequenceGroup | None = None,
+    own: slice | None = None,
+) -> Tensor:
+    """[1 + M, N] of the N tokens asked for, from the `own` of the tokens that are computed; None is all of them."""
+    tokens = np.append(batch.token_ids, np.zeros(len(positions) - batch.num_tokens, np.int32))
+    kept = distinct.kept if own is None else distinct.kept[own]
+    computed = np.stack((tokens, positions))[:, kept].astype(np.int64)
+    temperatures = batch.temperatures[asked]
     return cast(
         Tensor,
         model(
             torch.from_numpy(computed).to(device),
-            SegmentPlan.of(batch.position_ids, device, distinct),
-            Reading.of(distinct, asked - 1, device),
+            SegmentPlan.of(positions, device, distinct, group),
+            Reading.of(distinct, asked - 1, device, own),
             torch.from_numpy(batch.token_ids[asked].astype(np.int64)).to(device),
             None if (temperatures == 1.0).all() else torch.from_numpy(temperatures).to(device),
             measures,
@@ -47,12 +80,12 @@ def predict(
 
 
 @torch.no_grad()
-def predicted(model: Model, device: torch.device, batch: MicroBatch) -> Float32:
+def predicted(model: Model, device: torch.device, batch: MicroBatch, group: SequenceGroup | None = None) -> Float32:
     """Predictions f32 [T] of every token that has one; 0 at segment starts."""
     inside = batch.position_ids > 0
     predictions = np.zeros(batch.num_tokens, dtype=np.float32)
     if inside.any():
-        predictions[inside] = predict(model, device, batch, inside)[0].cpu().numpy()
+        predictions[inside] = predict(model, device, batch, inside, group=group)[0].cpu().numpy()
     return predictions
 
 
@@ -62,11 +95,13 @@ def require_finite(predictions: Float32) -> None:
         raise NonFiniteError("the model's predictions are not finite: its weights are broken, restore a checkpoint")
 
 
-def evaluate(model: Model, device: torch.device, batch: MicroBatch, objective: Objective) -> Evaluated:
-    """The objective on the tokens of the loss mask, of which there must be one."""
+def evaluate(
+    model: Model, device: torch.device, batch: MicroBatch, objective: Objective, group: SequenceGroup | None = None
+) -> Evaluated:
+    """The objective on the tokens of the loss mask, of which there must be one; the same on all of the `group`."""
     inside = batch.loss_mask
     measures = measures_of(objective)
-    predictions, *measured = predict(model, device, batch, inside, measures)
+    predictions, *measured = predict(model, device, batch, inside, measures, group)
     columns = {**_columns(batch, inside, device), **dict(zip(measures, measured, strict=True))}
     loss: Tensor = objective.evaluate(predictions, columns)
     # One transfer for the loss and its predictions.

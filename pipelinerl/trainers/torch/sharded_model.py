@@ -12,7 +12,7 @@ shards here, and see what the last optimizer step left even while other weights 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final, cast, final
@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.trainers.torch.mesh import ProcessMesh
+from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed_model import PackedModel
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 
@@ -37,22 +38,42 @@ class ShardedModel:
     """Called like the model itself, by every process at once."""
 
     def __init__(
-        self, model: PackedModel | PackedValueModel, mesh: ProcessMesh, *, device: torch.device, compute: torch.dtype
+        self,
+        model: PackedModel | PackedValueModel,
+        mesh: ProcessMesh,
+        *,
+        device: torch.device,
+        compute: torch.dtype,
+        parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """Divide `model`, on `device` and the same on every process; `compute` is the dtype of products."""
+        """Divide `model`, on `device` and the same on every process.
+
+        Args:
+            compute: dtype of products.
+            parameters: the model's, by the names that they are known by; None takes the model's own.
+        """
         self.model = model
+        named = dict(model.named_weights()) if parameters is None else parameters
+        places = {id(parameter): place for place, parameter in model.named_parameters()}
         self._device, self._compute = device, compute
-        self._mesh = device_mesh(device.type, mesh.dp_replicate, mesh.dp_shard)
-        self.shapes = {name: parameter.shape for name, parameter in model.named_weights()}
+        self._mesh = device_mesh(device.type, mesh.dp_replicate, mesh.shards)
+        self.group = None if mesh.cp == 1 else sequence_group(device.type, mesh.width, mesh.cp)
+        self.shapes = {name: parameter.shape for name, parameter in named.items()}
         for module in [*_layers(model), model]:
             fully_shard(module, mesh=self._mesh)
         for part in self._parts():
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-        self._divided = {name: cast(DTensor, parameter) for name, parameter in model.named_weights()}
-        #: What the optimizer steps, by name: the memory of this process' rows. Without a row it is empty.
-        self.shards = {name: nn.Parameter(each.to_local().detach()) for name, each in self._divided.items()}
-        self._trained = dict(self.shards)
+        divided = dict(model.named_parameters())
+        self._divided = {name: cast(DTensor, divided[places[id(parameter)]]) for name, parameter in named.items()}
+        #: Of all parameters, by name: the memory of this process' rows. Without a row it is empty.
+        self.shards = {
+            name: nn.Parameter(each.to_local().detach(), requires_grad=each.requires_grad)
+            for name, each in self._divided.items()
+        }
+        for parameter in named.values():  # whoever still holds a whole one holds nothing
+            parameter.data = parameter.data.new_empty(0)
+        self._lasting = dict(self.shards)
         self._reading = threading.Lock()
 
     def __call__(self, *arguments: Any) -> Tensor:
@@ -60,6 +81,11 @@ class ShardedModel:
         mixed = self._compute is not torch.float32
         with torch.autocast(self._device.type, dtype=self._compute if mixed else None, enabled=mixed):
             return cast(Tensor, self.model(*arguments)).float()
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The shards that the optimizer steps, by name."""
+        return {name: shard for name, shard in self.shards.items() if shard.requires_grad}
 
     def begin_backward(self, *, is_last: bool) -> None:
         """Gradients are brought together in the last backward of a sequence, in none before."""
@@ -96,24 +122,25 @@ class ShardedModel:
     def copied(self, name: str, dtype: torch.dtype) -> Tensor:
         """A copy, on the host, of this process' rows as the last optimizer step left them; for any thread."""
         with self._reading:
-            return self._trained[name].detach().to(device="cpu", dtype=dtype, copy=True)
+            return self._lasting[name].detach().to(device="cpu", dtype=dtype, copy=True)
 
     @contextmanager
-    def lent(self, rows_of: Callable[[str], Tensor]) -> Iterator[None]:
-        """Give the shards other values, asked for one by one; afterwards, whatever happened, their own."""
+    def lent(self, names: Iterable[str], rows_of: Callable[[str], Tensor]) -> Iterator[None]:
+        """Give these shards other values, asked for one by one; afterwards, whatever happened, their own."""
         try:
-            for name, shard in self.shards.items():
+            for name in names:
+                shard = self.shards[name]
                 values, own = rows_of(name), shard.detach().clone()
                 with self._reading:
-                    self._trained[name] = nn.Parameter(own, requires_grad=False)
+                    self._lasting[name] = nn.Parameter(own, requires_grad=False)
                     shard.detach().copy_(values)
             yield
         finally:
             for name, shard in self.shards.items():
                 with self._reading:
-                    if self._trained[name] is not shard:
-                        shard.detach().copy_(self._trained[name])
-                        self._trained[name] = shard
+                    if self._lasting[name] is not shard:
+                        shard.detach().copy_(self._lasting[name])
+                        self._lasting[name] = shard
 
     def _parts(self) -> Iterator[FSDPModule]:
         for module in self.model.modules():
@@ -122,11 +149,18 @@ class ShardedModel:
 
 
 @cache
-def device_mesh(device_type: str, dp_replicate: int, dp_shard: int) -> DeviceMesh:
+def device_mesh(device_type: str, dp_replicate: int, shards: int) -> DeviceMesh:
     """The mesh of all processes, which the trainers of a process share: each makes groups of its own."""
     if dp_replicate == 1:
-        return init_device_mesh(device_type, (dp_shard,), mesh_dim_names=(_SHARD,))
-    return init_device_mesh(device_type, (dp_replicate, dp_shard), mesh_dim_names=("dp_replicate", _SHARD))
+        return init_device_mesh(device_type, (shards,), mesh_dim_names=(_SHARD,))
+    return init_device_mesh(device_type, (dp_replicate, shards), mesh_dim_names=("dp_replicate", _SHARD))
+
+
+@cache
+def sequence_group(device_type: str, width: int, cp: int) -> SequenceGroup:
+    """The processes that compute a micro-batch together with this one; shared like `device_mesh`."""
+    parts = init_device_mesh(device_type, (width, cp), mesh_dim_names=("part", "cp"))
+    return SequenceGroup(parts.get_group("cp"), cp, parts.get_local_rank("cp"))
 
 
 def _layers(model: PackedModel | PackedValueModel) -> list[nn.Module]:

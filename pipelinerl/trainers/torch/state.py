@@ -7,6 +7,9 @@
 With adapters the model is not written, but told by its digest: `adapter/` in place of `model/` is a directory of
 peft's, moments are of what trains alone, and `trainer.json` says `lora`, too: rank, alpha, targets, base.
 
+Of several processes each writes its own rows, of the model and of the moments, below `shards/` in place of `model/`
+(`shard_files`); `optimizer.safetensors` has counts of steps and random state alone.
+
 Digests are the caller's: what is checked here is that the state is complete and of the expected model.
 """
 
@@ -26,6 +29,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipelinerl.trainers.state_record import architecture_of, damaged, read_record, write_record
+from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, write_index
 from pipelinerl.trainers.torch.value_model import HEAD_FILE
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.types import Head
@@ -35,6 +39,10 @@ MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
 ADAPTER: Final = "adapter"
 #: Parts of a configuration that do not make it another model.
 _INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache")
+
+
+#: From how many rows a parameter has to those of them that are read.
+RowsOf = Callable[[int], slice]
 
 
 class Saveable(Protocol):
@@ -76,6 +84,10 @@ class RandomState:
             torch.cuda.set_rng_state(self.cuda)
 
 
+def _all_rows(length: int) -> slice:
+    return slice(0, length)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class TorchSavedState:
@@ -85,6 +97,7 @@ class TorchSavedState:
     model_version: int
     tensors: Mapping[str, Tensor]
     lora: Mapping[str, Any] | None
+    shards: ShardFiles | None
 
     @property
     def model_path(self) -> Path:
@@ -140,19 +153,40 @@ class TorchSavedState:
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         self.random.restore()
 
-    def moments(self, shapes: Mapping[str, torch.Size]) -> dict[str, dict[str, Tensor]]:
-        """Of each parameter, by name, AdamW's state; {} of a trainer that never stepped.
+    @torch.no_grad()
+    def restore_weights(self, parameters: Mapping[str, Tensor], rows_of: RowsOf = _all_rows) -> None:
+        """Where processes have divided the model among them, read it into `parameters`, which hold these rows of it.
+
+        Raises:
+            StateError: it is damaged.
+        """
+        if self.shards is not None:
+            for name, parameter in parameters.items():
+                parameter.copy_(self.shards.rows(name, VALUE, rows_of(self.shards.shapes[name][0])))
+
+    def moments(self, shapes: Mapping[str, torch.Size], rows_of: RowsOf = _all_rows) -> dict[str, dict[str, Tensor]]:
+        """Of each parameter, by name, AdamW's state of these rows; {} of a trainer that never stepped.
+
+        Args:
+            shapes: of whole parameters.
 
         Raises:
             StateError: it is not that of parameters of these shapes.
         """
+        if self.shards is not None:
+            self.shards.check(shapes)
         found: dict[str, dict[str, Tensor]] = {}
         for name, shape in shapes.items():
+            rows = rows_of(shape[0])
             moments = {kind: self.tensors[f"{name}.{kind}"] for kind in MOMENTS if f"{name}.{kind}" in self.tensors}
             if not moments:
                 continue  # never stepped
-            if len(moments) < len(MOMENTS) or any(m.ndim and m.shape != shape for m in moments.values()):
+            if self.shards is not None:
+                moments |= {kind: self.shards.rows(name, kind, rows) for kind in MOMENTS[1:]}
+            elif len(moments) < len(MOMENTS) or any(m.ndim and m.shape != shape for m in moments.values()):
                 raise StateError(f"the optimizer state of {name!r} in {self.path} is incomplete")
+            else:
+                moments = {kind: each[rows] if each.ndim else each for kind, each in moments.items()}
             found[name] = moments
         if len(found) not in (0, len(shapes)):
             raise StateError(f"{self.path} has optimizer state for {len(found)} of {len(shapes)} parameters")
@@ -174,7 +208,7 @@ def save(
 
     Of a model with adapters these are written in place of the weights.
     """
-    tensors = {"rng.cpu": random.cpu} | ({} if random.cuda is None else {"rng.cuda": random.cuda})
+    tensors = _tensors_of(random)
     for name, kinds in moments.items():
         tensors |= {f"{name}.{kind}": kinds[kind].contiguous() for kind in MOMENTS}
     further: dict[str, Any] = {"head": head}
@@ -185,6 +219,33 @@ def save(
         further["lora"] = adapters.record
     save_file(tensors, path / "optimizer.safetensors")
     write_record(path, model_version=model_version, architecture=_architecture(model.model.config), **further)
+
+
+def save_divided(
+    path: Path,
+    *,
+    config: PreTrainedConfig,
+    shapes: Mapping[str, torch.Size],
+    shards: int,
+    steps: Mapping[str, Tensor],
+    random: RandomState,
+    head: Head,
+    model_version: int,
+) -> None:
+    """Write what the shards of a state below `path`, all of which are there, have in common; it is a state then.
+
+    Args:
+        shapes: of whole parameters, by name.
+        steps: AdamW's count of each parameter's; {} of a trainer that never stepped.
+    """
+    write_index(path, shards, shapes)
+    counts = {f"{name}.{MOMENTS[0]}": count for name, count in steps.items()}
+    save_file(_tensors_of(random) | counts, path / "optimizer.safetensors")
+    write_record(path, model_version=model_version, architecture=_architecture(config), head=head)
+
+
+def _tensors_of(random: RandomState) -> dict[str, Tensor]:
+    return {"rng.cpu": random.cpu} | ({} if random.cuda is None else {"rng.cuda": random.cuda})
 
 
 def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedState:
@@ -200,13 +261,13 @@ def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedSta
         raise damaged(path, error) from error
     if record.get("head") != head:
         raise StateError(f"the trainer state in {path} has the head {record.get('head')!r}, expected {str(head)!r}")
-    lora = record.get("lora")
+    lora, shards = record.get("lora"), ShardFiles.of(path)
     folder = "model" if lora is None else ADAPTER
-    if head is Head.VALUE and not (path / folder / HEAD_FILE).is_file():
+    if shards is None and head is Head.VALUE and not (path / folder / HEAD_FILE).is_file():
         raise StateError(f"the trainer state in {path} lacks {folder}/{HEAD_FILE}; restore another checkpoint")
     if "rng.cpu" not in tensors:
         raise StateError(f"the trainer state in {path} has no random state; restore another checkpoint")
-    return TorchSavedState(path, record["model_version"], tensors, lora)
+    return TorchSavedState(path, record["model_version"], tensors, lora, shards)
 
 
 @contextmanager

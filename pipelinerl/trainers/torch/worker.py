@@ -87,6 +87,7 @@ class TorchWorker:
             base_digest=loaded.base_digest,
         )
         if loaded.saved is not None:
+            loaded.saved.restore_weights(trained)
             loaded.saved.restore_optimizer(optimizer, trained)
             worker.model_version, worker.random = loaded.saved.model_version, loaded.saved.random
         return worker

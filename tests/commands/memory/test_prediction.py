@@ -130,3 +130,16 @@ def test_each_part_grows_as_what_it_is_of_does(large):
     assert replace(plain, values=True).parts["moments"] == 2 * plain.parts["moments"]
     assert replace(plain, reference=True).parts["weights"] == 2 * plain.parts["weights"]
     assert replace(plain, rank=16, reference=True).parts["weights"] == replace(plain, rank=16).parts["weights"]
+
+
+def test_processes_that_share_tokens_share_what_these_take(large):
+    plain = TrainerMemory(shape=read_shape(large), precision=Precision.BF16, tokens=32768, trained=32768, shards=8)
+    shared = replace(plain, cp=8)
+    assert shared.parts["activations"] == plain.parts["activations"] // 8
+    assert shared.parts["weights"] == plain.parts["weights"], "divided alike"
+    adapters = replace(plain, rank=16, shards=1)
+    divided = replace(adapters, shards=8)
+    assert divided.parts["weights"] < 0.2 * adapters.parts["weights"]
+    assert replace(divided, reference=True).parts["weights"] > 1.9 * divided.parts["weights"], "each has its own base"
+    told = list(lines(MemoryPrediction(replace(adapters, checkpointing=True), None, 0), limits={"trainer": 80 * GIB}))
+    assert "it would fit with trainer.options.mesh.cp=4 (" in next(line for line in told if "more than" in line)

@@ -91,13 +91,25 @@ class Adapters:
         """Is the output layer a target?"""
         return self._packed.model.get_output_embeddings() in self._layers.values()
 
+    def pairs_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of tensors by name those of A and B."""
+        return {name: tensors[name] for name in self._pairs}
+
+    def pair_of(self, name: str) -> tuple[str, str] | None:
+        """Names of the A and the B of the base's parameter `name`; None where it has none."""
+        layer = name.removesuffix(".weight")
+        return (f"{layer}.lora_A.weight", f"{layer}.lora_B.weight") if layer in self._layers else None
+
     def merged(self, name: str, own: Tensor) -> Tensor:
         """The value of the base's parameter `name`, whose storage is `own`, with its adapter; not for writing to."""
-        layer = self._layers.get(name.removesuffix(".weight"))
-        if layer is None:
-            return own
-        with torch.no_grad():
-            return own.float() + layer.get_delta_weight(_ADAPTER).float()
+        pair = self.pair_of(name)
+        return own if pair is None else self.merged_with(name, own, *(self._pairs[half].detach() for half in pair))
+
+    def merged_with(self, name: str, own: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """`merged` with these values of A [rank, in] and B [out, rank], as peft computes it."""
+        layer = self._layers[name.removesuffix(".weight")]
+        product = b @ a
+        return own.float() + (product.T if layer.fan_in_fan_out else product) * layer.scaling[_ADAPTER]
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -146,18 +158,23 @@ class Adapters:
 
     # --- on disk ---------------------------------------------------------------------------------------------------
 
-    def save(self, path: Path, *, base: Path, own: Mapping[str, Tensor]) -> None:
+    def save(
+        self, path: Path, *, base: Path, own: Mapping[str, Tensor], pairs: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Write peft's own directory, which any tool that knows peft loads over `base`; a value head lies in it.
 
         Args:
             own: storage of the base's parameters, of which the value head is written.
+            pairs: values of A and B by name; None takes this process' own.
         """
         path.mkdir()
         self._config.base_model_name_or_path = str(base)
         self._config.inference_mode = True
         self._config.save_pretrained(str(path))
-        pairs = {f"{_PEFT_PREFIX}{name}": tensor.detach().contiguous() for name, tensor in self._pairs.items()}
-        save_file(pairs, path / ADAPTER_FILE, metadata={"format": "pt"})
+        tensors = {
+            f"{_PEFT_PREFIX}{name}": tensor.detach().contiguous() for name, tensor in (pairs or self._pairs).items()
+        }
+        save_file(tensors, path / ADAPTER_FILE, metadata={"format": "pt"})
         if self._value_head:
             head = {name.rpartition(".")[2]: own[name] for name in self._value_head}
             save_file(head, path / HEAD_FILE)

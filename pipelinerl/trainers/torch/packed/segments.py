@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface
 
+from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_prompts import Distinct, added, rounds_of
 from trainer_contract.errors import SpecError
 
@@ -42,6 +43,7 @@ class SegmentPlan:
         row_of_token: i64 [K], the first row of each.
         copies: the other rows of tokens that several segments share, and these tokens, in rounds without a token twice.
         is_first: bool [P, 1, 1], False for padding and copies; None when the packed layout is the padded one already.
+        group: the processes among which the K tokens are divided outside attention, if there are several.
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -49,9 +51,16 @@ class SegmentPlan:
     row_of_token: Tensor
     copies: tuple[tuple[Tensor, Tensor], ...]
     is_first: Tensor | None
+    group: SequenceGroup | None = None
 
     @classmethod
-    def of(cls, position_ids: NDArray[np.int32], device: torch.device, distinct: Distinct | None = None) -> SegmentPlan:
+    def of(
+        cls,
+        position_ids: NDArray[np.int32],
+        device: torch.device,
+        distinct: Distinct | None = None,
+        group: SequenceGroup | None = None,
+    ) -> SegmentPlan:
         """Plan for packed segments; `position_ids` [T] restart at 0 in each. Without `distinct` all are computed."""
         starts = np.flatnonzero(position_ids == 0)
         lengths = np.diff(starts, append=len(position_ids))
@@ -83,6 +92,7 @@ class SegmentPlan:
             row_of_token=torch.from_numpy(row_of_token).to(device),
             copies=copies,
             is_first=None if packed else torch.from_numpy(is_first).to(device)[:, None, None],
+            group=group,
         )
 
     def pad(self, packed: Tensor) -> Tensor:
@@ -136,7 +146,7 @@ def attend(
 
     Args:
         module: the attention layer, unused.
-        query: [1, H, K, d]; key and value: [1, H_kv, K, d].
+        query: [1, H, K, d]; key and value: [1, H_kv, K, d]. Of several processes each has K / n of the K tokens.
         attention_mask: None, since transformers makes no mask for this implementation.
         segments: the plan, passed to the model's forward as a keyword.
         scaling: of the scores; None is 1/√d.
@@ -148,7 +158,11 @@ def attend(
     for name in _UNSUPPORTED:
         if others.get(name) is not None:
             raise SpecError(f"attention with {name!r} is not supported over packed segments; use another architecture")
-    q, k, v = (segments.pad(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if segments.group is not None:
+        q, k, v = segments.group.to_heads(q, k, v)
+    has_groups = q.shape[1] != k.shape[1]
+    q, k, v = (segments.pad(x) for x in (q, k, v))
     outputs, start = [], 0
     for count, length in segments.buckets:
         rows = slice(start, start + count * length)
@@ -161,12 +175,15 @@ def attend(
             attn_mask=None if whole else _band(length, sliding_window, q.device),
             is_causal=whole,
             scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=has_groups,
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
         start = rows.stop
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return segments.unpad(padded)[None], None
+    attended = segments.unpad(padded)
+    if segments.group is not None:
+        attended = segments.group.to_tokens(attended)
+    return attended[None], None
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor:

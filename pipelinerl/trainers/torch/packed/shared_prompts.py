@@ -51,6 +51,15 @@ class Distinct(NamedTuple):
         kept = source == every
         return cls(np.flatnonzero(kept), (np.cumsum(kept) - 1)[source], copy)
 
+    def with_padding(self, count: int) -> Self:
+        """With so many further tokens, all of them computed."""
+        added = np.arange(count)
+        return type(self)(
+            np.append(self.kept, len(self.place) + added),
+            np.append(self.place, len(self.kept) + added),
+            np.append(self.copy, np.zeros_like(added)),
+        )
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -70,10 +79,11 @@ class Reading:
     rounds: tuple[tuple[Tensor, Tensor], ...]
 
     @classmethod
-    def of(cls, distinct: Distinct, tokens: Indices, device: torch.device) -> Self:
-        """Read what was computed of these of the T tokens."""
-        place = torch.from_numpy(distinct.place[tokens]).to(device)
-        return cls(place, len(distinct.kept), rounds_of(distinct.place[tokens], distinct.copy[tokens], device))
+    def of(cls, distinct: Distinct, tokens: Indices, device: torch.device, own: slice | None = None) -> Self:
+        """Read what was computed of these of the T tokens; all of them among the `own` of those that are computed."""
+        first, size = (0, len(distinct.kept)) if own is None else (own.start, own.stop - own.start)
+        place = distinct.place[tokens] - first
+        return cls(torch.from_numpy(place).to(device), size, rounds_of(place, distinct.copy[tokens], device))
 
     def __call__(self, computed: Tensor) -> Tensor:
         """[K, …] → [N, …]."""

@@ -207,11 +207,7 @@ def test_options_that_are_refused(lora, sentence, model_path):
         )
 
 
-def test_a_mesh_and_an_exact_output_layer_are_refused_beside_it(model_path):
-    with pytest.raises(SpecError, match=r"options\.lora trains in one process, and options\.mesh makes 2"):
-        TorchTrainer().init_worker(
-            TrainerSpec(model_path=model_path("llama"), options={"lora": LORA, "mesh": {"dp_shard": 2}})
-        )
+def test_an_exact_output_layer_is_refused_beside_it(model_path):
     with pytest.raises(SpecError, match=r"names the output layer, and model\.head_precision = fp32"):
         started(model_path("llama"), lora={"targets": ["lm_head"]}, head_precision=HeadPrecision.FP32)
 

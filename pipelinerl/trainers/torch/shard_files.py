@@ -1,0 +1,107 @@
+"""What of a state is divided among processes: each writes its rows, and any number of processes reads them again.
+
+    shards/00002-of-00004.safetensors    rows of every parameter in fp32, and of <parameter>.exp_avg, .exp_avg_sq
+    shards/index.json                    {"shards": 4, "shapes": {parameter: [rows, …]}}
+
+Rows lie as `ProcessMesh.rows_of` divides them. Promises: nothing is gathered to be saved, and a process reads the rows
+that it asks for and no others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipelinerl.trainers.state_record import damaged
+from pipelinerl.trainers.torch.mesh import ProcessMesh
+from trainer_contract.errors import StateError
+
+_FOLDER: Final = "shards"
+_INDEX: Final = "index.json"
+#: The kind that a parameter itself is.
+VALUE: Final = "value"
+
+
+def write_shard(path: Path, rank: int, shards: int, tensors: Mapping[str, Tensor]) -> None:
+    """Write what lies on one process below a state's directory, by `key_of`; the folder may be there already."""
+    (path / _FOLDER).mkdir(exist_ok=True)
+    save_file(dict(tensors), path / _FOLDER / _file(rank, shards))
+
+
+def write_index(path: Path, shards: int, shapes: Mapping[str, torch.Size]) -> None:
+    """Say what the shards together are."""
+    index = {"shards": shards, "shapes": {name: list(shape) for name, shape in shapes.items()}}
+    (path / _FOLDER / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def key_of(name: str, kind: str) -> str:
+    """Under which rows of a parameter (`VALUE`), or of a moment of it, lie in a file."""
+    return name if kind == VALUE else f"{name}.{kind}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ShardFiles:
+    """The shards of a state in the directory `path`."""
+
+    path: Path
+    mesh: ProcessMesh
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, path: Path) -> ShardFiles | None:
+        """None where a state is not divided. Raises StateError."""
+        if not (path / _FOLDER).is_dir():
+            return None
+        try:
+            index: dict[str, Any] = json.loads((path / _FOLDER / _INDEX).read_text())
+            mesh = ProcessMesh(dp_shard=int(index["shards"]))
+            shapes = {str(name): tuple(map(int, shape)) for name, shape in index["shapes"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise damaged(path, error) from error
+        missing = [
+            each for rank in range(mesh.size) if not (path / _FOLDER / (each := _file(rank, mesh.size))).is_file()
+        ]
+        if missing:
+            raise StateError(f"the trainer state in {path} lacks {', '.join(missing)}; restore another checkpoint")
+        return cls(path, mesh, shapes)
+
+    def check(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Raise StateError unless these are the parameters that were saved."""
+        if self.shapes != {name: tuple(shape) for name, shape in shapes.items()}:
+            raise StateError(f"the parameters in {self.path} are not those of this model; restore another checkpoint")
+
+    def rows(self, name: str, kind: str, wanted: slice) -> Tensor:
+        """These rows of a parameter, or of a moment of it. Raises StateError."""
+        length, *inner = self.shapes[name]
+        parts = []
+        for rank in range(self.mesh.size):
+            there = self.mesh.rows_of(rank, length)
+            start, stop = max(there.start, wanted.start), min(there.stop, wanted.stop)
+            if start < stop:
+                parts.append(self._read(rank, key_of(name, kind), slice(start - there.start, stop - there.start)))
+        if not parts:
+            return torch.empty((0, *inner))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read(self, rank: int, key: str, rows: slice) -> Tensor:
+        try:
+            with safe_open(self.path / _FOLDER / _file(rank, self.mesh.size), framework="pt") as file:
+                read: Tensor = file.get_slice(key)[rows]
+        except (OSError, SafetensorError) as error:
+            raise damaged(self.path, error) from error
+        if len(read) != rows.stop - rows.start:
+            raise StateError(f"the rows of {key!r} in {self.path} are incomplete; restore another checkpoint")
+        return read
+
+
+def _file(rank: int, shards: int) -> str:
+    return f"{rank + 1:05d}-of-{shards:05d}.safetensors"

@@ -1,0 +1,46 @@
+"""A live run whose trainer is one process, then two, then one again: it goes on where it was."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.live_run import LiveRun, launched, new_run, resumed
+
+MESH = "\n[trainer.options.mesh]\ndp_shard = 2\n"
+
+
+def suspended(run: LiveRun) -> int:
+    """The version that was saved when the run was interrupted."""
+    run.launcher.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.story()
+    assert run.is_gone()
+    return max(event["model_version"] for event in run.events("checkpoint"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_goes_on_from_one_process_to_two_to_one(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    recipe = directory / "recipe.toml"
+    saved = []
+    with launched(new_run(directory, "run.steps=100000"), directory) as run:
+        run.until_step(3)
+        saved.append(suspended(run))
+    alone = recipe.read_text()
+    for number, text in enumerate([alone + MESH, alone], start=1):
+        recipe.write_text(text)
+        with launched(resumed(directory), directory) as run:
+            run.until(lambda run, lives=number: len(run.events("trainer_ready")) > lives, "the trainer's return")
+            assert run.events("trainer_ready")[number]["model_version"] == saved[-1], "no step was lost"
+            run.until_step(saved[-1] + 2)
+            saved.append(suspended(run))
+    steps = run.steps()
+    assert steps == list(range(1, len(steps) + 1)), "each once"
+    states = [directory / "checkpoints" / f"step-{version:06d}" / "trainer" for version in saved]
+    divided = {
+        version: (state / "shards").is_dir() for version, state in zip(saved, states, strict=True) if state.is_dir()
+    }
+    assert divided[saved[1]] and not divided[saved[2]]

@@ -1,0 +1,116 @@
+"""A process of the trainer's mesh is killed (kill -9): the other is ended, no group is lost or trained twice.
+
+The run is a real one: two ranks, engine, actor, controller and streams. Each seed is one run with five kills at any
+moment, of rank 0 or 1 as the seed says. After each the other rank must be ended, and both come back from the newest
+checkpoint; at the end the ledger balances, and each step has trained as many groups as a step has. How many were found
+within a second is told and not demanded, since that hangs on the machine's load.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+from pipelinerl.commands.remote import controller_of
+from pipelinerl.errors import PipelineError
+from pipelinerl.rng import generator
+from tests.fakes.live_run import LiveRun, launched, new_run
+from tests.faults.scenarios.scenario import Verdict
+from tests.patience import PATIENCE_S
+
+SHORT = range(1)
+LONG = range(10)
+
+KILLS = 5
+SETTINGS = (
+    "trainer.options.mesh.dp_shard=2",
+    "run.steps=100000",
+    "checkpoint.interval_steps=2",
+    "launch.restarts=1000",
+)
+#: Of `tests.fakes.live_run.SMALL`, by the recipe's eight rollouts in a group.
+GROUPS_IN_A_STEP = 8
+
+
+def play(seed: int, directory: Path) -> Verdict:
+    """One run with kills of the rank that the seed says."""
+    figures, broken = Counter[str](), []
+    with launched(new_run(directory / "run", *SETTINGS), directory / "run") as run:
+        try:
+            for number in range(KILLS):
+                disturb(run, seed, number, figures)
+            run_on(run, steps=2)
+            with controller_of(run.directory) as controller:
+                controller.stop()
+            if run.end() != 0:
+                broken.append(f"the run failed:\n{run.story()}")
+        except (AssertionError, PipelineError) as error:
+            broken.append(str(error))
+        broken += _unbalanced(run, figures)
+    order = ("kills", "of rank 0", "of rank 1", "found within 1 s", "trained groups")
+    return Verdict({name: figures[name] for name in order}, tuple(broken))
+
+
+def disturb(run: LiveRun, seed: int, number: int, figures: Counter[str]) -> None:
+    """The run gets on by two steps; then a rank dies, the other is ended, and both come back."""
+    random = generator(seed, "rank", number)
+    run_on(run, steps=2)
+    ranks, lives = ranks_of(run), len(run.events("trainer_ready"))
+    rank = int(random.integers(2))
+    time.sleep(random.uniform(0, 1))  # wherever in a step that is
+    killed = time.monotonic()
+    ranks[rank].kill()
+    while is_alive(ranks[1 - rank]):
+        assert time.monotonic() < killed + PATIENCE_S, f"rank {1 - rank} outlives rank {rank}:\n{run.story()}"
+        time.sleep(0.005)
+    figures["found within 1 s"] += time.monotonic() - killed <= 1.0
+    run.until(lambda run: len(run.events("trainer_ready")) > lives, f"the trainer's return after kill {number}")
+    figures["kills"] += 1
+    figures[f"of rank {rank}"] += 1
+
+
+def run_on(run: LiveRun, *, steps: int) -> None:
+    """Wait for so many further steps, of whatever version."""
+    before = len(run.steps())
+    run.until(lambda run: len(run.steps()) >= before + steps, f"{steps} further steps")
+
+
+def ranks_of(run: LiveRun) -> tuple[psutil.Process, psutil.Process]:
+    """The two processes of the trainer."""
+    found = [process for process in run.note_processes().values() if "trainer-rank" in arguments_of(process)]
+    assert len([process for process in found if is_alive(process)]) == 1, run.story()
+    return run.role("trainer"), next(process for process in found if is_alive(process))
+
+
+def arguments_of(process: psutil.Process) -> list[str]:
+    """Of one that has ended, none."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Does it run, unlike one that nobody has waited for yet?"""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _unbalanced(run: LiveRun, figures: Counter[str]) -> list[str]:
+    """What the ledger says that cannot be."""
+    finished = run.events("run_finished")
+    if not finished:
+        return []
+    ledger, versions = finished[-1]["ledger"], max(run.steps())
+    figures["trained groups"] += ledger["trained"]
+    broken = []
+    if ledger["issued"] != sum(count for fate, count in ledger.items() if fate != "issued"):
+        broken.append(f"groups are lost, the ledger does not balance: {ledger}")
+    if ledger["trained"] != GROUPS_IN_A_STEP * versions:
+        broken.append(f"{versions} versions of {GROUPS_IN_A_STEP} groups each, and the ledger says {ledger}")
+    return broken

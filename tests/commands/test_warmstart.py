@@ -12,7 +12,7 @@ from pipelinerl.errors import UserError
 
 
 def options(**changes: object) -> WarmStartOptions:
-    return WarmStartOptions(**{"hidden": 8, "layers": 1, "heads": 2, "accuracy": (0.3, 0.4), "seed": 0, **changes})  # type: ignore[arg-type]
+    return WarmStartOptions(**{"hidden": 8, "layers": 1, "heads": 2, "band": (0.3, 0.4), "seed": 0, **changes})  # type: ignore[arg-type]
 
 
 def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from pipelinerl.observability.events import Event, read_events
 RECIPE: Final = "rlvr"
 SEEDS: Final = (0, 1, 2)
 #: Steps at the beginning and at the end that are compared.
-WINDOW: Final = 10
+WINDOW: Final = 20
 #: Twenty minutes on two cores.
 CPU_S: Final = 2400.0
 _QUICK: Final = ("run.steps=20", "evaluation.problems=24")

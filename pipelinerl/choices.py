@@ -103,3 +103,12 @@ class Pin(StrEnum):
     """One engine answers alone and is left out of updates until the end; training goes on with the others."""
     GATE = "gate"
     """Updates are postponed until the end, at most `hold_s`; training goes on as far as staleness allows."""
+
+
+class Skill(StrEnum):
+    """What says that a warm start has taught a model enough."""
+
+    EXACT = "exact"
+    """Greedy answers that equal the reference, of all domains together."""
+    REWARD = "reward"
+    """The verifiers' reward of sampled answers, of each domain by itself."""

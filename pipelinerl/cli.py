@@ -26,6 +26,7 @@ from launch.cluster.command_line import (
     members_of,
     refuse_hosts,
 )
+from pipelinerl.choices import Skill
 from pipelinerl.commands.engines import Run, engines_app
 from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
 from pipelinerl.commands.hidden_arguments import hide_password
@@ -214,13 +215,17 @@ def warmstart(
     hidden: Annotated[int, typer.Option(help="Width of the decoder.")] = 96,
     layers: Annotated[int, typer.Option(help="Layers of the decoder.")] = 2,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
-    at_least: Annotated[float, typer.Option(help="Stop at this greedy accuracy on the validation split.")] = 0.38,
+    vocab: Annotated[int, typer.Option(help="Tokens that are learned from the problems (0: characters).")] = 0,
+    skill: Annotated[Skill, typer.Option(help="Looks at greedy answers, or at rewards by domain.")] = Skill.EXACT,
+    at_least: Annotated[float, typer.Option(help="Stop at this skill on the validation split.")] = 0.38,
     at_most: Annotated[float, typer.Option(help="Fail above this one: RL would have too little to do.")] = 0.44,
 ) -> None:
     """Make a small model and fit demonstrations until it has partial skill, as a start for RL."""
     from pipelinerl.commands.warmstart import WarmStartOptions, make
 
-    options = WarmStartOptions(hidden=hidden, layers=layers, heads=heads, accuracy=(at_least, at_most), seed=seed)
+    options = WarmStartOptions(
+        hidden=hidden, layers=layers, heads=heads, band=(at_least, at_most), seed=seed, skill=skill, vocab=vocab
+    )
     make(recipes.load(recipe), options, output=output, say=typer.echo)
 
 

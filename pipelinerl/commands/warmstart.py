@@ -1,31 +1,64 @@
-"""`pipelinerl warmstart`: a small model, fitted to demonstrations of a recipe's domains until it has partial skill."""
+"""`pipelinerl warmstart`: a small model, fitted to demonstrations of a recipe's domains until it has partial skill.
+
+Of one domain that has one right answer, skill is the share of exact greedy answers. Of several, which their verifiers
+judge in ways of their own, it is the reward of sampled answers, domain by domain.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Final, final
 
 from pipelinerl import rng
+from pipelinerl.choices import Skill
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.data.problems import Split
 from pipelinerl.errors import UserError
 from pipelinerl.models.checkpoint import save_model
-from pipelinerl.models.tiny_decoder import SPELL_BACKWARD_PHRASE, DecoderShape, char_tokenizer
+from pipelinerl.models.tiny_decoder import SPELL_BACKWARD_PHRASE, DecoderShape, char_tokenizer, word_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.models.warmstart import WarmStartProgress, WarmStartSettings, warm_start
+from pipelinerl.models.warmstart import (
+    DomainProgress,
+    DomainWarmStartSettings,
+    WarmStartProgress,
+    WarmStartSettings,
+    sampled_answers,
+    warm_start,
+    warm_start_domains,
+)
+from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import problems_of
+from pipelinerl.types import Problem
+from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Problems from whose texts the tokens are learned.
+_READ: Final = 4000
+#: Of each domain, so many problems of the validation split are answered at each check, so many times.
+_CHECKED: Final = 24
+_SAMPLES: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartOptions:
-    """The model's size and the band of greedy validation accuracy in which to stop."""
+    """The model's size and the band of its skill on the validation split in which to stop.
+
+    With a `vocab`, its tokens are so many pieces of words, learned from the problems; with 0 they are characters.
+    """
 
     hidden: int
     layers: int
     heads: int
-    accuracy: tuple[float, float]
+    band: tuple[float, float]
     seed: int
+    skill: Skill = Skill.EXACT
+    vocab: int = 0
 
 
 def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Callable[[str], None]) -> None:
@@ -36,8 +69,9 @@ def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Cal
     """
     if output.exists():
         raise UserError(f"{output} exists; name a directory to be made")
-    backend = char_tokenizer(phrases=(SPELL_BACKWARD_PHRASE,))
-    tokenizer = ChatTokenizer(backend, {backend.eos_token_id})
+    # Another order of problems than any run's, so that RL does not begin with what was just demonstrated.
+    seed = rng.key(options.seed, "demonstrations") % 2**31
+    tokenizer = _tokenizer(problems_of(config, Split.TRAIN, seed=seed).problem, options.vocab)
     try:
         shape = DecoderShape(
             hidden=options.hidden,
@@ -45,17 +79,41 @@ def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Cal
             heads=options.heads,
             intermediate=2 * options.hidden,
             vocab=tokenizer.vocab_size,
+            max_positions=max(64, config.engine.context_length),
         )
     except ValueError as error:
         raise UserError(str(error)) from None
+    fit = _fit_exactly if options.skill is Skill.EXACT else _fit_domains
+    model, told = fit(config, options, seed=seed, tokenizer=tokenizer, shape=shape, say=say)
+    save_model(model, tokenizer, output)
+    say(f"{output}: {told}")
+
+
+def _tokenizer(problem: Callable[[int], Problem], vocab: int) -> ChatTokenizer:
+    if vocab:
+        texts = (text for i in range(_READ) for text in (problem(i).messages[-1].content, problem(i).ground_truth))
+        backend = word_tokenizer(texts, vocab=vocab)
+    else:
+        backend = char_tokenizer(phrases=(SPELL_BACKWARD_PHRASE,))
+    return ChatTokenizer(backend, {backend.eos_token_id})
+
+
+def _fit_exactly(
+    config: RunConfig,
+    options: WarmStartOptions,
+    *,
+    seed: int,
+    tokenizer: ChatTokenizer,
+    shape: DecoderShape,
+    say: Callable[[str], None],
+) -> tuple[PreTrainedModel, str]:
     settings = WarmStartSettings(
-        # Another order of problems than any run's, so that RL does not begin with what was just demonstrated.
-        training_problem=problems_of(config, Split.TRAIN, seed=rng.key(options.seed, "demonstrations") % 2**31).problem,
+        training_problem=problems_of(config, Split.TRAIN, seed=seed).problem,
         validation_problem=problems_of(config, Split.VALIDATION, seed=0).problem,
         tokenizer=tokenizer,
         shape=shape,
         seed=options.seed,
-        accuracy=options.accuracy,
+        accuracy=options.band,
     )
 
     def tell(progress: WarmStartProgress) -> None:
@@ -66,8 +124,85 @@ def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Cal
             )
 
     report = warm_start(settings, tell)
-    save_model(report.model, tokenizer, output)
-    say(
-        f"{output}: {report.greedy_accuracy:.3f} greedy validation accuracy after {report.demonstrations:,} "
-        f"demonstrations in {report.seconds:.0f} s"
+    return report.model, (
+        f"{report.greedy_accuracy:.3f} greedy validation accuracy after {report.demonstrations:,} demonstrations "
+        f"in {report.seconds:.0f} s"
     )
+
+
+def _fit_domains(
+    config: RunConfig,
+    options: WarmStartOptions,
+    *,
+    seed: int,
+    tokenizer: ChatTokenizer,
+    shape: DecoderShape,
+    say: Callable[[str], None],
+) -> tuple[PreTrainedModel, str]:
+    rewards = _Rewards(config, tokenizer, seed=options.seed)
+    settings = DomainWarmStartSettings(
+        demonstrations={name: problems_of(one, Split.TRAIN, seed=seed).problem for name, one in _alone(config).items()},
+        rewards=rewards.of,
+        tokenizer=tokenizer,
+        shape=shape,
+        seed=options.seed,
+        reward=options.band,
+    )
+
+    def shown(progress: DomainProgress) -> str:
+        return ", ".join(
+            f"{name} {reward:.3f} after {progress.demonstrations[name]:,} demonstrations"
+            for name, reward in progress.rewards.items()
+        )
+
+    try:
+        model, last = warm_start_domains(
+            settings, lambda progress: say(f"step {progress.step}: {shown(progress)}, loss {progress.loss:.3f}")
+        )
+    finally:
+        rewards.close()
+    return model, f"validation reward of sampled answers: {shown(last)}"
+
+
+@final
+class _Rewards:
+    """Mean reward of a model's sampled answers to a few validation problems of each domain. To be closed."""
+
+    def __init__(self, config: RunConfig, tokenizer: ChatTokenizer, *, seed: int) -> None:
+        self._domains = {domain.name: domain for domain in config.trained_domains}
+        self._most = {name: each.max_tokens or config.sampling.max_tokens for name, each in self._domains.items()}
+        mixtures = {name: problems_of(alone, Split.VALIDATION, seed=0) for name, alone in _alone(config).items()}
+        self._problems = {name: [each.problem(i) for i in range(_CHECKED)] for name, each in mixtures.items()}
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._runner = asyncio.Runner()
+        self._verifiers: dict[str, GroupVerifier] = {}
+
+    def of(self, model: PreTrainedModel) -> dict[str, float]:
+        return {name: self._runner.run(self._reward(model, name)) for name in self._domains}
+
+    def close(self) -> None:
+        for verifier in self._verifiers.values():
+            self._runner.run(verifier.close())
+        self._runner.close()
+
+    async def _reward(self, model: PreTrainedModel, name: str) -> float:
+        """What the domain's own verifier gives on average; an answer that it cannot judge is an error."""
+        if name not in self._verifiers:
+            self._verifiers[name] = open_verifier(self._domains[name])
+        asked = [problem for problem in self._problems[name] for _ in range(_SAMPLES)]
+        texts = sampled_answers(model, self._tokenizer, asked, max_tokens=self._most[name], seed=self._seed)
+        answers = [SampledAnswer(text) for text in texts]
+        groups = [answers[begin : begin + _SAMPLES] for begin in range(0, len(answers), _SAMPLES)]
+        verifier = self._verifiers[name]
+        judged = await asyncio.gather(*map(verifier.judge, self._problems[name], groups))
+        verdicts = [each.verdict for group in judged for each in group]
+        for verdict in verdicts:
+            if not verdict.outcome.is_judgement:
+                raise UserError(f"domains.{name}: an answer could not be judged: {verdict.reason}")
+        return fmean(verdict.reward for verdict in verdicts)
+
+
+def _alone(config: RunConfig) -> dict[str, RunConfig]:
+    """The recipe with each of its domains alone."""
+    return {domain.name: config.model_copy(update={"domains": (domain,)}) for domain in config.trained_domains}

@@ -1,7 +1,7 @@
 """The source `instructions`: a topic to write on, with instructions whose following can be checked.
 
-    parameters = { min_instructions = 1, max_instructions = 3, level = 1, kinds = ["punctuation:no_comma", …],
-                   topics = ["the sea", …] }
+    parameters = { min_instructions = 1, max_instructions = 3, level = 1, sentences = 3,
+                   kinds = ["punctuation:no_comma", …], topics = ["the sea", …] }
 
 Promises: problem i is a pure function of split, seed and i; its instructions can be followed at once, for its ground
 truth is an answer that follows all of them (`reference_answers.py`); its metadata names them as the verifier
@@ -20,7 +20,7 @@ from msgspec import Meta, Struct, field
 from pipelinerl import rng
 from pipelinerl.data.drafts import Draft
 from pipelinerl.data.generated import GeneratedSource, parameters_of
-from pipelinerl.data.reference_answers import answer_following
+from pipelinerl.data.reference_answers import DEFAULT_SENTENCES, answer_following
 from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
 from pipelinerl.instructions.catalogue import Asked, made
@@ -162,6 +162,8 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_instructions: Annotated[int, Meta(ge=1, le=8)] = 3
     level: Annotated[int, Meta(ge=1, le=5)] = 1
     """How much is asked for: 1 for a few words and points, 5 for five times as many."""
+    sentences: Annotated[int, Meta(ge=1, le=15)] = DEFAULT_SENTENCES
+    """Of a reference answer whose instructions ask for no number of them."""
     kinds: list[str] = field(default_factory=lambda: list(_DRAWS))
     topics: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)] = field(
         default_factory=lambda: list(TOPICS)
@@ -193,7 +195,9 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
         topic = _one(noise, parameters.topics)
         request = _one(noise, _REQUESTS).format(topic)
         asked = _composed(parameters, noise, request)
-        answer = answer_following(asked, topic, noise) if len(asked) >= parameters.min_instructions else None
+        answer = None
+        if len(asked) >= parameters.min_instructions:
+            answer = answer_following(asked, topic, noise, sentences=parameters.sentences)
         if answer is not None:
             metadata = {"instructions": [{"id": each.id, **msgspec.to_builtins(each.instruction)} for each in asked]}
             return Draft(

@@ -40,16 +40,21 @@ _HOLDERS: Final = {
     "y": "day",
     "z": "zoo",
 }
-_DEFAULT_SENTENCES: Final = 3
-#: Ways to build one that are tried: a shorter text follows some instructions better.
-_LENGTHS: Final = (_DEFAULT_SENTENCES, 1, 2)
+DEFAULT_SENTENCES: Final = 3
+#: Lengths that are tried after the one that is asked for: a shorter text follows some instructions better.
+_OTHER_LENGTHS: Final = (1, 2)
 
 
-def answer_following(asked: Sequence[Asked], topic: str, noise: np.random.Generator) -> str | None:
-    """An answer on the topic that follows all of them; None where none was found."""
+def answer_following(
+    asked: Sequence[Asked], topic: str, noise: np.random.Generator, *, sentences: int = DEFAULT_SENTENCES
+) -> str | None:
+    """An answer on the topic that follows all of them; None where none was found.
+
+    It has so many `sentences` where no instruction asks for another number of them.
+    """
     by_kind = {type(each.instruction): each.instruction for each in asked}
     order = [_SENTENCES[int(place)].format(topic) for place in noise.permutation(len(_SENTENCES))]
-    for length in _LENGTHS:
+    for length in (sentences, *_OTHER_LENGTHS):
         answer = _surrounded(_formed(by_kind, order, length), by_kind, topic)
         if all(followed(asked, answer)):
             return answer

@@ -1,16 +1,21 @@
 """The supervised warm start: demonstrations teach a tiny decoder a task in part, and RL has to do the rest.
 
-Promises: demonstrations are correct and come from the training split; the result is accepted by its greedy accuracy on
-the validation split alone (held-out problems are never seen); the same settings give the same weights on one machine.
+Two ways to stop. `warm_start` looks at the greedy accuracy of a whole mixture, which fits tasks with one right answer.
+`warm_start_domains` looks at the reward of sampled answers, domain by domain: one that has come far enough is
+rehearsed alone while others catch up, so that each of them begins RL with something to win.
+
+Promises: demonstrations are correct and come from the training split; the result is accepted by the validation split
+alone (held-out problems are never seen); the same settings give the same weights on one machine.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipelinerl import rng
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -21,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _IGNORED = -100
+#: Demonstrations by whose longest a domain's batches are sized.
+_MEASURED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +100,9 @@ def warm_start(
     for step in range(1, settings.max_steps + 1):
         first = (step - 1) * settings.batch_size
         problems = [settings.training_problem(first + i) for i in range(settings.batch_size)]
-        loss = _step(model, optimizer, _batch(problems, settings.tokenizer), settings, step)
+        _set_rate(optimizer, settings.learning_rate, step / max(settings.lr_warmup_steps, 1))
+        batch = _batch(problems, settings.tokenizer)
+        loss = _step(model, optimizer, [(batch, 1.0)], temperature=settings.demonstration_temperature)
         if step % settings.check_every:
             continue
         greedy, sampled = accuracies(model, checked)
@@ -146,25 +155,31 @@ def _batch(problems: Sequence[Problem], tokenizer: ChatTokenizer) -> Demonstrati
     )
 
 
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float, share: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate * min(1.0, share)
+
+
 def _step(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
-    batch: Demonstrations,
-    settings: WarmStartSettings,
-    step: int,
+    batches: Sequence[tuple[Demonstrations, float]],
+    *,
+    temperature: float,
 ) -> float:
-    """One optimizer step; returns the mean loss per answer token."""
+    """One optimizer step; returns the mean loss per answer token of each batch, averaged by the batches' weights."""
     import torch
 
-    for group in optimizer.param_groups:
-        group["lr"] = settings.learning_rate * min(1.0, step / max(settings.lr_warmup_steps, 1))
-    logits = model(input_ids=batch.token_ids).logits[:, :-1] / settings.demonstration_temperature
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=_IGNORED)
     optimizer.zero_grad()
-    loss.backward()
+    mean, total = 0.0, sum(weight for _, weight in batches)
+    for batch, weight in batches:
+        logits, labels = model(input_ids=batch.token_ids).logits[:, :-1] / temperature, batch.labels[:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED)
+        (loss * (weight / total)).backward()
+        mean += float(loss.detach()) * weight / total
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return float(loss.detach())
+    return mean
 
 
 def accuracies(model: PreTrainedModel, batch: Demonstrations) -> tuple[float, float]:
@@ -181,3 +196,123 @@ def accuracies(model: PreTrainedModel, batch: Demonstrations) -> tuple[float, fl
     right = (logprobs.argmax(-1) == labels) | outside
     answer = logprobs.gather(2, labels.clamp(min=0)[..., None])[..., 0].masked_fill(outside, 0.0).sum(1)
     return float(right.all(1).float().mean()), float(answer.exp().mean())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainWarmStartSettings:
+    """What to fit, domain by domain, and how far.
+
+    Attributes:
+        demonstrations: problem i of each domain's training split, by its name.
+        rewards: mean reward by domain of answers that the model samples to validation problems at temperature 1.
+        reward: (low, high). A domain whose reward is `low` or more is rehearsed alone; above `high` is a failure, since
+            RL would have too little left to do.
+        tokens: of each domain, about so many a step: short problems come more often than long ones.
+        rehearsal: share of them, and weight in the loss, of a domain that has come far enough. Without any it would be
+            forgotten within tens of steps.
+        check_every: optimizer steps between two checks.
+    """
+
+    demonstrations: Mapping[str, Callable[[int], Problem]]
+    rewards: Callable[[PreTrainedModel], Mapping[str, float]]
+    tokenizer: ChatTokenizer
+    shape: DecoderShape
+    seed: int = 0
+    reward: tuple[float, float] = (0.3, 0.6)
+    learning_rate: float = 3e-3
+    lr_warmup_steps: int = 50
+    tokens: int = 1500
+    rehearsal: float = 0.125
+    max_steps: int = 2000
+    check_every: int = 25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainProgress:
+    """One check: reward of sampled answers and demonstrations shown so far, by domain; mean loss per token in nats."""
+
+    step: int
+    rewards: Mapping[str, float]
+    demonstrations: Mapping[str, int]
+    loss: float
+
+
+def warm_start_domains(
+    settings: DomainWarmStartSettings, on_progress: Callable[[DomainProgress], None] = lambda _: None
+) -> tuple[PreTrainedModel, DomainProgress]:
+    """Fit demonstrations until each domain's reward is inside the band; returns the model and the last check.
+
+    Raises:
+        ModelError: the band was missed; the message says by which domain, and what to change.
+    """
+    import torch
+
+    model = random_decoder(settings.shape, seed=settings.seed).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    sizes = {name: _batch_size(problem, settings) for name, problem in settings.demonstrations.items()}
+    shown = dict.fromkeys(sizes, 0)
+    low, high = settings.reward
+    shares = dict.fromkeys(sizes, 1.0)
+    progress = DomainProgress(step=0, rewards={}, demonstrations=shown, loss=float("nan"))
+    for step in range(1, settings.max_steps + 1):
+        batches = []
+        for name, share in shares.items():
+            count = max(1, round(sizes[name] * share))
+            problems = [settings.demonstrations[name](shown[name] + i) for i in range(count)]
+            batches.append((_batch(problems, settings.tokenizer), share))
+            shown[name] += count
+        _set_rate(optimizer, settings.learning_rate, step / max(settings.lr_warmup_steps, 1))
+        loss = _step(model, optimizer, batches, temperature=1.0)
+        if step % settings.check_every:
+            continue
+        rewards = settings.rewards(model.eval())
+        model.train()
+        progress = DomainProgress(step=step, rewards=rewards, demonstrations=dict(shown), loss=loss)
+        on_progress(progress)
+        shares = {name: 1.0 if rewards[name] < low else settings.rehearsal for name in sizes}
+        if min(rewards.values()) >= low:
+            break
+    told = ", ".join(f"{name} {reward:.3f}" for name, reward in progress.rewards.items()) or "none"
+    if not progress.rewards or not low <= min(progress.rewards.values()) <= max(progress.rewards.values()) <= high:
+        raise ModelError(
+            f"expected rewards of {low:g} to {high:g}, got {told} after {progress.step} steps; "
+            "try another seed, a lower learning rate, other problems, or a model of another width"
+        )
+    return model.eval(), progress
+
+
+def _batch_size(problem: Callable[[int], Problem], settings: DomainWarmStartSettings) -> int:
+    """How many of a domain's demonstrations hold about as many tokens as a step shows of it."""
+    rows = _batch([problem(i) for i in range(_MEASURED)], settings.tokenizer).token_ids
+    return max(1, settings.tokens // rows.shape[1])
+
+
+def sampled_answers(
+    model: PreTrainedModel, tokenizer: ChatTokenizer, problems: Sequence[Problem], *, max_tokens: int, seed: int
+) -> list[str]:
+    """One answer to each problem, sampled at temperature 1: the same seed gives the same answers."""
+    import torch
+
+    noise, ends = rng.generator(seed, "sampled_answers"), tokenizer.eos_token_ids
+    prompts = [tokenizer.encode_chat(problem.messages) for problem in problems]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    answers: list[list[int]] = [[] for _ in problems]
+    live, cache = set(range(len(problems))), None
+    for _ in range(max_tokens):
+        places = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        with torch.no_grad():
+            output = model(
+                input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True
+            )
+        logits, cache = output.logits[:, -1].float(), output.past_key_values
+        # The largest of logits with Gumbel noise is a sample of their softmax.
+        drawn = (logits + torch.from_numpy(noise.gumbel(size=tuple(logits.shape))).float()).argmax(-1)
+        live -= {row for row in live if int(drawn[row]) in ends}
+        for row in live:
+            answers[row].append(int(drawn[row]))
+        if not live:
+            break
+        ids, mask = drawn[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    return [tokenizer.decode(answer) for answer in answers]

@@ -76,6 +76,7 @@ def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
                 x_label="step",
             ),
         ),
+        ("Reward, by domain", Chart(lines=lines("reward"), x_label="step")),
         ("Share right, by domain", Chart(lines=lines("accuracy"), x_label="step", percent=True, y_max=1.0)),
         ("Mean length, by domain", Chart(lines=lines("length_mean"), x_label="step")),
         ("Share truncated, by domain", Chart(lines=lines("truncated"), x_label="step", percent=True)),

@@ -42,9 +42,16 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
             refuse(config)
         return
     found = dict(findings(config))
+    asked = [domain.verifier for domain in config.domains]
     assert list(found) == [
         *("model", "engine", "trainer", "objective", "step", "staleness"),
-        *("verifier", "prompt", "training", "held out"),
+        *(
+            "verifier",
+            *(["instructions"] if "instruction_following" in asked else []),
+            "prompt",
+            "training",
+            "held out",
+        ),
     ]
     assert found["training"] != found["held out"]
 

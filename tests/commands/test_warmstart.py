@@ -1,18 +1,22 @@
-"""`pipelinerl warmstart` refuses before it fits anything, and leaves nothing where it refused."""
+"""`pipelinerl warmstart` refuses before it fits anything, and leaves nothing where it refused; by domain, it stops by
+what the recipe's verifiers say."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from pipelinerl.choices import Skill
 from pipelinerl.commands.warmstart import WarmStartOptions, make
-from pipelinerl.config.recipe import load
+from pipelinerl.config.recipe import RunConfig, load, parse, to_table
 from pipelinerl.errors import UserError
+from pipelinerl.models.tokenizer import ChatTokenizer
 
 
 def options(**changes: object) -> WarmStartOptions:
-    return WarmStartOptions(**{"hidden": 8, "layers": 1, "heads": 2, "accuracy": (0.3, 0.4), "seed": 0, **changes})  # type: ignore[arg-type]
+    return WarmStartOptions(**{"hidden": 8, "layers": 1, "heads": 2, "band": (0.3, 0.4), "seed": 0, **changes})  # type: ignore[arg-type]
 
 
 def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
@@ -26,3 +30,36 @@ def test_a_shape_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected heads to divide hidden"):
         make(load("tiny"), options(heads=3), output=tmp_path / "new", say=print)
     assert list(tmp_path.iterdir()) == []
+
+
+def two_instructions(verifier: str = "instruction_following") -> RunConfig:
+    """One that random tokens follow as well, and one that they do not."""
+    kinds = {"calm": "punctuation:no_comma", "loud": "change_case:english_capital"}
+    domains = [
+        {
+            "name": name,
+            "source": "instructions",
+            "parameters": {"kinds": [kind], "max_instructions": 1, "sentences": 1},
+            "max_tokens": 4,
+            "verifier": verifier,
+        }
+        for name, kind in kinds.items()
+    ]
+    return parse(to_table(load("tiny")) | {"domains": domains})
+
+
+def test_by_domain_the_band_is_of_what_the_verifiers_say(tmp_path: Path) -> None:
+    said: list[str] = []
+    wanted = options(skill=Skill.REWARD, vocab=300, band=(0.0, 1.0))
+    make(two_instructions(), wanted, output=tmp_path / "new", say=said.append)
+    assert ChatTokenizer.load(tmp_path / "new").vocab_size == 300
+    rewards = dict(re.findall(r"(calm|loud) ([01]\.\d+) after [1-9]", said[-1]))
+    assert float(rewards["loud"]) < 0.5 < float(rewards["calm"])
+
+
+def test_an_answer_that_cannot_be_judged_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def shy(completion):\n    return None\n")
+    config = two_instructions(f"{tmp_path}/mine.py:shy")
+    with pytest.raises(UserError, match=r"domains\.calm: an answer could not be judged"):
+        make(config, options(skill=Skill.REWARD, band=(0.0, 1.0)), output=tmp_path / "new", say=print)
+    assert not (tmp_path / "new").exists()

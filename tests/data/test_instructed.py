@@ -29,6 +29,14 @@ def test_every_problem_has_an_answer_that_follows_its_instructions(level: int, f
         assert not any(followed(asked, "")) and len({each.id for each in asked}) == len(asked)
 
 
+def test_reference_answers_are_as_long_as_is_asked_for_where_no_instruction_says() -> None:
+    kinds = ["punctuation:no_comma"]
+    for sentences in (1, 4):
+        found = [problem.ground_truth for problem in problems(40, sentences=sentences, kinds=kinds)]
+        assert {text.count(".") for text in found} == {sentences}
+    assert problems(40, kinds=kinds) == problems(40, kinds=kinds, sentences=3)
+
+
 def test_every_kind_comes_but_that_of_another_language() -> None:
     found = {each["id"] for problem in problems(400) for each in problem.metadata["instructions"]}
     assert found == CATALOGUE.keys() - {"language:response_language"}

@@ -36,10 +36,12 @@ def test_means_are_weighed_by_what_they_are_of() -> None:
 
 
 def test_charts_have_a_line_for_each_domain() -> None:
-    steps = [{"by_domain": {"a": {"accuracy": 0.5}, "b": {"accuracy": None}}, "entropy": 1.0}, {"by_domain": {}}]
+    words = {"accuracy": 0.5, "reward": 0.75}
+    steps = [{"by_domain": {"a": words, "b": {"accuracy": None}}, "entropy": 1.0}, {"by_domain": {}}]
     charts = dict(domain_charts(history(*steps)))
     lines = {line.label: line.series for line in charts["Share right, by domain"].lines}
     assert lines["a"].y == (0.5,) and not lines["b"]
+    assert [line.series.y for line in charts["Reward, by domain"].lines if line.series] == [(0.75,)]
     assert charts["Entropy, nats a token"].lines[0].series.y == (1.0,)
 
 

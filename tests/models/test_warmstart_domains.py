@@ -1,0 +1,125 @@
+"""The warm start by domain: each is shown until its reward is in the band, and rehearsed until the others are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain, repeat
+from typing import Any
+
+import pytest
+import torch
+
+from pipelinerl.errors import ModelError
+from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder, word_tokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.warmstart import (
+    DomainProgress,
+    DomainWarmStartSettings,
+    sampled_answers,
+    warm_start_domains,
+)
+from pipelinerl.types import Message, Problem
+
+SHAPE = DecoderShape(hidden=16, layers=1, heads=2, intermediate=24, vocab=64)
+
+
+def tokenizer() -> ChatTokenizer:
+    raw = char_tokenizer()
+    return ChatTokenizer(raw, {raw.eos_token_id})
+
+
+def problem(prompt: str, answer: str = "1") -> Problem:
+    return Problem(
+        problem_id=prompt, domain="d", messages=(Message("user", prompt),), ground_truth=answer, metadata={}, tags=()
+    )
+
+
+def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSettings:
+    """Of two domains, whose rewards are these, check by check; the last ones stay."""
+    said = chain(rewards, repeat(rewards[-1]))
+    chosen = {"reward": (0.3, 0.6), "tokens": 140, "max_steps": 8, "check_every": 2, "rehearsal": 0.25, **changes}
+    return DomainWarmStartSettings(
+        demonstrations={"a": lambda i: problem(f"{i % 10}a"), "b": lambda i: problem(f"{i % 10}b")},
+        rewards=lambda _: next(said),
+        tokenizer=tokenizer(),
+        shape=SHAPE,
+        **chosen,
+    )
+
+
+def test_a_domain_in_the_band_is_rehearsed_and_one_that_falls_out_is_shown_again() -> None:
+    checks: list[DomainProgress] = []
+    rewards = [{"a": 0.4, "b": 0.1}, {"a": 0.2, "b": 0.1}, {"a": 0.4, "b": 0.5}]
+    model, last = warm_start_domains(settings(*rewards), checks.append)
+    whole = checks[0].demonstrations["a"] // 2  # a step's
+    shown = [tuple(check.demonstrations[name] // whole for name in "ab") for check in checks]
+    assert whole >= 4 and whole % 4 == 0
+    assert checks[1].demonstrations == {"a": 2 * whole + 2 * whole // 4, "b": 4 * whole}
+    assert checks[2].demonstrations == {"a": 4 * whole + 2 * whole // 4, "b": 6 * whole}, shown
+    assert last == checks[-1] and last.step == 6
+    assert checks[-1].loss < checks[0].loss
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [
+        ({"a": 0.4, "b": 0.1}, r"expected rewards of 0\.3 to 0\.6, got a 0\.400, b 0\.100 after 8 steps"),
+        ({"a": 0.4, "b": 0.7}, r"expected rewards of 0\.3 to 0\.6, got a 0\.400, b 0\.700 after 2 steps"),
+    ],
+)
+def test_a_band_that_a_domain_misses_is_an_error(rewards: dict[str, float], told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        warm_start_domains(settings(rewards))
+
+
+def test_the_same_settings_give_the_same_weights() -> None:
+    (first, _), (again, _) = (warm_start_domains(settings({"a": 0.4, "b": 0.4})) for _ in range(2))
+    weights = again.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in first.state_dict().items())
+
+
+def test_answers_are_samples_of_the_models_distribution_whatever_stands_beside_them() -> None:
+    model, own = random_decoder(SHAPE, seed=3), tokenizer()
+    model.get_input_embeddings().weight.data *= 4  # so that some tokens are likelier than others
+    short, long = problem("7"), problem("12 and 345 and 6789")
+    asked = [short, long] * 1500
+    answers = sampled_answers(model, own, asked, max_tokens=1, seed=0)
+    assert answers == sampled_answers(model, own, asked, max_tokens=1, seed=0)
+    assert answers != sampled_answers(model, own, asked, max_tokens=1, seed=1)
+    for place, each in enumerate((short, long)):
+        with torch.no_grad():
+            chances = model(input_ids=torch.tensor([own.encode_chat(each.messages)])).logits[0, -1].softmax(-1)
+        for token in chances.topk(3).indices.tolist():
+            text = "" if token in own.eos_token_ids else own.decode([token])
+            found = answers[place::2].count(text) / 1500
+            assert found == pytest.approx(float(chances[token]), abs=0.045), (each.problem_id, text)
+
+
+def test_each_token_goes_on_from_those_before_it_up_to_the_end_token_or_the_cap() -> None:
+    model, own = random_decoder(SHAPE, seed=3), tokenizer()
+    model.get_input_embeddings().weight.data *= 1000  # noise no longer matters: the likeliest token is sampled
+    problems = [problem(text) for text in ("7", "12 and 345", "seven", "what is it?", "+", "nine and ten")]
+    answers = sampled_answers(model, own, problems, max_tokens=9, seed=0)
+    for each, answer in zip(problems, answers, strict=True):
+        ids = own.encode_chat(each.messages)
+        begun = len(ids)
+        while len(ids) < begun + 9:
+            with torch.no_grad():
+                token = int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
+            if token in own.eos_token_ids:
+                break
+            ids.append(token)
+        assert answer == own.decode(ids[begun:]), each.problem_id
+
+
+def test_the_learned_tokens_keep_every_text_and_each_digit() -> None:
+    texts = ["Write a program that prints x plus 286.", "```\nx = int(input())\nprint(x + 286)\n```"] * 3
+    raw = word_tokenizer(texts, vocab=290)
+    own = ChatTokenizer(raw, {raw.eos_token_id})
+    assert own.vocab_size == 290
+    for text in (*texts, "größer als 7 – 漢字\n\n"):
+        assert own.decode(own.encode(text)) == text
+    assert len(own.encode("2862")) == 4
+    assert len(own.encode(texts[0])) < len(texts[0]) / 2
+    assert word_tokenizer(texts, vocab=290).get_vocab() == raw.get_vocab()

@@ -63,7 +63,7 @@ def error_of(content: bytes) -> tuple[str, str]:
     try:
         error = msgspec.json.decode(content, type=Mapping[str, Mapping[str, str | None]])["error"]
         return str(error.get("message"))[:_MOST_SHOWN_OF_A_REFUSAL], str(error.get("code"))
-    except (msgspec.DecodeError, ValueError, KeyError):
+    except (msgspec.DecodeError, ValueError, RecursionError, KeyError):
         return content[:80].decode(errors="replace"), ""
 
 

@@ -168,7 +168,10 @@ class RemoteRunner:
             raise SandboxLost(str(error)) from None
         if status != 200:
             raise SandboxLost(f"{self._url} refuses ({status}): {error_of(content)[0]}")
-        return {self._link(text) for text in msgspec.json.decode(content, type=wire.Missing).links}
+        try:
+            return {self._link(text) for text in msgspec.json.decode(content, type=wire.Missing).links}
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise SandboxLost(f"what answers at {self._url} is no Oubliette service: {error}") from None
 
     async def upload(self, data: bytes) -> Link:
         """Lay a content into the service's repository. Raises `SandboxLost`."""

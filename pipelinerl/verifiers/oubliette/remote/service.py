@@ -255,7 +255,7 @@ def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
         try:
             asked = msgspec.json.decode(await request.body(), type=wire.MissingRequest)
             return _json(await asyncio.to_thread(service.missing, asked))
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             return refusal(422, str(error), code="invalid_request_error")
 
     def begin(request: wire.WorkRequest) -> Beating.Work:

@@ -250,7 +250,8 @@ def _yaml(value: Any) -> Iterator[str]:
 
 
 def _entry(key: str, item: Any) -> Iterator[str]:
-    if isinstance(item, str) and "\n" in item and item.endswith("\n"):
+    # What YAML takes for the end of a line, and TOML does not, stands in no block.
+    if isinstance(item, str) and "\n" in item and [*item.splitlines(), ""] == item.split("\n"):
         yield f"{key} |"
         yield from (f"  {line}" if line else "" for line in item.splitlines())
     elif isinstance(item, Mapping | list) and item:

@@ -102,15 +102,13 @@ class WorkerPool:
         turn = _Turn()
         try:
             await turn.enter(self._places, group)
-            # Not before its turn: a thousand answers to a problem of megabytes would be held as a thousand texts of it.
-            line = json.dumps(question).encode() + b"\n"
             turn.worker = await self._ready_worker()
             began = asyncio.get_running_loop().time()
             cpu_began = turn.worker.cpu_s
-            answer = await self._answered_soon(turn.worker, line)
+            answer = await self._answered_soon(turn.worker, question)
             if answer is _SLOW:
                 self._note_slow(group)
-                answer = await self._asked_slowly(turn, line, group, until=began + self._deadline_s)
+                answer = await self._asked_slowly(turn, question, group, until=began + self._deadline_s)
             self._mean_s.note(asyncio.get_running_loop().time() - began)
             self._mean_cpu_s.note(max(0.0, turn.worker.cpu_s - cpu_began))
             if turn.places is self._places:
@@ -132,7 +130,7 @@ class WorkerPool:
         while self._forkers:
             await self._forkers.pop().close()
 
-    async def _answered_soon(self, worker: _Worker, line: bytes) -> Any:
+    async def _answered_soon(self, worker: _Worker, question: Any) -> Any:
         """The answer to a question, or `_SLOW`."""
         clock = asyncio.get_running_loop().time
         began, cpu_began = clock(), worker.cpu_s
@@ -144,13 +142,13 @@ class WorkerPool:
                 async with asyncio.timeout(min(slow_cpu_s, slow_s)):
                     if not asked:
                         asked = True
-                        await worker.send(line)
+                        await worker.send(question)
                     return await worker.receive()
             except TimeoutError:
                 if clock() - began >= slow_s or worker.cpu_now_s() - cpu_began >= slow_cpu_s:
                     return _SLOW
 
-    async def _asked_slowly(self, turn: _Turn, line: bytes, group: str, *, until: float) -> Any:
+    async def _asked_slowly(self, turn: _Turn, question: Any, group: str, *, until: float) -> Any:
         """The answer to a question that was not answered quickly; another worker is asked when this one has to go."""
         async with asyncio.timeout_at(until):
             if self._slow_places.take_now() and turn.worker is not None:
@@ -162,7 +160,7 @@ class WorkerPool:
             await turn.enter(self._slow_places, group)
             turn.worker = await self._ready_worker()
             turn.worker.lower_priority()
-            await turn.worker.send(line)
+            await turn.worker.send(question)
             return await turn.worker.receive()
 
     def _note_slow(self, group: str) -> None:
@@ -324,10 +322,13 @@ class _Worker:
         """Is its end of the connection open, as far as is known?"""
         return not self._reader.at_eof() and not self._writer.is_closing()
 
-    async def send(self, line: bytes) -> None:
-        """Give it a question; cancelled, it gets the rest of it nevertheless."""
+    async def send(self, question: Any) -> None:
+        """Give it a question; cancelled, it gets the rest of it nevertheless.
+
+        What waits for its turn is no text yet: of a problem of megabytes there would be one for each of its answers.
+        """
         try:
-            self._writer.write(line)
+            self._writer.write(json.dumps(question).encode() + b"\n")
             await self._writer.drain()
         except OSError as error:
             raise WorkerLost(_ENDED) from error

@@ -285,6 +285,8 @@ class ScriptedEngine:
         self, request: ChatCompletionRequest, prompt: list[int], prefix: AnswerPrefix, seed: int, limit: int
     ) -> _Sample:
         index, given = prefix.index, prefix.token_ids
+        if not all(0 <= token < VOCAB for token in given):
+            raise InvalidRequest(f"the prefix of sample {index} must be of known tokens", param="prefixes")
         sample = _Sample(index, rng.sample_keys(seed, index + 1)[index:], [*prompt, *given][-1], fault=self._fault)
         sample.prefix = [] if self._fault is Fault.FORGETS_PREFIX else given
         ended = (0 in given and not request.ignore_eos) or len(given) >= limit or sample.text(request.stop_strings)[1]

@@ -114,10 +114,10 @@ class _NoText:
         return ""
 
 
-def application() -> Any:
+def application(*, token: str | None = None) -> Any:
     """The engine behind its routes."""
     options = engine_options(model_id="versions")
-    return create_app(BatchingEngine(options, load=VersionRunner, tokenizer=_NoText()), token=None)
+    return create_app(BatchingEngine(options, load=VersionRunner, tokenizer=_NoText()), token=token)
 
 
 @final

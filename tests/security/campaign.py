@@ -62,7 +62,7 @@ class _Asked:
 
 
 async def campaign(server: str, directory: Path, *, seed: int, count: int) -> Findings:
-    """Ask one of `SERVERS`, in a process of its own; its memory is looked at after a quarter of the requests."""
+    """Ask one of `FUZZED`, in a process of its own; its memory is looked at after a quarter of the requests."""
     for name in ("server", "idle", "routes"):
         (directory / name).mkdir()
     module = "tests.security.fuzzed_server"

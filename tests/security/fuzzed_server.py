@@ -22,7 +22,7 @@ from tests.security.servers import TOKEN, application
 @asynccontextmanager
 async def at_work(server: str, directory: Path) -> AsyncIterator[Any]:
     """Its application; a controller's with the service behind it that reads, journals and acts."""
-    if server == "engine":
+    if server.endswith("engine"):
         import_module("torch")  # as every engine of ours has by its tokenizer: the first join would stand still for it
     if server != "controller":
         yield application(server, directory)

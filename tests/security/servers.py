@@ -12,14 +12,20 @@ TOKEN = "run-token"
 #: Those that `--no-token` lets serve whoever is on this machine.
 OPEN_SERVERS = ("engine", "controller", "parameter server", "verifier")
 SERVERS = (*OPEN_SERVERS, "page")
+#: With the engine that serves models: of the other, which is a program, the routes are the same.
+FUZZED = (*SERVERS, "batching engine")
 
 
 def application(server: str, directory: Path, *, token: str | None = TOKEN) -> Any:
-    """The application of one of `SERVERS`."""
+    """The application of one of `FUZZED`."""
     if server == "engine":
         from tests.fakes import scripted_engine
 
         return scripted_engine.application(token=token)
+    if server == "batching engine":
+        from tests.fakes import version_engine
+
+        return version_engine.application(token=token)
     if server == "verifier":
         from pipelinerl.verifiers.service.server import create_app
         from tests.fakes.verifier_service import service as verifier_service

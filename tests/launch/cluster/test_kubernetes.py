@@ -49,8 +49,9 @@ def _jobs(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         {},
         {"engine": {"count": 3}, "weights": {"transport": "pull"}, "parameter_server": {"replicas": 2}},
         {"streams": {"redis_url": "redis://:s3cret@db:6379/0"}},
+        {"domains": [{"name": "d", "source": "s", "parameters": {"text": "a\u2028b\u0085c"}}]},
     ],
-    ids=["plain", "pull", "own_redis"],
+    ids=["plain", "pull", "own_redis", "ends_of_lines_that_are_none_in_toml"],
 )
 def test_manifests_are_those_of_the_published_schemas(sections: dict[str, object]) -> None:
     validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate holds the schemas (extra dev)")

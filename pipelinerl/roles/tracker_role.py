@@ -65,16 +65,23 @@ async def run(identity: Identity) -> None:
             await settled(feed, timeout_s=_END_S)
 
 
-def feed_until(run_dir: Path, name: str, open_tracker: OpenTracker, stop: threading.Event) -> None:
+def feed_until(
+    run_dir: Path,
+    name: str,
+    open_tracker: OpenTracker,
+    stop: threading.Event,
+    *,
+    first_retry_s: float = _FIRST_RETRY_S,
+) -> None:
     """Feed one tracker until `stop` is set, and what is there by then; whatever it raises is tried again."""
-    pause_s = _FIRST_RETRY_S
+    pause_s = first_retry_s
     while True:
         try:
             with closing(TrackerFeed(run_dir, name, open_tracker)) as feed:
                 while True:
                     stopping = stop.is_set()  # before the last look
                     while feed.advance():
-                        pause_s = _FIRST_RETRY_S
+                        pause_s = first_retry_s
                     if stopping:
                         return
                     stop.wait(_POLL_S)
@@ -106,7 +113,7 @@ def trackers_of(config: RunConfig, run_dir: Path) -> dict[str, OpenTracker]:
     def trackio(bookmark: Bookmark | None) -> Tracker:
         from pipelinerl.observability.trackers.trackio_run import TrackioTracker
 
-        return TrackioTracker(tracked, trackio=import_module("trackio"), **dict(section.trackio or {}))
+        return TrackioTracker(tracked, bookmark, trackio=import_module("trackio"), **dict(section.trackio or {}))
 
     known: dict[str, OpenTracker]
     known = {"tensorboard": partial(open_tensorboard, run_dir / "tensorboard"), "wandb": wandb, "trackio": trackio}

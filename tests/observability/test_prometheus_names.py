@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import httpx
+import pytest
 import yaml
 
 from inference_contract.schemas import EngineMetrics
@@ -25,8 +28,10 @@ from pipelinerl.observability.status import (
     StatusPhase,
     TrainerStatus,
 )
+from tests.patience import PATIENCE_S
 from tests.security.servers import TOKEN, application
 
+PROMTOOL = shutil.which("promtool")
 DOCS = Path(__file__).parents[2] / "docs"
 FIGURES = (
     "reward", "accuracy", "loss", "grad_norm", "learning_rate", "entropy", "ess", "clip_fraction", "length_mean",
@@ -86,6 +91,29 @@ def test_the_files_are_of_the_form_that_their_readers_want() -> None:
     assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) >= 10
     for rule in group["rules"]:
         assert rule["expr"] and rule["for"] and rule["labels"]["severity"] and rule["annotations"]["summary"]
+
+
+@pytest.mark.skipif(
+    PROMTOOL is None, reason="Prometheus does not judge rules and queries: promtool (Debian's prometheus) is not here"
+)
+def test_prometheus_itself_takes_the_rules_the_queries_and_the_text(tmp_path: Path) -> None:
+    def judged(*words: str | Path, text: str = "") -> str:
+        command = [str(PROMTOOL), "check", *map(str, words)]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE_S)
+        return done.stdout + done.stderr
+
+    assert "SUCCESS: 12 rules found" in judged("rules", DOCS / "grafana" / "alerts.yaml")
+    panels = json.loads((DOCS / "grafana" / "dashboard.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]
+    (tmp_path / "queries.yaml").write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    assert f"SUCCESS: {len(queries)} rules found" in judged("rules", tmp_path / "queries.yaml")
+    (tmp_path / "queries.yaml").write_text(
+        json.dumps({"groups": [{"name": "no query", "rules": [rules[0] | {"expr": "("}]}]})
+    )
+    assert "FAILED" in judged("rules", tmp_path / "queries.yaml")
+    assert "parsing error" not in judged("metrics", text=_controller())
+    assert "parsing error" in judged("metrics", text="pipelinerl_steps_total seven")
 
 
 def test_the_documentation_lists_every_name_of_the_controller() -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, final
 
 import pytest
@@ -92,6 +93,11 @@ class RecordedRun:
         self.begun, self.rows, self.finished = begun, list[tuple[int, dict[str, float]]](), False
         self.id = begun.get("id") or "made-up"
 
+        self.axes = list[tuple[str, dict[str, Any]]]()
+
+    def define_metric(self, name: str, **axis: Any) -> None:
+        self.axes.append((name, axis))
+
     def log(self, row: Mapping[str, float], *, step: int) -> None:
         self.rows.append((step, dict(row)))
 
@@ -121,25 +127,87 @@ def test_wandb_goes_on_in_the_run_of_its_bookmark() -> None:
     }  # fmt: skip
     first.log(3, {"reward": 0.5}, time=7.0)
     first.rewind(2)
-    assert package.run.rows == [(3, {"reward": 0.5, "time": 7.0})]
+    first.log(2, {"reward": 0.25}, time=8.0)
+    first.log(3, {"reward": 0.25}, time=9.0)
+    assert package.run.rows == [(3, {"reward": 0.5, "time": 7.0})], "W&B would drop the one, and mix the other in"
     bookmark = first.flush()
     first.close()
     assert package.run.finished
-    opened(bookmark)
+    second = opened(json.loads(json.dumps(bookmark)))
     assert package.run.begun["id"] == "made-up"
+    second.log(3, {"reward": 0.25}, time=9.0)
+    second.log(4, {"reward": 0.75}, time=9.5)
+    assert package.run.rows == [(4, {"reward": 0.75, "time": 9.5})]
 
 
-def test_trackio_is_told_rows_by_step() -> None:
+def test_an_evaluation_that_training_has_passed_stands_in_wandb_by_its_version() -> None:
     package = Package()
-    made = TrackioTracker(RUN, project="p", space_id=None, trackio=package)
-    made.log(3, {"reward": 0.5}, time=7.0)
-    made.rewind(2)
-    assert made.flush() == {}
-    made.close()
+    made = WandbTracker(RUN, None, project="p", entity=None, mode="offline", wandb=package)
+    assert ("eval/*", {"step_metric": "eval/version"}) in package.run.axes
+    made.log(0, {"eval/held_out/accuracy": 0.25}, time=1.0)
+    made.log(9, {"reward": 0.5}, time=7.0)
+    made.log(5, {"eval/held_out/accuracy": 0.5}, time=8.0)
+    assert package.run.rows[0] == (0, {"eval/held_out/accuracy": 0.25, "eval/version": 0.0})
+    assert package.run.rows[2] == (9, {"eval/held_out/accuracy": 0.5, "eval/version": 5.0}), "of step 5 none is taken"
+
+
+def test_trackio_is_told_each_row_once_and_goes_on_in_the_run_of_its_bookmark() -> None:
+    package = Package()
+    made = TrackioTracker(RUN, None, project="p", space_id=None, trackio=package)
     assert package.run.begun == {
-        "project": "p", "name": "tiny", "space_id": None, "resume": "allow", "config": {"run": {"name": "tiny"}},
+        "project": "p", "name": "tiny", "space_id": None, "resume": "never", "config": {"run": {"name": "tiny"}},
     }  # fmt: skip
-    assert package.run.rows == [(3, {"reward": 0.5, "time": 7.0})] and package.run.finished
+    made.log(3, {"reward": 0.5}, time=7.0)
+    made.log(2, {"eval/held_out/accuracy": 0.5, "eval/held_out/low": 0.25}, time=7.5)
+    rows = [(3, {"reward": 0.5}), (2, {"eval/held_out/accuracy": 0.5, "eval/held_out/low": 0.25})]
+    assert package.run.rows == rows, "an evaluation may be of a version that training has passed"
+    bookmark = json.loads(json.dumps(made.flush()))
+    made.close()
+    assert package.run.finished
+    again = TrackioTracker(RUN, bookmark, project="p", space_id=None, trackio=package)
+    assert package.run.begun["resume"] == "allow"
+    for told in (again, again):  # taken again from a checkpoint
+        told.rewind(2)
+        told.log(2, {"eval/held_out/accuracy": 0.25}, time=8.0)
+        told.log(3, {"reward": 0.25}, time=8.0)
+        told.log(4, {"reward": 0.75}, time=8.5)
+        told.log(2, {"eval/other/accuracy": 0.25}, time=9.0)
+    assert package.run.rows == [(4, {"reward": 0.75}), (2, {"eval/other/accuracy": 0.25})]
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_server_that_is_away_costs_no_figure(tmp_path: Path, package: str) -> None:
+    """Neither when it cannot be begun with, nor when it goes away later: each step is told, once it is there again."""
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(5)))
+    stop, away, said = threading.Event(), iter([True, False, False]), list[tuple[int, float]]()
+
+    class Server:
+        id = "made-up"
+
+        def __init__(self, **_: Any) -> None:
+            if next(away):
+                raise ConnectionError("no route to host")
+
+        def define_metric(self, name: str, **_: Any) -> None: ...
+
+        def log(self, row: Mapping[str, float], *, step: int) -> None:
+            if step == 3 and len(said) == 2:
+                said.append((-1, 0.0))
+                raise ConnectionError("it went away")
+            if "reward" in row:
+                said.append((step, row["reward"]))
+            if step == 5:
+                stop.set()
+
+        def finish(self) -> None: ...
+
+    options: dict[str, Any] = {"project": "p", package: SimpleNamespace(init=Server)}
+    opened = {
+        "wandb": lambda bookmark: WandbTracker(RUN, bookmark, entity=None, mode="online", **options),
+        "trackio": lambda bookmark: TrackioTracker(RUN, bookmark, space_id=None, **options),
+    }[package]
+    feed_until(tmp_path, package, opened, stop, first_retry_s=0.01)
+    assert [each for each in said if each[0] >= 3] == [(3, 0.5), (4, 0.5), (5, 0.5)]
 
 
 def _config(**trackers: Any) -> RunConfig:

@@ -7,12 +7,15 @@ it was found; the mouse is left to the terminal, which selects text with it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import ClassVar, Final, final
 
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Horizontal, VerticalScroll
+from textual.css.query import NoMatches
+from textual.widget import MountError
 from textual.widgets import Input, Static
 
 from pipelinerl.commands.top.drawing import figures, knob_value
@@ -161,7 +164,11 @@ class TopApp(App[None]):
         self._follower.change(row.knob, submitted.value.strip())
 
     async def _look(self) -> None:
-        """Draw what is new."""
+        """Draw what is new, unless the screen is just being taken down: its clock outlives its widgets by a moment."""
+        with suppress(NoMatches, MountError):
+            await self._draw()
+
+    async def _draw(self) -> None:
         sight, said = self._follower.sight, self._follower.said
         if said is not self._told and said is not None:
             self._told = said

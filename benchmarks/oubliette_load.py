@@ -15,7 +15,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -145,7 +145,7 @@ def _p95_s(sandbox: Sandbox, pairs: int, cores: int, *, hostile: float) -> float
     is_hostile = draw.random(pairs) < hostile
     language = toolchains.find("python")
     seconds: list[float] = []
-    wanted: list[tuple[object, bytes]] = []
+    wanted: list[bytes] = []
     futures = []
     for number in range(pairs):
         time.sleep(float(pauses[number]))
@@ -156,14 +156,18 @@ def _p95_s(sandbox: Sandbox, pairs: int, cores: int, *, hostile: float) -> float
         future = sandbox.submit(_run_of(language, source, stdin, limits))
         futures.append(future)
         if not is_hostile[number]:
-            came = time.perf_counter()
-            future.add_done_callback(lambda _, came=came: seconds.append(time.perf_counter() - came))
-            wanted.append((future, b"%d\n" % sum(range(1000 + number))))
+            future.add_done_callback(_since(time.perf_counter(), seconds))
+            wanted.append(b"%d\n" % sum(range(1000 + number)))
     outputs = [future.result().stdout for future in futures]
     honest = [output for output, bad in zip(outputs, is_hostile, strict=True) if not bad]
-    if honest != [output for _, output in wanted]:
+    if honest != wanted:
         raise RuntimeError("an honest program wrote something else than it does")
     return _percentile(seconds)
+
+
+def _since(came: float, seconds: list[float]) -> Callable[[object], None]:
+    """Notes how long it has been when it is called."""
+    return lambda _: seconds.append(time.perf_counter() - came)
 
 
 def _run_of(language: toolchains.Toolchain, source: str, stdin: bytes, limits: Limits) -> Run:

@@ -100,7 +100,9 @@ def last_block(text: str) -> tuple[str, str] | None:
 
 def _tests(metadata: Mapping[str, Any]) -> Iterator[CodeTest]:
     for field, reader in _READERS.items():
-        if metadata.get(field) and not isinstance(metadata[field], int):  # open-r1/codeforces: how many there are
+        if field == "generated_tests" and isinstance(metadata.get(field), int):
+            continue  # of open-r1/codeforces: how many there are elsewhere
+        if metadata.get(field):
             yield from reader(field, _parsed(field, metadata[field]))
 
 

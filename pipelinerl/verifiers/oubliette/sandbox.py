@@ -164,7 +164,6 @@ class Sandbox:
             if place.fresh_since is not None:
                 place.fresh_since = None
                 self._fresh -= 1
-                self._call_somebody()
             self._idle += 1
             while not self._closed and not (self._waiting and self._fresh < self._at_once):
                 self._changed.wait()

@@ -1,8 +1,8 @@
 """A stand-in for devices: the bigram engine and trainer, which wait until as much time is over as a device would take.
 
-All else of a run is real: launcher, roles, HTTP, streams, updates. What is timed is then the schedule and what the
-processes around the devices cost, and hardly how busy this machine's few processors are. A recipe names the two as
-`benchmarks.paced:engine` and `benchmarks.paced:PacedTrainer`.
+All else of a run is real. What is timed is then the schedule and what the parts around the devices cost, and hardly how
+busy this machine's few processors are. A recipe names the two as `benchmarks.paced:engine` and
+`benchmarks.paced:PacedTrainer`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainer_contract.types import LossStats, MicroBatch, Objective
 
 #: What the devices take.
 ENGINE: Final = EngineTimes(step_s=0.03, row_s=0.0005)
-TRAINER: Final = TrainerTimes(token_s=0.0002)
+TRAINER: Final = TrainerTimes(token_s=0.001)
 _CONTEXT: Final = 160
 _RECIPE: Final = """
 [run]
@@ -46,8 +46,8 @@ device = "cpu"
 learning_rate = 1e-9
 [[domains]]
 name = "divisors"
-source = "reasoning_gym:gcd"
-verifier = "reasoning_gym"
+source = "addition"
+verifier = "math_answer"
 [objective]
 preset = "pipelinerl"
 [sampling]

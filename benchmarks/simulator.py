@@ -1,6 +1,6 @@
 """Does `pipelinerl simulate` say what happens? Short real runs of each schedule, against their simulation.
 
-    paced   the bigram engine and trainer, which wait as long as devices would take (`benchmarks/paced.py`): all arms
+    paced   the bigram engine and trainer, which wait as long as devices would take (`benchmarks/paced_run.py`): all
             at once, so that the machine is as busy for each; calibrated on the synchronous one, the rest is predicted
     tiny    the `tiny` recipe, whose engine and trainer share two cores with all else: calibrated on the synchronous run
             and, for what both suffer beside each other, on the one in flight; then the ages of what trains under the
@@ -28,13 +28,15 @@ from statistics import fmean
 from typing import Any, Final
 
 from benchmarks.measure import RESULTS, write_record
-from benchmarks.paced import ENGINE, TRAINER, paced_recipe
+from benchmarks.paced import ENGINE, TRAINER
 from inference_contract.weights import OnUpdate
 from pipelinerl.commands.simulation.from_recipe import observed, setting_of
 from pipelinerl.config.recipe import load
+from pipelinerl.observability.events import read_events
+from pipelinerl.observability.run_history import tell
 from pipelinerl.simulation.calibration import ObservedRun, calibrate
 from pipelinerl.simulation.hardware import Hardware
-from pipelinerl.simulation.lengths import HeavyTailedLengths
+from pipelinerl.simulation.lengths import HeavyTailedLengths, ObservedLengths
 from pipelinerl.simulation.measured import TRUSTED, Measured, measure
 from pipelinerl.simulation.prediction import Prediction
 from pipelinerl.simulation.setting import SimulatedSetting
@@ -123,10 +125,29 @@ def measured_run(recipe: str, changes: Sequence[str], *, where: Path, name: str)
     """
     wanted = [*changes, f"run.directory={where}", f"run.name={name}"]
     command = [sys.executable, "-m", "pipelinerl.cli", "run", recipe, *wanted]
+    _ran(command)
+    return observed(where / name)
+
+
+def measured_paced(changes: Sequence[str], *, where: Path, name: str) -> ObservedRun:
+    """The same of paced devices, in one process."""
+    _ran([sys.executable, "-m", "benchmarks.paced_run", str(where / name), *changes])
+    return _observed_paced(where / name / "run")
+
+
+def _observed_paced(folder: Path) -> ObservedRun:
+    """What `paced_run` left behind."""
+    config, events = load(folder / "recipe.toml"), read_events(folder / "events.jsonl")
+    steps = tell(events).steps
+    prompts = sum(step["tokens"] - step["sampled_tokens"] for step in steps) / sum(step["rollouts"] for step in steps)
+    lengths = ObservedLengths(tuple(json.loads((folder / "lengths.json").read_text())))
+    return ObservedRun(events=events, setting=setting_of(config, lengths=lengths, prompt_tokens=round(prompts)))
+
+
+def _ran(command: Sequence[str]) -> None:
     done = subprocess.run(command, text=True, capture_output=True, timeout=_DEADLINE_S)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-    return observed(where / name)
 
 
 def measured_runs(bed: Bed, arms: Sequence[str], where: Path) -> dict[str, ObservedRun]:
@@ -134,7 +155,11 @@ def measured_runs(bed: Bed, arms: Sequence[str], where: Path) -> dict[str, Obser
 
     def measured(arm: str) -> ObservedRun:
         began = time.monotonic()
-        done = measured_run(bed.recipe, bed.of(arm), where=where, name=f"{bed.name}-{arms.index(arm)}")
+        name, changes = f"{bed.name}-{arms.index(arm)}", bed.of(arm)
+        if bed.recipe == _TINY:
+            done = measured_run(bed.recipe, changes, where=where, name=name)
+        else:
+            done = measured_paced(changes, where=where, name=name)
         print(f"simulator: {bed.name}, {arm}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         return done
 
@@ -223,7 +248,7 @@ def run(quick: bool, beds: Sequence[str] = ("paced", "tiny", "fleet")) -> dict[s
     """Measure, simulate, print; but for `quick`, record."""
     record: dict[str, Any] = {"quick": quick, "trusted": TRUSTED}
     with tempfile.TemporaryDirectory(prefix="pipelinerl-simulator-") as folder:
-        for bed in known_beds(Path(folder), quick=quick):
+        for bed in known_beds(quick=quick):
             if bed.name in beds:
                 record |= told(bed, measured_runs(bed, _QUICK if quick else tuple(ARMS), Path(folder)))
     if "fleet" in beds:
@@ -242,16 +267,15 @@ def run(quick: bool, beds: Sequence[str] = ("paced", "tiny", "fleet")) -> dict[s
     return record
 
 
-def known_beds(folder: Path, *, quick: bool) -> tuple[Bed, Bed]:
-    """What there is to run; the paced recipe is written into `folder`."""
+def known_beds(*, quick: bool) -> tuple[Bed, Bed]:
+    """What there is to run."""
     paced = Bed(
         name="paced",
-        recipe=str(paced_recipe(folder)),
+        recipe="paced",
         rollouts=64,
         steps=16 if quick else 30,
         calibrated_on=(_SYNCHRONOUS,),
         at_once=len(ARMS),
-        changes=("launch.pin=none", "launch.start_timeout_s=600"),
     )
     tiny = Bed(
         name="tiny",

@@ -111,13 +111,16 @@ class SimulatedEngine:
             self._planned = self._rows[0][0] - self._steps
         return self._at + self._planned * self._step_s
 
-    def fire(self, now: float) -> EngineNews:
-        """The planned boundary is reached."""
-        self._book(now)
-        self._decoded(self._planned)
-        self._at, self._planned = now, 0
+    def fire(self, now: float) -> EngineNews | None:
+        """The planned boundary is reached; None: nothing but answers has ended."""
+        rows = self._rows
+        if rows:
+            self.busy_s += now - self._seen
+            self._decoded(self._planned)
+        self._seen = self._at = now
+        self._planned = 0
         ended: list[SimulatedGroup] = []
-        rows, steps = self._rows, self._steps
+        steps = self._steps
         while rows and rows[0][0] <= steps:
             group = heapq.heappop(rows)[3]
             group.left -= 1
@@ -134,9 +137,11 @@ class SimulatedEngine:
             elif self.on_update is OnUpdate.RECOMPUTE_KV:
                 context = sum(self.prompt_tokens + steps - row[2] for row in rows)
                 self._at += context * self.times.prompt_token_s
-        begun = self._admitted() if self._commit is None and self._waiting else []
+        begun = self._admitted() if self._waiting and self._commit is None else []
         self._step_s = self._decode_s()
-        return EngineNews(begun, ended, aborted, committed)
+        if ended or begun or aborted or committed is not None:
+            return EngineNews(begun, ended, aborted, committed)
+        return None
 
     def slow(self, factor: float, now: float) -> None:
         """From now on steps take `factor` times as long, also what is left of the one under way."""

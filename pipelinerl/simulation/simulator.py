@@ -210,8 +210,9 @@ class _Run:
         if engine.is_busy != was_busy:
             self._busy_engines += 1 if engine.is_busy else -1
             self._slow_trainer()
-        if news.begun:
-            self._begun += news.begun
+        if news is None:
+            return
+        self._begun += news.begun
         for group in news.ended:
             self._actors.answered(group)
         for group in news.aborted:

@@ -40,9 +40,7 @@ def test_the_arms_are_schedules_apart(bed: Bed) -> None:
     """On the paced hardware alone, each is as fast and as stale as its name says."""
     found: dict[str, Prediction] = {}
     for arm in ARMS:
-        setting = setting_of(
-            config_of(bed, arm), lengths=HeavyTailedLengths(12.0, 0.8, 48), prompt_tokens=100, steps=40
-        )
+        setting = setting_of(config_of(bed, arm), lengths=HeavyTailedLengths(12.0, 0.8, 48), prompt_tokens=9, steps=40)
         found[arm] = simulate(setting, Hardware(engine=ENGINE, trainer=TRAINER))
     first, in_flight = found["conventional G = 1"], found["in flight"]
     assert first == found["conventional G = 1, again"]

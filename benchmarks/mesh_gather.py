@@ -20,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -42,12 +43,12 @@ _GIVEN_BACK: Final = 2**17
 
 
 @contextmanager
-def other_rank(coordinator: str) -> Iterator[int]:
-    """Rank 1, as a user starts it; its process id."""
+def other_rank(coordinator: str, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[int]:
+    """Rank 1 of two, as a user starts it; its process id."""
     told = ["--set", f"trainer.options.mesh.dp_shard={_RANKS}"]
     told += ["--set", f"trainer.options.distributed.coordinator={json.dumps(coordinator)}"]
     argv = [sys.executable, "-m", "pipelinerl.cli", "trainer-rank", "--rank", "1", *told]
-    rank = subprocess.Popen(argv, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(_GIVEN_BACK)})
+    rank = subprocess.Popen(argv, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(_GIVEN_BACK), **environment})
     try:
         yield rank.pid
     finally:

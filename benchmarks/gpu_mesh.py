@@ -41,17 +41,17 @@ def compared(folder: Path, batch: MicroBatch, device: torch.device) -> tuple[lis
     """Two processes against this one, which becomes their rank 0."""
     alone = {precision: _losses(_started(folder, device, precision, {}), batch) for precision in _ALLOWED}
     coordinator = f"127.0.0.1:{free_ports(1)[0]}"
+    distributed = {"distributed": {"coordinator": coordinator}}
     rows, found = [], {}
     with other_rank(coordinator, {"CUDA_VISIBLE_DEVICES": "1"}):
         for mesh in _MESHES:
-            options = {"mesh": mesh, "distributed": {"coordinator": coordinator}}
             for precision, allowed in _ALLOWED.items():
-                trainer = _started(folder, device, precision, options)
+                trainer = _started(folder, device, precision, {"mesh": mesh, **distributed})
                 apart = float(np.abs(_losses(trainer, batch) - alone[precision]).max())
                 name = f"{precision}, {'='.join(map(str, *mesh.items()))}: largest |Δ loss| from one process"
                 rows.append(Row(name, apart, f"<= {allowed:g}", apart <= allowed))
                 found[name] = apart
-        trainer = _started(folder, device, Precision.BF16, {**options, "mesh": _MESHES[0]})
+        trainer = _started(folder, device, Precision.BF16, {"mesh": _MESHES[0], **distributed})
         differ = _gathered_beside(trainer, batch)
         trainer.close()
     rows.append(Row("parameters gathered beside a pass that differ", differ, "0", differ == 0))

@@ -3,7 +3,8 @@
 Plain torch and transformers, a random decoder of 0.87 billion parameters in bf16; nothing is downloaded. In turn:
 correctness, decode rate and in-flight updates of the torch engine (`gpu_engine`), throughput and MFU of the torch
 trainer and its parity with the engine (`gpu_trainer`), the trainer's peak memory against what `pipelinerl check`
-predicts (`memory_prediction`). A check that fails says why and the others go on.
+predicts (`memory_prediction`), and a trainer of two processes over NCCL where there are two GPUs (`gpu_mesh`). A check
+that fails says why and the others go on.
 
 Exit status: 0 all targets met, 1 something failed or missed its target, 3 there is no CUDA device and nothing was
 checked. The record is results/gpu_check.json.
@@ -27,7 +28,7 @@ from typing import Any, Final
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks import gpu_engine, gpu_trainer, memory_prediction
+from benchmarks import gpu_engine, gpu_mesh, gpu_trainer, memory_prediction
 from benchmarks.gpu_device import FULL, QUICK, Scale, describe, save_model
 from benchmarks.measure import Row, print_table, write_record
 from inference_contract.errors import ContractError
@@ -43,6 +44,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "update": gpu_engine.check_update,
     "trainer": gpu_trainer.check_throughput,
     "memory": memory_prediction.check_memory,
+    "mesh": gpu_mesh.check_mesh,
 }
 NO_DEVICE: Final = 3
 

@@ -97,11 +97,12 @@ class GatheredKind(StrEnum):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """One parameter of `gather_weights`, by its place in the order of `weight_layout`."""
+    """Parameters of `gather_weights`, `count` of them from a place in the order of `weight_layout`, one by one."""
 
     trainer: int
     place: int
     kind: GatheredKind = GatheredKind.WEIGHTS
+    count: int = 1
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):

@@ -46,7 +46,8 @@ class MeshFollower:
             case Discard():
                 worker.model.discard_gradient()
             case Gather():
-                worker.gathered(command.place, command.kind)
+                for place in range(command.place, command.place + command.count):
+                    worker.gathered(place, command.kind)
             case Save():
                 worker.save_shard(Path(command.path))
         return []

@@ -5,6 +5,7 @@ Arguments are checked by `TorchTrainer` before they come here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -151,9 +152,16 @@ class MeshLeader:
         return self._worker.layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Host tensors, each gathered from the ranks when it is asked for."""
-        for info in self._worker.layout():
-            yield info.name, self._served(info.name)
+        """Host tensors, gathered from the ranks when they are asked for, as many at once as the largest is."""
+        layout, adapters = self._worker.layout(), self._worker.loaded.adapters
+        if adapters is not None:
+            for info in layout:
+                yield info.name, self._merged(info.name, adapters)
+            return
+        for bunch in bunches_of(layout):
+            found = self._gathered([info.name for info in bunch], GatheredKind.WEIGHTS)
+            while bunch:
+                yield bunch.pop(0).name, found.pop(0)
 
     def save_state(self, path: Path) -> None:
         """Every rank writes its own rows; of adapters rank 0 writes what one process does."""
@@ -179,9 +187,9 @@ class MeshLeader:
         worker = self._worker
         moments: dict[str, dict[str, Tensor]] = {}
         for name in worker.model.trained if worker.has_moments else ():
-            kinds = {str(kind): self._gathered(name, kind) for kind in (GatheredKind.MEAN, GatheredKind.SQUARE)}
+            kinds = {str(kind): self._gathered([name], kind)[0] for kind in (GatheredKind.MEAN, GatheredKind.SQUARE)}
             moments[name] = {"step": worker.steps_of(name), **kinds}
-        trained = {name: self._gathered(name, GatheredKind.MASTER) for name in worker.model.trained}
+        trained = {name: self._gathered([name], GatheredKind.MASTER)[0] for name in worker.model.trained}
         torch_state.save(
             path,
             model=worker.model.model,
@@ -244,19 +252,38 @@ class MeshLeader:
     def _all(self, command: Command, own: Callable[[], T]) -> T:
         return self._ranks.together(lambda _: command, own, lane=Lane.PASSES).own
 
-    def _served(self, name: str) -> Tensor:
+    def _merged(self, name: str, adapters: Adapters) -> Tensor:
         """A parameter as engines are sent it: with its adapter, if it has one."""
-        adapters = self._worker.loaded.adapters
-        pair = None if adapters is None else adapters.pair_of(name)
-        if adapters is None or pair is None:
-            return self._gathered(name, GatheredKind.WEIGHTS)
-        own, a, b = (self._gathered(each, GatheredKind.MASTER) for each in (name, *pair))
+        pair = adapters.pair_of(name)
+        if pair is None:
+            return self._gathered([name], GatheredKind.WEIGHTS)[0]
+        own, a, b = (self._gathered([each], GatheredKind.MASTER)[0] for each in (name, *pair))
         return adapters.merged_with(name, own, a, b).to(self._worker.loaded.gather_dtype)
 
-    def _gathered(self, name: str, kind: GatheredKind) -> Tensor:
-        place = self._worker.place_of(name)
-        command, own = Gather(self._number, place, kind), partial(self._worker.gathered, place, kind)
-        return cast(Tensor, self._ranks.together(lambda _: command, own, lane=Lane.READS).own)
+    def _gathered(self, names: Sequence[str], kind: GatheredKind) -> list[Tensor]:
+        """Whole parameters, or moments of them, which are neighbours in the model's order."""
+        first = self._worker.place_of(names[0])
+        command = Gather(self._number, first, kind, len(names))
+
+        def own() -> list[Tensor]:
+            return [cast(Tensor, self._worker.gathered(first + number, kind)) for number in range(len(names))]
+
+        return self._ranks.together(lambda _: command, own, lane=Lane.READS).own
+
+
+def bunches_of(layout: Sequence[ParameterInfo]) -> Iterator[list[ParameterInfo]]:
+    """Neighbours that are together no larger than the largest, so that few commands gather many small ones."""
+    largest = max(math.prod(info.shape) for info in layout)
+    bunch: list[ParameterInfo] = []
+    held = 0
+    for info in layout:
+        size = math.prod(info.shape)
+        if bunch and held + size > largest:
+            yield bunch
+            bunch, held = [], 0
+        bunch.append(info)
+        held += size
+    yield bunch
 
 
 def _predicted(result: RankResult) -> Float32:

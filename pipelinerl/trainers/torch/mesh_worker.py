@@ -190,18 +190,16 @@ class MeshWorker:
         name, shape = list(self.model.shapes.items())[place]
         if self.rank >= self.mesh.shards:
             return None
-        rows = self._rows(name, kind)
         try:
             if self.rank:
-                if rows.numel():
+                if (rows := self._rows(name, kind)).numel():
                     dist.send(_bytes(rows), 0, group=world().reads)
                 return None
-            whole = torch.empty(shape, dtype=rows.dtype)
-            for rank in range(self.mesh.shards):
+            whole = torch.empty(shape, dtype=self._dtype_of(kind))
+            self._read(name, kind, whole[self.mesh.rows_of(0, shape[0])])
+            for rank in range(1, self.mesh.shards):
                 part = whole[self.mesh.rows_of(rank, shape[0])]
-                if rank == 0:
-                    part.copy_(rows)
-                elif part.numel():
+                if part.numel():
                     dist.recv(_bytes(part), rank, group=world().reads)
         except RuntimeError as error:
             raise RankError(f"gathering {name} failed: {error}; a rank has died: start all ranks again") from error
@@ -219,11 +217,19 @@ class MeshWorker:
         write_shard(path, self.rank, self.mesh.shards, tensors)
 
     def _rows(self, name: str, kind: GatheredKind) -> Tensor:
-        if kind in (GatheredKind.MEAN, GatheredKind.SQUARE):
-            shard = self.model.shards[name]
-            moment: Tensor = self.optimizer.state[shard][str(kind)] if shard.numel() else shard.detach()
-            return moment.cpu()
-        return self.model.copied(name, self.loaded.gather_dtype if kind is GatheredKind.WEIGHTS else torch.float32)
+        rows = torch.empty(self.model.shards[name].shape, dtype=self._dtype_of(kind))
+        self._read(name, kind, rows)
+        return rows
+
+    def _read(self, name: str, kind: GatheredKind, rows: Tensor) -> None:
+        """Copy this rank's rows to the host."""
+        if kind not in (GatheredKind.MEAN, GatheredKind.SQUARE):
+            self.model.copy_to(name, rows)
+        elif rows.numel():
+            rows.copy_(self.optimizer.state[self.model.shards[name]][str(kind)])
+
+    def _dtype_of(self, kind: GatheredKind) -> torch.dtype:
+        return self.loaded.gather_dtype if kind is GatheredKind.WEIGHTS else torch.float32
 
     def _sent(self, weights: HostWeights | None) -> Callable[[str], Tensor]:
         """What gives this rank's rows of each parameter, which rank 0 has whole and deals out."""

@@ -119,10 +119,10 @@ class ShardedModel:
         dist.all_reduce(total, group=self._mesh.get_group(_SHARD))
         return float(total)
 
-    def copied(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A copy, on the host, of this process' rows as the last optimizer step left them; for any thread."""
+    def copy_to(self, name: str, rows: Tensor) -> None:
+        """Copy this process' rows, as the last optimizer step left them, to memory on the host; for any thread."""
         with self._reading:
-            return self._lasting[name].detach().to(device="cpu", dtype=dtype, copy=True)
+            rows.copy_(self._lasting[name].detach())
 
     @contextmanager
     def lent(self, names: Iterable[str], rows_of: Callable[[str], Tensor]) -> Iterator[None]:

@@ -167,11 +167,7 @@ def two(model, tmp_path_factory) -> tuple[Path, str]:
             {"model": model, "first": 20, "count": 1, "restore_from": str(directory / "state")},
         ),
         (directory / "lora", "train", {"model": model, "options": {"lora": LORA}}),
-        (
-            directory / "lora_cp",
-            "train",
-            {"model": model, "count": 5, "options": CP | {"lora": LORA | {"dropout": 0.1}}},
-        ),
+        (directory / "lora_cp", "train", {"model": model, "count": 5, "options": CP | {"lora": LORA}}),
         (directory / "epochs", "epochs", {"model": model}),
         (directory / "lost", "until_lost", {"model": model}),
     ]
@@ -195,7 +191,7 @@ def again(model, two, tmp_path_factory) -> tuple[Path, str]:
     return directory, end_by_losing(0, signal.SIGKILL, jobs)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_20_steps_of_two_processes_are_those_of_one(one, two):
     """Five micro-batches a step: the second process has two of them, and computes nothing in the last round."""
     ours, theirs = arrays(two[0]), arrays(one)
@@ -206,7 +202,7 @@ def test_20_steps_of_two_processes_are_those_of_one(one, two):
     assert np.abs(losses[-1] - losses[0]) > 1e-3, "the run goes somewhere"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_20_steps_whose_tokens_two_processes_share_are_those_of_one(one, two):
     """Prompts are shared by rollouts as in one process, and key heads are repeated where they are too few."""
     ours, theirs = arrays(two[0] / "cp"), arrays(one)
@@ -215,19 +211,21 @@ def test_20_steps_whose_tokens_two_processes_share_are_those_of_one(one, two):
     assert distance(ours, theirs, "gradient") <= 2e-6
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_20_steps_of_adapters_over_a_divided_base_are_those_of_one_process(one, two):
     """What engines are sent is merged on rank 0 from the rows of the base, of A and of B."""
     ours, theirs = arrays(two[0] / "lora"), arrays(one / "lora")
     assert np.abs(ours["steps.losses"] - theirs["steps.losses"]).max() <= 1e-6
     assert np.abs(ours["steps.norms"] / theirs["steps.norms"] - 1).max() <= 1e-5
+    shared = arrays(two[0] / "lora_cp")["steps.losses"]
+    assert np.abs(shared - theirs["steps.losses"][: len(shared)]).max() <= 1e-6
     assert distance(ours, theirs, "weights") <= 1e-6
     assert distance(theirs, arrays(one), "weights") > 1e-3, "the base stands still"
     saved = {str(path.relative_to(two[0] / "lora")) for path in (two[0] / "lora" / "state").rglob("*.*")}
     assert saved == {str(path.relative_to(one / "lora")) for path in (one / "lora" / "state").rglob("*.*")}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_batches_of_several_optimizer_steps_are_those_of_one_process(one, two):
     ours, theirs = arrays(two[0] / "epochs"), arrays(one / "epochs")
     assert theirs["epochs.losses"].shape == (18,) and theirs["epochs.clipped"].max() > 0.1
@@ -235,7 +233,7 @@ def test_batches_of_several_optimizer_steps_are_those_of_one_process(one, two):
     assert distance(ours, theirs, "weights") <= 1e-6
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_goes_on_from_two_processes_to_one_to_two(one, two, again):
     """A state is the same whatever saved it; what loads it goes on as the run would have."""
     losses = arrays(one)["steps.losses"]
@@ -244,7 +242,7 @@ def test_a_run_goes_on_from_two_processes_to_one_to_two(one, two, again):
     assert distance(arrays(again[0]), arrays(one), "weights") <= 1e-6
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_each_process_saves_its_rows_which_any_number_loads_to_the_bit(model, two, again, tmp_path):
     """Here 2, 1 and 2; marked slow is 4. No byte of it is pickle, and nothing was gathered to be saved."""
     state = two[0] / "state"
@@ -256,7 +254,7 @@ def test_each_process_saves_its_rows_which_any_number_loads_to_the_bit(model, tw
     assert contents(again[0] / "resaved" / "state") == contents(again[0] / "alone" / "state")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_as_many_processes_go_on_to_the_bit(two):
     before, after = arrays(two[0]), arrays(two[0] / "back")
     assert np.isfinite(before["steps.next"]).all()
@@ -284,7 +282,7 @@ def test_a_rank_that_is_lost_is_named(two, again):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_rank_that_hangs_is_named(model, tmp_path):
     jobs: list[Job] = [(tmp_path, "until_lost", {"model": model})]
     assert "RankError: rank 1 was not heard for 5 s" in end_by_losing(1, signal.SIGSTOP, jobs, silence_s=5)

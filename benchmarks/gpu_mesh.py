@@ -1,0 +1,95 @@
+"""`gpu_check`'s questions about a torch trainer of two processes, each on a GPU of its own, with NCCL between.
+
+shards, tokens    losses of three steps with the model divided (`dp_shard`), and with tokens shared (`cp`), against
+                  one process: fp32, which is the code that gloo tests, and bf16
+gather            weights gathered beside a backward pass are those gathered while nothing runs, to the bit
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_device import Scale
+from benchmarks.gpu_trainer import random_batch
+from benchmarks.measure import Row
+from benchmarks.mesh_gather import other_rank
+from pipelinerl.objective.presets import resolve
+from pipelinerl.system.ports import free_ports
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from trainer_contract.host_weights import copied
+from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
+
+#: Largest difference of a loss from one process', by precision.
+_ALLOWED: Final = {Precision.FP32: 1e-4, Precision.BF16: 2e-2}
+_MESHES: Final = ({"dp_shard": 2}, {"cp": 2})
+_RATE: Final = 1e-5
+
+
+def check_mesh(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Nothing where there are fewer than two GPUs, which is said."""
+    if device.type != "cuda" or torch.cuda.device_count() < 2:
+        return [Row("trainer of two processes", "not checked: it needs two GPUs")], {"checked": False}
+    return compared(folder, random_batch(scale), device)
+
+
+def compared(folder: Path, batch: MicroBatch, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Two processes against this one, which becomes their rank 0."""
+    alone = {precision: _losses(_started(folder, device, precision, {}), batch) for precision in _ALLOWED}
+    coordinator = f"127.0.0.1:{free_ports(1)[0]}"
+    distributed = {"distributed": {"coordinator": coordinator}}
+    rows, found = [], {}
+    with other_rank(coordinator, {"CUDA_VISIBLE_DEVICES": "1"}):
+        for mesh in _MESHES:
+            for precision, allowed in _ALLOWED.items():
+                trainer = _started(folder, device, precision, {"mesh": mesh, **distributed})
+                apart = float(np.abs(_losses(trainer, batch) - alone[precision]).max())
+                name = f"{precision}, {'='.join(map(str, *mesh.items()))}: largest |Δ loss| from one process"
+                rows.append(Row(name, apart, f"<= {allowed:g}", apart <= allowed))
+                found[name] = apart
+        trainer = _started(folder, device, Precision.BF16, {"mesh": _MESHES[0], **distributed})
+        differ = _gathered_beside(trainer, batch)
+        trainer.close()
+    rows.append(Row("parameters gathered beside a pass that differ", differ, "0", differ == 0))
+    return rows, {"checked": True, **found, "gathered_differ": differ}
+
+
+def _started(folder: Path, device: torch.device, precision: Precision, options: dict[str, Any]) -> TorchTrainer:
+    trainer = TorchTrainer()
+    trainer.init_worker(
+        TrainerSpec(model_path=folder, device=Device(device.type), precision=precision, options=options)
+    )
+    return trainer
+
+
+def _losses(trainer: TorchTrainer, batch: MicroBatch) -> np.ndarray[Any, np.dtype[np.float64]]:
+    found = []
+    for _ in range(3):
+        found.append(trainer.backward([batch], resolve("pipelinerl"))[0].loss)
+        trainer.optimizer_step(learning_rate=_RATE)
+    trainer.close()
+    return np.array(found)
+
+
+def _gathered_beside(trainer: TorchTrainer, batch: MicroBatch) -> int:
+    """How many parameters differ that are gathered while passes run from those gathered while none does."""
+    at_rest = copied(trainer.gather_weights())
+    ended = threading.Event()
+
+    def passes() -> None:
+        while not ended.is_set():
+            trainer.backward([batch], resolve("pipelinerl"))
+            trainer.discard_gradient()
+
+    beside = threading.Thread(target=passes)
+    beside.start()
+    try:
+        found = copied(trainer.gather_weights())
+    finally:
+        ended.set()
+        beside.join()
+    return sum(not np.array_equal(array, found[name]) for name, array in at_rest.items())

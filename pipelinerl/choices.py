@@ -103,3 +103,11 @@ class Pin(StrEnum):
     """One engine answers alone and is left out of updates until the end; training goes on with the others."""
     GATE = "gate"
     """Updates are postponed until the end, at most `hold_s`; training goes on as far as staleness allows."""
+
+
+class Elasticity(StrEnum):
+    """What becomes of a decision to have more engines, or fewer."""
+
+    DRY_RUN = "dry_run"
+    """It is told in an event, and nothing is done."""
+    ON = "on"

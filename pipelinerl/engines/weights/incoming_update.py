@@ -18,7 +18,7 @@ from inference_contract.weights import WeightLayout, WeightUpdateRequest, cut
 from pipelinerl.engines.weights.group_endpoint import GroupEndpoint
 from pipelinerl.engines.weights.group_member import GroupMember
 from pipelinerl.errors import PipelineError, UpdateError
-from pipelinerl.system.background import in_background
+from pipelinerl.system.background import in_background_soon
 from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.layout import describe_bucket
 from pipelinerl.weights.pull import PullOrder, PullSource, Shard
@@ -128,7 +128,7 @@ def _started(request: WeightUpdateRequest, inlet: Inlet, bring: Callable[[], Rec
         inlet.finish()
         return received
 
-    return in_background(f"receive-{request.epoch}.{request.version}", whole)
+    return in_background_soon(f"receive-{request.epoch}.{request.version}", whole)
 
 
 def _broadcast(

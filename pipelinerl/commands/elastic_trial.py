@@ -15,7 +15,7 @@ from pipelinerl.observability.events import Event, read_events
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class TriedDecision:
     """One that the rule would have taken, `elapsed_s` after the run began and after `step`."""
 
     elapsed_s: float
@@ -48,7 +48,9 @@ def show(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
         yield f"nothing: in {len(events)} events no {rule.patience} intervals of {rule.interval_s:g} s in a row agree"
 
 
-def decisions(events: Iterable[Event], rule: ElasticRule, *, k: float, least: int, most: int) -> Iterator[Decision]:
+def decisions(
+    events: Iterable[Event], rule: ElasticRule, *, k: float, least: int, most: int
+) -> Iterator[TriedDecision]:
     """What `rule` would have decided on a run's events; the number of engines stays what it was."""
     memory, serving, step = ElasticMemory(), set[str](), 0
     for event in events:
@@ -76,4 +78,4 @@ def decisions(events: Iterable[Event], rule: ElasticRule, *, k: float, least: in
                 wanted = len(serving) + want.value
                 if want is not Want.SAME and least <= wanted <= most:
                     changed(memory, now=now)
-                    yield Decision(now, step, len(serving), wanted, in_words(want, figures))
+                    yield TriedDecision(now, step, len(serving), wanted, in_words(want, figures))

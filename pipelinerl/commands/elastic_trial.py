@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipelinerl.config.recipe import load
 from pipelinerl.config.sections import shared_values
-from pipelinerl.controller.decisions.elastic import Want, changed, in_words, weighed
+from pipelinerl.controller.decisions.elastic import Want, changed, in_words, note_step, weighed
 from pipelinerl.controller.state.elastic import ElasticMemory, ElasticRule
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event, read_events
@@ -39,7 +39,7 @@ def show(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
     limits = config.elastic.types.values()
     least, most = sum(each.min for each in limits) or 1, sum(each.max for each in limits) or 4096
     rule = ElasticRule(**shared_values(config.elastic, ElasticRule))
-    found = list(decisions(events, rule, k=config.staleness.bounds.k, least=least, most=most))
+    found = list(decisions(events, rule, least=least, most=most))
     for each in found:
         yield f"{each.elapsed_s:9.0f} s  step {each.step:6d}  {each.engines} → {each.wanted} engines: {each.why}"
     if found:
@@ -48,9 +48,7 @@ def show(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
         yield f"nothing: in {len(events)} events no {rule.patience} intervals of {rule.interval_s:g} s in a row agree"
 
 
-def decisions(
-    events: Iterable[Event], rule: ElasticRule, *, k: float, least: int, most: int
-) -> Iterator[TriedDecision]:
+def decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[TriedDecision]:
     """What `rule` would have decided on a run's events; the number of engines stays what it was."""
     memory, serving, step = ElasticMemory(), set[str](), 0
     for event in events:
@@ -64,11 +62,7 @@ def decisions(
                 memory.forget()
             case "step":
                 step = int(event["step"])
-                memory.note_step(
-                    waited_s=event.get("wait_s", 0.0),
-                    stepped_s=event.get("step_s", 0.0),
-                    stale=event.get("staleness_mean", 0.0) / k,
-                )
+                note_step(memory, event, event.get("by_domain", {}))
             case "engines" if serving:
                 memory.note_poll(float(event["occupancy"]), now=now)
                 figures = memory.taken(now=now, interval_s=rule.interval_s)

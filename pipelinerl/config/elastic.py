@@ -33,7 +33,7 @@ class ElasticSection(Section):
     waiting: float = Field(default=0.15, gt=0, lt=1)
     content: float = Field(default=0.05, gt=0, lt=1)
     busy: float = Field(default=0.8, gt=0, le=1)
-    stale: float = Field(default=0.8, gt=0, le=1)
+    stale: float = Field(default=0.1, ge=0, le=1)
     drain_s: float = Field(default=60.0, gt=0, le=86400)
     types: dict[str, EngineLimits] = Field(default_factory=dict)
     """Limits by type: more come of the first that has room, fewer go of the last. Without any, the run is as large as

@@ -24,7 +24,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         log.write("engine_verified", elapsed_s=0.5, url=URL)
         for second in range(1, 121):
             wait_s = 0.5 if second <= 60 else 0.0
-            log.write("step", elapsed_s=second, step=second, wait_s=wait_s, step_s=1 - wait_s, staleness_mean=1.0)
+            log.write("step", elapsed_s=second, step=second, wait_s=wait_s, step_s=1 - wait_s)
             log.write("engines", elapsed_s=second, occupancy=0.9 if second <= 60 else 0.2)
             if second == 70:
                 log.write("engine_verified", elapsed_s=70, url=f"{URL}0")
@@ -45,7 +45,7 @@ def test_it_says_when_and_why(run_dir: Path) -> None:
         ["33", "s", "step", "33", "1", "→", "2", "engines"],
         ["99", "s", "step", "99", "2", "→", "1", "engines"],
     ]
-    assert "the trainer waits 50% of its time, and the engines are 90% busy" in decided[0]
+    assert "the engines are 90% busy, the trainer waits 50% of its time" in decided[0]
     assert "with it done, the figures after it would have been others" in note
 
 

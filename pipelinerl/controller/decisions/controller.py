@@ -347,10 +347,11 @@ class Controller:
             trained=report.consumed.trained - before.trained, filtered=report.consumed.filtered - before.filtered
         )
         self.state.trainer.last_step = report.stats
-        elastic.note_step(self.state, report.stats)
         self.state.cooldown.note(report.solved, self.settings.cooldown, version=self.state.version)
         self.state.failing.refused_groups = self.state.failing.too_long_groups = 0
         effects = step_taken(self.state, report)
+        if self.settings.elastic is not None:
+            elastic.note_step(self.state.elastic, report.stats, self.state.watched.by_domain)
         loaded = self.state.fleet.oldest_loaded()
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
         if self.ending is None:

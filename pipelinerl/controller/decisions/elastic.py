@@ -1,21 +1,22 @@
 """Decides how many engines a run wants, and has them started and drained like an operator would. Pure.
 
-    trainer waits, engines busy, tokens young   more: one is requested, of the first type that has room
-    trainer never waits, the work fits on one   fewer: one of the last type that has one too many is drained, the
-      fewer, or tokens are nearly too old         newest first
+    engines busy, and the trainer waits, or     more: one is requested, of the first type that has room
+      groups come too late to train
+    trainer never waits, groups are in time,    fewer: one of the last type that has one too many is drained, the
+      the work fits on one fewer                  newest first
     below `engines_min`, above `engines_max`    at once, whatever the figures: an operator has changed a knob
 
 What keeps it from going to and fro: between `content` and `waiting` nothing follows; an engine goes only if those that
-stay would still be less than `busy`; `patience` intervals in a row must agree; after a change figures begin anew, and
-nothing follows for `settle_s`, nor while an engine comes or goes. An engine that could not be had is not asked for
-again: its type has what it has.
+stay would still be less than `busy`, and never the last; `patience` intervals in a row must agree; after a change
+figures begin anew, and nothing follows for `settle_s`, nor while an engine comes or goes. An engine that could not be
+had is not asked for again: its type has what it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 from pipelinerl.choices import Elasticity
 from pipelinerl.controller.decisions.engine_decisions import drain, request_engines
@@ -37,20 +38,18 @@ class Want(Enum):
 
 #: What the figures show, in words.
 _WHY: Final = {
-    Want.MORE: "the trainer waits {waiting:.0%} of its time, and the engines are {occupancy:.0%} busy",
-    Want.FEWER: "the trainer waits {waiting:.0%} of its time, the engines are {occupancy:.0%} busy, and tokens are at "
-    "{stale:.0%} of the oldest that may train",
+    Want.MORE: "the engines are {occupancy:.0%} busy, the trainer waits {waiting:.0%} of its time, and {stale:.0%} of "
+    "groups come too late",
+    Want.FEWER: "the engines are {occupancy:.0%} busy, and the trainer waits {waiting:.0%} of its time",
 }
 
 
 def verdict(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
     """What one interval speaks for, of so many engines that serve."""
-    if figures.waiting > rule.waiting:
-        return Want.MORE if figures.occupancy >= rule.busy and figures.stale < rule.stale else Want.SAME
+    if figures.occupancy >= rule.busy:
+        return Want.MORE if figures.waiting > rule.waiting or figures.stale > rule.stale else Want.SAME
     fits = engines > 1 and figures.occupancy * engines / (engines - 1) < rule.busy
-    if figures.waiting < rule.content and (fits or figures.stale >= rule.stale):
-        return Want.FEWER
-    return Want.SAME
+    return Want.FEWER if fits and figures.waiting < rule.content and figures.stale <= rule.stale else Want.SAME
 
 
 def weighed(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engines: int, now: float) -> Want:
@@ -95,13 +94,14 @@ def in_words(want: Want, figures: Figures) -> str:
     return _WHY[want].format(waiting=figures.waiting, occupancy=figures.occupancy, stale=figures.stale)
 
 
-def note_step(state: RunState, stats: Mapping[str, float]) -> None:
+def note_step(memory: ElasticMemory, figures: Mapping[str, Any], by_domain: Mapping[str, Mapping[str, float]]) -> None:
     """A step was taken, with these figures."""
-    state.elastic.note_step(
-        waited_s=stats.get("wait_s", 0.0),
-        stepped_s=stats.get("step_s", 0.0),
-        stale=stats.get("staleness_mean", 0.0) / state.knobs.k,
-    )
+    memory.waited_s += figures.get("wait_s", 0.0)
+    memory.stepped_s += figures.get("step_s", 0.0)
+    late = sum(each.get("stale_groups", 0.0) for each in by_domain.values())
+    memory.late += late
+    memory.groups += late + sum(each.get("groups", 0.0) for each in by_domain.values())
+    memory.steps += 1
 
 
 # --- details ---------------------------------------------------------------------------------------------------------

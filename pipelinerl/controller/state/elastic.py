@@ -24,7 +24,8 @@ class ElasticRule:
         waiting: share of its time for which the trainer waits, above which there are too few engines, if they are busy.
         content: share below which there may be too many.
         busy: share of their slots from which on engines are; what is done must fit on one fewer below it.
-        stale: mean staleness as a share of k, from which on there are enough: more in flight is older when it trains.
+        stale: share of groups that come too late to train, above which there are too few, if they are busy, and never
+            too many: with fewer, groups would take longer still.
         drain_s: how long what an engine has may run once it is drained.
     """
 
@@ -35,7 +36,7 @@ class ElasticRule:
     waiting: float = 0.15
     content: float = 0.05
     busy: float = 0.8
-    stale: float = 0.8
+    stale: float = 0.1
     drain_s: float = 60.0
 
 
@@ -59,20 +60,14 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
     waited_s: float = 0.0
     """Of `steps` since the last interval that had any; `stepped_s` likewise, beside what was waited."""
     stepped_s: float = 0.0
-    staleness: float = 0.0
-    """Sum over `steps` of their mean, as a share of k."""
+    groups: float = 0.0
+    """That came, of which `late` too late to train."""
+    late: float = 0.0
     steps: int = 0
     streak: int = 0
     """Intervals in a row that want more engines, or below 0 fewer."""
     changed: float | None = None
     """When the number was changed last, or would have been."""
-
-    def note_step(self, *, waited_s: float, stepped_s: float, stale: float) -> None:
-        """A step was taken."""
-        self.waited_s += waited_s
-        self.stepped_s += stepped_s
-        self.staleness += stale
-        self.steps += 1
 
     def note_poll(self, occupancy: float, *, now: float) -> None:
         """The engines that serve were found to be so busy, from 0 to 1."""
@@ -88,7 +83,7 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
         figures = Figures(
             waiting=self.waited_s / seconds if seconds > 0 else 0.0,
             occupancy=self.occupancy / self.polls,
-            stale=self.staleness / self.steps,
+            stale=self.late / self.groups if self.groups else 0.0,
         )
         self.forget()
         return figures
@@ -96,4 +91,4 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
     def forget(self) -> None:
         """The next interval begins with the next poll."""
         self.began, self.occupancy, self.polls = None, 0.0, 0
-        self.waited_s, self.stepped_s, self.staleness, self.steps = 0.0, 0.0, 0.0, 0
+        self.waited_s, self.stepped_s, self.groups, self.late, self.steps = 0.0, 0.0, 0.0, 0.0, 0

@@ -102,7 +102,7 @@ class Site:
             self._report(Published(**about, pauses_s=pauses, failed={}, send_s=0.0, total_s=0.0))
             self._report(CanaryChecked(**about, worst=dict.fromkeys(joining, 0.0)))
 
-    def second(self, *, stale: float = 0.2) -> None:
+    def second(self, *, stale: float = 0.0) -> None:
         """A step of a second, and a poll."""
         self.now += 1.0
         engines = self.serving
@@ -113,7 +113,8 @@ class Site:
                 epoch=self.state.epoch,
                 model_version=self.state.version + 1,
                 consumed=ConsumedReport(),
-                stats={"wait_s": waiting, "step_s": 1 - waiting, "staleness_mean": stale * self.state.knobs.k},
+                stats={"wait_s": waiting, "step_s": 1 - waiting},
+                by_domain={"a": {"groups": 10 * (1 - stale), "stale_groups": 10 * stale}},
             )
         )
         self.tell(FleetMeasured(now=self.now, occupancy=occupancy))
@@ -160,8 +161,9 @@ def test_less_work_lets_engines_go_and_one_after_the_other() -> None:
 @given(figures=st.builds(Figures, waiting=SHARES, occupancy=SHARES, stale=SHARES), engines=st.integers(1, 64))
 def test_what_speaks_for_fewer_never_speaks_for_more_with_one_fewer(figures: Figures, engines: int) -> None:
     """Those that stay do what the one that goes has done, and are still not busy."""
-    if verdict(RULE, figures, engines=engines) is not Want.FEWER or figures.stale >= RULE.stale:
+    if verdict(RULE, figures, engines=engines) is not Want.FEWER:
         return
+    assert engines > 1
     occupancy = min(1.0, figures.occupancy * engines / (engines - 1))
     after = msgspec.structs.replace(figures, occupancy=occupancy)
     assert verdict(RULE, after, engines=engines - 1) is not Want.MORE
@@ -195,16 +197,16 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing() -> None:
     assert set(site.pass_time(60)) == {1}
     assert set(site.scaled("engines_would_scale")) == {(1, 2)} and not site.state.engine_requests
     why = next(fields["why"] for kind, fields in site.said if kind == "engines_would_scale")
-    assert why == "the trainer waits 67% of its time, and the engines are 100% busy"
+    assert why == "the engines are 100% busy, the trainer waits 67% of its time, and 0% of groups come too late"
 
 
-def test_tokens_that_are_nearly_too_old_speak_against_more_and_for_fewer() -> None:
-    site = Site(RULE, work=3.0)
-    assert set(site.pass_time(60, stale=0.9)) == {1}
-    site.pass_time(100)
-    site.work = 2.9  # the work would not fit on fewer
-    assert site.serving == 3
-    assert site.pass_time(60, stale=0.9)[-1] < 3
+def test_groups_that_come_too_late_speak_for_more_and_against_fewer() -> None:
+    site = Site(RULE, work=1.0)  # just enough: the trainer does not wait
+    assert set(site.pass_time(60)) == {1}
+    assert site.pass_time(16, stale=0.3)[-1] == 2
+    site.work = 0.5
+    assert set(site.pass_time(60, stale=0.3)) == {2}
+    assert site.pass_time(60)[-1] == 1
 
 
 def test_limits_are_knobs_of_the_live_run() -> None:

@@ -45,6 +45,14 @@ class Backend(StrEnum):
     NCCL = "nccl"
 
 
+class Connections(StrEnum):
+    """Which ranks of a gloo group connect, where the request does not leave it to gloo, by whom all do."""
+
+    TREE = "tree"
+    """Those between which a broadcast from rank 0 goes: gloo's lazy initialisation, then a broadcast of one byte from
+    rank 0, by which the ranks meet. Who has had it has joined."""
+
+
 class InitProcessGroupRequest(Wire):
     """Join the process group `group` as `rank` of `world_size` (rank 0 is the trainer).
 
@@ -61,6 +69,7 @@ class InitProcessGroupRequest(Wire):
     rank: int = Field(ge=1)
     world_size: int = Field(ge=2)
     generation: int = Field(ge=0, lt=MOST_GENERATION)
+    connections: Connections | None = None
     timeout_s: float = Field(default=60.0, gt=0, le=3600)
 
     @model_validator(mode="after")

@@ -112,3 +112,11 @@ class Skill(StrEnum):
     """Greedy answers that equal the reference, of all domains together."""
     REWARD = "reward"
     """The verifiers' reward of sampled answers, of each domain by itself."""
+
+
+class Elasticity(StrEnum):
+    """What becomes of a decision to have more engines, or fewer."""
+
+    DRY_RUN = "dry_run"
+    """It is told in an event, and nothing is done."""
+    ON = "on"

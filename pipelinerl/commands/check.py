@@ -35,6 +35,7 @@ from pipelinerl.roles.process import Identity
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
 from pipelinerl.roles.wiring import (
     check_engine_options,
+    elastic_of,
     held_out_problems,
     knobs_of,
     objective_of,
@@ -60,6 +61,7 @@ def refuse(config: RunConfig) -> None:
     registry.find("engine.type", registry.ENGINES, config.engine.type)
     servers_of(config)
     check_engine_options(config)
+    elastic_of(config)
     registry.find("trainer.type", registry.TRAINERS, config.trainer.type)
     takes_options = registry.TRAINERS_WITH_OPTIONS | {name for _, name in user_code(config)}
     if config.trainer.options and config.trainer.type not in takes_options:

@@ -115,6 +115,20 @@ def swap(run: Run, engine: Which, type: Type = None, patience: Patience = 60.0, 
         typer.echo(line(gone(controller, engine, within_s=patience + 30.0)))
 
 
+@engines_app.command()
+def elastic(
+    run: Annotated[Path, typer.Argument(help="Directory of the run, live or over.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value …, such as elastic.waiting=0.3", show_default=False)
+    ] = None,
+) -> None:
+    """When a run's figures would have had engines come or go, by its `elastic` section; does nothing (a dry run)."""
+    from pipelinerl.commands.elastic_trial import show
+
+    for line_ in show(run, overrides or ()):
+        typer.echo(line_)
+
+
 def _known(type: str) -> str:
     """The engine's type, with an absolute path if it is a file of the user's."""
     registry.known("--type", registry.ENGINES, type := anchored(type, Path.cwd()))

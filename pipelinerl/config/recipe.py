@@ -23,6 +23,7 @@ from pipelinerl import registry
 from pipelinerl.config.beside_recipe import resolved_beside
 from pipelinerl.config.curation import CurationSection
 from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.elastic import ElasticSection
 from pipelinerl.config.evaluation import EvaluationSection, EvaluationSetSection, HeldOutSet
 from pipelinerl.config.layers import merged, overridden
 from pipelinerl.config.learning import (
@@ -71,6 +72,7 @@ class RunConfig(Section):
     run: RunSection = RunSection()
     objective: str | dict[str, Any] = "pipelinerl"
     engine: EngineSection = EngineSection()
+    elastic: ElasticSection = ElasticSection()
     actor: ActorSection = ActorSection()
     sampling: SamplingSection = SamplingSection()
     optimizer: OptimizerSection = OptimizerSection()

@@ -41,7 +41,7 @@ from pipelinerl.observability.restarts import read_restarts
 from pipelinerl.observability.samples.reading import FOLDER
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.wiring import checkpoints_of, held_out_problems, knobs_of, training_problems
+from pipelinerl.roles.wiring import checkpoints_of, elastic_of, held_out_problems, knobs_of, training_problems
 from pipelinerl.streams.stream import Stream, parse_id
 from pipelinerl.system.files import write_private
 from pipelinerl.system.http_service import listen, serve_until, url_of
@@ -100,6 +100,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
             domain.name: CooldownRule(**(domain.cooldown or config.curation.cooldown).model_dump())
             for domain in config.domains
         },
+        elastic=elastic_of(config),
         checkpoint_interval_steps=config.checkpoint.interval_steps,
         engines_expected=config.engine.count,
         save_s=config.launch.save_s,

@@ -11,6 +11,7 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import shared_values
+from pipelinerl.controller.state.elastic import ElasticRule
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.data.mixture import Domain, Mixture
 from pipelinerl.data.problems import Split, open_source
@@ -124,9 +125,29 @@ def knobs_of(config: RunConfig) -> Knobs:
         groups_in_flight=config.actor.groups_in_flight,
         domain_weights={domain.name: domain.weight for domain in config.trained_domains},
         group_sizes={domain.name: config.group_size_of(domain) for domain in config.trained_domains},
+        engines_min={type: limits.min for type, limits in config.elastic.types.items()},
+        engines_max={type: limits.max for type, limits in config.elastic.types.items()},
         max_groups=config.streams.max_groups,
         k_finite=config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS,
     )
+
+
+def elastic_of(config: RunConfig) -> ElasticRule | None:
+    """When engines come and go by the run's own figures; None where the recipe names no limits of their number.
+
+    Raises:
+        RecipeError: a type cannot be started by name, or the run begins with fewer engines, or more, than there may be.
+    """
+    for type, limits in config.elastic.types.items():
+        if type not in registry.ENGINES or type in registry.SERVER_ENGINES:
+            started = ", ".join(name for name in registry.ENGINES if name not in registry.SERVER_ENGINES)
+            raise RecipeError(f"elastic.types must name engines that can be started: {started}, got {type!r}")
+        count = config.engine.count
+        if type == config.engine.type and not limits.min <= count <= limits.max:
+            raise RecipeError(
+                f"engine.count ({count}) must be within elastic.types.{type}, from {limits.min} to {limits.max}"
+            )
+    return ElasticRule(**shared_values(config.elastic, ElasticRule)) if config.elastic.types else None
 
 
 def servers_of(config: RunConfig) -> tuple[str, ...]:

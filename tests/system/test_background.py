@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+import weakref
 from typing import Any
 
 import pytest
 
-from pipelinerl.system.background import tell
+from pipelinerl.system.background import in_background, tell
 from tests.patience import PATIENCE_S
 
 
@@ -16,6 +18,42 @@ async def test_what_a_thread_tells_is_called_on_the_loop() -> None:
     heard: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
     threading.Thread(target=tell, args=(asyncio.get_running_loop(), heard.set_result, ("yes", 1))).start()
     assert await asyncio.wait_for(heard, PATIENCE_S) == ("yes", 1)
+
+
+def test_a_call_that_comes_soon_finds_the_thread_of_one_before_and_nothing_of_that_call() -> None:
+    class Held:
+        pass
+
+    def first() -> tuple[int, weakref.ref[Held]]:
+        held = Held()
+        return threading.get_ident(), weakref.ref(held)
+
+    threads, deadline = set[int](), time.monotonic() + PATIENCE_S
+    while True:
+        thread, held = in_background("call", first).result(PATIENCE_S)
+        if thread in threads:
+            break
+        threads.add(thread)
+        assert time.monotonic() < deadline
+    while held() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_calls_under_way_have_a_thread_each() -> None:
+    meeting = threading.Barrier(8, timeout=PATIENCE_S)
+    calls = [in_background(f"call-{number}", meeting.wait) for number in range(8)]
+    assert sorted(call.result(PATIENCE_S) for call in calls) == list(range(8))
+
+
+def test_an_error_is_the_callers_and_the_thread_goes_on() -> None:
+    def fails() -> None:
+        raise OSError("no")
+
+    for _ in range(3):
+        with pytest.raises(OSError, match="no"):
+            in_background("fails", fails).result(PATIENCE_S)
+    assert in_background("works", lambda: 1).result(PATIENCE_S) == 1
 
 
 class Refusing:

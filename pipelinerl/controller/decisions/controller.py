@@ -14,6 +14,7 @@
     CanaryChecked                     trainer   prompts, for engines that serve now (`engine_decisions.py`)
     GroupFailed, Evaluation…   actor     prompts; an evaluation's result
     knobs                      API       a Directive, then prompts: both sides pace by the same
+    FleetMeasured              poll      an engine that is to come or to go (`elastic.py`)
     engine comes/goes          API, poll a Directive when the trainer must publish without waiting for a step
 
 What it waits for, and who unblocks it: `waiting_for` says so in words. Prompts are issued within the staleness budget
@@ -28,7 +29,7 @@ from typing import Any, final
 import msgspec
 
 from pipelinerl.choices import Overdue
-from pipelinerl.controller.decisions import engine_decisions, reported
+from pipelinerl.controller.decisions import elastic, engine_decisions, reported
 from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.engine_decisions import engine_input
 from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
@@ -40,6 +41,7 @@ from pipelinerl.controller.state.effects import Effect, IssuePrompts, Record, Se
 from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.inputs import (
     AnyInput,
+    FleetMeasured,
     KnobsPatched,
     ReportReceived,
     StopAsked,
@@ -138,6 +140,8 @@ class Controller:
                 return self.tick(now=now)
             case StreamsLost():
                 return self._streams_lost()
+            case FleetMeasured():
+                return elastic.measured(self.state, self.settings, given)
             case _:
                 effects = engine_input(self.state, given, engines_expected=self.settings.engines_expected)
                 return effects + self._fleet_changed(now=given.now)
@@ -346,6 +350,8 @@ class Controller:
         self.state.cooldown.note(report.solved, self.settings.cooldown, version=self.state.version)
         self.state.failing.refused_groups = self.state.failing.too_long_groups = 0
         effects = step_taken(self.state, report)
+        if self.settings.elastic is not None:
+            elastic.note_step(self.state.elastic, report.stats, self.state.watched.by_domain)
         loaded = self.state.fleet.oldest_loaded()
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
         if self.ending is None:

@@ -3,11 +3,11 @@
     EngineRegistered, EngineAnswered, EngineRestarted   joins (anew): weights are due
     HealthCheckMissed, EngineTimedOut                   gets no work; is dead
     Published, CanaryChecked                            has weights; serves, or is dirty, or is out
-    EngineDrainAsked, EngineIdle, Ticked                `_drain`, then `_expel`: ends what it has and is out
+    EngineDrainAsked, EngineIdle, Ticked                `drain`, then `_expel`: ends what it has and is out
     EngineRemoved                                       `_remove`, which is `_expel` at once
     EnginesRequested                                    the launcher starts processes; they offer themselves
 
-Each transition has the verb of the table in `state/fleet.py`: `_drain`, `_expel`, `_publish_failed`, `_answered`.
+Each transition has the verb of the table in `state/fleet.py`: `drain`, `_expel`, `_publish_failed`, `_answered`.
 
 A swap requests an engine that `replaces` another: the old one is drained when the new one serves, so the run
 always has the engine it had. Nothing here sends: that weights are due follows from the fleet (`awaits_weights`).
@@ -57,11 +57,34 @@ def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) 
         case EngineIdle(url=url):
             return _expel(state, url, "drained") if fleet.is_draining(url) else []
         case EngineDrainAsked(url=url, grace_s=grace_s):
-            return _drain(state, url, now=given.now, grace_s=grace_s)
+            return drain(state, url, now=given.now, grace_s=grace_s)
         case EngineRemoved(engine=engine):
             return _remove(state, engine)
         case EnginesRequested():
-            return _request_engines(state, given, engines_expected=engines_expected)
+            return request_engines(state, given, engines_expected=engines_expected)
+
+
+def request_engines(state: RunState, given: EnginesRequested, *, engines_expected: int) -> list[Effect]:
+    """A replacement of who is to go already would be one too many; a name that anybody has had is no new one's."""
+    if given.replaces and removal_reason(state, given.replaces):
+        return []
+    taken = {record.name for record in state.fleet.records()} | {request.name for request in state.engine_requests}
+    free = (name for name in map("engine-{}".format, count(engines_expected)) if name not in taken)
+    names = list(islice(free, given.count))
+    state.engine_requests = [
+        *state.engine_requests,
+        *(EngineRequest(name=name, type=given.type, replaces=given.replaces, grace_s=given.grace_s) for name in names),
+    ]
+    return [Record("engines_hired", {"names": names, "type": given.type, "replaces": given.replaces})]
+
+
+def drain(state: RunState, url: str, *, now: float, grace_s: float) -> list[Effect]:
+    """Give an engine no more work; what it has may run for `grace_s`."""
+    if not state.fleet.drain(url, now=now, by=now + grace_s):
+        return []
+    if state.fleet.is_draining(url):
+        return [Record("engine_draining", {"url": url, "grace_s": grace_s})]
+    return _after_expulsion(state, url)
 
 
 def published(state: RunState, report: Published) -> list[Effect]:
@@ -151,16 +174,8 @@ def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
     for request in state.engine_requests:
         if request.name == name and request.replaces and request.wanted:
             _cancel_replacement(state, request.replaces)
-            return _drain(state, request.replaces, now=now, grace_s=request.grace_s)
+            return drain(state, request.replaces, now=now, grace_s=request.grace_s)
     return []
-
-
-def _drain(state: RunState, url: str, *, now: float, grace_s: float) -> list[Effect]:
-    if not state.fleet.drain(url, now=now, by=now + grace_s):
-        return []
-    if state.fleet.is_draining(url):
-        return [Record("engine_draining", {"url": url, "grace_s": grace_s})]
-    return _after_expulsion(state, url)
 
 
 def _remove(state: RunState, engine: str) -> list[Effect]:
@@ -196,17 +211,3 @@ def _cancel_request(state: RunState, name: str) -> None:
         msgspec.structs.replace(request, wanted=request.wanted and request.name != name)
         for request in state.engine_requests
     ]
-
-
-def _request_engines(state: RunState, given: EnginesRequested, *, engines_expected: int) -> list[Effect]:
-    """A replacement of who is to go already would be one too many; a name that anybody has had is no new one's."""
-    if given.replaces and removal_reason(state, given.replaces):
-        return []
-    taken = {record.name for record in state.fleet.records()} | {request.name for request in state.engine_requests}
-    free = (name for name in map("engine-{}".format, count(engines_expected)) if name not in taken)
-    names = list(islice(free, given.count))
-    state.engine_requests = [
-        *state.engine_requests,
-        *(EngineRequest(name=name, type=given.type, replaces=given.replaces, grace_s=given.grace_s) for name in names),
-    ]
-    return [Record("engines_hired", {"names": names, "type": given.type, "replaces": given.replaces})]

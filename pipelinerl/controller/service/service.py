@@ -44,6 +44,7 @@ from pipelinerl.controller.state.inputs import (
     EngineInput,
     EngineRestarted,
     EngineTimedOut,
+    FleetMeasured,
     HealthCheckMissed,
     ReportReceived,
     StreamsLost,
@@ -339,6 +340,8 @@ class ControllerService:
                     if not await self._journal.whole():
                         await self._make_good()
                 self._record_loads()
+                if self.controller.settings.elastic is not None:
+                    await self.perform(FleetMeasured(now=self._now(), occupancy=self._occupancy()))
                 await asyncio.sleep(self._poll_s)
 
     async def _make_good(self) -> None:
@@ -392,6 +395,11 @@ class ControllerService:
         if record.lifecycle is not EngineLifecycle.DRAINING or idle_since is None:
             return None
         return EngineIdle(now=now, url=url) if now - max(idle_since, record.draining_since) >= _IDLE_S else None
+
+    def _occupancy(self) -> float:
+        """Of the engines that serve, on the mean."""
+        loads = [self.watch.load(url).occupancy for url in self.controller.state.fleet.serving()]
+        return sum(loads) / len(loads) if loads else 0.0
 
     def _record_loads(self) -> None:
         loads = [self.watch.load(record.url) for record in self.controller.state.fleet.records()]

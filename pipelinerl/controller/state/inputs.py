@@ -99,6 +99,12 @@ class EngineRemoved(Input, frozen=True):
     engine: str
 
 
+class FleetMeasured(Input, frozen=True):
+    """How busy the engines that serve were found by a poll, from 0 to 1; told where their number follows from it."""
+
+    occupancy: float
+
+
 class StopAsked(Input, frozen=True):
     """The run is to end at its next step boundary."""
 
@@ -131,4 +137,4 @@ EngineInput = (
     | EngineDrainAsked
     | EngineRemoved
 )
-AnyInput = ReportReceived | KnobsPatched | StopAsked | SuspendAsked | Ticked | StreamsLost | EngineInput
+AnyInput = ReportReceived | KnobsPatched | StopAsked | SuspendAsked | Ticked | StreamsLost | FleetMeasured | EngineInput

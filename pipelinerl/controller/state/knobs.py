@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from reprlib import repr as short
 from typing import Any, Final, Self
 
@@ -18,10 +18,14 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
 _FIXED: Final = frozenset({"group_sizes", "max_groups", "k_finite"})
+#: Tables of whole numbers by engine type, of a run whose engines come and go by its own figures.
+_LIMITS: Final = ("engines_min", "engines_max")
 _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps", "groups_in_flight"})
 
 #: The largest number that any knob may be but for k = inf: journal and streams carry it in whatever form it was sent.
 LARGEST: Final = 2**31 - 1
+#: The largest number of engines of one type.
+MOST_ENGINES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,10 @@ class Knobs:
     """Of each actor: the concurrency that the engines see."""
     domain_weights: dict[str, float]
     """Shares of the domains, by name; they need not sum to 1, and 0 switches a domain off."""
+    engines_min: dict[str, int] = field(default_factory=dict)
+    """Fewest engines that the run may come down to by itself, by type; it is elastic if any type is named."""
+    engines_max: dict[str, int] = field(default_factory=dict)
+    """Most that it may have started."""
     group_sizes: dict[str, int]
     """Answers to a problem, by domain."""
     max_groups: int = 2**31
@@ -71,6 +79,12 @@ class Knobs:
         for domain, weight in self.domain_weights.items():
             if weight < 0:
                 raise RecipeError(f"domain_weights.{domain} must not be negative, got {weight:g}")
+        for type, least in self.engines_min.items():
+            if not 0 <= least <= (most := self.engines_max[type]) or not 0 < most <= MOST_ENGINES:
+                raise RecipeError(
+                    f"engines_min.{type} and engines_max.{type} must be in order, from 0 and 1 to {MOST_ENGINES}, got "
+                    f"{least} and {most}"
+                )
         self._check_step()
 
     def _check_step(self) -> None:
@@ -111,9 +125,12 @@ class Knobs:
         """
         values: dict[str, Any] = {}
         for name, value in changes.items():
-            domains = self._domains(name, value)
+            domains, limits = self._domains(name, value), self._limits(name, value)
             if name == "preset":
                 values.update(_preset(value))
+            elif limits:
+                table = name.partition(".")[0]
+                values[table] = values.get(table, getattr(self, table)) | limits
             elif domains:
                 values["domain_weights"] = values.get("domain_weights", self.domain_weights) | domains
             else:
@@ -121,7 +138,8 @@ class Knobs:
         return replace(self, **values)
 
     def with_live(self, log: Iterable[KnobChange]) -> Self:
-        """These knobs, the recipe's, with what was changed while the run was live, but for domains that are gone.
+        """These knobs, the recipe's, with what was changed while the run was live, but for domains and
+        engine types that are gone.
 
         Raises:
             RecipeError: they cannot run together.
@@ -129,16 +147,20 @@ class Knobs:
         changes: dict[str, Any] = {}
         for change in log:
             changes |= change.changes if change.live else {}
-        weights = {
-            name: each for name, each in changes.pop("domain_weights", {}).items() if name in self.domain_weights
-        }
-        return self.patched(changes | ({"domain_weights": weights} if weights else {}))
+        for table in ("domain_weights", *_LIMITS):
+            known = getattr(self, table)
+            if left := {name: each for name, each in changes.pop(table, {}).items() if name in known}:
+                changes[table] = left
+        return self.patched(changes)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; an infinite k is the text `inf`, which JSON can carry."""
         values = asdict(self)
         for name in _FIXED:
             del values[name]
+        for name in _LIMITS:
+            if not values[name]:
+                del values[name]
         values["k"] = "inf" if math.isinf(self.k) else int(self.k)
         return values
 
@@ -155,8 +177,22 @@ class Knobs:
                 raise RecipeError(f"unknown domain {short(each)}; domains are {', '.join(self.domain_weights)}")
         return {each: _number(f"domain_weights.{each}", weight) for each, weight in given.items()}
 
+    def _limits(self, name: str, value: Any) -> dict[str, int]:
+        """The limits by engine type that a change names, if it is about them."""
+        table, _, type = name.partition(".")
+        known: dict[str, int] = getattr(self, table) if table in _LIMITS else {}
+        if not known:
+            return {}
+        given = {type: value} if type else value
+        if not isinstance(given, Mapping) or not given:
+            raise RecipeError(f"{table} must be a table of whole numbers by engine type, got {short(value)}")
+        for each in given:
+            if each not in known:
+                raise RecipeError(f"unknown type {short(each)}; types that elastic.types names are {', '.join(known)}")
+        return {each: int(_number(f"{table}.{each}", number, whole=True)) for each, number in given.items()}
+
     def _converted(self, name: str, value: Any) -> Any:
-        changeable = {field.name for field in fields(self)} - _FIXED
+        changeable = {name for name in (field.name for field in fields(self)) if name not in (*_FIXED, *_LIMITS)}
         if name not in changeable:
             raise RecipeError(f"unknown knob {short(name)}; knobs are {', '.join(sorted(changeable))} and preset")
         number = _number(name, value, whole=name in _WHOLE)

@@ -14,6 +14,7 @@ from typing import Any, Final, final
 import msgspec
 
 from pipelinerl.controller.state.cooldown import Cooldown
+from pipelinerl.controller.state.elastic import ElasticMemory
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationResult
 from pipelinerl.controller.state.filtered_share import FilteredShare
 from pipelinerl.controller.state.fleet import Fleet
@@ -173,6 +174,8 @@ class RunState(msgspec.Struct, kw_only=True):
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     engine_requests: list[EngineRequest] = []
     """Engines beyond the recipe's, in the order of asking; a resumed run begins without."""
+    elastic: ElasticMemory = msgspec.field(default_factory=ElasticMemory)
+    """What speaks for more engines, or for fewer."""
     account: IssuedLedger = msgspec.field(default_factory=IssuedLedger)
     """Prompt orders by what became of them."""
     resumed_account: dict[str, Any] | None = None
@@ -258,7 +261,7 @@ class RunState(msgspec.Struct, kw_only=True):
         self.cooldown = msgspec.convert(record.get("cooldown", {}), Cooldown)
         self.quotas = [Quota(*quota) for quota in record.get("quotas", ())]
         self.knobs = recipe.with_live(self.knob_log)
-        edited = {name: value for name, value in self.knobs.to_json().items() if value != before[name]}
+        edited = {name: value for name, value in self.knobs.to_json().items() if value != before.get(name)}
         if edited:
             change = KnobChange(
                 time=max((change.time for change in self.knob_log), default=0.0),

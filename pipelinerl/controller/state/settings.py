@@ -8,6 +8,7 @@ from typing import Final
 
 from pipelinerl.choices import Overdue, StalenessScope
 from pipelinerl.controller.state.cooldown import CooldownRule
+from pipelinerl.controller.state.elastic import ElasticRule
 from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.types import DomainSampling, Sampling
 
@@ -41,5 +42,7 @@ class ControllerSettings:
     """Most orders issued for each that is expected to train; None: as `OVERSAMPLED` says, while k > j."""
     cooldown: Mapping[str, CooldownRule] = field(default_factory=dict)
     """For how long solved problems rest, by domain."""
+    elastic: ElasticRule | None = None
+    """When engines come and go by the run's own figures; None: when somebody says so."""
     checkpoint_interval_steps: int
     engines_expected: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Final, Self, TypeVar, final
 
 import aiohttp
@@ -26,6 +26,7 @@ from inference_contract.weights import (
 )
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.system import http_client
+from pipelinerl.system.post_connections import PostConnections
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -33,6 +34,7 @@ Answer = TypeVar("Answer", bound=BaseModel)
 _GRACE_S: Final = 1.0
 #: Idle connections live shorter than the server's (`http_service.KEEP_ALIVE_S`), so that it is the client that closes.
 _KEEP_ALIVE_S: Final = 30.0
+_JSON: Final = MappingProxyType({"content-type": "application/json"})
 _DATA: Final = b"data: "
 _DONE: Final = b"[DONE]"
 _EVENT_END: Final = b"\n\n"
@@ -53,6 +55,7 @@ class EngineClient:
         """
         self._token = token
         self._session: aiohttp.ClientSession | None = None
+        self._posts: PostConnections | None = None
         self._chat_timeout_s = chat_timeout_s
         self._state_timeout_s = state_timeout_s
         self._last: tuple[object, bytes] = None, b""
@@ -69,6 +72,8 @@ class EngineClient:
         """Close every connection."""
         if self._session is not None:
             await self._session.close()
+        if self._posts is not None:
+            await self._posts.close()
 
     async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
         """POST /v1/chat/completions, not streamed; cancelling it cancels it on the engine."""
@@ -114,13 +119,24 @@ class EngineClient:
 
     async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
         """POST /init_process_group; waits as long as the request lets the engine wait."""
-        body, timeout_s = self._encoded(request), request.timeout_s + _GRACE_S
-        return await self._call(url, routes.INIT_PROCESS_GROUP, ProcessGroupStatus, timeout_s, body)
+        return await self._posted(url, routes.INIT_PROCESS_GROUP, ProcessGroupStatus, request)
 
     async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
         """POST /request_weight_update; waits as long as the request lets the engine wait."""
-        body, timeout_s = self._encoded(request), request.timeout_s + _GRACE_S
-        return await self._call(url, routes.REQUEST_WEIGHT_UPDATE, WeightUpdateResponse, timeout_s, body)
+        return await self._posted(url, routes.REQUEST_WEIGHT_UPDATE, WeightUpdateResponse, request)
+
+    async def _posted(
+        self, url: str, path: str, schema: type[Answer], request: InitProcessGroupRequest | WeightUpdateRequest
+    ) -> Answer:
+        """What `_call` does, for a request that goes to many engines at once; raises as `_exchange` does."""
+        call, timeout_s = f"POST {url}{path}", request.timeout_s + _GRACE_S
+        try:
+            status, content = await self._control().post(url, path, self._encoded(request), timeout_s=timeout_s)
+        except (ConnectionError, TimeoutError, ValueError) as error:
+            raise _unreachable(call, error, timeout_s) from error
+        if status != 200:
+            raise _refusal(call, status, content)
+        return _validated(url + path, schema, content)
 
     def _encoded(self, request: InitProcessGroupRequest | WeightUpdateRequest) -> bytes:
         """Encode once what is sent to every engine of a fleet."""
@@ -131,16 +147,7 @@ class EngineClient:
     async def _call(
         self, url: str, path: str, schema: type[Answer], timeout_s: float, body: bytes | None = None
     ) -> Answer:
-        content = await self._exchange(url, path, timeout_s, body)
-        try:
-            return schema.model_validate_json(content)
-        except ValidationError as error:
-            first = error.errors(include_input=False, include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise EngineUnreachable(
-                f"{url}{path} must answer with a {schema.__name__}; {where}: {first['msg']}. Is it an engine of this "
-                "contract?"
-            ) from None
+        return _validated(url + path, schema, await self._exchange(url, path, timeout_s, body))
 
     async def _exchange(self, url: str, path: str, timeout_s: float, body: bytes | None) -> bytes:
         """The body of a 200; anything else is raised.
@@ -169,10 +176,24 @@ class EngineClient:
     def _opened(self) -> aiohttp.ClientSession:
         # Made by the first call, for it belongs to the event loop in which it is made.
         if self._session is None:
-            self._session = http_client.hot_session(
-                token=self._token, keep_alive_s=_KEEP_ALIVE_S, headers={"content-type": "application/json"}
-            )
+            self._session = http_client.hot_session(token=self._token, keep_alive_s=_KEEP_ALIVE_S, headers=_JSON)
         return self._session
+
+    def _control(self) -> PostConnections:
+        if self._posts is None:
+            self._posts = http_client.post_connections(token=self._token, keep_alive_s=_KEEP_ALIVE_S, headers=_JSON)
+        return self._posts
+
+
+def _validated(asked: str, schema: type[Answer], content: bytes) -> Answer:
+    try:
+        return schema.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise EngineUnreachable(
+            f"{asked} must answer with a {schema.__name__}; {where}: {first['msg']}. Is it an engine of this contract?"
+        ) from None
 
 
 def _unreachable(call: str, error: Exception, timeout_s: float) -> EngineUnreachable:

@@ -98,5 +98,6 @@ def joined(request: InitProcessGroupRequest) -> Any:
         rank=request.rank,
         world_size=request.world_size,
         backend=request.backend,
+        connections=request.connections,
         timeout_s=request.timeout_s,
     )

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self, final
 
 from inference_contract.weights import WeightLayout, WeightUpdateRequest, cut
 from pipelinerl.engines.weights.group_endpoint import GroupEndpoint
 from pipelinerl.engines.weights.group_member import GroupMember
 from pipelinerl.errors import PipelineError, UpdateError
-from pipelinerl.system.background import in_background
+from pipelinerl.system.background import in_background, in_background_soon
 from pipelinerl.weights.digest import WeightDigest
 from pipelinerl.weights.layout import describe_bucket
 from pipelinerl.weights.pull import PullOrder, PullSource, Shard
@@ -95,7 +96,8 @@ class IncomingUpdate:
     def by_broadcast(cls, request: WeightUpdateRequest, inlet: Inlet, member: GroupMember) -> Self:
         """Receive from rank 0 of the group that is joined."""
         (endpoint, leave), progress = member.endpoint(), _ByteCount(inlet.layout.num_bytes)
-        received = _started(request, inlet, lambda: _broadcast(endpoint, request, inlet.layout, inlet.buffer, progress))
+        bring = partial(_broadcast, endpoint, request, inlet.layout, inlet.buffer, progress)
+        received = in_background_soon(_named(request), _and_finish(inlet, bring))
         return cls(request, "rank 0", "rank 0 of its group to send or leave", received, leave, progress)
 
     @classmethod
@@ -112,7 +114,8 @@ class IncomingUpdate:
             deadline=time.monotonic() + request.timeout_s,
             given_up=given_up,
         )
-        received = _started(request, inlet, lambda: _pulled(source, order, inlet.buffer, progress))
+        bring = partial(_pulled, source, order, inlet.buffer, progress)
+        received = in_background(_named(request), _and_finish(inlet, bring))
         return cls(request, "the parameter server", "its pull to end", received, given_up.set, progress)
 
 
@@ -122,13 +125,17 @@ def _manifest(request: WeightUpdateRequest) -> dict[str, Any]:
     return fields | {"layout_id": layout_id}
 
 
-def _started(request: WeightUpdateRequest, inlet: Inlet, bring: Callable[[], Received]) -> Future[Received]:
+def _named(request: WeightUpdateRequest) -> str:
+    return f"receive-{request.epoch}.{request.version}"
+
+
+def _and_finish(inlet: Inlet, bring: Callable[[], Received]) -> Callable[[], Received]:
     def whole() -> Received:
         received = bring()
         inlet.finish()
         return received
 
-    return in_background(f"receive-{request.epoch}.{request.version}", whole)
+    return whole
 
 
 def _broadcast(

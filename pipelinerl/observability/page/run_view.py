@@ -28,7 +28,8 @@ _ENDS: Final = {"run_finished": "finished", "run_suspended": "suspended", "run_f
 _INCIDENTS: Final = frozenset(
     {
         "engine_joined", "engine_lost", "engine_suspect", "engine_back", "engine_draining", "engine_canary_failed",
-        "engines_hired", "alarm", "alarm_cleared", "checkpoint_delayed", "controller_returned", "trainer_left",
+        "engines_hired", "engines_scaled", "engines_would_scale", "alarm", "alarm_cleared", "checkpoint_delayed",
+        "controller_returned", "trainer_left",
         "trainer_ready", "step_skipped", "stalled", "orders_lost", "evaluation_restarted", "run_started", "run_failing",
         "run_suspending", *_ENDS,
     }

@@ -233,6 +233,8 @@ _WORDS: Final[Mapping[str, str]] = {
     "engine_joined": "{url} joined",
     "engine_lost": "{url} is lost: {reason}",
     "engine_draining": "{url} is drained",
+    "engines_scaled": "{from} → {to} {type} engines: {why}",
+    "engines_would_scale": "{from} → {to} {type} engines, were it no dry run: {why}",
     "step_skipped": "step {step} was skipped: {what} not finite",
     "checkpoint_delayed": "no checkpoint of step {model_version} yet: {reason}",
     "run_finished": "{reason}",

@@ -7,6 +7,10 @@ without a deadline; sockets are bound to one chosen address. Torch is imported h
 Gloo cannot interrupt a receive that waits: it ends when the bytes come, when the sender leaves before it has begun to
 send (`close` on the other side, or its death, seen within milliseconds), or at its deadline. In the middle of a tensor
 the receiver may miss that the sender has gone; so tensors are small and deadlines short.
+
+Large groups connect where bytes go, and nowhere else (`Connections.TREE`): a broadcast is a tree, in which 64 engines
+and a trainer have 64 connections and not the 2,080 of every pair. A broadcast of one byte makes them, by which the
+ranks meet: a rank that does not come is missed there, and one that leaves is heard of by those who wait for it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any, Final, final
 import torch
 import torch.distributed
 
-from inference_contract.weights import Backend
+from inference_contract.weights import Backend, Connections
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
 from pipelinerl.system.addresses import address_towards
 
@@ -79,6 +83,7 @@ class Collective:
         rank: int,
         world_size: int,
         backend: Backend = Backend.GLOO,
+        connections: Connections | None = None,
         timeout_s: float,
     ) -> Collective:
         """Meet the other ranks at the store on (`host`, `port`); blocks until all have come.
@@ -88,11 +93,14 @@ class Collective:
             UpdateError: a rank broke off, or the backend is not available here.
         """
         name = f"group {group!r} generation {generation}"
-        patience = timedelta(seconds=timeout_s)
+        patience, deadline = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
         try:
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
             membership = dist.PrefixStore(f"{group}/{generation}", store)
-            made = _process_group(backend, membership, rank, world_size, address_towards(host, port), patience)
+            address, lazy = address_towards(host, port), connections is Connections.TREE
+            made = _process_group(backend, membership, rank, world_size, address, patience, lazy=lazy)
+            if lazy:
+                _meet(made, deadline)
         except (RuntimeError, OSError) as error:
             raise _translated(error, f"joining {name} at {host}:{port} as rank {rank} of {world_size}") from error
         return Collective(made, membership, backend=backend, name=name)
@@ -145,9 +153,7 @@ class Collective:
         group, work = self._group, None
         if group is None:
             raise UpdateError(f"{self._name} was left")
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 1e-3))
+        options = _options(root, deadline)
         try:
             work = group.broadcast([tensor], options)
             if self._backend is Backend.GLOO:
@@ -185,11 +191,13 @@ def shared_tensor(memory: Any) -> torch.Tensor:
     return memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory)
 
 
-def _process_group(backend: Backend, store: Any, rank: int, size: int, address: str, patience: timedelta) -> Any:
+def _process_group(
+    backend: Backend, store: Any, rank: int, size: int, address: str, patience: timedelta, *, lazy: bool
+) -> Any:
     if backend is Backend.GLOO:
         options = dist.ProcessGroupGloo._Options()
         # An address, not a name: gloo would look the machine's name up, which fails where there is no network.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy)]
         options._timeout = patience
         options._threads = 1
         return dist.ProcessGroupGloo(store, rank, size, options)
@@ -201,6 +209,19 @@ def _process_group(backend: Backend, store: Any, rank: int, size: int, address: 
     # NCCL connects at the first collective unless told to: a missing rank must be found now.
     made.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return made
+
+
+def _meet(group: Any, deadline: float) -> None:
+    """Connect to those from whom this rank gets its bytes, and to whom it passes them on."""
+    options = _options(0, deadline)
+    group.broadcast([torch.zeros(1, dtype=torch.uint8)], options).wait(options.timeout)
+
+
+def _options(root: int, deadline: float) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 1e-3))
+    return options
 
 
 def _translated(error: RuntimeError | OSError, doing: str) -> DeadlineError | UpdateError:

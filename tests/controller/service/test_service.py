@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import ControllerService
+from pipelinerl.controller.state.elastic import ElasticRule
 from pipelinerl.controller.state.inputs import EngineRegistered, EngineRemoved, KnobsPatched
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import (
@@ -327,6 +328,17 @@ async def test_an_engine_that_is_out_is_asked_no_more(tmp_path: Path) -> None:
         await run.until(lambda: len(run.events("engines")) > ticks + 3)
         assert run.probe.asked[ENGINE] == asked
         assert run.service.status().fleet.engines[0].slots == 0, "it has no load"
+
+
+@pytest.mark.parametrize("elastic", [None, ElasticRule()], ids=["as many as they are", "elastic"])
+async def test_measurements_are_decided_on_where_they_matter(tmp_path: Path, elastic: ElasticRule | None) -> None:
+    async with running(tmp_path, engines_min={"bigram": 0}, engines_max={"bigram": 2}) as world:
+        world.controller.settings = replace(world.controller.settings, elastic=elastic)
+        await world.start()
+        await world.until(lambda: world.probe.asked[ENGINE] > 3)
+        journal = await world.payloads(JOURNAL)
+        measured = [entry for entry in journal if b"FleetMeasured" in entry]
+        assert bool(measured) is (elastic is not None)
 
 
 @pytest.mark.parametrize("nonsense", [{"slots": 1.5}, {"generated_tokens_total": float("nan")}])

@@ -462,6 +462,7 @@ async def test_an_abort_ends_a_pull_so_that_the_next_has_the_buffer(setting: Set
     pull = _Pull(waits=True)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S, **PULL)
+    await setting.has_come(64)
     assert await setting.phase(UpdatePhase.ABORT) is UpdateStatus.ABORTED
     assert pull.orders[0].given_up.is_set()
     with pytest.raises(NotPrepared):

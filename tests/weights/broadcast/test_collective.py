@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
@@ -11,13 +12,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from inference_contract.weights import Connections
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from tests.patience import PATIENCE_S, SOON_S
 
+#: Gloo's own way, and that of large groups.
+BOTH_WAYS = pytest.mark.parametrize("connections", [None, Connections.TREE])
 
-def _joining(rendezvous: Rendezvous, rank: int, *, size: int = 2, generation: int = 1, timeout_s: float = PATIENCE_S):
+
+def _joining(
+    rendezvous: Rendezvous,
+    rank: int,
+    *,
+    size: int = 2,
+    generation: int = 1,
+    connections: Connections | None = None,
+    timeout_s: float = PATIENCE_S,
+):
     return in_background(
         f"rank-{rank}",
         lambda: Collective.join(
@@ -27,14 +40,23 @@ def _joining(rendezvous: Rendezvous, rank: int, *, size: int = 2, generation: in
             generation=generation,
             rank=rank,
             world_size=size,
+            connections=connections,
             timeout_s=timeout_s,
         ),
     )
 
 
-def _pair(rendezvous: Rendezvous, generation: int = 1) -> list[Collective]:
-    joins: list[Future[Collective]] = [_joining(rendezvous, rank, generation=generation) for rank in (0, 1)]
+def _ranks(
+    rendezvous: Rendezvous, size: int = 2, *, generation: int = 1, connections: Connections | None = None
+) -> list[Collective]:
+    joins: list[Future[Collective]] = [
+        _joining(rendezvous, rank, size=size, generation=generation, connections=connections) for rank in range(size)
+    ]
     return [join.result(PATIENCE_S) for join in joins]
+
+
+def _pair(rendezvous: Rendezvous, generation: int = 1, *, connections: Connections | None = None) -> list[Collective]:
+    return _ranks(rendezvous, generation=generation, connections=connections)
 
 
 @pytest.fixture
@@ -42,8 +64,9 @@ def rendezvous() -> Rendezvous:
     return Rendezvous("127.0.0.1")
 
 
-def test_bytes_arrive(rendezvous: Rendezvous) -> None:
-    root, leaf = _pair(rendezvous)
+@BOTH_WAYS
+def test_bytes_arrive(rendezvous: Rendezvous, connections: Connections | None) -> None:
+    root, leaf = _pair(rendezvous, connections=connections)
     sent, got = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     deadline = time.monotonic() + PATIENCE_S
     receiving = in_background("receive", lambda: leaf.broadcast(got, deadline=deadline))
@@ -64,10 +87,25 @@ def test_a_new_generation_is_independent_of_the_old(rendezvous: Rendezvous) -> N
     assert got.sum() == 4
 
 
-def test_a_missing_rank_ends_the_join_at_its_deadline(rendezvous: Rendezvous) -> None:
+def test_a_tree_has_few_connections(rendezvous: Rendezvous) -> None:
+    gc.collect()  # those of groups before
+    ranks, before = 9, _open_files()
+    tree = _ranks(rendezvous, ranks, connections=Connections.TREE)
+    with_tree = _open_files()
+    mesh = _ranks(rendezvous, ranks, generation=2)
+    assert with_tree - before < _open_files() - with_tree  # 8 pairs beside 36, each with two ends here
+    assert len(tree) == len(mesh) == ranks
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@BOTH_WAYS
+def test_a_missing_rank_ends_the_join_at_its_deadline(rendezvous: Rendezvous, connections: Connections | None) -> None:
     began = time.monotonic()
     with pytest.raises(DeadlineError, match=r"joining group 'g' generation 1 .* as rank 0 of 2"):
-        _joining(rendezvous, 0, timeout_s=0.5).result(PATIENCE_S)
+        _joining(rendezvous, 0, connections=connections, timeout_s=0.5).result(PATIENCE_S)
     assert time.monotonic() - began < SOON_S
 
 
@@ -78,8 +116,9 @@ def test_no_store_ends_the_join_at_its_deadline() -> None:
         Collective.join(host="127.0.0.1", port=port, group="g", generation=1, rank=1, world_size=2, timeout_s=0.5)
 
 
-def test_a_rank_that_leaves_ends_the_receive_at_once(rendezvous: Rendezvous) -> None:
-    root, leaf = _pair(rendezvous)
+@BOTH_WAYS
+def test_a_rank_that_leaves_ends_the_receive_at_once(rendezvous: Rendezvous, connections: Connections | None) -> None:
+    root, leaf = _pair(rendezvous, connections=connections)
     got = torch.zeros(4, dtype=torch.uint8)
     receiving = in_background("receive", lambda: leaf.broadcast(got, deadline=time.monotonic() + PATIENCE_S))
     time.sleep(0.1)
@@ -90,8 +129,11 @@ def test_a_rank_that_leaves_ends_the_receive_at_once(rendezvous: Rendezvous) -> 
     assert time.monotonic() - began < SOON_S
 
 
-def test_a_silent_rank_ends_the_receive_at_the_deadline(rendezvous: Rendezvous) -> None:
-    root, leaf = _pair(rendezvous)
+@BOTH_WAYS
+def test_a_silent_rank_ends_the_receive_at_the_deadline(
+    rendezvous: Rendezvous, connections: Connections | None
+) -> None:
+    root, leaf = _pair(rendezvous, connections=connections)
     with pytest.raises(DeadlineError, match="without every rank in time"):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert root is not None

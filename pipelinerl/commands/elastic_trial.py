@@ -1,0 +1,75 @@
+"""`pipelinerl engines elastic`: when a run's own figures would have had engines come or go; nothing is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelinerl.config.recipe import load
+from pipelinerl.config.sections import shared_values
+from pipelinerl.controller.decisions.elastic import Want, changed, in_words, note_step, weighed
+from pipelinerl.controller.state.elastic import ElasticMemory, ElasticRule
+from pipelinerl.errors import UserError
+from pipelinerl.observability.events import Event, read_events
+
+
+@dataclass(frozen=True, slots=True)
+class TriedDecision:
+    """One that the rule would have taken, `elapsed_s` after the run began and after `step`."""
+
+    elapsed_s: float
+    step: int
+    engines: int
+    wanted: int
+    why: str
+
+
+def show(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """A line for each decision that the recipe's `elastic` section, with `overrides`, would have taken.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    try:
+        events = read_events(run_dir / "events.jsonl")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run_dir} has no readable events.jsonl, so it is no run: {error}") from None
+    config = load(run_dir / "recipe.toml", overrides)
+    limits = config.elastic.types.values()
+    least, most = sum(each.min for each in limits) or 1, sum(each.max for each in limits) or 4096
+    rule = ElasticRule(**shared_values(config.elastic, ElasticRule))
+    found = list(decisions(events, rule, least=least, most=most))
+    for each in found:
+        yield f"{each.elapsed_s:9.0f} s  step {each.step:6d}  {each.engines} → {each.wanted} engines: {each.why}"
+    if found:
+        yield "the first is what this run called for; with it done, the figures after it would have been others"
+    else:
+        yield f"nothing: in {len(events)} events no {rule.patience} intervals of {rule.interval_s:g} s in a row agree"
+
+
+def decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[TriedDecision]:
+    """What `rule` would have decided on a run's events; the number of engines stays what it was."""
+    memory, serving, step = ElasticMemory(), set[str](), 0
+    for event in events:
+        now = float(event.get("elapsed_s", 0.0))
+        match event["kind"]:
+            case "engine_verified" | "engine_back":
+                serving.add(event["url"])
+            case "engine_lost" | "engine_suspect" | "engine_draining":
+                serving.discard(event["url"])
+            case "engine_joined" | "evaluation_began" | "controller_returned" | "trainer_ready":
+                memory.forget()
+            case "step":
+                step = int(event["step"])
+                note_step(memory, event, event.get("by_domain", {}))
+            case "engines" if serving:
+                memory.note_poll(float(event["occupancy"]), now=now)
+                figures = memory.taken(now=now, interval_s=rule.interval_s)
+                if figures is None:
+                    continue
+                want = weighed(rule, memory, figures, engines=len(serving), now=now)
+                wanted = len(serving) + want.value
+                if want is not Want.SAME and least <= wanted <= most:
+                    changed(memory, now=now)
+                    yield TriedDecision(now, step, len(serving), wanted, in_words(want, figures))

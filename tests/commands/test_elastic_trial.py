@@ -1,0 +1,60 @@
+"""`pipelinerl engines elastic`: what a run's events would have called for, by its recipe and by what is set instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pipelinerl.cli import app
+from pipelinerl.config.recipe import load, save
+from pipelinerl.errors import UserError
+from pipelinerl.observability.events import EventLog
+
+URL = "http://127.0.0.1:1"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two minutes: the trainer waits half of the first for one busy engine, and not at all in the second."""
+    directory = tmp_path_factory.mktemp("run")
+    save(load("tiny", ["elastic.types.torch.max=2"]), directory / "recipe.toml")
+    with EventLog(directory / "events.jsonl") as log:
+        log.write("engine_verified", elapsed_s=0.5, url=URL)
+        for second in range(1, 121):
+            wait_s = 0.5 if second <= 60 else 0.0
+            log.write("step", elapsed_s=second, step=second, wait_s=wait_s, step_s=1 - wait_s)
+            log.write("engines", elapsed_s=second, occupancy=0.9 if second <= 60 else 0.2)
+            if second == 70:
+                log.write("engine_verified", elapsed_s=70, url=f"{URL}0")
+    return directory
+
+
+def said(run_dir: Path, *overrides: str) -> list[str]:
+    result = CliRunner().invoke(app, ["engines", "elastic", str(run_dir), *overrides])
+    if isinstance(result.exception, UserError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output.splitlines()
+
+
+def test_it_says_when_and_why(run_dir: Path) -> None:
+    *decided, note = said(run_dir)
+    assert [line.partition(":")[0].split() for line in decided] == [
+        ["33", "s", "step", "33", "1", "→", "2", "engines"],
+        ["99", "s", "step", "99", "2", "→", "1", "engines"],
+    ]
+    assert "the engines are 90% busy, the trainer waits 50% of its time" in decided[0]
+    assert "with it done, the figures after it would have been others" in note
+
+
+def test_what_is_set_instead_is_tried(run_dir: Path) -> None:
+    assert said(run_dir, "elastic.waiting=0.6", "elastic.content=0.001", "elastic.types.torch.min=1")[:-1] != []
+    (nothing,) = said(run_dir, "elastic.waiting=0.6", "elastic.patience=9")
+    assert nothing == "nothing: in 242 events no 9 intervals of 10 s in a row agree"
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="so it is no run"):
+        said(tmp_path)

@@ -1,0 +1,303 @@
+"""How many engines a run wants: it follows what there is to do, comes to rest, and stays within its limits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from pipelinerl.choices import Elasticity
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.decisions.elastic import Want, changed, verdict, weighed
+from pipelinerl.controller.decisions.engine_decisions import to_stop
+from pipelinerl.controller.service.journal import Decision
+from pipelinerl.controller.state.effects import Record
+from pipelinerl.controller.state.elastic import ElasticMemory, ElasticRule, Figures
+from pipelinerl.controller.state.fleet import EngineLifecycle
+from pipelinerl.controller.state.inputs import (
+    AnyInput,
+    EngineDrainAsked,
+    EngineIdle,
+    EngineRegistered,
+    EngineRemoved,
+    FleetMeasured,
+    KnobsPatched,
+    ReportReceived,
+    StopAsked,
+)
+from pipelinerl.controller.state.run_state import RunState
+from pipelinerl.errors import RecipeError
+from pipelinerl.messages import CanaryChecked, ConsumedReport, Published, StepDone, TrainerReady
+from tests.controller.world import controller
+
+RULE = ElasticRule(interval_s=2.0, patience=2, settle_s=10.0)
+SHARES = st.floats(0.0, 1.0)
+
+
+def _made(rule: ElasticRule, *, least: int = 1, most: int = 6) -> Controller:
+    limits: dict[str, Any] = {"engines_min": {"bigram": least}, "engines_max": {"bigram": most}}
+    made = controller(evaluation_problems=0, steps=10_000, **limits)
+    made.settings = replace(made.settings, elastic=rule)
+    return made
+
+
+class Site:
+    """A run whose engines do what is asked of them at once, and whose figures follow from how many there are.
+
+    `work` is how many engines would be just enough: fewer are all busy and are waited for, more have time to spare.
+    """
+
+    def __init__(self, rule: ElasticRule, *, work: float, most: int = 6, least: int = 1) -> None:
+        self.made = _made(rule, least=least, most=most)
+        self.work = work
+        self.now = 0.0
+        self.inputs: list[AnyInput] = []
+        self.said: list[tuple[str, dict[str, Any]]] = []
+        self.tell(EngineRegistered(now=0.0, url="http://engine-0", incarnation="1", name="engine-0", type="bigram"))
+        self._begin()
+        self.settle_fleet()
+
+    @property
+    def state(self) -> RunState:
+        return self.made.state
+
+    @property
+    def serving(self) -> int:
+        return len(self.state.fleet.serving())
+
+    def tell(self, given: AnyInput) -> None:
+        self.inputs.append(given)
+        self.said += [(each.kind, each.fields) for each in self.made.decide(given) if isinstance(each, Record)]
+
+    def _report(self, report: Any) -> None:
+        self.tell(ReportReceived(now=self.now, report=report, entry_id="1-0"))
+
+    def _begin(self) -> None:
+        self._report(TrainerReady(report_id="ready", incarnation="1", model_version=0, consumed=ConsumedReport()))
+
+    def settle_fleet(self) -> None:
+        """Whoever is requested comes and proves itself; whoever is drained is idle and goes."""
+        there = {record.name for record in self.state.fleet.records()}
+        for request in self.state.engine_requests:
+            if request.wanted and request.name not in there:
+                url = f"http://{request.name}"
+                self.tell(
+                    EngineRegistered(now=self.now, url=url, incarnation="1", name=request.name, type=request.type)
+                )
+        for record in self.state.fleet.records():
+            if record.lifecycle is EngineLifecycle.DRAINING:
+                self.tell(EngineIdle(now=self.now, url=record.url))
+        joining = self.state.fleet.to_verify()
+        if joining:
+            about = {
+                "epoch": self.state.epoch,
+                "model_version": self.state.version,
+                "membership": self.state.fleet.membership,
+            }
+            pauses = dict.fromkeys(self.state.fleet.members(), 0.0)
+            self._report(Published(**about, pauses_s=pauses, failed={}, send_s=0.0, total_s=0.0))
+            self._report(CanaryChecked(**about, worst=dict.fromkeys(joining, 0.0)))
+
+    def second(self, *, stale: float = 0.0) -> None:
+        """A step of a second, and a poll."""
+        self.now += 1.0
+        engines = self.serving
+        waiting, occupancy = max(0.0, 1 - engines / self.work), min(1.0, self.work / engines)
+        self._report(
+            StepDone(
+                report_id=f"step-{self.state.version + 1}",
+                epoch=self.state.epoch,
+                model_version=self.state.version + 1,
+                consumed=ConsumedReport(),
+                stats={"wait_s": waiting, "step_s": 1 - waiting},
+                by_domain={"a": {"groups": 10 * (1 - stale), "stale_groups": 10 * stale}},
+            )
+        )
+        self.tell(FleetMeasured(now=self.now, occupancy=occupancy))
+
+    def pass_time(self, seconds: int, **figures: float) -> list[int]:
+        """How many engines there were, second by second."""
+        counts = []
+        for _ in range(seconds):
+            self.second(**figures)
+            self.settle_fleet()
+            counts.append(self.serving)
+        return counts
+
+    def scaled(self, kind: str = "engines_scaled") -> list[tuple[int, int]]:
+        return [(fields["from"], fields["to"]) for said, fields in self.said if said == kind]
+
+
+def _turns(counts: list[int]) -> int:
+    """How often the number of engines rose after it had fallen, or fell after it had risen."""
+    moves = [b - a for a, b in zip(counts, counts[1:], strict=False) if a != b]  # noqa: RUF007
+    return sum(a * b < 0 for a, b in zip(moves, moves[1:], strict=False))  # noqa: RUF007
+
+
+@settings(max_examples=8, deadline=None)
+@given(work=st.floats(0.2, 8.0), most=st.integers(1, 6))
+def test_the_number_follows_the_work_and_comes_to_rest(work: float, most: int) -> None:
+    site = Site(RULE, work=work, most=most)
+    counts = site.pass_time(140)
+    assert _turns(counts) == 0 and len(set(counts[-60:])) == 1
+    enough = min(most, max(1, work))
+    assert enough * (1 - RULE.waiting) - 1 < counts[-1] <= enough / RULE.busy + 1
+
+
+def test_less_work_lets_engines_go_and_one_after_the_other() -> None:
+    site = Site(RULE, work=4.0)
+    assert site.pass_time(140)[-1] == 4
+    site.work = 0.5
+    counts = site.pass_time(140)
+    assert counts[-1] == 1 and _turns(counts) == 0
+    assert site.scaled() == [(1, 2), (2, 3), (3, 4), (4, 3), (3, 2), (2, 1)]
+    assert to_stop(site.state) == ["engine-1", "engine-2", "engine-3"]  # those that were requested, the newest first
+
+
+@given(figures=st.builds(Figures, waiting=SHARES, occupancy=SHARES, stale=SHARES), engines=st.integers(1, 64))
+def test_what_speaks_for_fewer_never_speaks_for_more_with_one_fewer(figures: Figures, engines: int) -> None:
+    """Those that stay do what the one that goes has done, and are still not busy."""
+    if verdict(RULE, figures, engines=engines) is not Want.FEWER:
+        return
+    assert engines > 1
+    occupancy = min(1.0, figures.occupancy * engines / (engines - 1))
+    after = msgspec.structs.replace(figures, occupancy=occupancy)
+    assert verdict(RULE, after, engines=engines - 1) is not Want.MORE
+    assert occupancy < RULE.busy
+
+
+@given(
+    found=st.lists(st.tuples(SHARES, SHARES, SHARES), max_size=40),
+    rule=st.builds(
+        ElasticRule, patience=st.integers(1, 4), settle_s=st.sampled_from([0.0, 3.0, 30.0]), interval_s=st.just(1.0)
+    ),
+)
+def test_a_decision_needs_intervals_in_a_row_and_time_since_the_last(
+    found: list[tuple[float, float, float]], rule: ElasticRule
+) -> None:
+    memory, verdicts, decided = ElasticMemory(), list[Want](), list[tuple[int, Want]]()
+    for now, (waiting, occupancy, stale) in enumerate(found):
+        figures = Figures(waiting=waiting, occupancy=occupancy, stale=stale)
+        verdicts.append(verdict(rule, figures, engines=3))
+        want = weighed(rule, memory, figures, engines=3, now=float(now))
+        if want is not Want.SAME:
+            since = max((at for at, _ in decided), default=-1)
+            assert verdicts[-rule.patience :] == [want] * rule.patience and now - since >= rule.patience
+            assert not decided or now - decided[-1][0] >= rule.settle_s
+            decided.append((now, want))
+            changed(memory, now=float(now))
+
+
+def test_a_dry_run_says_what_it_would_do_and_does_nothing() -> None:
+    site = Site(replace(RULE, mode=Elasticity.DRY_RUN), work=3.0)
+    assert set(site.pass_time(60)) == {1}
+    assert set(site.scaled("engines_would_scale")) == {(1, 2)} and not site.state.engine_requests
+    why = next(fields["why"] for kind, fields in site.said if kind == "engines_would_scale")
+    assert why == "the engines are 100% busy, the trainer waits 67% of its time, and 0% of groups come too late"
+
+
+def test_groups_that_come_too_late_speak_for_more_and_against_fewer() -> None:
+    site = Site(RULE, work=1.0)  # just enough: the trainer does not wait
+    assert set(site.pass_time(60)) == {1}
+    assert site.pass_time(16, stale=0.3)[-1] == 2
+    site.work = 0.5
+    assert set(site.pass_time(60, stale=0.3)) == {2}
+    assert site.pass_time(60)[-1] == 1
+
+
+def test_limits_are_knobs_of_the_live_run() -> None:
+    site = Site(RULE, work=5.0, most=2)
+    assert site.pass_time(60)[-1] == 2
+    site.tell(KnobsPatched(now=site.now, changes={"engines_max.bigram": 3}, who="me", time=1.0))
+    assert site.pass_time(60)[-1] == 3
+    site.tell(
+        KnobsPatched(now=site.now, changes={"engines_max": {"bigram": 1}}, who="me", time=2.0)
+    )  # against all figures
+    assert site.pass_time(60)[-1] == 1
+    changes = {"engines_min.bigram": 2, "engines_max.bigram": 2}
+    site.tell(KnobsPatched(now=site.now, changes=changes, who="me", time=3.0))
+    assert site.pass_time(60)[-1] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"engines_max.torch": 2}, "unknown type 'torch'; types that elastic.types names are bigram"),
+        ({"engines_min.bigram": 9}, "engines_min.bigram and engines_max.bigram must be in order, .* got 9 and 6"),
+        ({"engines_max.bigram": 1.5}, "engines_max.bigram must be a whole number, got 1.5"),
+        ({"engines_max": 3}, "engines_max must be a table of whole numbers by engine type, got 3"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
+    site = Site(RULE, work=1.0)
+    with pytest.raises(RecipeError, match=words):
+        site.made.decide(KnobsPatched(now=1.0, changes=changes, who="me", time=1.0))
+    assert site.state.knobs.engines_max == {"bigram": 6}
+
+
+def test_a_run_without_limits_has_no_such_knobs() -> None:
+    made = controller()
+    assert not {"engines_min", "engines_max"} & made.state.knobs.to_json().keys()
+    with pytest.raises(RecipeError, match=r"unknown knob 'engines_max\.bigram'"):
+        made.state.knobs.patched({"engines_max.bigram": 1})
+
+
+def test_nothing_follows_while_an_engine_comes_or_goes() -> None:
+    site = Site(RULE, work=5.0)
+    for _ in range(60):  # the one that is requested does not come
+        site.second()
+    assert site.scaled() == [(1, 2)]
+    site.pass_time(30)
+    assert site.serving > 2
+    site.tell(EngineDrainAsked(now=site.now, url="http://engine-1", grace_s=1000.0))
+    before = len(site.scaled())
+    for _ in range(60):
+        site.second()
+    assert len(site.scaled()) == before
+
+
+def test_an_engine_that_could_not_be_had_is_not_asked_for_again() -> None:
+    site = Site(RULE, work=5.0)
+    for _ in range(20):
+        site.second()
+    (request,) = site.state.engine_requests
+    site.tell(EngineRemoved(now=site.now, engine=request.name))  # as the launcher says it
+    assert set(site.pass_time(60)) == {1} and len(site.state.engine_requests) == 1
+
+
+def test_a_run_that_ends_has_what_it_has() -> None:
+    site = Site(RULE, work=5.0)
+    site.tell(StopAsked(now=0.0, reason="enough"))
+    assert set(site.pass_time(60)) == {1}
+
+
+def test_a_pinned_engine_is_not_the_one_that_goes() -> None:
+    site = Site(RULE, work=2.0)
+    site.pass_time(60)
+    site.state.fleet.pin("http://engine-1")
+    site.work = 0.1
+    site.pass_time(40)
+    assert site.state.fleet.by_url["http://engine-1"].lifecycle is EngineLifecycle.HEALTHY
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 2**16))
+def test_a_journal_decides_the_same_again(seed: int) -> None:
+    dice, site = random.Random(seed), Site(RULE, work=3.0)
+    for _ in range(60):
+        site.work = dice.choice([site.work, dice.uniform(0.2, 6.0)])
+        site.second(stale=dice.random())
+        if dice.random() < 0.8:
+            site.settle_fleet()
+    again, half = _made(RULE), len(site.inputs) // 2
+    for number, taken in enumerate(site.inputs):
+        written = msgspec.msgpack.decode(msgspec.msgpack.encode(Decision(taken, 0, 0)), type=Decision)
+        if number == half:  # a controller that comes back has its state from a snapshot
+            again.state = msgspec.msgpack.decode(msgspec.msgpack.encode(again.state), type=RunState)
+        again.decide(written.given)
+    assert again.state.elastic == site.state.elastic
+    assert again.state.engine_requests == site.state.engine_requests

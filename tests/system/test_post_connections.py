@@ -1,0 +1,155 @@
+"""Small requests to many peers: answers come whole or are errors; no connection outlives what it may be used for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from pipelinerl.system import http_client
+from pipelinerl.system.post_connections import MOST_ANSWER_BYTES, PostConnections
+from tests.patience import PATIENCE_S
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
+
+
+class Peer:
+    """A server that answers each request with the next of `answers`, as bytes; None: it closes; an empty one: never."""
+
+    def __init__(self, *answers: bytes | None) -> None:
+        self._answers = list(answers)
+        self.heard: list[bytes] = []
+        self.connections = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection."""
+        self.connections += 1
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                self.heard.append(head + await reader.readexactly(size))
+                answer = self._answers.pop(0)
+                if answer is None:
+                    break
+                writer.write(answer)
+                if b"connection: close" in answer:
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def talking(peer: Peer, *, keep_alive_s: float = 60.0) -> AsyncIterator[tuple[PostConnections, str]]:
+    server = await asyncio.start_server(peer.serve, "127.0.0.1", 0)
+    posts = http_client.post_connections(token="secret", keep_alive_s=keep_alive_s, headers={"x-kind": "test"})
+    try:
+        yield posts, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        await posts.close()
+        server.close()
+        await server.wait_closed()
+
+
+async def _post(posts: PostConnections, url: str, *, timeout_s: float = PATIENCE_S) -> tuple[int, bytes]:
+    return await posts.post(url, "/do", b'{"a":1}', timeout_s=timeout_s)
+
+
+async def test_a_request_is_whole_and_its_connection_used_again() -> None:
+    peer = Peer(OK, b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 409 Conflict\r\ncontent-length: 0\r\n\r\n")
+    async with talking(peer) as (posts, url):
+        assert await _post(posts, url + "/below/") == (200, b"hi")
+        assert await _post(posts, url + "/below/") == (409, b"")
+    name = url.removeprefix("http://")
+    assert peer.heard[0].decode() == (
+        f"POST /below/do HTTP/1.1\r\nhost: {name}\r\nx-kind: test\r\nauthorization: Bearer secret\r\n"
+        'content-length: 7\r\n\r\n{"a":1}'
+    )
+    assert peer.connections == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nhi",
+        b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nhi",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nh\r\n1\r\ni\r\n0\r\n\r\n",
+    ],
+    ids=["closed", "ends with the connection", "in pieces"],
+)
+async def test_every_way_to_end_an_answer_ends_it(answer: bytes) -> None:
+    async with talking(Peer(answer, OK)) as (posts, url):
+        assert await _post(posts, url) == (200, b"hi")
+        assert await _post(posts, url) == (200, b"hi")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "ended before the answer"),
+        (b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 9\r\n\r\nhi", "ended before the answer"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "the answer is not HTTP"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (MOST_ANSWER_BYTES + 1), "longer than"),
+    ],
+    ids=["nothing", "cut", "another protocol", "too long"],
+)
+async def test_half_an_answer_is_none_and_its_connection_is_not_used_again(answer: bytes | None, words: str) -> None:
+    peer = Peer(answer, OK)
+    async with talking(peer) as (posts, url):
+        with pytest.raises(ConnectionError, match=words):
+            await _post(posts, url)
+        assert await _post(posts, url) == (200, b"hi")
+    assert peer.connections == 2
+
+
+async def test_a_peer_that_does_not_answer_ends_at_the_deadline_and_its_late_answer_is_nobodys() -> None:
+    peer = Peer(b"", OK)
+    async with talking(peer) as (posts, url):
+        with pytest.raises(TimeoutError):
+            await _post(posts, url, timeout_s=0.05)
+        assert await _post(posts, url) == (200, b"hi")
+    assert peer.connections == 2
+
+
+async def test_a_call_that_is_given_up_takes_its_connection_with_it() -> None:
+    peer = Peer(b"", OK)
+    async with talking(peer) as (posts, url):
+        call = asyncio.create_task(_post(posts, url))
+        async with asyncio.timeout(PATIENCE_S):
+            while not peer.heard:
+                await asyncio.sleep(0.005)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert await _post(posts, url) == (200, b"hi")
+    assert peer.connections == 2
+
+
+async def test_an_idle_connection_that_is_too_old_is_left() -> None:
+    peer = Peer(OK, OK)
+    async with talking(peer, keep_alive_s=0.0) as (posts, url):
+        assert [await _post(posts, url), await _post(posts, url)] == [(200, b"hi")] * 2
+    assert peer.connections == 2
+
+
+async def test_calls_to_one_peer_at_once_have_a_connection_each() -> None:
+    peer = Peer(OK, OK, OK)
+    async with talking(peer) as (posts, url):
+        assert await asyncio.gather(*(_post(posts, url) for _ in range(3))) == [(200, b"hi")] * 3
+    assert peer.connections == 3
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://127.0.0.1", "http://", "http://a b"])
+async def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        await _post(http_client.post_connections(token=None, keep_alive_s=1.0), url)
+
+
+async def test_nobody_there_is_named() -> None:
+    posts = http_client.post_connections(token=None, keep_alive_s=1.0)
+    async with talking(Peer()) as (_, url):
+        pass
+    with pytest.raises(ConnectionError, match=url.removeprefix("http://")):
+        await _post(posts, url)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Final, final
+from typing import Any, Final, final
 
 from pipelinerl import rng
 from pipelinerl.choices import Skill
@@ -34,9 +34,6 @@ from pipelinerl.roles.verification import open_verifier
 from pipelinerl.roles.wiring import problems_of
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 #: Problems from whose texts the tokens are learned.
 _READ: Final = 4000
@@ -106,7 +103,7 @@ def _fit_exactly(
     tokenizer: ChatTokenizer,
     shape: DecoderShape,
     say: Callable[[str], None],
-) -> tuple[PreTrainedModel, str]:
+) -> tuple[Any, str]:
     settings = WarmStartSettings(
         training_problem=problems_of(config, Split.TRAIN, seed=seed).problem,
         validation_problem=problems_of(config, Split.VALIDATION, seed=0).problem,
@@ -138,7 +135,7 @@ def _fit_domains(
     tokenizer: ChatTokenizer,
     shape: DecoderShape,
     say: Callable[[str], None],
-) -> tuple[PreTrainedModel, str]:
+) -> tuple[Any, str]:
     rewards = _Rewards(config, tokenizer, seed=options.seed)
     settings = DomainWarmStartSettings(
         demonstrations={name: problems_of(one, Split.TRAIN, seed=seed).problem for name, one in _alone(config).items()},
@@ -178,7 +175,7 @@ class _Rewards:
         self._runner = asyncio.Runner()
         self._verifiers: dict[str, GroupVerifier] = {}
 
-    def of(self, model: PreTrainedModel) -> dict[str, float]:
+    def of(self, model: Any) -> dict[str, float]:
         return {name: self._runner.run(self._reward(model, name)) for name in self._domains}
 
     def close(self) -> None:
@@ -186,7 +183,7 @@ class _Rewards:
             self._runner.run(verifier.close())
         self._runner.close()
 
-    async def _reward(self, model: PreTrainedModel, name: str) -> float:
+    async def _reward(self, model: Any, name: str) -> float:
         """What the domain's own verifier gives on average; an answer that it cannot judge is an error."""
         if name not in self._verifiers:
             self._verifiers[name] = open_verifier(self._domains[name])

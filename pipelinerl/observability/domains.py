@@ -6,6 +6,7 @@ A run that an older version made has no such figures; what is absent is left out
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from pipelinerl.observability.charts import Chart, Line
@@ -76,7 +77,12 @@ def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
                 x_label="step",
             ),
         ),
-        ("Reward, by domain", Chart(lines=lines("reward"), x_label="step")),
+        (
+            "Reward, by domain, smoothed",
+            Chart(
+                lines=tuple(replace(each, series=each.series.smoothed()) for each in lines("reward")), x_label="step"
+            ),
+        ),
         ("Share right, by domain", Chart(lines=lines("accuracy"), x_label="step", percent=True, y_max=1.0)),
         ("Mean length, by domain", Chart(lines=lines("length_mean"), x_label="step")),
         ("Share truncated, by domain", Chart(lines=lines("truncated"), x_label="step", percent=True)),

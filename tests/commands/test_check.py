@@ -41,8 +41,10 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
         with pytest.raises(RecipeError, match=r"needs .*, which is not installed"):
             refuse(config)
         return
-    found = dict(findings(config))
     asked = [domain.verifier for domain in config.domains]
+    if "oubliette" in asked and shutil.which("bwrap") is None:
+        pytest.skip(f"left out: the recipe {recipe.stem}, whose programs need bubblewrap")
+    found = dict(findings(config))
     assert list(found) == [
         *("model", "engine", "trainer", "objective", "step", "staleness"),
         *(

@@ -41,7 +41,7 @@ def test_charts_have_a_line_for_each_domain() -> None:
     charts = dict(domain_charts(history(*steps)))
     lines = {line.label: line.series for line in charts["Share right, by domain"].lines}
     assert lines["a"].y == (0.5,) and not lines["b"]
-    assert [line.series.y for line in charts["Reward, by domain"].lines if line.series] == [(0.75,)]
+    assert [line.series.y for line in charts["Reward, by domain, smoothed"].lines if line.series] == [(0.75,)]
     assert charts["Entropy, nats a token"].lines[0].series.y == (1.0,)
 
 

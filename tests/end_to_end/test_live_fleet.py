@@ -51,6 +51,7 @@ def stop(run: LiveRun) -> None:
     assert run.end() == 0, run.story()
 
 
+@pytest.mark.slow  # in short, by a page's buttons: tests/observability/page/test_browser.py
 @pytest.mark.timeout(400)
 def test_an_engine_is_replaced_under_load(tmp_path: Path) -> None:
     """With no patience: what the old one has is handed over."""

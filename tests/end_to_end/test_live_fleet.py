@@ -51,7 +51,6 @@ def stop(run: LiveRun) -> None:
     assert run.end() == 0, run.story()
 
 
-@pytest.mark.slow  # in short, by a page's buttons: tests/observability/page/test_browser.py
 @pytest.mark.timeout(400)
 def test_an_engine_is_replaced_under_load(tmp_path: Path) -> None:
     """With no patience: what the old one has is handed over."""
@@ -59,8 +58,21 @@ def test_an_engine_is_replaced_under_load(tmp_path: Path) -> None:
     with launched(light_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
         until_steps(run, 2)
+        assert swap_to_and_fro(run, ["bigram"], times=1, grace_s=0.0) == "engine-1"
+        stop(run)
+    assert_nothing_lost(run)
+    assert not run.alive()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_engine_that_cannot_come_costs_the_run_nothing(tmp_path: Path) -> None:
+    """Its name is not given again."""
+    directory = tmp_path / "run"
+    with launched(light_run(directory, *LONG), directory) as run:
+        until_serving(run, "engine-0")
         assert engines(run, "add", "--type", "vllm_server", "--no-wait") == "asked for engine-1\n"
-        assert swap_to_and_fro(run, ["bigram"], times=1, grace_s=0.0) == "engine-2"
+        assert swap_to_and_fro(run, ["bigram"], times=1) == "engine-2"
         assert "the run goes on without engine-1" in run.output and "engine.servers must name a server" in run.output
         heading, first, second = engines(run, "list").splitlines()
         assert heading.split()[:3] == ["name", "type", "lifecycle"]
@@ -70,7 +82,6 @@ def test_an_engine_is_replaced_under_load(tmp_path: Path) -> None:
         )
         stop(run)
     assert_nothing_lost(run)
-    assert not run.alive()
 
 
 @pytest.mark.slow  # in short, between processes and without a run: tests/engines/http/test_engine_handover.py

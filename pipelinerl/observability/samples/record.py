@@ -116,6 +116,9 @@ class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 T = TypeVar("T")
 
+#: What stays as it is.
+_NUMBERS: Final = frozenset({int, float, bool, type(None)})
+
 _ENCODER: Final = msgspec.json.Encoder()
 _DECODER: Final = msgspec.json.Decoder(SampleGroup)
 
@@ -192,10 +195,17 @@ def _cut(column: tuple[T, ...], most: int) -> tuple[T, ...]:
 
 def _shortened(value: Any, most: int) -> Any:
     """Plain values with every text cut; numbers that JSON cannot say become null."""
-    if isinstance(value, str):
-        return shortened(value, most).encode(errors="replace").decode()  # half of a surrogate pair is no text
-    if isinstance(value, dict):
-        return {_shortened(key, most): _shortened(item, most) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_shortened(item, most) for item in value]
+    kind = type(value)
+    if kind is str:
+        cut = shortened(value, most)
+        return cut if cut.isascii() else cut.encode(errors="replace").decode()  # half of a surrogate pair is no text
+    if kind is dict:
+        return {
+            key if len(key) <= most and key.isascii() else _shortened(key, most): (
+                item if type(item) in _NUMBERS else _shortened(item, most)
+            )
+            for key, item in value.items()
+        }
+    if kind is list or kind is tuple:
+        return [item if type(item) in _NUMBERS else _shortened(item, most) for item in value]
     return value

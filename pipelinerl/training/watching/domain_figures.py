@@ -14,11 +14,9 @@ groups count, since a filter would else hide what is solved and what is hopeless
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self, final
-
-import numpy as np
 
 from inference_contract.schemas import FinishReason
 from pipelinerl.types import Outcome, RolloutGroup
@@ -61,12 +59,14 @@ class Tally:
         counts, judged, right, wrong = cls(groups=1), 0, 0, 0
         for rollout in group.rollouts:
             verdict = rollout.verdict
+            outcome = verdict.outcome
             counts.lengths.append(rollout.num_sampled_tokens)
             counts.truncated += rollout.finish_reason == FinishReason.LENGTH
-            if verdict.outcome.is_judgement:
+            is_right, is_wrong = outcome is Outcome.CORRECT, outcome is Outcome.WRONG
+            if is_right or is_wrong or outcome.is_judgement:
                 judged += 1
-                right += verdict.outcome is Outcome.CORRECT
-                wrong += verdict.outcome is Outcome.WRONG
+                right += is_right
+                wrong += is_wrong
                 counts.reward += verdict.reward
                 for name, reward in verdict.parts[:_MOST_OF_A_GROUP]:
                     total, count = counts.parts.get(name, (0.0, 0))
@@ -102,8 +102,8 @@ class Tally:
             "stale": self.stale / max(1, self.stale + self.groups),
         }
         if rollouts:
-            figures["length_mean"] = float(np.mean(self.lengths))
-            figures["length_p95"] = float(np.percentile(self.lengths, 95))
+            figures["length_mean"] = sum(self.lengths) / rollouts
+            figures["length_p95"] = _percentile(sorted(self.lengths), 0.95)
             figures["truncated"] = self.truncated / rollouts
             figures["unjudged"] = 1 - self.judged / rollouts
         if self.judged:
@@ -142,6 +142,14 @@ class DomainTallies:
         self._domains.setdefault(group.domain, Tally()).merge(counts)
         for tag in dict.fromkeys(group.problem.tags[:_MOST_OF_A_GROUP]):
             self._tags.setdefault(tag, Tally()).merge(counts)
+
+
+def _percentile(rising: Sequence[int], share: float) -> float:
+    """As numpy's, which takes fifty times as long for so few: between the two nearest, in proportion."""
+    place = share * (len(rising) - 1)
+    below = int(place)
+    above = min(below + 1, len(rising) - 1)
+    return rising[below] + (rising[above] - rising[below]) * (place - below)
 
 
 def _bounded(tags: Mapping[str, Tally]) -> dict[str, Tally]:

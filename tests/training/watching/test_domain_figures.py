@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pipelinerl.training.watching.domain_figures import MOST_TAGS, OTHER_TAGS, DomainTallies
+from pipelinerl.rng import generator
+from pipelinerl.training.watching.domain_figures import MOST_TAGS, OTHER_TAGS, DomainTallies, Tally
 from pipelinerl.types import Outcome, ProblemSummary, RewardPart, Rollout, RolloutGroup, Verdict
 from tests.fakes.rollouts import group, rollout
 
@@ -81,3 +83,11 @@ def test_however_many_tags_there_are_few_have_figures_and_none_is_lost() -> None
     by_tag = tallies.take().by_tag
     assert len(by_tag) == MOST_TAGS + 1 and "common" in by_tag
     assert by_tag[OTHER_TAGS]["rollouts"] == 1000 + 16 - (MOST_TAGS - 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 20, 21, 257])
+def test_the_p95_of_lengths_is_numpys(count: int) -> None:
+    lengths = sorted(generator(0, "p95", count).integers(0, 5000, count).tolist())
+    tally = Tally(groups=1, lengths=lengths[::-1])
+    assert tally.figures()["length_p95"] == pytest.approx(np.percentile(lengths, 95), rel=1e-12)
+    assert tally.figures()["length_mean"] == pytest.approx(np.mean(lengths), rel=1e-12)

@@ -12,7 +12,7 @@ import typer
 
 from pipelinerl.commands.oubliette.uploading import upload
 from pipelinerl.errors import UserError
-from pipelinerl.verifiers.oubliette import probe, toolchains
+from pipelinerl.verifiers.oubliette import control_groups, probe, toolchains
 from pipelinerl.verifiers.oubliette.repository import ContentMissing
 from pipelinerl.verifiers.oubliette.rules import CodeRules
 from pipelinerl.verifiers.oubliette.runner import Program
@@ -37,6 +37,9 @@ def probe_(
     """Attack the sandbox from within, by every attack that there is; exit status 1 if one is not held off."""
     for each in Tier:
         typer.echo(f"{each:<10} {_told(each)}")
+    groups = control_groups.available()
+    told = f"none: {groups}" if isinstance(groups, str) else f"version {groups.version}, one for each slot"
+    typer.echo(f"{'groups':<10} {told}")
     typer.echo(f"{'languages':<10} {', '.join(toolchains.installed())}")
     found = probe.attacked(lambda number: walls_of(tier, number), probe.ATTACKS)
     for finding in found:

@@ -10,6 +10,7 @@ import pytest
 from pipelinerl.types import Message, Problem
 from pipelinerl.verifiers.oubliette.checkers import Checker, CustomChecker, Protocol
 from pipelinerl.verifiers.oubliette.code_problem import CodeProblem, CodeTest, TestsMalformed, last_block
+from pipelinerl.verifiers.oubliette.repository import Link
 
 PAIRS = [{"input": "1\n", "output": "2\n"}, {"input": "3\n", "output": "6\n"}]
 WANTED = (CodeTest(b"1\n", b"2\n"), CodeTest(b"3\n", b"6\n"))
@@ -65,6 +66,11 @@ def test_layouts(metadata: dict[str, Any]) -> None:
         ({"tests": PAIRS, "checker": "fuzzy"}, "checker must be one of exact, tokens, float"),
         ({"tests": PAIRS, "checker": {"source": "x", "protocol": "shout"}}, r"checker\.protocol must be one of"),
         ({"tests": PAIRS, "checker": {"source": "x", "files": {"../x": ""}}}, r"checker\.files must be texts"),
+        ({"tests": PAIRS, "checker": {"source": "x", "language": "cobol"}}, r"checker\.language must be one of"),
+        ({"tests": PAIRS, "checker": {"program": "oub:1"}}, r"checker\.program: a link must be oub:"),
+        ({"tests": [{"input": {"link": "1"}, "output": ""}]}, r"tests\[0\]\.input: a link must be oub:"),
+        ({"tests": PAIRS, "interaction_format": "You talk first."}, "the problem is interactive"),
+        ({"tests": PAIRS, "input_mode": "file"}, "input_mode must be stdio"),
     ],
 )
 def test_what_cannot_be_understood_names_its_field(metadata: dict[str, Any], told: str) -> None:
@@ -81,6 +87,18 @@ def test_limits_and_checkers() -> None:
     custom = read(tests=PAIRS, checker={"language": "python", "source": "x", "protocol": "printed"}).checker
     assert isinstance(custom, CustomChecker)
     assert custom.protocol is Protocol.PRINTED
+    generated = read(official_tests=PAIRS, generated_tests=7, generated_checker="print(1)", input_mode="stdio").checker
+    assert generated == CustomChecker(language="python", source="print(1)", protocol=Protocol.PRINTED)
+
+
+def test_links_stand_for_what_they_lead_to() -> None:
+    link = Link.of(b"much")
+    problem = read(
+        tests=[{"input": {"link": str(link)}, "output": str(link)}], checker={"language": "cpp", "program": str(link)}
+    )
+    assert problem.tests == (CodeTest(link, str(link).encode()),), "a text is a text, whatever it says"
+    assert isinstance(problem.checker, CustomChecker)
+    assert problem.checker.program == link
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
 """Does `pipelinerl simulate` say what happens? Short real runs of each schedule, against their simulation.
 
     paced   the bigram engine and trainer, which wait as long as devices would take (`benchmarks/paced_run.py`): all
-            at once, so that the machine is as busy for each; calibrated on the synchronous one, the rest is predicted
-    tiny    the `tiny` recipe, whose engine and trainer share two cores with all else: calibrated on the synchronous run
-            and, for what both suffer beside each other, on the one in flight; then the ages of what trains under the
-            pairs (j, k) of `benchmarks staleness`, against its record
+            at once, so that the machine is as busy for each
+    tiny    the `tiny` recipe, whose engine and trainer share two cores with all else; then the ages of what trains under
+            the pairs (j, k) of `benchmarks staleness`, against its record
     fleet   no run: 128 to 1,024 engines, simulated on the paced hardware; how long 100 steps of 1,024 engines take
 
-An arm differs in the schedule's flags alone. Each is told with the error of its step's seconds, simulated ÷ measured −
+Both are calibrated on the synchronous arm and, for what engine and trainer suffer beside each other, on the one in
+flight; the rest is predicted. An arm differs in the schedule's flags alone. Each is told with the error of its step's seconds, simulated ÷ measured −
 1. The synchronous arm is run twice: how far it is from its first time is what the machine's noise is worth, and no
 prediction can be better. `--quick` runs few arms and steps.
 """
@@ -274,7 +274,7 @@ def known_beds(*, quick: bool) -> tuple[Bed, Bed]:
         recipe="paced",
         rollouts=64,
         steps=16 if quick else 30,
-        calibrated_on=(_SYNCHRONOUS,),
+        calibrated_on=(_SYNCHRONOUS, _IN_FLIGHT),
         at_once=len(ARMS),
     )
     tiny = Bed(

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -74,6 +74,7 @@ def wired(size: int) -> None:
         thread.join()
 
 
+@final
 class Peak:
     """By how much a process' memory has been above what it was when this was made, in bytes."""
 

@@ -35,6 +35,8 @@ from pipelinerl.system.http_client import session
 _TARGET: Final = 0.01
 _PAGES: Final = 3
 _WINDOW_S: Final = 10.0
+#: A window is longer where the run has not taken so many steps by then.
+_STEPS: Final = 5
 #: After a change of arms, before a window begins: what the server has missed is read by then.
 _SETTLE_S: Final = 2.0
 _DEADLINE_S: Final = 600.0
@@ -197,11 +199,13 @@ def _window(run: LiveRecipe, watching: Watching) -> Window:
     time.sleep(_SETTLE_S)
     run.read()
     first, run_s, watch_s = len(run.steps) - 1, run.processor_s(), watching.processor_s()
-    time.sleep(_WINDOW_S)
-    run.read()
+    began = time.monotonic()
+    while time.monotonic() - began < _WINDOW_S or len(run.steps) - first <= _STEPS:
+        if time.monotonic() - began > _DEADLINE_S:
+            raise RuntimeError(f"the run took fewer than {_STEPS} steps in {_DEADLINE_S:g} s")
+        time.sleep(0.25)
+        run.read()
     taken = run.steps[first:]
-    if len(taken) < 3:
-        raise RuntimeError(f"the run took {len(taken) - 1} steps in {_WINDOW_S:g} s: too few to measure by")
     tokens = sum(count for _, count in taken[1:])
     return Window(
         rate=tokens / (taken[-1][0] - taken[0][0]),

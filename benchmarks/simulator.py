@@ -2,14 +2,14 @@
 
     paced   the bigram engine and trainer, which wait as long as devices would take (`benchmarks/paced_run.py`): all
             at once, so that the machine is as busy for each
-    tiny    the `tiny` recipe, whose engine and trainer share two cores with all else; then the ages of what trains under
-            the pairs (j, k) of `benchmarks staleness`, against its record
+    tiny    the `tiny` recipe, whose engine and trainer share two cores with all else; then the ages of what trains
+            under the pairs (j, k) of `benchmarks staleness`, against its record
     fleet   no run: 128 to 1,024 engines, simulated on the paced hardware; how long 100 steps of 1,024 engines take
 
 Both are calibrated on the synchronous arm and, for what engine and trainer suffer beside each other, on the one in
-flight; the rest is predicted. An arm differs in the schedule's flags alone. Each is told with the error of its step's seconds, simulated ÷ measured −
-1. The synchronous arm is run twice: how far it is from its first time is what the machine's noise is worth, and no
-prediction can be better. `--quick` runs few arms and steps.
+flight; the rest is predicted. An arm differs in the schedule's flags alone. Each is told with the error of its step's
+seconds, simulated ÷ measured − 1. The synchronous arm is run twice: how far it is from its first time is what the
+machine's noise is worth, and no prediction can be better. `--quick` runs few arms and steps.
 """
 
 from __future__ import annotations

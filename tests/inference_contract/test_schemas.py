@@ -81,12 +81,13 @@ def test_golden_layout_id() -> None:
     assert LAYOUT.num_bytes == 36
 
 
-def test_golden_join() -> None:
+@pytest.mark.parametrize("connections", ["", '"connections":"tree",'], ids=["gloo's own", "tree"])
+def test_golden_join(connections: str) -> None:
     text = (
         '{"group":"weights","backend":"gloo","rendezvous_host":"127.0.0.1","rendezvous_port":4711,"rank":1,'
-        '"world_size":3,"generation":5,"timeout_s":10.0}'
+        f'"world_size":3,"generation":5,{connections}"timeout_s":10.0}}'
     )
-    assert InitProcessGroupRequest.model_validate_json(text).model_dump_json() == text
+    assert InitProcessGroupRequest.model_validate_json(text).model_dump_json(exclude_none=True) == text
 
 
 @pytest.mark.parametrize(

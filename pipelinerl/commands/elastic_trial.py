@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipelinerl.commands.recorded_run import recorded_events
 from pipelinerl.config.recipe import load
 from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.decisions.elastic import Want, changed, in_words, note_step, weighed
 from pipelinerl.controller.state.elastic import ElasticMemory, ElasticRule
-from pipelinerl.errors import UserError
-from pipelinerl.observability.events import Event, read_events
+from pipelinerl.observability.events import Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,7 @@ def show(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
     Raises:
         UserError: there is no such run.
     """
-    try:
-        events = read_events(run_dir / "events.jsonl")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{run_dir} has no readable events.jsonl, so it is no run: {error}") from None
+    events = recorded_events(run_dir)
     config = load(run_dir / "recipe.toml", overrides)
     limits = config.elastic.types.values()
     least, most = sum(each.min for each in limits) or 1, sum(each.max for each in limits) or 4096

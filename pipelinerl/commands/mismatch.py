@@ -10,11 +10,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from pipelinerl.commands.recorded_run import recorded_events
 from pipelinerl.errors import UserError
 from pipelinerl.numerics.advice import advise
 from pipelinerl.numerics.causes import Cause
 from pipelinerl.numerics.review import COMPARED, FIGURES, CauseReview, Course, Review, review
-from pipelinerl.observability.events import read_events
 from pipelinerl.observability.picture import draw_mismatch
 from pipelinerl.observability.run_history import RunHistory, tell
 
@@ -49,10 +49,7 @@ def show(run_dir: Path, console: Console, *, as_json: bool) -> None:
 
 
 def _history(run_dir: Path) -> RunHistory:
-    try:
-        events = read_events(run_dir / "events.jsonl")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{run_dir} has no readable events.jsonl, so it is no run: {error}") from None
+    events = recorded_events(run_dir)
     if not events:
         raise UserError(f"{run_dir} has no events yet; is the run starting?")
     return tell(events)

@@ -41,16 +41,21 @@ _BEGUN: Final = "trainer_ready"
 _NOBODY: Final = (0, 0)
 
 
-def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
-    """By the version that they made.
+def recorded_events(run_dir: Path) -> list[Event]:
+    """The whole log.
 
     Raises:
         UserError: there is no such run.
     """
     try:
-        events = read_events(run_dir / "events.jsonl")
+        return read_events(run_dir / "events.jsonl")
     except (OSError, ValueError) as error:
         raise UserError(f"{run_dir} has no readable events.jsonl, so it is no run: {error}") from None
+
+
+def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
+    """By the version that they made. Raises UserError, as `recorded_events` does."""
+    events = recorded_events(run_dir)
     begun = [(int(event["epoch"]), int(event["model_version"])) for event in events if event["kind"] == _BEGUN]
     return {version: _record(event, begun) for event in tell(events).steps if (version := int(event["step"]))}
 

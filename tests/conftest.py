@@ -39,7 +39,10 @@ hypothesis.settings.load_profile("busy")
 
 #: Where single tests take minutes: these begin first, and the short ones fill the gaps between them and their ends. The
 #: longest file is the first, since nothing shares its tests out.
-_LONG = ("tests/end_to_end/test_live_run.py", "tests/end_to_end/", "tests/faults/", "tests/trainers/", "tests/engines/")
+_LONG = (
+    "tests/end_to_end/test_live_run.py", "tests/end_to_end/", "tests/faults/", "tests/observability/page/",
+    "tests/examples/", "tests/trainers/", "tests/engines/",
+)  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:

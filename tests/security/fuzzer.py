@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, Final
 
+from pipelinerl.verifiers.oubliette.repository import Link
 from tests.fakes.scripted_engine import LAYOUT
 from tests.security.test_authorisation import routes
 
@@ -23,6 +24,10 @@ _CHAT: Final = {
 }  # fmt: skip
 _SAID: Final = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2, "stream": True,
                 "stream_options": {"include_usage": True}}  # fmt: skip
+#: The link to `abc`, which the request brings along.
+_LINK: Final = str(Link.of(b"abc"))
+_ABC: Final = {"input": _LINK, "output": _LINK, "answer": _LINK}
+_PROGRAM: Final = {"language": "python", "program": _LINK}
 #: Valid bodies, by the end of the path.
 BODIES: Final[dict[str, tuple[Any, ...]]] = {
     "/chat/completions": (_CHAT, _SAID, _CHAT | {"prefixes": [{"index": 0, "token_ids": [4]}], "n": 1}),
@@ -52,6 +57,13 @@ BODIES: Final[dict[str, tuple[Any, ...]]] = {
     "/engines/add": ({"url": "http://127.0.0.1:9"}, {"type": "torch", "count": 1}),
     "/engines/swap": ({"engine": "engine-7", "type": "torch", "grace_s": 1.0},),
     "/engines/remove": ({"engine": "engine-7"},),
+    "/work": (
+        {"protocol": 1, "contents": ["YWJj"], "works": [{"type": "check", "how": "tokens", "tolerance": 0.0} | _ABC]},
+        {"protocol": 1, "contents": ["YWJj"], "works": [{"type": "check", "how": "exact"} | _ABC, {
+            "type": "run", "input": _LINK, "limits": {"cpu_s": 1.0, "wall_s": 2.0}} | _PROGRAM]},
+        {"protocol": 1, "works": [{"type": "compile", "language": "c", "source": _LINK, "wall_s": 1.0}]},
+    ),
+    "/missing": ([[_LINK, _LINK]], {"links": [_LINK]}),
     "/copy": ({"source": "http://127.0.0.1:9", "digest": "0" * 32, "whole": "0" * 32, "timeout_s": 0.05},),
 }  # fmt: skip
 

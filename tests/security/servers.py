@@ -10,7 +10,7 @@ from typing import Any
 
 TOKEN = "run-token"
 #: Those that `--no-token` lets serve whoever is on this machine.
-OPEN_SERVERS = ("engine", "controller", "parameter server", "verifier")
+OPEN_SERVERS = ("engine", "controller", "parameter server", "verifier", "oubliette")
 SERVERS = (*OPEN_SERVERS, "page")
 #: With the engine that serves models: of the other, which is a program, the routes are the same.
 FUZZED = (*SERVERS, "batching engine")
@@ -31,6 +31,10 @@ def application(server: str, directory: Path, *, token: str | None = TOKEN) -> A
         from tests.fakes.verifier_service import service as verifier_service
 
         return create_app(verifier_service(), token=token)
+    if server == "oubliette":
+        from tests.fakes import oubliette_service
+
+        return oubliette_service.application(directory / "repository", token=token)
     if server == "parameter server":
         from tests.fakes import parameter_server
 

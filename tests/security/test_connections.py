@@ -197,6 +197,7 @@ def test_a_trailer_without_an_end_is_refused(engine: str) -> None:
         ("/engines", "controller"),
         ("/versions", "parameter server"),
         ("/verify", "verifier"),
+        ("/work", "oubliette"),
         ("/api/stop", "page"),
     ],
 )

@@ -23,6 +23,7 @@ ACTS = {
     "controller": ("POST", "/stop"),
     "parameter server": ("POST", "/versions"),
     "verifier": ("POST", "/verify"),
+    "oubliette": ("POST", "/work"),
 }
 JSON = {"content-type": "application/json"}
 

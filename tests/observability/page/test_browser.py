@@ -236,6 +236,14 @@ def test_the_wheel_zooms_into_the_timeline(browser: Browser, server: ServedPage)
         expect(heading).to_have_text(whole)
 
 
+def test_a_link_that_is_followed_while_the_page_begins_is_followed(browser: Browser, server: ServedPage) -> None:
+    """After the first drawing, and before what follows it."""
+    with opened(browser, server.url) as page:
+        page.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/timeline'; })")
+        page.reload()
+        shown(page, "timeline")
+
+
 def test_a_connection_that_is_lost_is_shown_and_comes_back_by_itself(browser: Browser, server: ServedPage) -> None:
     context = browser.new_context()
     try:

@@ -34,6 +34,7 @@ export function useRoute() {
   useEffect(() => {
     const changed = () => setNow(route());
     addEventListener("hashchange", changed);
+    changed(); // a link may have been followed between the first drawing and this
     return () => removeEventListener("hashchange", changed);
   }, []);
   return now;

@@ -1,0 +1,27 @@
+"""A real Oubliette service as an application, on a machine where no program can be run; it compares all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.verifiers.oubliette.remote.service import OublietteService, create_app
+from pipelinerl.verifiers.oubliette.repository import PersistentRepository, TransientRepository
+from pipelinerl.verifiers.oubliette.runner import LocalRunner
+from pipelinerl.verifiers.oubliette.runs import Tier
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, Walls
+
+
+def application(folder: Path, *, token: str | None) -> Any:
+    """Its repository lies in `folder`. What is to be run is refused, as where no sandbox can be had."""
+    persistent, transient = PersistentRepository(folder), TransientRepository(1 << 20)
+    sandbox = Sandbox(_no_walls, at_once=1)
+    sandbox.close()
+    runner = LocalRunner(sandbox, tier="default", at_once=1, repository=persistent, outputs=transient)
+    return create_app(
+        OublietteService(runner, tier=Tier.DEFAULT, persistent=persistent, transient=transient), token=token
+    )
+
+
+def _no_walls(_: int) -> Walls:
+    return Walls(tier=Tier.DEFAULT, command=(), namespaces=True, outer_id=0, filter=b"")

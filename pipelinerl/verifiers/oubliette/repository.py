@@ -15,8 +15,10 @@ import contextlib
 import hashlib
 import os
 import re
+import tempfile
 import threading
 from collections import OrderedDict
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, Self, final
@@ -31,6 +33,10 @@ LINK: Final = "link"
 
 class ContentMissing(PipelineError):
     """Nothing whole lies under a link; says nothing of any answer."""
+
+
+class ContentTooLarge(PipelineError):
+    """A content that comes has more bytes than it may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,32 @@ class PersistentRepository:
         link = Link.of(data)
         if link not in self:
             self._write(self._path(link), data)
+        return link
+
+    async def put_parts(self, parts: AsyncIterator[bytes], *, most_bytes: int) -> Link:
+        """Lay a content there that comes in parts, of which no more than one is in memory.
+
+        Raises:
+            ContentTooLarge: it has more than `most_bytes`; nothing of it is kept.
+        """
+        hashed, size = hashlib.blake2b(digest_size=32), 0
+        with tempfile.NamedTemporaryFile(dir=self._folder / "content", prefix="draft-", delete=False) as file:
+            draft = Path(file.name)
+            try:
+                async for part in parts:
+                    size += len(part)
+                    if size > most_bytes:
+                        raise ContentTooLarge(f"a content must have at most {most_bytes} bytes")
+                    hashed.update(part)
+                    file.write(part)
+                file.flush()
+                link = Link(hashed.hexdigest(), size)
+                if link not in self:
+                    path = self._path(link)
+                    path.parent.mkdir(exist_ok=True)
+                    draft.replace(path)
+            finally:
+                draft.unlink(missing_ok=True)
         return link
 
     def get(self, link: Link) -> bytes:

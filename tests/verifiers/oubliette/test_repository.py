@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from pipelinerl.errors import UserError
-from pipelinerl.verifiers.oubliette.repository import ContentMissing, Link, PersistentRepository, TransientRepository
+from pipelinerl.verifiers.oubliette.repository import (
+    ContentMissing,
+    ContentTooLarge,
+    Link,
+    PersistentRepository,
+    TransientRepository,
+)
 
 DATA = (b"", b"1 2 3\n", bytes(range(256)) * 50)
 
@@ -77,3 +84,18 @@ def test_memory_is_bounded_and_forgets_what_was_not_used_for_longest() -> None:
     large = repository.put(b"x" * 11)
     assert repository.get(large) == b"x" * 11, "what has just come is there, however large"
     assert repository.num_bytes == 11
+
+
+async def in_parts(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+async def test_what_comes_in_parts_lies_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    repository = PersistentRepository(tmp_path)
+    link = await repository.put_parts(in_parts(b"ab", b"", b"c"), most_bytes=3)
+    assert link == Link.of(b"abc") and repository.get(link) == b"abc"
+    assert await repository.put_parts(in_parts(b"abc"), most_bytes=3) == link, "again"
+    with pytest.raises(ContentTooLarge, match="at most 3 bytes"):
+        await repository.put_parts(in_parts(b"ab", b"cd"), most_bytes=3)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [link.digest], "no draft is left"

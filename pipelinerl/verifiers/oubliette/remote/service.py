@@ -31,6 +31,7 @@ from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker
 from pipelinerl.verifiers.oubliette.remote import wire
 from pipelinerl.verifiers.oubliette.repository import (
     ContentMissing,
+    ContentTooLarge,
     Link,
     PersistentRepository,
     TransientRepository,
@@ -91,9 +92,9 @@ class OublietteService:
             self._queue -= len(request.works)
         return wire.WorkAnswer(done=tuple(done))
 
-    def store(self, data: bytes) -> Link:
-        """Lay a content into the persistent repository."""
-        return self._persistent.put(data)
+    async def store(self, parts: AsyncIterator[bytes]) -> Link:
+        """Lay a content into the persistent repository, as it comes. Raises `ContentTooLarge`."""
+        return await self._persistent.put_parts(parts, most_bytes=wire.MOST_CONTENT_BYTES)
 
     def missing(self, request: wire.MissingRequest) -> wire.Missing:
         """Which links lead to nothing. Raises `ValueError` for what is no link."""
@@ -235,13 +236,10 @@ def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
 
     @app.put(wire.CONTENT)
     async def content(request: Request) -> Response:
-        data = bytearray()
-        async for part in request.stream():
-            data += part
-            if len(data) > wire.MOST_CONTENT_BYTES:
-                told = f"a content must have at most {wire.MOST_CONTENT_BYTES} bytes"
-                return refusal(413, told, code=wire.TOO_LARGE)
-        return _json(wire.Stored(str(await asyncio.to_thread(service.store, bytes(data)))))
+        try:
+            return _json(wire.Stored(str(await service.store(request.stream()))))
+        except ContentTooLarge as error:
+            return refusal(413, str(error), code=wire.TOO_LARGE)
 
     @app.get(wire.CONTENT)
     async def read(link: str) -> Response:

@@ -83,6 +83,8 @@ def _waits(sight: Sight) -> Iterator[Text]:
 def _wrong(sight: Sight) -> Iterator[Text]:
     """What is wrong, and who is waited for."""
     yield from (Text.assemble(("alarm ", "bold red"), one_line(alarm)) for alarm in sight.status.alarms)
+    if sight.unread:
+        yield Text(f"{sight.unread:,} events of the log could not be read", "red")
     if sight.status.waiting_for:
         yield Text.assemble(("waits for ", "yellow"), one_line(sight.status.waiting_for))
 

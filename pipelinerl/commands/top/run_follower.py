@@ -55,6 +55,7 @@ class Sight:
         waits: (whom the last steps waited for, share of their time), where the files are here.
         obstacle: why nothing can be steered; empty where it can.
         reading: the share of the event log that has been read.
+        unread: events of it that could not be taken in.
     """
 
     status: RunStatus
@@ -64,6 +65,7 @@ class Sight:
     waits: tuple[tuple[str, float], ...] = ()
     obstacle: str = ""
     reading: float = 1.0
+    unread: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class RunSource:
     _view: RunView = field(default_factory=RunView)
     _tail: EventTail | None = None
     _newest: Sight | None = None
+    _unread: int = 0
 
     def __post_init__(self) -> None:
         if not is_url(self.run):
@@ -102,7 +105,7 @@ class RunSource:
         else:
             self._newest = Sight(
                 status=status, state="live", knobs=flat(status.knobs), ledger=status.ledger, waits=waits,
-                reading=self._share,
+                reading=self._share, unread=self._unread,
             )  # fmt: skip
         return self._newest
 
@@ -128,7 +131,7 @@ class RunSource:
             except OSError:
                 return
             if piece.anew:
-                self._view = RunView()
+                self._view, self._unread = RunView(), 0
             for event in piece.events:
                 self._take(event)
             if not self._tail.is_behind or time.monotonic() > until:
@@ -138,7 +141,7 @@ class RunSource:
         try:
             self._view.take(event)
         except Exception:  # whoever wrote it: one odd event must not hide a whole run
-            return
+            self._unread += 1
 
     def _waits(self) -> tuple[tuple[str, float], ...]:
         told = overview(self._view, window=_WINDOW)["waits"] if self._view.recent else []
@@ -161,6 +164,7 @@ class RunSource:
             waits=waits,
             obstacle="the run is over: its knobs are as it left them" if view.state else without_secrets(why),
             reading=self._share,
+            unread=self._unread,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from rich.cells import cell_len
@@ -65,6 +67,11 @@ def test_what_a_run_names_is_shown_inert() -> None:
     told = figures(SIGHT, 80)
     assert "\x1b" not in told.plain and "\u202e" not in told.plain and "\\x1b[2J\\u202e" in told.plain
     assert "[red]" in told.plain, "markup is text"
+
+
+def test_events_that_could_not_be_read_are_told() -> None:
+    assert "1,200 events of the log could not be read" in figures(replace(SIGHT, unread=1200), 80).plain
+    assert "could not be read" not in figures(SIGHT, 80).plain
 
 
 def test_what_nobody_says_is_left_out() -> None:

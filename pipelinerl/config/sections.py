@@ -234,7 +234,8 @@ class WeightsSection(Section):
     host: Annotated[str, Field(min_length=1)] | None = None
     """Address of the trainer's machine at which engines meet for a broadcast; by default the one that faces them."""
     dtype: WeightDType | None = None
-    """In which they travel, whatever an engine keeps them in; by default the model directory's."""
+    """In which they travel, whatever an engine keeps them in; by default the model directory's, or engine.dtype if that
+    is float32."""
     timeout_s: float = Field(default=120.0, gt=0, le=3600)
     """Longest that a publication may take. An engine that is not reached within it gets the next one."""
 

@@ -2,8 +2,11 @@
 
     trainer, fp32 ── weights.dtype ──▶ on the wire, which the digest is of ── engine.dtype, .weights ──▶ an engine
 
-Both default to the directory's. The receiver converts, so any float32, bfloat16 and float16 may meet; what would lose
-the run is refused here, in one sentence, and by the engine when it is given its first update.
+Engines default to the directory's dtype; what travels does, too, but for engines that keep float32: they are sent it.
+(Weights that begin as bfloat16 lie on its grid, so that, rounded to it, they stand still until they have moved by half
+of their last bit, which at a rate of 2e-5 takes most of them five steps and more: the sampler would be as many steps
+older than its version says.) The receiver converts, so any float32, bfloat16 and float16 may meet; what would lose the
+run is refused here, in one sentence, and by the engine when it is given its first update.
 """
 
 from __future__ import annotations
@@ -40,15 +43,15 @@ def dtypes_of(config: RunConfig) -> Dtypes:
         RecipeError: the combination makes no sense; the message says which key to change.
     """
     model = model_dtype(config.model.resolved)
-    wire = config.weights.dtype or model
     engine = model if config.engine.dtype == "auto" else config.engine.dtype
+    wire = config.weights.dtype or (engine if engine is WeightDType.FLOAT32 else model)
     if wire is WeightDType.FLOAT16 and model is not WeightDType.FLOAT16:
         raise RecipeError(
             f"weights.dtype must not be float16 for the weights of {config.model.resolved}, which are {model} and may "
             "lie beyond its range; say bfloat16, or leave it out"
         )
     if config.trainer.type == "bigram" and (wire, model) != (WeightDType.FLOAT32, WeightDType.FLOAT32):
-        raise RecipeError(f"trainer.type 'bigram' gathers float32, got weights.dtype {wire}; leave it out")
+        raise RecipeError(f"trainer.type 'bigram' gathers float32, got weights.dtype {wire} of a model in {model}")
     if config.engine.type == "bigram" and engine is not WeightDType.FLOAT32:
         raise RecipeError(f"engine.type 'bigram' computes in float32, got engine.dtype {engine}; leave it out")
     rounds = wire is WeightDType.FLOAT32 and engine is not wire

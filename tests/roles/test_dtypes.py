@@ -75,15 +75,18 @@ def test_weights_that_are_pickled_alone_are_refused_in_one_sentence(tmp_path: Pa
         check_directory(path)
 
 
-def test_both_default_to_the_directorys_and_the_canary_suits_the_coarsest(tmp_path: Path) -> None:
+def test_the_directorys_dtype_but_for_engines_that_keep_float32_and_the_canary_suits_the_coarsest(
+    tmp_path: Path,
+) -> None:
     path = directory(tmp_path / "model", torch.bfloat16, config="bfloat16")
     plain = dtypes_of(recipe(path))
     assert {plain.model, plain.wire, plain.engine} == {WeightDType.BFLOAT16}
-    kept = recipe(path, "engine.dtype=float32")
+    wide = recipe(path, "engine.dtype=float32")
+    assert {dtypes_of(wide).wire, dtypes_of(wide).engine} == {WeightDType.FLOAT32}, "it sees every step"
+    assert canary_of(wide).tolerance == TOLERANCES["float32"]
+    kept = recipe(path, "engine.dtype=float32", "weights.dtype=bfloat16")
     assert (dtypes_of(kept).wire, dtypes_of(kept).engine) == (WeightDType.BFLOAT16, WeightDType.FLOAT32)
     assert canary_of(kept).tolerance == TOLERANCES["bfloat16"], "what travels is rounded"
-    wide = recipe(path, "engine.dtype=float32", "weights.dtype=float32")
-    assert canary_of(wide).tolerance == TOLERANCES["float32"]
     assert canary_of(recipe(path, "engine.weights=int8")).tolerance == TOLERANCES["int8"]
 
 

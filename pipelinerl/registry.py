@@ -70,9 +70,6 @@ TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {
     "jax": "pipelinerl.trainers.option_table:refuse_lora",
 }
 
-#: Trainers that can be given a value head.
-VALUE_HEADS: Final = frozenset({"torch", "bigram"})
-
 #: `(SourceRequest) -> ProblemSource`; what a recipe says after a colon is the request's argument.
 SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "reasoning_gym": RegistryEntry("pipelinerl.data.generated:open_reasoning_gym", ("reasoning_gym",)),

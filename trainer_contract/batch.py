@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from trainer_contract.errors import BatchError
-from trainer_contract.types import MicroBatch
+from trainer_contract.errors import BatchError, SpecError
+from trainer_contract.types import Head, MicroBatch, Objective, measures_of
 
 _COLUMNS = {
     "token_ids": np.int32,
@@ -50,6 +50,12 @@ def check(batch: MicroBatch, *, vocab_size: int, needs: Iterable[str] = ()) -> N
             raise BatchError(f"the objective needs the column {name}, got None: compute it before backward")
     _check_values(batch, vocab_size)
     _check_packing(batch)
+
+
+def check_measures(objective: Objective, head: Head) -> None:
+    """Raise SpecError where the objective asks a value head to measure a distribution: it has none."""
+    if (asked := measures_of(objective)) and head is Head.VALUE:
+        raise SpecError(f"a value head has no distribution to measure, asked for {', '.join(asked)}")
 
 
 def _check_column(name: str, column: object, dtype: type, token_ids: object) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: Longest header that safetensors itself reads, in bytes.
+#: A value model's `weight` [1, D] and `bias` [1], fp32, beside the directory's other weights.
+VALUE_HEAD_FILE: Final = "value_head.safetensors"
 _LONGEST_HEADER: Final = 100_000_000
 #: Read and hashed at once.
 _BLOCK_BYTES: Final = 2**20
@@ -77,7 +79,8 @@ def weight_files(path: Path) -> list[Path]:
     """
     index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
     if not index.is_file():
-        return [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
+        others = sorted(file for file in path.glob("*.safetensors") if file.name != VALUE_HEAD_FILE)
+        return [whole] if whole.is_file() else others
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -24,6 +24,9 @@ LAYER: Final = "model.layers.*."
 EMBEDDING: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
 HEAD: Final = "lm_head.weight"
+#: A value model has these in place of the output layer.
+VALUE_WEIGHT: Final = "value_head.weight"
+VALUE_BIAS: Final = "value_head.bias"
 
 #: By model_type: whether queries, keys and values have biases (None: as `attention_bias` says), and norms of their own.
 _FAMILY: Final[Mapping[str, tuple[bool | None, bool]]] = {
@@ -114,6 +117,8 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     dtype: str
+    scalar_head: bool = False
+    """A value model: one number for each state, in place of the output layer."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -143,7 +148,10 @@ class DecoderConfig:
         within("input_layernorm.weight", (self.hidden,), (None,))
         within("post_attention_layernorm.weight", (self.hidden,), (None,))
         table.append(Parameter(NORM, (self.hidden,), (None,)))
-        if not self.tied:
+        if self.scalar_head:
+            table.append(Parameter(VALUE_WEIGHT, (1, self.hidden), (None, "fsdp")))
+            table.append(Parameter(VALUE_BIAS, (1,), (None,)))
+        elif not self.tied:
             table.append(Parameter(HEAD, (self.vocab, self.hidden), ("tensor", "fsdp")))
         return tuple(table)
 

@@ -83,12 +83,6 @@ def setting_of(config: RunConfig) -> Setting:
 
 def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]:
     passes, weight = objective.passes, objective.is_weight
-    own_trainer = registry.is_user_code(registry.TRAINERS, config.trainer.type)  # it refuses what it has not
-    if "values" in passes and config.trainer.type not in registry.VALUE_HEADS and not own_trainer:
-        yield (
-            f"objective needs a critic, and trainer.type {config.trainer.type!r} has no value head; "
-            f"use {' or '.join(sorted(registry.VALUE_HEADS))}"
-        )
     for domain in config.domains:
         if domain.reward is not None and domain.reward.mean is Over.GROUP and config.group_size_of(domain) == 1:
             yield (

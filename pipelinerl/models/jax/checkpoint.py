@@ -7,11 +7,11 @@ sentence; what is exported has the names, shapes and order of `config.parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -19,12 +19,17 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.checkpoint import weight_files
-from pipelinerl.models.decoder_config import HEAD, DecoderConfig, Parameter
+from pipelinerl.models.checkpoint import VALUE_HEAD_FILE, weight_files
+from pipelinerl.models.decoder_config import HEAD, VALUE_BIAS, VALUE_WEIGHT, DecoderConfig, Parameter
 
 Storage = Callable[[Parameter], Sharding]
+
+_PREFIX: Final = "model."
+#: Parameters of a value model's head, and their names in its file.
+_VALUE_HEAD: Final = {VALUE_WEIGHT: "weight", VALUE_BIAS: "bias"}
 
 
 def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: Any = np.float32) -> dict[str, jax.Array]:
@@ -35,18 +40,21 @@ def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: An
         place: the sharding of `parameter.stacked_shape`.
         dtype: of the arrays; the files' own is converted.
 
+    A value model's head comes from a file of its own; where there is none it is zero, and so is every value.
+
     Raises:
         ModelError: a file is damaged, or a tensor is missing, of another shape, or not the decoder's.
     """
+    trunk = [parameter for parameter in config.parameters if parameter.name not in _VALUE_HEAD]
     try:
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(str(file), framework="np")) for file in weight_files(path)]
-            holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-            _check(holder, config, path)
-            return {
-                parameter.name: _divided(parameter, place(parameter), holder, np.dtype(dtype))
-                for parameter in config.parameters
+            tensors = {_whole_name(name): file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+            _check(tensors, trunk, config, path)
+            loaded = {
+                parameter.name: _divided(parameter, place(parameter), tensors, np.dtype(dtype)) for parameter in trunk
             }
+        return loaded | _value_head(path, config, place, np.dtype(dtype))
     except (SafetensorError, OSError) as error:
         raise ModelError(f"the weights in {path} are damaged: {error}; copy them again") from error
 
@@ -114,27 +122,48 @@ def _gathered(array: jax.Array, layer: int, stacked: bool, dtype: np.dtype[Any],
     return lax.with_sharding_constraint(one.astype(dtype), everywhere)
 
 
-def _check(holder: Mapping[str, Any], config: DecoderConfig, path: Path) -> None:
-    shapes = {name: parameter.shape for parameter in config.parameters for name in parameter.names}
+def _value_head(path: Path, config: DecoderConfig, place: Storage, dtype: np.dtype[Any]) -> dict[str, jax.Array]:
+    """The parameters of a value model's head; none of a language model's."""
+    heads = [parameter for parameter in config.parameters if parameter.name in _VALUE_HEAD]
+    file = path / VALUE_HEAD_FILE
+    saved = load_file(file) if heads and file.is_file() else {}
+    loaded: dict[str, jax.Array] = {}
+    for parameter in heads:
+        whole = saved.get(_VALUE_HEAD[parameter.name], np.zeros(parameter.shape, dtype)).astype(dtype)
+        if whole.shape != parameter.shape:
+            raise ModelError(f"{file} must fit the model beside it, {list(parameter.shape)}, got {list(whole.shape)}")
+        loaded[parameter.name] = jax.make_array_from_callback(whole.shape, place(parameter), whole.__getitem__)
+    return loaded
+
+
+def _whole_name(name: str) -> str:
+    """A tensor's name in a language model; files that hold the layers alone, as value models do, leave `model.` out."""
+    return name if name == HEAD or name.startswith(_PREFIX) else _PREFIX + name
+
+
+def _check(tensors: Mapping[str, Any], trunk: Sequence[Parameter], config: DecoderConfig, path: Path) -> None:
+    shapes = {name: parameter.shape for parameter in trunk for name in parameter.names}
     for name, shape in shapes.items():
-        if name not in holder:
+        if name not in tensors:
             raise ModelError(f"{path}: the tensor {name!r} is missing from its safetensors files; copy them again")
-        found = tuple(holder[name].get_slice(name).get_shape())
+        found = tuple(tensors[name].get_shape())
         if found != shape:
             raise ModelError(f"{path}: the tensor {name!r} must have the shape {shape} by config.json, got {found}")
     # A tied head may be stored again, and old files store the rotary table; anything else would go unused.
-    extra = sorted(name for name in holder.keys() - shapes if name != HEAD and not name.endswith("rotary_emb.inv_freq"))
+    extra = sorted(
+        name for name in tensors.keys() - shapes if name != HEAD and not name.endswith("rotary_emb.inv_freq")
+    )
     if extra:
         raise ModelError(f"{path}: the tensor {extra[0]!r} is no part of a {config.model_type} by its config.json")
 
 
-def _divided(parameter: Parameter, sharding: Sharding, holder: Mapping[str, Any], dtype: np.dtype[Any]) -> jax.Array:
+def _divided(parameter: Parameter, sharding: Sharding, tensors: Mapping[str, Any], dtype: np.dtype[Any]) -> jax.Array:
     """Read and place each device's part."""
     shape = parameter.stacked_shape
 
     def part(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
         within = index if parameter.layers is None else index[1:]
-        read = [holder[name].get_slice(name)[within].astype(dtype, copy=False) for name in parameter.names]
+        read = [tensors[name][within].astype(dtype, copy=False) for name in parameter.names]
         return read[0] if parameter.layers is None else np.stack(read)
 
     parts = sharding.addressable_devices_indices_map(shape)

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.numerics.logprobs import log_softmax, measure_slopes, measured
-from trainer_contract.batch import check
+from trainer_contract.batch import check, check_measures
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, StateError
 from trainer_contract.host_weights import check_weights
 from trainer_contract.trainer import started
@@ -114,6 +114,7 @@ class BigramTrainer:
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """One after the other, in closed form."""
+        check_measures(objective, self._worker.head)
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=len(self._worker.table), needs=objective.needs)
         return [self._backward(number, each, objective) for number, each in enumerate(micro_batches)]
@@ -221,11 +222,9 @@ def _predict(worker: BigramWorker, batch: MicroBatch, where: NDArray[np.intp]) -
 
 def _measures(objective: Objective, distributions: Float64 | None) -> dict[str, Float64]:
     """What the objective asks of the distributions with these log-probs [N, V]; a value head has none."""
-    asked = measures_of(objective)
-    if asked and distributions is None:
-        raise SpecError(f"a value head has no distribution to measure, asked for {', '.join(asked)}")
     if distributions is None:
         return {}
+    asked = measures_of(objective)
     return {str(measure): measured(measure, distributions).astype(np.float64, copy=False) for measure in asked}
 
 

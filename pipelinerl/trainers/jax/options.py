@@ -4,6 +4,7 @@
 type = "jax"
 options.mesh = { data = 2, fsdp = 4, tensor = 2 }
 options.remat = "inference_matched"
+options.attention = "dense"
 options.distributed = { coordinator = "10.0.0.1:8476", processes = 4, token_file = "/shared/token" }
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Final
 
+from pipelinerl.trainers.jax.attention import PackedAttention
 from pipelinerl.trainers.jax.mesh import MeshShape
 from pipelinerl.trainers.option_table import refuse_lora, refuse_unknown, table, whole
 from pipelinerl.trainers.ranks.distributed import Distributed, read_distributed
@@ -36,10 +38,11 @@ class Remat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JaxOptions:
-    """`distributed` None is one process."""
+    """`distributed` None is one process; `attention` None is what suits the devices."""
 
     mesh: MeshShape
     remat: Remat = Remat.NONE
+    attention: PackedAttention | None = None
     distributed: Distributed | None = None
 
     @classmethod
@@ -54,10 +57,14 @@ class JaxOptions:
         remat = options.get("remat", Remat.INFERENCE_MATCHED if gradient_checkpointing else Remat.NONE)
         if remat not in list(Remat):
             raise SpecError(f"options.remat must be one of {', '.join(Remat)}, got {remat!r}")
+        attention = options.get("attention")
+        if attention is not None and attention not in list(PackedAttention):
+            raise SpecError(f"options.attention must be one of {', '.join(PackedAttention)}, got {attention!r}")
         mesh = table(options.get("mesh", {}), MeshShape, "options.mesh", trainer=_NAME)
         distributed = options.get("distributed")
         return cls(
             mesh=MeshShape(**{name: whole(value, f"options.mesh.{name}", least=1) for name, value in mesh.items()}),
             remat=Remat(remat),
+            attention=None if attention is None else PackedAttention(attention),
             distributed=None if distributed is None else read_distributed(distributed, trainer=_NAME),
         )

@@ -17,12 +17,13 @@ import optax
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from pipelinerl.models.decoder_config import LAYER, DecoderConfig
+from pipelinerl.models.decoder_config import LAYER, VALUE_BIAS, VALUE_WEIGHT, DecoderConfig
 from pipelinerl.models.jax.decoder import hidden_states, output_embedding
 from pipelinerl.numerics.jax_logprobs import LOGITS_AT_ONCE, token_predictions
 from pipelinerl.trainers.jax import mesh as jax_mesh
+from pipelinerl.trainers.jax.attention import PackedAttention
 from pipelinerl.trainers.jax.options import Remat
-from pipelinerl.trainers.jax.segments import PADDING, attention_within
+from pipelinerl.trainers.jax.segments import PADDING
 from trainer_contract.types import HeadMeasure, HeadPrecision, Objective, OptimizerSpec, measures_of
 
 Weights = dict[str, Array]
@@ -44,6 +45,7 @@ class TrainerProgram:
     mesh: Mesh
     compute: Any
     remat: Remat
+    attention: PackedAttention = PackedAttention.DENSE
     head: HeadPrecision = HeadPrecision.MODEL
     logits_at_once: int = LOGITS_AT_ONCE
 
@@ -63,6 +65,11 @@ class TrainerProgram:
         exact = output_embedding(weights, fetch=replace(self, compute=jnp.float32).fetch)
         served = jnp.finfo(self.config.dtype)
         return exact + lax.stop_gradient(lax.reduce_precision(exact, served.nexp, served.nmant) - exact)
+
+    def values(self, weights: Weights, hidden: Array) -> Array:
+        """f32 [R, C] of the states of hidden [R, C, D]; computed in fp32 always, as the torch trainer does."""
+        head = replace(self, compute=jnp.float32).fetch({name: weights[name] for name in (VALUE_WEIGHT, VALUE_BIAS)})
+        return jnp.einsum("rcd,od->rc", hidden.astype(jnp.float32), head[VALUE_WEIGHT]) + head[VALUE_BIAS]
 
     def replayed(self, part: Callable[..., Any]) -> Callable[..., Any]:
         """The same function; what the backward pass keeps of it is the policy's to say."""
@@ -87,14 +94,17 @@ class TrainerProgram:
 
 @partial(jax.jit, static_argnums=0)
 def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Array:
-    """Log-probs f32 [R, C] of the tokens at their temperatures; 0 at segment starts and on padding."""
+    """Log-probs f32 [R, C] of the tokens at their temperatures, or values; 0 at segment starts and on padding."""
     return predictions(program, (), weights, columns)[0]
 
 
 def predictions(
     program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, columns: Columns
 ) -> Array:
-    """f32 [1 + M, R, C]: `logprobs`, and the M measures of the distributions they are of; 0 in the same places."""
+    """f32 [1 + M, R, C]: `logprobs`, and the M measures of the distributions they are of; 0 in the same places.
+
+    Of a value model the values of the states in which the tokens came next, and no measures.
+    """
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
     with jax.default_matmul_precision("float32"):  # on a TPU fp32 would else be multiplied in bf16; bf16 stays bf16
         hidden, _ = hidden_states(
@@ -102,20 +112,25 @@ def predictions(
             weights,
             tokens,
             positions,
-            attention_within(segments),
+            program.attention.within(segments, program.mesh),
             fetch=program.fetch,
             wrap=program.wrap,
         )
-        at_once = program.logits_at_once * program.mesh.size
-        head = partial(token_predictions, measures=measures, logits_at_once=at_once)
-        ahead = program.replayed(head)(
-            hidden,
-            program.output_layer(weights),
-            jnp.roll(tokens, -1, axis=1),
-            jnp.roll(columns["temperatures"], -1, axis=1),
-        )
+        if program.config.scalar_head:
+            ahead = program.values(weights, hidden)[None]
+        else:
+            ahead = _ahead(program, measures, weights, hidden, columns)
     predicted = (positions > 0) & (segments != PADDING)
     return jnp.where(predicted, jnp.roll(ahead, 1, axis=2), 0.0)
+
+
+def _ahead(
+    program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, hidden: Array, columns: Columns
+) -> Array:
+    """f32 [1 + M, R, C] of the token after each."""
+    head = partial(token_predictions, measures=measures, logits_at_once=program.logits_at_once * program.mesh.size)
+    following, temperatures = (jnp.roll(columns[name], -1, axis=1) for name in ("token_ids", "temperatures"))
+    return program.replayed(head)(hidden, program.output_layer(weights), following, temperatures)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)

@@ -1,4 +1,4 @@
-"""Packed segments as rows of a few fixed shapes, and attention that never leaves a segment.
+"""Packed segments as rows of a few fixed shapes.
 
 XLA compiles one program for each shape, so a micro-batch of any length is laid out in R rows of C columns, where R and
 C come from short lists: C a power of two that holds the longest segment, R the least of 1, 2, 3, 4, 6, 8, 12, … times
@@ -9,23 +9,15 @@ length; at most a third of the rows and the rest of the last ones is padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from numpy.typing import NDArray
-
-from pipelinerl.models.jax.decoder import grouped_attention
 
 #: Segment id of padding: it attends to padding alone.
 PADDING: Final = -1
 _LEAST_COLUMNS: Final = 64
-#: Queries whose scores are held at once; longer rows are worked off in blocks, each seeing only what is before it.
-_QUERIES_AT_ONCE: Final = 1024
 
 
 @final
@@ -42,11 +34,11 @@ class Rows:
     place: NDArray[np.int64]
 
     @classmethod
-    def of(cls, position_ids: NDArray[np.int32], *, multiple: int = 1) -> Rows:
+    def of(cls, position_ids: NDArray[np.int32], *, multiple: int = 1, least_columns: int = _LEAST_COLUMNS) -> Rows:
         """Lay out packed segments, whose `position_ids` [T] restart at 0 in each; R is a multiple of `multiple`."""
         starts = np.flatnonzero(position_ids == 0)
         lengths = np.diff(starts, append=len(position_ids))
-        columns = max(_LEAST_COLUMNS, 1 << int(lengths.max() - 1).bit_length())
+        columns = max(least_columns, 1 << int(lengths.max() - 1).bit_length())
         # First-fit decreasing: at most 22 % more rows than the best packing.
         room = np.full(len(lengths), columns)
         offset = np.empty(len(lengths), dtype=np.int64)
@@ -73,24 +65,3 @@ def _bucket(count: int) -> int:
     """The least of 1, 2, 3, 4, 6, 8, 12, 16, … that is not below `count`."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
-
-
-def attention_within(segment_ids: Array) -> Callable[[Array, Array, Array, Any], tuple[Array, Any]]:
-    """Causal attention inside each segment of rows [R, C]; what `hidden_states` calls `attend`."""
-    columns = segment_ids.shape[1]
-
-    def block(start: int, end: int, query: Array, key: Array, value: Array) -> Array:
-        before = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
-        same = segment_ids[:, start:end, None] == segment_ids[:, None, :end]
-        return grouped_attention(query[:, start:end], key[:, :end], value[:, :end], before & same)
-
-    def attend(query: Array, key: Array, value: Array, state: Any) -> tuple[Array, Any]:
-        if columns <= _QUERIES_AT_ONCE:
-            return block(0, columns, query, key, value), state
-        # A block's scores are computed again in the backward pass: never more than one block's are held.
-        replayed = jax.checkpoint(block, static_argnums=(0, 1), policy=jax.checkpoint_policies.nothing_saveable)
-        starts = range(0, columns, _QUERIES_AT_ONCE)
-        parts = [replayed(start, start + _QUERIES_AT_ONCE, query, key, value) for start in starts]
-        return jnp.concatenate(parts, axis=1), state
-
-    return attend

@@ -144,5 +144,6 @@ def _spec(path: Path, kind: str, name: str) -> dict[str, Any]:
 
 
 def _architecture(config: DecoderConfig) -> str:
-    """Return the digest of the model, whatever the dtype of its directory."""
-    return architecture_of({name: value for name, value in asdict(config).items() if name != "dtype"})
+    """Return the digest of the model, whatever the dtype of its directory; a policy's says nothing of a head."""
+    left_out = {"dtype"} if config.scalar_head else {"dtype", "scalar_head"}
+    return architecture_of({name: value for name, value in asdict(config).items() if name not in left_out})

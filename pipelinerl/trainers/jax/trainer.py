@@ -39,7 +39,7 @@ from pipelinerl.trainers.ranks.commands import (
     encode_spec,
 )
 from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, lead
-from trainer_contract.batch import check
+from trainer_contract.batch import check, check_measures
 from trainer_contract.errors import ProtocolError, RankError, SpecError, TrainerError
 from trainer_contract.host_weights import check_weights
 from trainer_contract.trainer import started
@@ -98,7 +98,7 @@ class JaxTrainer:
             raise
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Log-probs f32 [T] of every token of each; 0 at segment starts."""
+        """Log-probs, or values, f32 [T] of every token of each; 0 at segment starts."""
         worker = self._worker
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=worker.config.vocab)
@@ -121,6 +121,7 @@ class JaxTrainer:
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """Evaluate and add the gradients; with several processes, of an objective that `commands` can tell them."""
         worker = self._worker
+        check_measures(objective, Head.VALUE if worker.config.scalar_head else Head.POLICY)
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=worker.config.vocab, needs=objective.needs)
         return self._together(
@@ -188,12 +189,11 @@ def read_spec(spec: TrainerSpec) -> tuple[JaxOptions, DecoderConfig]:
     Raises:
         SpecError: an option, the head or the model is none that this trainer has.
     """
-    if spec.head is not Head.POLICY:
-        raise SpecError(f"the JAX trainer trains policies, got the head {spec.head}; use trainer type torch")
     options = JaxOptions.of(spec.options, gradient_checkpointing=spec.gradient_checkpointing)
     try:
         config = read_config(spec.model_path)
-        config = replace(config, dtype=str(spec.gather_dtype or config.dtype))
+        dtype = str(spec.gather_dtype or config.dtype)
+        config = replace(config, dtype=dtype, scalar_head=spec.head is Head.VALUE)
     except ModelError as error:
         raise SpecError(f"model_path: {error}") from error
     jax_mesh.check_divides(options.mesh, config)

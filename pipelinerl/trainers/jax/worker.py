@@ -25,6 +25,7 @@ from pipelinerl.models.decoder_config import DecoderConfig
 from pipelinerl.models.jax import memory as jax_memory
 from pipelinerl.models.jax.checkpoint import export_order, export_weight, load_weights, place_weights
 from pipelinerl.trainers.jax import mesh as jax_mesh, program as jax_program, state as jax_state
+from pipelinerl.trainers.jax.attention import PackedAttention
 from pipelinerl.trainers.jax.options import JaxOptions
 from pipelinerl.trainers.jax.program import TrainerProgram, Weights
 from pipelinerl.trainers.jax.segments import PADDING, Rows
@@ -62,11 +63,13 @@ class JaxWorker:
     @classmethod
     def started(cls, spec: TrainerSpec, options: JaxOptions, config: DecoderConfig) -> JaxWorker:
         """Load this process' shards of weights, or of weights and moments, as `Trainer.init_worker` says."""
+        devices, compute = _devices(spec), jnp.bfloat16 if spec.precision is Precision.BF16 else jnp.float32
         program = TrainerProgram(
             config=config,
-            mesh=jax_mesh.build(options.mesh, _devices(spec)),
-            compute=jnp.bfloat16 if spec.precision is Precision.BF16 else jnp.float32,
+            mesh=jax_mesh.build(options.mesh, devices),
+            compute=compute,
             remat=options.remat,
+            attention=_attention(options.attention, devices[0].platform, compute),
             head=spec.head_precision,
         )
         load = _loaded if spec.restore_from is None else _restored
@@ -158,7 +161,8 @@ class JaxWorker:
 def laid_out(program: TrainerProgram, batch: MicroBatch) -> tuple[Rows, dict[str, jax.Array]]:
     """The micro-batch as rows on the mesh, of which each process places its own."""
     mesh = program.mesh
-    rows = Rows.of(batch.position_ids, multiple=mesh.shape["data"] * mesh.shape["fsdp"])
+    least = program.attention.least_columns
+    rows = Rows.of(batch.position_ids, multiple=mesh.shape["data"] * mesh.shape["fsdp"], least_columns=least)
     fills = {"segment_ids": PADDING, "temperatures": 1.0}
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
     arrays = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
@@ -193,6 +197,13 @@ def _devices(spec: TrainerSpec) -> list[Any]:
         return list(jax.devices(_PLATFORMS[spec.device]))
     except RuntimeError as error:
         raise SpecError(f"device is {spec.device}, but jax finds none: {error}; set device to auto or cpu") from error
+
+
+def _attention(asked: PackedAttention | None, platform: str, compute: Any) -> PackedAttention:
+    """What the options ask for, or what suits. Raises SpecError where there is no such kernel."""
+    if asked is PackedAttention.FLASH and platform != "tpu":
+        raise SpecError(f'options.attention = "flash" is a kernel for TPUs, got {platform}; leave it out')
+    return PackedAttention.on(platform, compute=compute) if asked is None else asked
 
 
 def _loaded(program: TrainerProgram, spec: TrainerSpec) -> JaxWorker:

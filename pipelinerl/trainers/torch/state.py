@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
 from pipelinerl.trainers.state_record import architecture_of, damaged, read_record, write_record
 from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, write_index
-from pipelinerl.trainers.torch.value_model import HEAD_FILE
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.types import Head
 
@@ -263,8 +263,8 @@ def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedSta
         raise StateError(f"the trainer state in {path} has the head {record.get('head')!r}, expected {str(head)!r}")
     lora, shards = record.get("lora"), ShardFiles.of(path)
     folder = "model" if lora is None else ADAPTER
-    if shards is None and head is Head.VALUE and not (path / folder / HEAD_FILE).is_file():
-        raise StateError(f"the trainer state in {path} lacks {folder}/{HEAD_FILE}; restore another checkpoint")
+    if shards is None and head is Head.VALUE and not (path / folder / VALUE_HEAD_FILE).is_file():
+        raise StateError(f"the trainer state in {path} lacks {folder}/{VALUE_HEAD_FILE}; restore another checkpoint")
     if "rng.cpu" not in tensors:
         raise StateError(f"the trainer state in {path} has no random state; restore another checkpoint")
     return TorchSavedState(path, record["model_version"], tensors, lora, shards)

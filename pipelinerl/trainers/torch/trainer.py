@@ -18,13 +18,12 @@ from torch import Tensor
 from pipelinerl.trainers.torch.leader import MeshLeader
 from pipelinerl.trainers.torch.options import TorchOptions
 from pipelinerl.trainers.torch.worker import TorchWorker
-from trainer_contract.batch import check
-from trainer_contract.errors import ProtocolError, SpecError
+from trainer_contract.batch import check, check_measures
+from trainer_contract.errors import ProtocolError
 from trainer_contract.host_weights import check_weights
 from trainer_contract.trainer import started
 from trainer_contract.types import (
     Float32,
-    Head,
     HostWeights,
     LossStats,
     MicroBatch,
@@ -32,7 +31,6 @@ from trainer_contract.types import (
     ParameterInfo,
     StepStats,
     TrainerSpec,
-    measures_of,
 )
 
 
@@ -78,9 +76,8 @@ class TorchTrainer:
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """Evaluate each on the tokens of the loss mask, then accumulate its gradient."""
-        worker, asked = self._worker, measures_of(objective)
-        if asked and worker.spec.head is Head.VALUE:
-            raise SpecError(f"a value head has no distribution to measure, asked for {', '.join(asked)}")
+        worker = self._worker
+        check_measures(objective, worker.spec.head)
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=worker.vocab_size, needs=objective.needs)
         return worker.backward(micro_batches, objective)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_prompts import Reading
 from pipelinerl.trainers.torch.packed_model import (
@@ -28,7 +29,6 @@ from pipelinerl.trainers.torch.packed_model import (
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure
 
-HEAD_FILE: Final = "value_head.safetensors"
 #: Names of the head's parameters begin so.
 _HEAD: Final = "value_head."
 
@@ -53,11 +53,11 @@ class PackedValueModel(nn.Module):
             SpecError: the directory is incomplete, or its head is of another width.
         """
         made = cls(load_for_training(path, gradient_checkpointing=gradient_checkpointing, part="trunk"))
-        if (path / HEAD_FILE).is_file():
+        if (path / VALUE_HEAD_FILE).is_file():
             try:
-                made.value_head.load_state_dict(load_file(path / HEAD_FILE))
+                made.value_head.load_state_dict(load_file(path / VALUE_HEAD_FILE))
             except RuntimeError as error:
-                raise SpecError(f"{path / HEAD_FILE} does not fit the model beside it: {error}") from error
+                raise SpecError(f"{path / VALUE_HEAD_FILE} does not fit the model beside it: {error}") from error
         return made
 
     def forward(
@@ -94,4 +94,4 @@ class PackedValueModel(nn.Module):
         head = {name: weights[f"{_HEAD}{name}"] for name, _ in self.value_head.named_parameters()}
         trunk = {name: weight for name, weight in weights.items() if not name.startswith(_HEAD)}
         save_model(self.model, path, {**self._buffers_saved, **trunk})
-        save_file(head, path / HEAD_FILE)
+        save_file(head, path / VALUE_HEAD_FILE)

@@ -1,22 +1,14 @@
-"""Rows of a few shapes: each token in its place, segments whole; attention against a loop over tokens."""
+"""Rows of a few shapes: each token in its place, segments whole."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings, strategies as st
 
 from pipelinerl.rng import generator
-from pipelinerl.trainers.jax import segments as jax_segments
-from pipelinerl.trainers.jax.segments import PADDING, Rows, attention_within
+from pipelinerl.trainers.jax.segments import Rows
 
 
 def positions_of(lengths):
     return np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
-
-
-def ids_of(lengths):
-    return np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
 
 
 @settings(max_examples=60, deadline=None)
@@ -41,31 +33,3 @@ def test_lengths_are_many_and_shapes_are_few():
     shapes = {Rows.of(positions_of(lengths)).shape for lengths in batches}
     assert len({int(lengths.sum()) for lengths in batches}) > 200 and len(shapes) <= 10
     assert {rows for rows, _ in shapes} <= {6, 8, 12, 16, 24, 32, 48, 64, 96, 128}
-
-
-def plain_attention(query, key, value, ids):
-    """A loop over tokens and heads, in float64."""
-    tokens, heads, width = query.shape
-    out = np.zeros_like(query)
-    for t in range(tokens):
-        seen = [s for s in range(t + 1) if ids[s] == ids[t]]
-        for head in range(heads):
-            of_key = head // (heads // key.shape[1])
-            scores = key[seen, of_key] @ query[t, head] / np.sqrt(width)
-            shares = np.exp(scores - scores.max())
-            out[t, head] = shares / shares.sum() @ value[seen, of_key]
-    return out
-
-
-@pytest.mark.parametrize("at_once", [1024, 16])
-def test_attention_stays_inside_segments(at_once, monkeypatch):
-    monkeypatch.setattr(jax_segments, "_QUERIES_AT_ONCE", at_once)
-    lengths, draw = (9, 40, 3, 25), generator(0, "attention")
-    rows = Rows.of(positions_of(lengths))
-    query, key, value = (draw.normal(size=(*rows.shape, heads, 8)) for heads in (4, 2, 2))
-    ids = rows.spread(ids_of(lengths), fill=PADDING)
-    arrays = (jnp.asarray(array, jnp.float32) for array in (query, key, value))
-    attended, _ = jax.jit(attention_within(jnp.asarray(ids)))(*arrays, None)
-    for row in range(rows.shape[0]):
-        expected = plain_attention(query[row], key[row], value[row], ids[row])
-        np.testing.assert_allclose(np.asarray(attended[row]), expected, atol=1e-5)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.objective.kl_control import as_column, with_kl_coefficient
 from pipelinerl.objective.presets import resolve
+from pipelinerl.objective.value_loss import ValueLoss
 from pipelinerl.trainers.jax import program as jax_program, worker as jax_worker
 from pipelinerl.trainers.jax.segments import Rows
 from pipelinerl.trainers.jax.trainer import JaxTrainer
@@ -25,6 +26,7 @@ from trainer_contract.types import Device, Head, HeadPrecision, OptimizerSpec, P
 
 VOCAB = 48
 OBJECTIVE = resolve("pipelinerl")
+CRITIC = ValueLoss(clip=0.2)
 JOINED = {"coordinator": "127.0.0.1:8476", "processes": 2}
 
 
@@ -82,6 +84,58 @@ def test_the_torch_trainer_is_its_twin(name, model_path, micro_batch):
     np.testing.assert_allclose(got.loss, expected.loss, rtol=1e-5)
     np.testing.assert_allclose(got.predictions, expected.predictions, atol=1e-5)
     assert largest_relative_difference(gradients(ours), gradients(theirs)) <= 2e-5
+
+
+def value_directory(folder, path, batch):
+    """A value model whose values differ from state to state."""
+    trainer = started(path, TorchTrainer, head=Head.VALUE, optimizer=OptimizerSpec(eps=1.0))
+    for _ in range(3):
+        trainer.backward([with_returns(batch)], CRITIC)
+        trainer.optimizer_step(learning_rate=1.0)
+    folder.mkdir()
+    trainer.save_state(folder)
+    return folder / "model"
+
+
+def with_returns(batch):
+    columns = np.random.default_rng(0).normal(size=(2, batch.num_tokens)).astype(np.float32)
+    return replace(batch, values=columns[0] / 4, returns=columns[1])
+
+
+@pytest.mark.slow
+def test_conformance_of_a_value_head(model_path, tmp_path):
+    results = run(Subject(JaxTrainer, spec_of(model_path("qwen2"), head=Head.VALUE), VOCAB), directory=tmp_path)
+    assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
+
+
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_the_torch_trainers_critic_is_its_twin(name, model_path, micro_batch, tmp_path):
+    batch = with_returns(micro_batch())
+    path = value_directory(tmp_path / "saved", model_path(name), batch)
+    ours, theirs = (started(path, kind, head=Head.VALUE) for kind in (JaxTrainer, TorchTrainer))
+    values = theirs.forward([batch])[0]
+    assert np.ptp(values) > 0.1
+    assert np.abs(ours.forward([batch])[0] - values).max() <= 1e-5
+    got, expected = ours.backward([batch], CRITIC)[0], theirs.backward([batch], CRITIC)[0]
+    np.testing.assert_allclose(got.loss, expected.loss, rtol=1e-5)
+    np.testing.assert_allclose(got.predictions, expected.predictions, atol=1e-5)
+    of_layers = {name.removeprefix("model."): gradient for name, gradient in gradients(ours).items()}
+    assert largest_relative_difference(of_layers, gradients(theirs)) <= 2e-5
+    state = tmp_path / "state"
+    state.mkdir()
+    ours.optimizer_step(learning_rate=1e-3)
+    ours.save_state(state)
+    again = started(path, head=Head.VALUE, restore_from=state)
+    assert again.forward([batch])[0].tobytes() == ours.forward([batch])[0].tobytes()
+    with pytest.raises(StateError, match="is of another model"):
+        started(path, restore_from=state)
+
+
+def test_a_language_models_values_begin_at_zero_and_have_no_distribution(model_path, micro_batch):
+    trainer, batch = started(model_path("qwen2"), head=Head.VALUE), micro_batch()
+    assert not trainer.forward([batch])[0].any()
+    with pytest.raises(SpecError, match="a value head has no distribution to measure, asked for "):
+        trainer.backward([batch], resolve("agarwal"))
 
 
 def test_twenty_steps_follow_the_torch_trainer(model_path, micro_batch):
@@ -239,11 +293,19 @@ def test_an_altered_byte_of_a_state_is_found(model_path, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"options": {"mush": 1}}, "options.mush is unknown to the JAX trainer; it knows mesh, remat, distributed"),
+        (
+            {"options": {"mush": 1}},
+            "options.mush is unknown to the JAX trainer; it knows mesh, remat, attention",
+        ),
         ({"options": {"mesh": {"rows": 2}}}, "options.mesh.rows is unknown"),
         ({"options": {"mesh": {"fsdp": 0}}}, "options.mesh.fsdp must be a whole number of at least 1, got 0"),
         ({"options": {"mesh": 2}}, "options.mesh must be a table, got 2"),
         ({"options": {"remat": "some"}}, "options.remat must be one of none, matmuls, inference_matched, got 'some'"),
+        ({"options": {"attention": "sparse"}}, "options.attention must be one of dense, flash, got 'sparse'"),
+        (
+            {"options": {"attention": "flash"}},
+            '"flash" is a kernel for TPUs, got cpu',
+        ),
         ({"options": {"mesh": {"tensor": 4}}}, "tensor=4 does not divide the model's 2 key-value heads"),
         ({"options": {"mesh": {"fsdp": 5}}}, r"fsdp=5 does not divide the 32 of 'model.embed_tokens.weight'"),
         ({"options": {"mesh": {"data": 3}}}, "makes 3 devices, which must divide the"),
@@ -253,7 +315,6 @@ def test_an_altered_byte_of_a_state_is_found(model_path, tmp_path):
         ({"options": {"distributed": JOINED | {"process": 2}}}, "process must be below processes=2, got 2"),
         ({"options": {"distributed": JOINED | {"coordinator": "10.0.0.1:1"}}}, "token_file must be given where"),
         ({"options": {"distributed": JOINED | {"process": 1}}}, "only rank 0 is a trainer; start `pipelinerl trainer-"),
-        ({"head": Head.VALUE}, "trains policies, got the head value"),
         ({"device": Device.CUDA}, "device is cuda, but jax finds none"),
     ],
 )

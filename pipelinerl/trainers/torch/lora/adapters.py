@@ -21,11 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions
 from pipelinerl.trainers.torch.lora.shared_base import SharedBase, shared
 from pipelinerl.trainers.torch.lora.targets import last_names, target_modules
 from pipelinerl.trainers.torch.packed_model import PackedModel
-from pipelinerl.trainers.torch.value_model import HEAD_FILE, PackedValueModel
+from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import SpecError, StateError
 
 #: peft's name of the one adapter that there is.
@@ -177,7 +178,7 @@ class Adapters:
         save_file(tensors, path / ADAPTER_FILE, metadata={"format": "pt"})
         if self._value_head:
             head = {name.rpartition(".")[2]: own[name] for name in self._value_head}
-            save_file(head, path / HEAD_FILE)
+            save_file(head, path / VALUE_HEAD_FILE)
 
     @torch.no_grad()
     def restore(self, path: Path) -> None:
@@ -186,7 +187,7 @@ class Adapters:
             saved = {name.removeprefix(_PEFT_PREFIX): each for name, each in load_file(path / ADAPTER_FILE).items()}
             if self._value_head:
                 prefix = next(iter(self._value_head)).rpartition(".")[0]
-                saved |= {f"{prefix}.{name}": each for name, each in load_file(path / HEAD_FILE).items()}
+                saved |= {f"{prefix}.{name}": each for name, each in load_file(path / VALUE_HEAD_FILE).items()}
         except (OSError, SafetensorError) as error:
             raise StateError(
                 f"the adapters in {path} are missing or damaged: {error}; restore another checkpoint"

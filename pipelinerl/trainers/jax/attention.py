@@ -1,0 +1,93 @@
+"""Attention inside the segments of packed rows: a kernel of JAX's own library on TPUs, masked products elsewhere.
+
+    dense     the scores of all pairs of a row, [R, H, C, C] in fp32, a block of queries at a time; those of other
+              segments are masked
+    flash     `jax.experimental.pallas.ops.tpu.flash_attention`, which is told the segments: blocks of scores in on-chip
+              memory, forward and backward
+
+The kernel multiplies in bf16 whatever it is given, so fp32 computes densely. It has been run in Pallas's TPU
+interpreter on a CPU, where it agrees with `dense`, its gradient included; it has not run on a TPU.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention
+from jax.sharding import Mesh, PartitionSpec as P
+
+from pipelinerl.models.jax.decoder import Attend, grouped_attention
+from pipelinerl.trainers.jax import mesh as jax_mesh
+
+#: Queries whose scores are held at once; longer rows are worked off in blocks, each seeing only what is before it.
+_QUERIES_AT_ONCE: Final = 1024
+
+
+class PackedAttention(StrEnum):
+    """How the tokens of packed rows attend to those before them in their own segment."""
+
+    DENSE = "dense"
+    FLASH = "flash"
+
+    @classmethod
+    def on(cls, platform: str, *, compute: Any) -> PackedAttention:
+        """What suits a platform and the dtype that it computes in."""
+        return cls.FLASH if platform == "tpu" and compute == jnp.bfloat16 else cls.DENSE
+
+    @property
+    def least_columns(self) -> int:
+        """Rows have this many columns, times a power of two; the kernel's blocks are of 128."""
+        return 128 if self is PackedAttention.FLASH else 64
+
+    def within(self, segment_ids: Array, mesh: Mesh) -> Attend:
+        """What `hidden_states` calls `attend`, for rows [R, C] with these segments, divided over the mesh."""
+        return _dense(segment_ids) if self is PackedAttention.DENSE else _flash(segment_ids, mesh)
+
+
+def _dense(segment_ids: Array) -> Attend:
+    columns = segment_ids.shape[1]
+
+    def block(start: int, end: int, query: Array, key: Array, value: Array) -> Array:
+        before = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
+        same = segment_ids[:, start:end, None] == segment_ids[:, None, :end]
+        return grouped_attention(query[:, start:end], key[:, :end], value[:, :end], before & same)
+
+    def attend(query: Array, key: Array, value: Array, state: Any) -> tuple[Array, Any]:
+        if columns <= _QUERIES_AT_ONCE:
+            return block(0, columns, query, key, value), state
+        # A block's scores are computed again in the backward pass: never more than one block's are held.
+        replayed = jax.checkpoint(block, static_argnums=(0, 1), policy=jax.checkpoint_policies.nothing_saveable)
+        starts = range(0, columns, _QUERIES_AT_ONCE)
+        parts = [replayed(start, start + _QUERIES_AT_ONCE, query, key, value) for start in starts]
+        return jnp.concatenate(parts, axis=1), state
+
+    return attend
+
+
+def _flash(segment_ids: Array, mesh: Mesh) -> Attend:
+    heads = P(jax_mesh.ROWS, "tensor")
+
+    def own(query: Array, key: Array, value: Array, segments: Array) -> Array:
+        """One device's rows and heads, [R, H, C, d]."""
+        scale = query.shape[-1] ** -0.5
+        return flash_attention(
+            query, key, value, segment_ids=SegmentIds(segments, segments), causal=True, sm_scale=scale
+        )
+
+    divided = jax.shard_map(
+        own, mesh=mesh, in_specs=(heads, heads, heads, P(jax_mesh.ROWS)), out_specs=heads, check_vma=False
+    )
+
+    def attend(query: Array, key: Array, value: Array, state: Any) -> tuple[Array, Any]:
+        # The kernel knows no groups: keys and values are repeated for the queries that share them.
+        count = query.shape[2]
+        query, key, value = (
+            jnp.repeat(jnp.moveaxis(array, 1, 2), count // array.shape[2], axis=1) for array in (query, key, value)
+        )
+        return jnp.moveaxis(divided(query, key, value, segment_ids), 1, 2), state
+
+    return attend

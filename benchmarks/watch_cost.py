@@ -3,11 +3,11 @@
     open     `pipelinerl watch` serves; three pages hold its stream, and at steps ask what the Now screen asks
     closed   the pages have gone, and the server's process is stopped, as if it were not there
 
-The pages are threads of this process, so that their own cost, which elsewhere a browser on another machine bears, is
-counted here, too. A pair of windows that follow each other gives one ratio. Tokens a second on the clock are what a
-user sees; on a machine that others use as well the windows differ by far more than 1 %, so processor time is told
-beside it: what server and pages took ÷ what the run's processes took meanwhile, which bounds the cost where all cores
-are busy.
+A pair of windows that follow each other gives one ratio. Tokens a second on the clock are what a user sees; where
+others use the machine as well windows differ by far more than 1 %, so processor time is told beside it: what the server
+took ÷ what the run's processes took meanwhile, which bounds the cost where all cores are busy. The pages are threads of
+this process. What they take, in Python, a browser would take on the machine of whoever looks; here it slows the run,
+too, and is told apart.
 """
 
 from __future__ import annotations
@@ -73,11 +73,12 @@ class LiveRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens a second, seconds of the run's processes, and of the server and this process, and tokens in all."""
+    """Tokens a second, processor seconds of the run, of the server and of this process, and tokens in all."""
 
     rate: float
     run_s: float
-    watch_s: float
+    server_s: float
+    pages_s: float
     tokens: float
 
 
@@ -169,8 +170,8 @@ class Watching:
         self.server.send_signal(signal.SIGSTOP)
 
     def processor_s(self) -> float:
-        """Seconds of the server and of this process."""
-        return sum(self.server.cpu_times()[:2]) + time.process_time()
+        """Seconds of the server."""
+        return sum(self.server.cpu_times()[:2])
 
 
 @contextmanager
@@ -198,7 +199,7 @@ def _window(run: LiveRecipe, watching: Watching) -> Window:
     """Measure from now on, from a step to the last one within the window."""
     time.sleep(_SETTLE_S)
     run.read()
-    first, run_s, watch_s = len(run.steps) - 1, run.processor_s(), watching.processor_s()
+    first, run_s, server_s, pages_s = len(run.steps) - 1, run.processor_s(), watching.processor_s(), time.process_time()
     began = time.monotonic()
     while time.monotonic() - began < _WINDOW_S or len(run.steps) - first <= _STEPS:
         if time.monotonic() - began > _DEADLINE_S:
@@ -210,7 +211,8 @@ def _window(run: LiveRecipe, watching: Watching) -> Window:
     return Window(
         rate=tokens / (taken[-1][0] - taken[0][0]),
         run_s=run.processor_s() - run_s,
-        watch_s=watching.processor_s() - watch_s,
+        server_s=watching.processor_s() - server_s,
+        pages_s=time.process_time() - pages_s,
         tokens=tokens,
     )
 
@@ -234,7 +236,8 @@ def _measured(run: LiveRecipe, watching: Watching, pairs: int) -> tuple[list[tup
 def _figures(windows: list[tuple[Window, Window]]) -> dict[str, Interval]:
     return {
         "rate": bootstrap_median([with_pages.rate / without.rate for with_pages, without in windows]),
-        "share": bootstrap_median([with_pages.watch_s / with_pages.run_s for with_pages, _ in windows]),
+        "share": bootstrap_median([with_pages.server_s / with_pages.run_s for with_pages, _ in windows]),
+        "pages": bootstrap_median([with_pages.pages_s / with_pages.run_s for with_pages, _ in windows]),
         "run_per_token": bootstrap_median([(a.run_s / a.tokens) / (b.run_s / b.tokens) for a, b in windows]),
     }
 
@@ -252,7 +255,8 @@ def run(quick: bool) -> None:
     rate, share = figures["rate"], figures["share"]
     rows = [
         Row("tokens/s with 3 pages / without", rate, f">= {1 - _TARGET}", rate.median >= 1 - _TARGET),
-        Row("processor time of server and pages / of the run", share, f"<= {_TARGET}", share.median <= _TARGET),
+        Row("processor time of the server / of the run", share, f"<= {_TARGET}", share.median <= _TARGET),
+        Row("processor time of three pages in Python / of the run", figures["pages"]),
         Row("the run's processor time per token, with / without", figures["run_per_token"]),
         Row("steps that the pages were told", heard, "> 0", heard > 0),
     ]

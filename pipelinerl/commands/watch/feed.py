@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any, Final, final
 
 import msgspec
+from fastapi.sse import format_sse_event
 
 from pipelinerl.observability.events import Event
 
@@ -23,15 +24,16 @@ _MOST: Final = 2000
 #: Whoever is further behind fetches steps anew rather than being told each.
 _FAR_BEHIND: Final = 200
 _MOST_BYTES: Final = 16384
+#: What a browser that was cut off waits before it comes back, in milliseconds.
+_RETRY_MS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class FeedEntry:
-    """One thing that happened: its place, its name, and what is told as JSON; `step` where it is one."""
+    """One thing that happened: its place, and the bytes that tell it to each listener; `step` where it is one."""
 
     place: str
-    name: str
-    data: str
+    frame: bytes
     step: int | None = None
 
 
@@ -58,7 +60,7 @@ class Feed:
             data = as_json({"kind": told.get("kind"), "time": told.get("time"), "run": self._run})
         with self._lock:
             self._number += 1
-            self._entries.append(FeedEntry(self.place, name, data.decode(), step))
+            self._entries.append(FeedEntry(self.place, _frame(name, data, self.place), step))
 
     def after(self, place: str) -> Sequence[FeedEntry] | None:
         """What came after that place; None where it is not known, or too long ago."""
@@ -70,6 +72,15 @@ class Feed:
             if not 0 <= missed <= len(self._entries):
                 return None
             return list(islice(self._entries, len(self._entries) - missed, None))
+
+
+def frame(name: str, told: Mapping[str, Any], place: str) -> bytes:
+    """One server-sent event; who is cut off after it comes back with `place`."""
+    return _frame(name, as_json(told), place)
+
+
+def _frame(name: str, data: bytes, place: str) -> bytes:
+    return format_sse_event(data_str=data.decode(), event=name, id=place, retry=_RETRY_MS)
 
 
 def as_json(value: Any) -> bytes:

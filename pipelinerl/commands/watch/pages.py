@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, final
+from typing import Annotated, Any, Final, final
 
 from fastapi import Query
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from pipelinerl.commands.watch.feed import as_json
+from pipelinerl.commands.watch.shared_answers import SharedAnswers
 from pipelinerl.commands.watch.steering import Steering
 from pipelinerl.commands.watch.watched_run import WatchedRun
+
+_STATE_S: Final = 2.0
 
 #: Which of the runs a question is about.
 RunNumber = Annotated[int, Query(alias="run", ge=0, le=10_000)]
@@ -36,6 +41,8 @@ class Pages:
 
     def __init__(self, runs: Sequence[WatchedRun], *, read_only: bool) -> None:
         self.all = tuple(Watched(run, Steering(run.run_dir, read_only)) for run in runs)
+        self.shared = SharedAnswers()
+        self._noted_at = -math.inf
 
     def of(self, number: int) -> Watched:
         """The run of that number; a question about another is refused."""
@@ -43,8 +50,14 @@ class Pages:
             raise HTTPException(404, f"runs are 0 to {len(self.all) - 1}, got {number}")
         return self.all[number]
 
+    @property
+    def states_are_old(self) -> bool:
+        """Has nobody asked for a while whose controllers answer?"""
+        return time.monotonic() - self._noted_at >= _STATE_S
+
     def note_states(self) -> None:
         """Ask whose controllers answer."""
+        self._noted_at = time.monotonic()
         for watched in self.all:
             over = bool(watched.run.view.state)
             watched.run.note_state(answers=not over and watched.steering.status() is not None)

@@ -1,7 +1,9 @@
 """`/api/stream`: what happens in a run, as server-sent events, for as many listeners as there are seats.
 
 A listener that is too slow holds its connection and its place in the feed, nothing else; one that comes back says by
-`Last-Event-ID` where it was.
+`Last-Event-ID` where it was. The bytes of an event are made once, by the feed, however many listen. (A generator that
+FastAPI turns into events itself makes a model of each for each listener, and dies loudly when one hangs up in the
+middle of an event.)
 """
 
 from __future__ import annotations
@@ -11,21 +13,20 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Final
 
-import msgspec
 from fastapi import Depends, FastAPI, Header
-from fastapi.sse import EventSourceResponse, ServerSentEvent
+from fastapi.responses import Response
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from pipelinerl.commands.watch.feed import FeedEntry, summarised
+from pipelinerl.commands.watch.feed import FeedEntry, frame, summarised
 from pipelinerl.commands.watch.pages import Pages, RunNumber
 
 #: So many pages may listen at once.
 SEATS: Final = 32
 _POLL_S: Final = 0.2
-_STATE_S: Final = 2.0
-#: What a browser that was cut off waits before it comes back, in milliseconds.
-_RETRY_MS: Final = 1000
+#: A connection over which nothing is sent for so long may be cut off by what lies between.
+_SILENCE_S: Final = 15.0
 
 
 def add_stream(app: FastAPI, pages: Pages) -> None:
@@ -39,44 +40,45 @@ def add_stream(app: FastAPI, pages: Pages) -> None:
         async with seats:
             yield
 
-    @app.get("/api/stream", response_class=EventSourceResponse, dependencies=[Depends(seat)])
-    async def stream(
-        number: RunNumber = 0, last_event_id: Annotated[str, Header(max_length=64)] = ""
-    ) -> AsyncIterator[ServerSentEvent]:
-        run = pages.of(number).run
-        place, asked_at = run.feed.place, 0.0
-        yield _event("hello", {"cursor": place, "step": run.view.step, "run": number}, place)
-        if last_event_id and run.feed.after(last_event_id) is None:
-            yield _event("behind", {"from": 0, "to": run.view.step, "run": number}, place)
-        elif last_event_id:
-            place = last_event_id
-        while True:
-            if time.monotonic() - asked_at >= _STATE_S:
-                await run_in_threadpool(pages.note_states)
-                asked_at = time.monotonic()
-            entries = run.feed.after(place)
-            if entries is None:
-                place = run.feed.place
-                yield _event("behind", {"from": 0, "to": run.view.step, "run": number}, place)
-                continue
-            for event in _told(entries, number):
-                yield event
-            place = entries[-1].place if entries else place
-            await asyncio.sleep(_POLL_S)
+    @app.get("/api/stream", dependencies=[Depends(seat)])
+    async def stream(number: RunNumber = 0, last_event_id: Annotated[str, Header(max_length=64)] = "") -> Response:
+        # The header is nginx's: it would collect events before it passes them on.
+        return EventSourceResponse(_told(pages, number, last_event_id), headers={"x-accel-buffering": "no"})
 
 
-def _told(entries: Sequence[FeedEntry], run: int) -> list[ServerSentEvent]:
+async def _told(pages: Pages, number: int, last_event_id: str) -> AsyncIterator[bytes]:
+    """Frames, as they come, without an end."""
+    run = pages.of(number).run
+    place, sent_at = run.feed.place, time.monotonic()
+    yield frame("hello", {"cursor": place, "step": run.view.step, "run": number}, place)
+    if last_event_id and run.feed.after(last_event_id) is None:
+        yield _behind(0, run.view.step, number, place)
+    elif last_event_id:
+        place = last_event_id
+    while True:
+        if pages.states_are_old:
+            await run_in_threadpool(pages.note_states)
+        entries = run.feed.after(place)
+        if entries is None:
+            place = run.feed.place
+            yield _behind(0, run.view.step, number, place)
+        elif entries:
+            yield _frames(entries, number)
+            place, sent_at = entries[-1].place, time.monotonic()
+        elif time.monotonic() - sent_at >= _SILENCE_S:
+            yield KEEPALIVE_COMMENT
+            sent_at = time.monotonic()
+        await asyncio.sleep(_POLL_S)
+
+
+def _frames(entries: Sequence[FeedEntry], run: int) -> bytes:
     """Each thing that happened; of many steps only that they were taken."""
     many = summarised(entries)
-    told = [
-        ServerSentEvent(raw_data=entry.data, event=entry.name, id=entry.place)
-        for entry in entries
-        if many is None or entry.step is None
-    ]
-    if many is not None:
-        told.append(_event("behind", {"from": many[0], "to": many[1], "run": run}, entries[-1].place))
-    return told
+    if many is None:
+        return b"".join(entry.frame for entry in entries)
+    told = [entry.frame for entry in entries if entry.step is None]
+    return b"".join([*told, _behind(*many, run, entries[-1].place)])
 
 
-def _event(name: str, told: dict[str, object], place: str) -> ServerSentEvent:
-    return ServerSentEvent(raw_data=msgspec.json.encode(told).decode(), event=name, id=place, retry=_RETRY_MS)
+def _behind(first: int, last: int, run: int, place: str) -> bytes:
+    return frame("behind", {"from": first, "to": last, "run": run}, place)

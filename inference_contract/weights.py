@@ -236,7 +236,8 @@ class UpdatePhase(StrEnum):
     ABORT = "abort"
 
 
-def _can_be_looked_up(url: str) -> str:
+def can_be_looked_up(url: str) -> str:
+    """The URL; raises ValueError where no resolver could be asked for its host."""
     try:
         address = urlsplit(url)
         (address.hostname or "").encode("idna")
@@ -255,7 +256,7 @@ def _can_be_looked_up(url: str) -> str:
 BaseUrl = Annotated[
     str,
     StringConstraints(pattern=r"^https?://[^/?#@\s]+$", max_length=256),
-    AfterValidator(_can_be_looked_up),
+    AfterValidator(can_be_looked_up),
 ]
 
 

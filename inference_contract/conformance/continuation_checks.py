@@ -150,6 +150,15 @@ def ended_prefix_is_refused(session: Session) -> None:
         refused(session.completed(seed=seed, **asked), 400, code="invalid_request_error")
 
 
+def unknown_prefix_is_refused(session: Session) -> None:
+    """A prefix with a token that no vocabulary has, or one below 0, is refused and never clamped or wrapped."""
+    _offered(session)
+    ids = ids_of(session.chat(seed=3, max_tokens=2).choices[0])[:1]
+    for token in (2**31 - 1, -1):
+        prefixes = [{"index": 0, "token_ids": [*ids, token]}]
+        refused(session.completed(seed=3, max_tokens=4, prefixes=prefixes), 400, code="invalid_request_error")
+
+
 def rare_chunks_are_the_whole(session: Session) -> None:
     """With `stream_options.interval_s` chunks come no more often, and amount to the same answer."""
     _offered(session)
@@ -170,5 +179,6 @@ CHECKS = (
     prefix_counts_towards_max_tokens,
     stop_string_over_the_border,
     ended_prefix_is_refused,
+    unknown_prefix_is_refused,
     rare_chunks_are_the_whole,
 )

@@ -28,11 +28,11 @@ from __future__ import annotations
 
 import math
 from typing import Annotated, Any, Final
-from urllib.parse import urlsplit
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, Field
 
+from inference_contract.weights import can_be_looked_up
 from pipelinerl.controller.state.knobs import KnobChange
 from pipelinerl.verifiers.service.wire import VerifierLease
 
@@ -53,23 +53,10 @@ WHO: Final = "x-who"
 GRACE_S: Final = 60.0
 
 
-def _can_be_looked_up(url: str) -> str:
-    try:
-        address = urlsplit(url)
-        (address.hostname or "").encode("idna")
-        valid = bool(address.hostname) and address.port != 0
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError(
-            "must name a host whose labels have 1 to 63 characters each, and a port from 1 to 65535 if any, such as "
-            "http://gpu-1.lab:8001"
-        )
-    return url
-
-
-#: An engine's base URL, as it is written in the fleet: no path, no query, no secret.
-BaseUrl = Annotated[str, Field(pattern=r"^https?://[^/?#@\s]+/?$", max_length=256), AfterValidator(_can_be_looked_up)]
+#: A base URL as somebody writes it, with a slash behind or without: no path, no query, no secret.
+_OfferedUrl = Annotated[
+    str, Field(pattern=r"^https?://[^/?#@\s]+/?$", max_length=256), AfterValidator(can_be_looked_up)
+]
 _Name = Annotated[str, Field(max_length=64)]
 #: Recipes bound no domain's name; every actor is told those of every verifier service.
 _DomainName = Annotated[str, Field(max_length=256)]
@@ -88,7 +75,7 @@ class EngineOffer(BaseModel):
         type: its name in the registry of engines.
     """
 
-    url: BaseUrl
+    url: _OfferedUrl
     incarnation: _Name = ""
     name: _Name = ""
     type: _Name = ""
@@ -103,7 +90,7 @@ class VerifierOffer(BaseModel):
         domains: by name, the digest of the rules by which it judges.
     """
 
-    url: BaseUrl
+    url: _OfferedUrl
     incarnation: Annotated[str, Field(min_length=1, max_length=64)]
     domains: Annotated[dict[_DomainName, Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=256)]
 

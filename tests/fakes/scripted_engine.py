@@ -115,6 +115,7 @@ class Fault(StrEnum):
     COUNTS_LIMIT_ANEW = "counts_limit_anew"
     STOPS_IN_NEW_TEXT_ONLY = "stops_in_new_text_only"
     TAKES_ENDED_PREFIX = "takes_ended_prefix"
+    WRAPS_UNKNOWN_PREFIX = "wraps_unknown_prefix"
     IGNORES_INTERVAL = "ignores_interval"
     REINTERPRETS = "reinterprets"
     HEEDS_EOS = "heeds_eos"
@@ -285,6 +286,8 @@ class ScriptedEngine:
         self, request: ChatCompletionRequest, prompt: list[int], prefix: AnswerPrefix, seed: int, limit: int
     ) -> _Sample:
         index, given = prefix.index, prefix.token_ids
+        if self._fault is Fault.WRAPS_UNKNOWN_PREFIX:
+            given = [token % VOCAB for token in given]
         if not all(0 <= token < VOCAB for token in given):
             raise InvalidRequest(f"the prefix of sample {index} must be of known tokens", param="prefixes")
         sample = _Sample(index, rng.sample_keys(seed, index + 1)[index:], [*prompt, *given][-1], fault=self._fault)

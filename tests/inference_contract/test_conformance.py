@@ -54,6 +54,7 @@ CAUGHT_BY = {
     Fault.COUNTS_LIMIT_ANEW: "prefix_counts_towards_max_tokens",
     Fault.STOPS_IN_NEW_TEXT_ONLY: "stop_string_over_the_border",
     Fault.TAKES_ENDED_PREFIX: "ended_prefix_is_refused",
+    Fault.WRAPS_UNKNOWN_PREFIX: "unknown_prefix_is_refused",
     Fault.IGNORES_INTERVAL: "rare_chunks_are_the_whole",
     Fault.REINTERPRETS: "converted_dtype_is_served",
     Fault.HEEDS_EOS: "eos_is_ignored",

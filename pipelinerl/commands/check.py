@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from inference_contract.weights import Backend
 from pipelinerl import registry
-from pipelinerl.choices import OldLogprobs
+from pipelinerl.choices import OldLogprobs, Overdue
 from pipelinerl.commands.findings.adapters import adapter_findings
 from pipelinerl.commands.findings.instructions import instruction_findings
 from pipelinerl.commands.findings.mini_batches import mini_batch_finding
@@ -126,7 +126,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "step", _step(config)
     if several := mini_batch_finding(config):
         yield "mini-batches", several
-    yield "staleness", f"j = {knobs.j}, k = {knobs.k:g}"
+    yield "staleness", _staleness(config, knobs)
     if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:
         yield "old log-probs", _weight_history(config, knobs)
     for where, name in user_code(config):
@@ -178,6 +178,17 @@ def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
     from pipelinerl.engines.external.vllm.engine import slow_on_cpu
 
     return slow_on_cpu(dtypes.engine)
+
+
+def _staleness(config: RunConfig, knobs: Knobs) -> str:
+    """The bounds; and where several domains share a step, whom they cost most."""
+    bounds = f"j = {knobs.j}, k = {knobs.k:g}"
+    if len(config.trained_domains) == 1 or config.staleness.overdue is Overdue.WAIT or math.isinf(knobs.k):
+        return bounds
+    return (
+        f"{bounds}; what is older than k at its step is left out, first of domains that answer at length or are judged "
+        'slowly: their stale share tells it, and staleness.overdue = "wait" keeps it'
+    )
 
 
 def _not_here(config: RunConfig) -> Iterator[str]:

@@ -34,6 +34,14 @@ def with_domain(**domain: object) -> RunConfig:
     return parse(table | {"domains": [{"name": "d", **domain}]})
 
 
+def test_who_mixes_domains_is_told_whose_groups_come_too_late() -> None:
+    two = [{"name": name, "source": "addition"} for name in ("quick", "slow")]
+    mixed = to_table(load("tiny", [*QUICK, "engine.context_length=64"])) | {"domains": two}
+    assert 'staleness.overdue = "wait" keeps it' in dict(findings(parse(mixed)))["staleness"]
+    waits = mixed | {"staleness": {"j": 1, "k": 2, "overdue": "wait"}}
+    assert dict(findings(parse(waits)))["staleness"] == "j = 1, k = 2"
+
+
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_shipped_recipes_can_run(recipe: Path) -> None:
     config = load(recipe)
@@ -212,8 +220,6 @@ def test_a_recipe_for_gpus_may_be_checked_where_there_are_none() -> None:
 
 
 def test_a_pass_that_nobody_can_make_is_refused() -> None:
-    with pytest.raises(UserError, match=r"objective needs a critic, and trainer\.type 'jax' has no value head; use"):
-        objective_of(load("tiny", ["objective=ppo", "trainer.type=jax"]))
     with pytest.raises(UserError, match="must not be behavior beside is_weight, which divides old by behavior"):
         objective_of(load("tiny", ["objective=ppo_tis", "training.old_logprobs=behavior"]))
 

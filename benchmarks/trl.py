@@ -25,7 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -172,8 +172,11 @@ def compared(pairs: Sequence[tuple[Arm, Arm]], target: float) -> tuple[Interval,
     return ratio, all(mine.reached for mine, _ in crossings)
 
 
-def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> dict[str, Any]:
-    """All runs, the table, and the record's payload; `known` are pairs of earlier runs, which new ones replace."""
+def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> Iterator[dict[str, Any]]:
+    """After each seed the table, and the record's payload; `known` are pairs of earlier runs, which new ones replace.
+
+    A seed can take half an hour: whoever stores each payload loses none that has been measured.
+    """
     threading, tried = fastest_threading(recipe, steps=task.probe_steps)
     until, by_seed = max(task.targets), dict(known)
     for seed in seeds:
@@ -186,7 +189,12 @@ def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> 
         for name, arm in done.items():
             crossings = ", ".join(f"{target:g}: {_shown(arm.crossing(target))}" for target in task.targets)
             print(f"trl: seed {seed}, {name}: {crossings}; load {arm.load:.1f}", file=sys.stderr, flush=True)
-    pairs = [by_seed[seed] for seed in sorted(by_seed)]
+        yield _payload(task, dict(sorted(by_seed.items())), threading, tried)
+
+
+def _payload(task: Task, by_seed: Pairs, threading: str, tried: Mapping[str, float]) -> dict[str, Any]:
+    """What is recorded of the seeds so far, whose table it prints."""
+    pairs = list(by_seed.values())
     ratios = {target: compared(pairs, target) for target in task.targets}
     per_step = bootstrap_median([mine.seconds_per_step / other.seconds_per_step for mine, other in pairs])
     print_table(
@@ -198,7 +206,7 @@ def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> 
         },
         "seconds_per_step": per_step.as_dict(),
         "threading": {"chosen": threading, "seconds_per_step": tried},
-        "seeds": sorted(by_seed),
+        "seeds": list(by_seed),
         "ours": [asdict(mine) for mine, _ in pairs],
         "trl": [asdict(other) for _, other in pairs],
     }
@@ -224,22 +232,21 @@ def _shown(crossing: Crossing) -> str:
     return f"{crossing.step} @ {crossing.seconds:.0f}" + ("" if crossing.reached else " (not reached)")
 
 
-def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> dict[str, Any]:
+def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> None:
     """Measure, print, record; given `seeds`, these alone, beside what the record has of the others."""
     known = recorded(RESULTS / "trl.json", TINY.recipe) if seeds else {}
-    payload = on_two_cores(TINY, seeds or range(1 if quick else 3), overrides=(), known=known)
-    write_record("trl", {"quick": quick, **payload})
-    return payload
+    for payload in on_two_cores(TINY, seeds or range(1 if quick else 3), overrides=(), known=known):
+        write_record("trl", {"quick": quick, **payload})
 
 
-def recorded(record: Path, recipe: str) -> Pairs:
+def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
     """The pairs of a record, by seed.
 
     Raises:
         ValueError: they are of another recipe.
     """
     table = json.loads(record.read_text())
-    if table["recipe"] != json.loads(json.dumps(to_table(load(recipe)))):
+    if table["recipe"] != json.loads(json.dumps(to_table(load(recipe, overrides)))):
         raise ValueError(f"{record} is of another recipe than {recipe} is now: measure all seeds again")
 
     def arm(entry: dict[str, Any]) -> Arm:
@@ -249,8 +256,10 @@ def recorded(record: Path, recipe: str) -> Pairs:
     return dict(zip(table["seeds"], pairs, strict=True))
 
 
-def on_two_cores(task: Task, seeds: Sequence[int], *, overrides: Sequence[str], known: Pairs) -> dict[str, Any]:
-    """Measure on the first two cores that this process may use.
+def on_two_cores(
+    task: Task, seeds: Sequence[int], *, overrides: Sequence[str], known: Pairs
+) -> Iterator[dict[str, Any]]:
+    """Measure on the first two cores that this process may use; a payload after each seed.
 
     Raises:
         RuntimeError: TRL is not installed, or an arm failed.
@@ -264,7 +273,8 @@ def on_two_cores(task: Task, seeds: Sequence[int], *, overrides: Sequence[str], 
         with tempfile.TemporaryDirectory() as folder:
             recipe = Path(folder) / "recipe.toml"  # one file for all arms, whatever happens to the shipped one
             recipe.write_text(tomli_w.dumps(table))
-            return {"recipe": table, **measure(task, recipe, seeds=seeds, known=known)}
+            for payload in measure(task, recipe, seeds=seeds, known=known):
+                yield {"recipe": table, **payload}
     finally:
         os.sched_setaffinity(0, allowed)
 
@@ -283,7 +293,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.overrides or given.targets != TINY.targets:
         task = replace(TINY, targets=given.targets)
-        on_two_cores(task, given.seeds or [0], overrides=given.overrides, known={})
+        for _ in on_two_cores(task, given.seeds or [0], overrides=given.overrides, known={}):
+            pass
     else:
         run(quick=given.quick, seeds=given.seeds)
 

@@ -11,10 +11,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from benchmarks.measure import Row, print_table, write_record
-from benchmarks.trl import Arm, Task, on_two_cores
+from benchmarks.measure import RESULTS, Row, print_table, write_record
+from benchmarks.trl import Arm, Task, on_two_cores, recorded
 
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "smollm2"
 SMOLLM2: Final = Task(
@@ -36,14 +36,14 @@ def gain(arm: Arm) -> float:
     return max(accuracy for _, seconds, accuracy in arm.curve if seconds <= HALF_AN_HOUR_S) - arm.curve[0][2]
 
 
-def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> dict[str, Any]:
-    """Measure, print, record."""
+def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> None:
+    """Measure, print, record; given `seeds`, these alone, beside what the record has of the others."""
     subprocess.run([sys.executable, str(EXAMPLE / "fetch_model.py")], check=True, timeout=_FETCH_S)
-    chosen = seeds or range(1 if quick else 3)
-    payload = on_two_cores(SMOLLM2, chosen, overrides=[f"run.steps={STEPS}"], known={})
-    gains = [gain(Arm(**arm)) for arm in payload["ours"]]
-    shown = ", ".join(f"{100 * each:+.0f}" for each in gains)
-    least = Row("held-out points won in 30 minutes, by seed", shown, f">= {100 * GAIN:g}", min(gains) >= GAIN)
-    print_table("SmolLM2-135M on the example's task", [least])
-    write_record("trl_smollm2", {"quick": quick, "gains": gains, **payload})
-    return payload
+    overrides = [f"run.steps={STEPS}"]
+    known = recorded(RESULTS / "trl_smollm2.json", SMOLLM2.recipe, overrides) if seeds else {}
+    for payload in on_two_cores(SMOLLM2, seeds or range(1 if quick else 3), overrides=overrides, known=known):
+        gains = [gain(Arm(**arm)) for arm in payload["ours"]]
+        shown = ", ".join(f"{100 * each:+.0f}" for each in gains)
+        least = Row("held-out points won in 30 minutes, by seed", shown, f">= {100 * GAIN:g}", min(gains) >= GAIN)
+        print_table("SmolLM2-135M on the example's task", [least])
+        write_record("trl_smollm2", {"quick": quick, "gains": gains, **payload})

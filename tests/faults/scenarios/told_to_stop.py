@@ -1,0 +1,87 @@
+"""SIGTERM to a run at any instant, its start included: no step is lost, it is gone in time, and it goes on from there.
+
+A light run through the real `pipelinerl run` and `pipelinerl run --resume`, told to stop again and again, as Slurm, a
+pod's end and a spot machine's notice do it. What is promised of each: the launcher ends with nothing left of it within
+the grace that Kubernetes gives by default, the next life begins at the last step that the log tells, and in the end
+each step is there once more or once.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from pipelinerl.rng import generator
+from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, resumed
+from tests.faults.scenarios.scenario import Verdict
+from tests.patience import PATIENCE_S
+
+SHORT = range(1)
+LONG = range(10)
+
+GRACE_S = 30.0
+#: Instants are drawn from so many seconds after the launch; a life works after three or four.
+_WITHIN_S = 12.0
+
+
+def play(seed: int, directory: Path, *, times: int = 5) -> Verdict:
+    """One run that is told to stop `times` times, and then to end."""
+    draw, path, broken = generator(seed, "told to stop"), directory / "run", list[str]()
+    steps, slowest_s = 0, 0.0
+    for number in range(times):
+        with launched(_arguments(path), path) as run:
+            time.sleep(float(draw.uniform(0.0, _WITHIN_S)))
+            run.note_processes()
+            told_at = time.monotonic()
+            run.launcher.send_signal(signal.SIGTERM)
+            status = run.end()
+            took_s = time.monotonic() - told_at
+            where = f"notice {number}, at step {max(run.steps(), default=0)}"
+            broken += [f"{where}: {what}" for what in _amiss(run, status, took_s, began_at=steps)]
+            steps, slowest_s = max(run.steps(), default=0), max(slowest_s, took_s)
+    with launched(_arguments(path), path) as run:
+        run.until_step(steps + 2)
+        subprocess.run([*CLI, "stop", str(path)], check=True, capture_output=True, timeout=PATIENCE_S)
+        if (status := run.end()) != 0:
+            broken.append(f"the last life ended with {status}:\n{run.story()}")
+        broken += _unlike_one_run(run)
+    return Verdict({"notices": times, "steps": max(run.steps()), "s at most": round(slowest_s)}, tuple(broken))
+
+
+def _arguments(path: Path) -> list[str]:
+    """Of the next life; one that was told to stop before it had written anything down is begun once more."""
+    return resumed(path) if (path / "recipe.toml").is_file() else endless_run(path)
+
+
+def _amiss(run: LiveRun, status: int, took_s: float, *, began_at: int) -> list[str]:
+    """What is not as promised of a life that was told to stop."""
+    found = []
+    if status not in (130, 143, -signal.SIGTERM):
+        found.append(f"ended with {status}:\n{run.story()}")
+    if took_s > GRACE_S:
+        found.append(f"took {took_s:.1f} s to end, expected at most {GRACE_S:g}")
+    if not run.is_gone():
+        found.append(f"left {run.alive()}")
+    if "Traceback" in run.output:
+        found.append(f"a traceback:\n{run.output}")
+    ready = [event["model_version"] for event in run.events("trainer_ready")]
+    lives = len(run.events("run_suspended"))
+    if ready and len(ready) > lives - 1 and ready[-1] < began_at:
+        found.append(f"began at {ready[-1]}, and the life before came to {began_at}")
+    return found
+
+
+def _unlike_one_run(run: LiveRun) -> list[str]:
+    """In words: steps that are missing or were made twice, orders that were trained twice."""
+    steps, told = run.steps(), []
+    if steps != list(range(1, max(steps) + 1)):
+        told.append(f"the steps of all lives are {steps}, expected each once")
+    orders = [order for event in run.events("step") for order in event["orders"]]
+    if len(orders) != len(set(orders)):
+        told.append("orders were trained twice")
+    ledger = run.events("run_finished")[-1]["ledger"]
+    if ledger["issued"] != sum(count for fate, count in ledger.items() if fate != "issued"):
+        told.append(f"the ledger does not balance: {ledger}")
+    return told

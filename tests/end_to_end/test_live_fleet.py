@@ -19,7 +19,7 @@ from tests.fakes.live_fleet import (
     until_serving,
     until_steps,
 )
-from tests.fakes.live_run import CLI, LiveRun, launched, light_run, new_run
+from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, light_run, new_run
 from tests.patience import PATIENCE_S
 
 #: Of a model that can say more than eight letters, but has learnt to say few: it is asked at a high temperature.
@@ -55,7 +55,7 @@ def stop(run: LiveRun) -> None:
 def test_an_engine_is_replaced_under_load(tmp_path: Path) -> None:
     """With no patience: what the old one has is handed over."""
     directory = tmp_path / "run"
-    with launched(light_run(directory, *LONG), directory) as run:
+    with launched(endless_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
         until_steps(run, 2)
         assert swap_to_and_fro(run, ["bigram"], times=1, grace_s=0.0) == "engine-1"
@@ -69,7 +69,7 @@ def test_an_engine_is_replaced_under_load(tmp_path: Path) -> None:
 def test_an_engine_that_cannot_come_costs_the_run_nothing(tmp_path: Path) -> None:
     """Its name is not given again."""
     directory = tmp_path / "run"
-    with launched(light_run(directory, *LONG), directory) as run:
+    with launched(endless_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
         assert engines(run, "add", "--type", "vllm_server", "--no-wait") == "asked for engine-1\n"
         assert swap_to_and_fro(run, ["bigram"], times=1) == "engine-2"

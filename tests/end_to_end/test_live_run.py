@@ -22,8 +22,8 @@ from pipelinerl.commands.replay import show
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
 from pipelinerl.system.ports import free_ports, is_free
-from tests.fakes.live_run import CLI, LiveRun, launched, light_run, new_run, resumed
-from tests.fakes.undisturbed import LOCKSTEP, STEPS, undisturbed as undisturbed_run
+from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, new_run, resumed
+from tests.fakes.undisturbed import LOCKSTEP, STEPS, Kind, undisturbed as undisturbed_run
 from tests.faults.scenarios.system_killed import Learned, differences
 from tests.observability.trackers.event_files import series
 from tests.patience import PATIENCE_S, SOON_S
@@ -96,18 +96,19 @@ def test_a_kept_step_can_be_taken_by_another_objective(undisturbed: LiveRun) -> 
 
 
 @pytest.mark.parametrize(
-    "lost",
+    ("kind", "lost"),
     [
-        pytest.param("between two lives", id="lost between two lives"),
-        pytest.param("in the second life", id="lost in the second life", marks=pytest.mark.slow),
+        pytest.param(Kind.BIGRAM, "between two lives", id="bigram-between two lives"),
+        pytest.param(Kind.TINY, "between two lives", id="tiny-between two lives", marks=pytest.mark.slow),
+        pytest.param(Kind.TINY, "in the second life", id="tiny-in the second life", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one(
-    tmp_path: Path, undisturbed: LiveRun, lost: str
+    tmp_path: Path, kind: Kind, lost: str
 ) -> None:
     """Ctrl-C ends the first life; then the machine is lost, its processes at once, and its disk after them."""
     directory, location = tmp_path / "run", tmp_path / "location"
-    with launched(new_run(directory, *LOCKSTEP, f"checkpoint.location={location}"), directory) as run:
+    with launched([*kind.arguments(directory), f"checkpoint.location={location}"], directory) as run:
         run.until_step(6)
         run.launcher.send_signal(signal.SIGINT)
         assert run.end() == 130, run.story()
@@ -131,7 +132,7 @@ def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one
         assert last["model_version"] == suspended_at >= 6, "no step was lost"
         elapsed = [event["elapsed_s"] for event in run.events()]
         assert elapsed == sorted(elapsed), "one time line over both lives"
-    assert differences(Learned.by(undisturbed), Learned.by(run)) == []
+    assert differences(Learned.by(undisturbed_run(kind)), Learned.by(run)) == []
     kept = {manifest.parent.name.split("-e")[0] for manifest in location.glob("run/step-*/manifest.json")}
     assert kept >= {"step-000008", "step-000012"} and len(kept) == 3
 
@@ -139,8 +140,8 @@ def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one
 def test_a_live_run_survives_four_deaths_at_once_and_obeys_its_owner(tmp_path: Path) -> None:
     """Engine, trainer and controller come back, and so does the tracker, which has each step of the run once."""
     directory = tmp_path / "run"
-    changes = ("run.steps=5000", "staleness.k=4", "trackers.tensorboard=true")
-    with launched(light_run(directory, *changes), directory) as run:
+    changes = ("staleness.k=4", "trackers.tensorboard=true")
+    with launched(endless_run(directory, *changes), directory) as run:
         run.until_step(3)
         run.until(lambda run: tracked_to(run) > 0, "a figure to reach the tracker")
         run.role("tracker").kill()

@@ -27,7 +27,7 @@ class Roles:
 
     def __init__(self, folder: Path, controller: Host) -> None:
         self.folder = folder
-        self.recipe = bigram_recipe(folder / "bigram")
+        self.recipe = bigram_recipe(folder / "bigram", walking=True)
         self.controller_url = f"http://{controller.address}:8000"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {**os.environ, **TOKEN, "OMP_NUM_THREADS": "1"}

@@ -3,6 +3,9 @@
 Launcher, roles, streams, engine and trainer are the real ones, in processes of their own; the model is numpy's, so that
 none of them imports transformers' models, and a role works after two seconds of a processor instead of seven. The
 problems are reasoning-gym's; every second answer is "2", so that there is something to learn.
+
+A run that goes on until it is told to stop walks: its answers are judged a while after they came. A test that waits
+for a process to start would else share the machine with thousands of steps that nobody looks at.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ learning_rate = 0.05
 [[domains]]
 name = "divisors"
 source = "reasoning_gym:gcd"
-verifier = "reasoning_gym"
+verifier = "{verifier}"
 [objective]
 preset = "pipelinerl"
 adv.scale = "none"
@@ -49,13 +52,23 @@ k = 2
 groups_in_flight = 1
 """
 
+_WALKING = """
+import asyncio
 
-def bigram_recipe(folder: Path) -> Path:
+async def judge(answer, completion):
+    await asyncio.sleep(0.05)
+    return completion == answer
+"""
+
+
+def bigram_recipe(folder: Path, *, walking: bool = False) -> Path:
     """A recipe and its model, written into `folder`, which is made; the recipe's path."""
     model = folder / "model"
     tokenizer = char_tokenizer(alphabet="0123456789")
     BigramModel.random(len(tokenizer), seed=0, scale=0.0, context_length=_CONTEXT).save(model)
     tokenizer.save_pretrained(str(model), save_jinja_files=False)
     recipe = folder / "bigram.toml"
-    recipe.write_text(_RECIPE.format(model=model, context=_CONTEXT))
+    (folder / "walking.py").write_text(_WALKING)
+    verifier = "walking.py:judge" if walking else "reasoning_gym"
+    recipe.write_text(_RECIPE.format(model=model, context=_CONTEXT, verifier=verifier))
     return recipe

@@ -177,9 +177,14 @@ def new_run(directory: Path, *overrides: str, recipe: Path | str = "tiny") -> li
     return [str(recipe), *SMALL, f"run.directory={directory.parent}", f"run.name={directory.name}", *overrides]
 
 
-def light_run(directory: Path, *overrides: str) -> list[str]:
+def light_run(directory: Path, *overrides: str, walking: bool = False) -> list[str]:
     """Arguments of a small new run in `directory` whose model is the bigram, made beside it."""
-    return new_run(directory, *overrides, recipe=bigram_recipe(directory.parent / "bigram"))
+    return new_run(directory, *overrides, recipe=bigram_recipe(directory.parent / "bigram", walking=walking))
+
+
+def endless_run(directory: Path, *overrides: str) -> list[str]:
+    """Those of a light run that goes on, at a walk, until it is told to stop."""
+    return light_run(directory, "run.steps=100000", *overrides, walking=True)
 
 
 def resumed(directory: Path) -> list[str]:

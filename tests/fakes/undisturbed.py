@@ -35,7 +35,9 @@ class Kind(StrEnum):
 
     def arguments(self, directory: Path) -> list[str]:
         """Those of a lockstep run in `directory`."""
-        return (light_run if self is Kind.BIGRAM else new_run)(directory, *LOCKSTEP)
+        if self is Kind.BIGRAM:  # at a walk: who disturbs it must come before its end
+            return light_run(directory, *LOCKSTEP, walking=True)
+        return new_run(directory, *LOCKSTEP)
 
 
 @cache

@@ -25,7 +25,7 @@ from pipelinerl.observability.trackers.trackio_run import TrackioTracker
 from pipelinerl.observability.trackers.wandb_run import WandbTracker
 from pipelinerl.roles.tracker_role import feed_until, trackers_of
 from tests.fakes import small_disk
-from tests.fakes.live_run import LiveRun, launched, light_run
+from tests.fakes.live_run import LiveRun, endless_run, launched
 from tests.observability.timeline.events_of_a_run import run
 from tests.observability.trackers.event_files import series
 from tests.patience import PATIENCE_S
@@ -43,7 +43,7 @@ def _fed_to(live: LiveRun) -> int:
 def test_a_run_does_not_notice_that_its_tracker_is_killed(tmp_path: Path) -> None:
     """And every step of the run is in the event files, once, the last one, too."""
     directory = tmp_path / "run"
-    with launched(light_run(directory, "trackers.tensorboard=true", "run.steps=100000"), directory) as live:
+    with launched(endless_run(directory, "trackers.tensorboard=true"), directory) as live:
         live.until(lambda _: _fed_to(live) > 0, "a figure reaches the tracker")
         live.role("tracker").kill()
         killed_at = max(live.steps())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.system import tied_process
-from tests.fakes.live_run import CLI, LiveRun, launched, light_run
+from tests.fakes.live_run import CLI, LiveRun, endless_run, launched
 from tests.fakes.two_hosts import Host, two_hosts
 from tests.patience import PATIENCE_S
 
@@ -49,8 +49,8 @@ def test_a_host_is_killed_and_the_run_goes_on_and_ends(tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "b.out"
     with two_hosts() as (one, two):
         hosts = ["--host", f"a={one.address}", "--host", f"b={two.address}:roles=engine"]
-        changes = ("run.steps=100000", "engine.count=2")
-        with launched([*light_run(directory, *changes), *hosts], directory, through=one.enter) as run:
+        changes = ("engine.count=2",)
+        with launched([*endless_run(directory, *changes), *hosts], directory, through=one.enter) as run:
             run.until(_begun, "the launch")
             with _node(two, directory, log):
                 run.until(lambda run: _verified(run) == 1, "an engine on the second host")
@@ -64,10 +64,10 @@ def test_a_host_is_killed_and_the_run_goes_on_and_ends(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_host_that_was_killed_comes_back_and_takes_its_place(tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "b.out"
-    changes = ("run.steps=100000", "engine.count=2", "actor.count=2")
+    changes = ("engine.count=2", "actor.count=2")
     with two_hosts() as (one, two):
         hosts = ["--host", f"a={one.address}", "--host", f"b={two.address}:roles=engine"]
-        with launched([*light_run(directory, *changes), *hosts], directory, through=one.enter) as run:
+        with launched([*endless_run(directory, *changes), *hosts], directory, through=one.enter) as run:
             run.until(_begun, "the launch")
             with _node(two, directory, log):
                 run.until(lambda run: _verified(run) == 1, "an engine on the second host")

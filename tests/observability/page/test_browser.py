@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from tests.commands.watch.run_files import ServedPage, loaded, served_page, written_run
-from tests.fakes.live_run import launched, light_run
+from tests.fakes.live_run import endless_run, launched
 from tests.observability.page.browser import MISSING, a_browser, opened
 from tests.observability.page.hostile_run import HOSTILE, hostile_run, long_silent
 
@@ -304,7 +304,7 @@ def test_k_is_moved_by_its_slider_while_the_run_lives(browser: Browser, tmp_path
     from playwright.sync_api import expect
 
     directory = tmp_path / "runs" / "live"
-    with launched(light_run(directory, "run.steps=5000", "staleness.k=4"), directory) as run:
+    with launched(endless_run(directory, "staleness.k=4"), directory) as run:
         run.until_step(1)
         with served_page(directory) as server, opened(browser, server.url) as page:
             go(page, server.url, "steer")
@@ -342,7 +342,7 @@ def test_engines_are_added_swapped_drained_and_removed_while_the_run_lives(brows
     from playwright.sync_api import expect
 
     directory = tmp_path / "runs" / "fleet"
-    with launched(light_run(directory, "run.steps=50000"), directory) as run:
+    with launched(endless_run(directory), directory) as run:
         run.until_step(1)
         with served_page(directory) as server, opened(browser, server.url) as page:
             go(page, server.url, "steer")

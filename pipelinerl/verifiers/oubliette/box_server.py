@@ -37,6 +37,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 _LIBC = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock across a fork
+_syscall, _prctl, _mounting = _LIBC.syscall, _LIBC.prctl, _LIBC.mount  # looked up here, and not in each run
 _NUMBERS = {"x86_64": (56, 126), "aarch64": (220, 91)}  # clone, capset
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
@@ -353,6 +354,7 @@ class _Walls:
         self._outer_id = settings["outer_id"]
         self._shown = [path.encode() for path in settings["shown"]]
         self._clone, self._capset = _NUMBERS[os.uname().machine]
+        self._version, self._no_rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
         steps = bytes.fromhex(settings["filter"])
         self._steps = ctypes.create_string_buffer(steps)
         self._filter = struct.pack("@HP", len(steps) // 8, ctypes.addressof(self._steps)) if steps else b""
@@ -363,7 +365,7 @@ class _Walls:
     def fork(self) -> int:
         """A new process, the first of its namespaces."""
         flags = _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNS | _CLONE_NEWIPC if self._namespaces else 0
-        pid = _LIBC.syscall(self._clone, flags | signal.SIGCHLD, 0, 0, 0, 0)
+        pid = _syscall(self._clone, flags | signal.SIGCHLD, 0, 0, 0, 0)
         if pid < 0:
             raise _failure("clone")
         return pid
@@ -392,7 +394,7 @@ class _Walls:
         if self._namespaces:
             os.setresgid(_INNER_ID, _INNER_ID, _INNER_ID)
             os.setresuid(_INNER_ID, _INNER_ID, _INNER_ID)
-            _LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+            _prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
             room = f"size={limits['disk_bytes']},nr_inodes={limits['inodes']},mode=0700"
             _mount("tmpfs", _FOLDER, _MS_NOSUID | _MS_NODEV, room)
             _mount("proc", "/proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "")
@@ -416,31 +418,30 @@ class _Walls:
 
     def shut(self, limits: dict[str, Any]) -> None:
         """From here on there are limits, no rights, and fewer system calls."""
-        for name, value in limits["rlimits"].items():
-            resource.setrlimit(getattr(resource, name), tuple(value))
-        header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-        if _LIBC.syscall(self._capset, header, (ctypes.c_uint32 * 6)()) != 0:
+        for number, soft, hard in limits["rlimits"]:
+            resource.setrlimit(number, (soft, hard))
+        if _syscall(self._capset, self._version, self._no_rights) != 0:
             raise _failure("capset")
-        if _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        if _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
             raise _failure("no_new_privs")
         if not self._namespaces:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             self._hide()
-        if self._filter and _LIBC.prctl(_PR_SET_SECCOMP, 2, self._filter, 0, 0) != 0:
+        if self._filter and _prctl(_PR_SET_SECCOMP, 2, self._filter, 0, 0) != 0:
             raise _failure("seccomp")
 
     def _hide(self) -> None:
         """Landlock: read what is shown, and do nothing else with any file."""
-        ruleset = _LIBC.syscall(_LANDLOCK_CREATE, struct.pack("=Q", _LANDLOCK_ALL), 8, 0)
+        ruleset = _syscall(_LANDLOCK_CREATE, struct.pack("=Q", _LANDLOCK_ALL), 8, 0)
         if ruleset < 0:
             raise _failure("landlock")
         for path in self._shown:
             file = os.open(path, os.O_PATH)
             rights = _LANDLOCK_READ if os.path.isdir(path) else _LANDLOCK_READ_FILE
-            if _LIBC.syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, file), 0) != 0:
+            if _syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, file), 0) != 0:
                 raise _failure(f"landlock of {path!r}")
             os.close(file)
-        if _LIBC.syscall(_LANDLOCK_RESTRICT, ruleset, 0) != 0:
+        if _syscall(_LANDLOCK_RESTRICT, ruleset, 0) != 0:
             raise _failure("landlock")
         os.close(ruleset)
 
@@ -455,7 +456,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _mount(kind: str, where: str, flags: int, options: str) -> None:
-    if _LIBC.mount(kind.encode(), where.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()) != 0:
+    if _mounting(kind.encode(), where.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()) != 0:
         raise _failure(f"mount of {kind} at {where}")
 
 

@@ -26,9 +26,10 @@ _IDS: Final = 400
 
 _SYSTEMS: Final = Path("/usr/bin/python3")
 _TRIES: Final = 2
-#: What has run for so long makes room for others, in so many slots for each at once.
-_FRESH_S: Final = 0.25
-_LOOKED_EVERY_S: Final = 0.1
+#: What has run for so long makes room for others, in so many slots for each at once; so does a box that does not start.
+_FRESH_S: Final = 0.1
+_STARTING_S: Final = 1.0
+_LOOKED_EVERY_S: Final = 0.05
 _SLOTS_EACH: Final = 4
 _INTERRUPTED_EVERY_S: Final = 0.2
 
@@ -85,12 +86,18 @@ def _weak(outer_id: int) -> Walls:
 
 @final
 class _Place:
-    """A slot with the thread that works it, and when its run began, while that counts as one of those at once."""
+    """A slot with the thread that works it, and how its run is treated.
+
+    Attributes:
+        given: when it was given its run; None: it has none.
+        fresh: whether that counts as one of those at once. behind: whether others have the processors first.
+    """
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self.thread: threading.Thread | None = None
-        self.fresh_since: float | None = None
+        self.given: float | None = None
+        self.fresh = self.behind = False
 
 
 @final
@@ -98,7 +105,8 @@ class Sandbox:
     """Runs programs, `at_once` at a time. To be closed; nothing is started before the first run.
 
     What runs for longer than `_FRESH_S` makes room for others, which else would wait for what never ends: it goes on
-    in its slot, and no longer counts. There are `slots_each` slots for each at once.
+    in its slot, and no longer counts. There are `slots_each` slots for each at once. What has taken much processor time
+    by then, or later, goes behind the others, where control groups can say so.
     """
 
     def __init__(self, walls: Callable[[int], Walls], *, at_once: int, slots_each: int = _SLOTS_EACH) -> None:
@@ -161,9 +169,8 @@ class Sandbox:
     def _next(self, place: _Place) -> tuple[Run, Future[ProgramResult]] | None:
         """The next run for a slot, when there is one and room for it; None: there will be none."""
         with self._changed:
-            if place.fresh_since is not None:
-                place.fresh_since = None
-                self._fresh -= 1
+            place.given = None
+            self._no_longer_fresh(place)
             self._idle += 1
             while not self._closed and not (self._waiting and self._fresh < self._at_once):
                 self._changed.wait()
@@ -171,7 +178,7 @@ class Sandbox:
             if not self._waiting:
                 return None
             self._fresh += 1
-            place.fresh_since = time.monotonic()
+            place.given, place.fresh, place.behind = time.monotonic(), True, False
             work = self._waiting.popleft()
             self._call_somebody()
             if not self._watching:
@@ -190,17 +197,25 @@ class Sandbox:
             place.slot.close()
 
     def _make_room(self) -> None:
-        """Let others begin beside what has run for long."""
+        """Let others begin beside what has run for long, and go before it."""
         with self._changed:
             while not self._closed:
-                self._watching = self._fresh > 0
+                self._watching = any(place.given is not None and not place.behind for place in self._places)
                 self._begun.wait(_LOOKED_EVERY_S if self._watching else None)
-                until = time.monotonic() - _FRESH_S
+                now = time.monotonic()
                 for place in tuple(self._places):
-                    if place.fresh_since is not None and place.fresh_since < until:
-                        place.fresh_since = None
-                        self._fresh -= 1
+                    if place.given is None:
+                        continue
+                    began = place.slot.began
+                    if now - (place.given + _STARTING_S if began is None else began + _FRESH_S) > 0:
+                        self._no_longer_fresh(place)
                         self._call_somebody()
+                        place.behind = place.behind or place.slot.goes_behind()
+
+    def _no_longer_fresh(self, place: _Place) -> None:
+        if place.fresh:
+            place.fresh = False
+            self._fresh -= 1
 
     def _tried(self, slot: Slot, run: Run, future: Future[ProgramResult]) -> None:
         for number in range(_TRIES):

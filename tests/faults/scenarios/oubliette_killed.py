@@ -35,8 +35,6 @@ _AT_ONCE: Final = 6
 _C: Final = (
     '#include <stdio.h>\nint main(void) {{ int n; return scanf("%d", &n) != 1 || printf("%d\\n", {} * n) < 0; }}'
 )
-    '#include <stdio.h>\nint main(void) {{ int n; return scanf("%d", &n) != 1 || printf("%d\\n", {} * n) < 0; }}'
-)
 
 
 class _Service:

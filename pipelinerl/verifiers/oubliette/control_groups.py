@@ -182,6 +182,19 @@ class ControlGroup:
         name = "cpuacct.usage" if self._version == 1 else "cpu.stat"
         return os.open(self._cpu / name, os.O_RDONLY | os.O_CLOEXEC)
 
+    def processes(self) -> list[int]:
+        """Those that are in it now."""
+        with contextlib.suppress(OSError):
+            return [int(pid) for pid in (self._cpu / "cgroup.procs").read_text().split()]
+        return []
+
+    def kill_all(self) -> None:
+        """End what is in the group, and wait until nothing is."""
+        until = time.monotonic() + _REMOVED_WITHIN_S
+        while self.processes() and time.monotonic() < until:
+            _kill(self._cpu)
+            time.sleep(0.002)
+
     def close(self) -> None:
         """End what is in the group, if anything is, and remove it."""
         for file in (self._kills, self._usage):

@@ -16,7 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, final
 
-from pipelinerl.verifiers.oubliette import bubblewrap, syscall_filter, toolchains
+from pipelinerl.verifiers.oubliette import bubblewrap, control_groups, gvisor, syscall_filter, toolchains
+from pipelinerl.verifiers.oubliette.gvisor import GvisorSlot
 from pipelinerl.verifiers.oubliette.runs import ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.slot import Slot, Walls
 
@@ -49,6 +50,8 @@ def walls_of(tier: Tier, number: int) -> Walls:
         raise SandboxMissing(
             f"the {tier} sandbox is for Linux on x86_64; this is {sys.platform} on {os.uname().machine}"
         )
+    if tier is Tier.STRONG:
+        return _strong()
     outer_id = _FIRST_ID + (os.getpid() * 7 + number) % _IDS if os.geteuid() == 0 else os.geteuid()
     if tier is Tier.WEAK:
         return _weak(outer_id)
@@ -58,6 +61,17 @@ def walls_of(tier: Tier, number: int) -> Walls:
         )
     command = bubblewrap.command(python=bubblewrap.interpreter(), toolchains=toolchains.folders())
     return Walls(tier=tier, command=tuple(command), namespaces=True, outer_id=outer_id, filter=syscall_filter.boxed())
+
+
+def _strong() -> Walls:
+    """gVisor's, which says itself how it is started."""
+    if gvisor.found() is None:
+        raise SandboxMissing(
+            f"the {Tier.STRONG} sandbox needs gVisor's runsc, which is not installed; on Debian: apt install runsc"
+        )
+    if isinstance(why := control_groups.available(), str):
+        raise SandboxMissing(f"the {Tier.STRONG} sandbox needs control groups, which cannot be made here: {why}")
+    return Walls(tier=Tier.STRONG, command=(), namespaces=True, outer_id=0, filter=b"")
 
 
 def _weak(outer_id: int) -> Walls:
@@ -93,7 +107,7 @@ class _Place:
         fresh: whether that counts as one of those at once. behind: whether others have the processors first.
     """
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot | GvisorSlot) -> None:
         self.slot = slot
         self.thread: threading.Thread | None = None
         self.given: float | None = None
@@ -158,7 +172,8 @@ class Sandbox:
         if self._idle:
             self._changed.notify()
         elif len(self._places) < len(self._walls):
-            place = _Place(Slot(self._walls[len(self._places)]))
+            walls = self._walls[len(self._places)]
+            place = _Place(GvisorSlot() if walls.tier is Tier.STRONG else Slot(walls))
             place.thread = threading.Thread(target=self._work, args=(place,), name="oubliette", daemon=True)
             self._places.append(place)
             place.thread.start()
@@ -217,7 +232,7 @@ class Sandbox:
             place.fresh = False
             self._fresh -= 1
 
-    def _tried(self, slot: Slot, run: Run, future: Future[ProgramResult]) -> None:
+    def _tried(self, slot: Slot | GvisorSlot, run: Run, future: Future[ProgramResult]) -> None:
         for number in range(_TRIES):
             try:
                 result = slot.run(run)

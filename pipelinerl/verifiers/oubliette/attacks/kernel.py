@@ -33,8 +33,8 @@ _OF_THE_KERNEL: Final = (
     Attack(name="rights that it has",
            source="status = dict(l.split(':\\t', "
            "1) for l in open('/proc/self/status').read().splitlines() if ':\\t' in l)\n"
-           "bad = [n for n in ('CapInh', 'CapPrm', 'CapEff', 'CapAmb') if int(status[n], 16)]\n"
-           "bad += [n for n, v in (('NoNewPrivs', '1'), ('Seccomp', '2')) if status[n].strip() != v]\n"
+           "bad = [n for n in ('CapInh', 'CapPrm', 'CapEff', 'CapAmb') if int(status.get(n, '0'), 16)]\n"
+           "bad += [n for n, v in (('NoNewPrivs', '1'), ('Seccomp', '2')) if status.get(n, v).strip() != v]\n"
            "bad += ['uid'] if os.getuid() == 0 else []\nescaped(bad) if bad else held()", at_start=True),
     Attack(name="programs that make root",
            source="import subprocess\nfor name in ('su', 'mount', 'passwd', 'chsh', 'newgrp'):\n"

@@ -16,8 +16,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, final
 
-from pipelinerl.verifiers.oubliette import bubblewrap, control_groups, gvisor, syscall_filter, toolchains
-from pipelinerl.verifiers.oubliette.gvisor import GvisorSlot
+from pipelinerl.verifiers.oubliette import bubblewrap, control_groups, syscall_filter, toolchains
+from pipelinerl.verifiers.oubliette.gvisor import bundle
+from pipelinerl.verifiers.oubliette.gvisor.gvisor_slot import GvisorSlot
 from pipelinerl.verifiers.oubliette.runs import ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.slot import Slot, Walls
 
@@ -65,7 +66,7 @@ def walls_of(tier: Tier, number: int) -> Walls:
 
 def _strong() -> Walls:
     """gVisor's, which says itself how it is started."""
-    if gvisor.found() is None:
+    if bundle.found() is None:
         raise SandboxMissing(
             f"the {Tier.STRONG} sandbox needs gVisor's runsc, which is not installed; on Debian: apt install runsc"
         )

@@ -16,23 +16,20 @@ group can be made, the tier cannot be had.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
-import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
-from pipelinerl.system import tied_process
-from pipelinerl.verifiers.oubliette import bubblewrap, control_groups, syscall_filter, toolchains
+from pipelinerl.verifiers.oubliette import control_groups
 from pipelinerl.verifiers.oubliette.control_groups import ControlGroup, Hierarchies, Weight
+from pipelinerl.verifiers.oubliette.gvisor.bundle import command, lay_out, troubles
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, Tier
 
 _BOOT_S: Final = 5.0
@@ -49,16 +46,6 @@ _SIGNALLED: Final = 128
 _OUT_OF_TIME: Final = frozenset({signal.SIGXCPU, signal.SIGKILL})
 #: What runsc says where the program is none.
 _NO_PROGRAM: Final = "creating process: failed to load"
-_ID: Final = 1000
-_ENVIRONMENT: Final = ("PATH=/usr/local/bin:/usr/bin:/bin", "HOME=/tmp", "TMPDIR=/tmp", "LANG=C.UTF-8")
-_FLAGS: Final = (
-    "--platform=ptrace", "--network=none", "--ignore-cgroups", "--oci-seccomp", "--host-uds=none", "--log-format=json",
-)  # fmt: skip
-
-
-def found() -> str | None:
-    """Where runsc is."""
-    return shutil.which("runsc")
 
 
 @final
@@ -84,10 +71,10 @@ class GvisorSlot:
         kills, self._cpu_began_s = group.oom_kills(), group.cpu_s()
         with tempfile.TemporaryDirectory(prefix="oubliette-", ignore_cleanup_errors=True) as folder:
             bundle = Path(folder)
-            _lay_out(bundle, run)
+            lay_out(bundle, run)
             with (bundle / "stdin").open("rb") as stdin:
                 process = subprocess.Popen(
-                    group.entering(_command(bundle)), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    group.entering(command(bundle)), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                     env={}, cwd="/",
                 )  # fmt: skip
             self.began = time.monotonic() + _USUAL_BOOT_S
@@ -100,7 +87,7 @@ class GvisorSlot:
                         group.kill_all()
                     watch.drain()
                     code = process.wait(_GRACE_S)
-                troubles = _troubles(bundle)
+                said = troubles(bundle)
             finally:
                 self.began = None
         if self._ended.is_set():
@@ -108,10 +95,10 @@ class GvisorSlot:
         cpu_s = group.cpu_s() - self._cpu_began_s
         if group.oom_kills() > kills:
             ended = Ending.MEMORY
-        elif ended is None and _NO_PROGRAM in troubles:
-            code, watch.stderr[:] = 126, troubles.encode()
-        elif ended is None and (code < 0 or troubles):
-            raise SandboxLost(f"gVisor ended by itself ({code}); it said: {troubles or watch.stderr[:500]!r}")
+        elif ended is None and _NO_PROGRAM in said:
+            code, watch.stderr[:] = 126, said.encode()
+        elif ended is None and (code < 0 or said):
+            raise SandboxLost(f"gVisor ended by itself ({code}); it said: {said or watch.stderr[:500]!r}")
         if ended is None and code > _SIGNALLED:  # as a shell says it, whoever it was
             code = _SIGNALLED - code
             ended = Ending.CPU_TIME if cpu_s >= limits.cpu_s and -code in _OUT_OF_TIME else Ending.SIGNALLED
@@ -223,84 +210,3 @@ def _delayed_s(processes: Sequence[int]) -> float:
             for thread in os.listdir(f"/proc/{pid}/task"):
                 longest = max(longest, int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[1]))
     return longest / 1e9
-
-
-# --- what runsc is given ----------------------------------------------------------------------------------------------
-
-
-def _command(bundle: Path) -> tuple[str, ...]:
-    """runsc, which ends with this thread, and its sandbox with it."""
-    program = found()
-    assert program is not None, "asked for where runsc has been found"
-    tie = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", "", "--")
-    state = (f"--root={bundle / 'state'}", f"--log={bundle / 'log'}")
-    return (*tie, program, *state, *_FLAGS, "run", f"--bundle={bundle}", bundle.name)
-
-
-def _lay_out(bundle: Path, run: Run) -> None:
-    """The files of a run, and what runsc is to make of them."""
-    bundle.chmod(0o755)  # who runs it is somebody else
-    root, given = bundle / "root", bundle / "given"
-    given.mkdir()
-    (bundle / "stdin").write_bytes(run.stdin)
-    mounts = [_mount("proc", "/proc", "proc"), _mount("tmpfs", "/tmp", "tmpfs", f"size={run.limits.disk_bytes}")]
-    for name, data in run.files:
-        file = given / name
-        file.write_bytes(data)
-        file.chmod(0o755)
-        mounts.append(_mount("bind", f"/tmp/{name}", str(file), "ro"))
-    for place in ("tmp", "proc", "dev", "sys", "etc"):
-        (root / place).mkdir(parents=True)
-    python = bubblewrap.interpreter()
-    for path in bubblewrap.shown(python, toolchains.folders()):
-        inside = root / path.relative_to("/")
-        inside.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink() and path.parent == Path("/"):
-            inside.symlink_to(os.readlink(path))
-            continue
-        if path.is_dir():
-            inside.mkdir(exist_ok=True)
-        else:
-            inside.touch()
-        mounts.append(_mount("bind", str(path), str(path), "ro", "rbind"))
-    argv = [*run.argv, *run.arguments] if run.argv else [str(python), "-I", run.python, *run.arguments]
-    config = {
-        "ociVersion": "1.0.0",
-        "process": {
-            "terminal": False,
-            "user": {"uid": _ID, "gid": _ID},
-            "args": argv,
-            "env": _ENVIRONMENT,
-            "cwd": "/tmp",
-            "capabilities": {},
-            "noNewPrivileges": True,
-            "rlimits": [
-                {"type": name, "soft": soft, "hard": hard} for name, (soft, hard) in run.limits.rlimits().items()
-            ],
-        },
-        "root": {"path": str(root), "readonly": True},
-        "hostname": "box",
-        "mounts": mounts,
-        "linux": {
-            "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")],
-            "seccomp": syscall_filter.as_oci(),
-        },
-    }
-    (bundle / "config.json").write_text(json.dumps(config))
-
-
-def _mount(kind: str, where: str, source: str, *options: str) -> dict[str, Any]:
-    return {"type": kind, "destination": where, "source": source, "options": ["nosuid", "nodev", *options]}
-
-
-def _troubles(bundle: Path) -> str:
-    """What runsc itself failed at."""
-    return "; ".join(_errors((bundle / "log").read_text() if (bundle / "log").exists() else ""))
-
-
-def _errors(log: str) -> Iterator[str]:
-    for line in log.splitlines():
-        with contextlib.suppress(ValueError):
-            entry = json.loads(line)
-            if isinstance(entry, dict) and entry.get("level") == "error":
-                yield str(entry.get("msg"))

@@ -1,48 +1,26 @@
-"""gVisor: what it is told of a run, what is told where it is not to be had, and programs in it where it is."""
+"""gVisor: what is told where it is not to be had, and programs in it where it is."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from pipelinerl.verifiers.oubliette import control_groups, gvisor, probe, toolchains
+from pipelinerl.verifiers.oubliette import control_groups, probe, toolchains
+from pipelinerl.verifiers.oubliette.gvisor import bundle
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, Run, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
 from tests.patience import PATIENCE_S
 
 
 def test_where_there_is_none_it_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gvisor, "found", lambda: None)
+    monkeypatch.setattr(bundle, "found", lambda: None)
     with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs gVisor's runsc, which is not installed; .*"):
         probe.opened(Tier.STRONG)
-    monkeypatch.setattr(gvisor, "found", lambda: "/usr/bin/runsc")
+    monkeypatch.setattr(bundle, "found", lambda: "/usr/bin/runsc")
     monkeypatch.setattr(control_groups, "available", lambda: "nobody may")
     with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs control groups, .* here: nobody may$"):
         probe.opened(Tier.STRONG)
-
-
-def test_it_is_shown_what_others_are_and_may_write_nothing_of_it(tmp_path: Path) -> None:
-    run = Run(python="/tmp/main.py", files=(("main.py", b"print(1)"),), stdin=b"in", limits=Limits(disk_bytes=1 << 20))
-    gvisor._lay_out(tmp_path, run)
-    config = json.loads((tmp_path / "config.json").read_text())
-    mounts = {mount["destination"]: mount for mount in config["mounts"]}
-    assert mounts["/tmp"]["type"] == "tmpfs" and f"size={1 << 20}" in mounts["/tmp"]["options"]
-    assert mounts["/tmp/main.py"]["source"] == str(tmp_path / "given" / "main.py")
-    binds = [mount for mount in mounts.values() if mount["type"] == "bind"]
-    assert len(binds) > 1 and all("ro" in mount["options"] for mount in binds)
-    assert config["root"] == {"path": str(tmp_path / "root"), "readonly": True}
-    assert not {"/home", "/root", "/etc", "/var", "/proc/1", os.getcwd()} & mounts.keys()
-    process = config["process"]
-    assert (process["user"], process["capabilities"]) == ({"uid": 1000, "gid": 1000}, {})
-    assert process["args"][1:] == ["-I", "/tmp/main.py"]
-    assert {"type": "RLIMIT_NOFILE", "soft": 128, "hard": 128} in process["rlimits"]
-    refused = {name for rule in config["linux"]["seccomp"]["syscalls"] for name in rule["names"]}
-    assert {"socket", "mount", "ptrace", "bpf", "clone3", "unshare"} <= refused
-    assert (tmp_path / "stdin").read_bytes() == b"in"
 
 
 @pytest.fixture

@@ -153,6 +153,10 @@ class Sandbox:
         """Wait for it."""
         return self.submit(run).result()
 
+    def cpu_s(self) -> float:
+        """Processor seconds that its boxes have taken so far, where control groups count them; else 0."""
+        return sum(place.slot.cpu_s() for place in tuple(self._places))
+
     def close(self) -> None:
         """End every box, and with it what runs; what waits, or ran, is lost."""
         with self._changed:

@@ -117,6 +117,10 @@ class Slot:
     def _killed_since(self, kills: int) -> bool:
         return self._group is not None and self._group.oom_kills() > kills
 
+    def cpu_s(self) -> float:
+        """Processor seconds that its boxes have taken so far, if a control group counts them."""
+        return 0.0 if self._group is None else self._group.cpu_s()
+
     def goes_behind(self) -> bool:
         """From another thread: has the run taken so much processor time that others go first, from now until its end?
 

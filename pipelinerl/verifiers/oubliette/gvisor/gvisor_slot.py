@@ -112,6 +112,10 @@ class GvisorSlot:
             tier=Tier.STRONG,
         )
 
+    def cpu_s(self) -> float:
+        """Processor seconds that its sandboxes have taken so far."""
+        return 0.0 if self._group is None else self._group.cpu_s()
+
     def goes_behind(self) -> bool:
         """From another thread: has the run taken so much processor time that others go first, until its end?"""
         if self._group is None or self.began is None or self._group.cpu_s() - self._cpu_began_s < _GREEDY_CPU_S:

@@ -72,7 +72,7 @@ def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str
         "--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/proc/self/fd/0", "/dev/stdin",
         "--symlink", "/proc/self/fd/1", "/dev/stdout", "--symlink", "/proc/self/fd/2", "/dev/stderr",
         "--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev", "--dir", "/tmp", *extra, "--remount-ro", "/",
-        "--chdir", "/tmp", str(python), "-I", _SERVER_INSIDE,
+        "--chdir", "/tmp", str(python), "-I", "-S", _SERVER_INSIDE,
     ]  # fmt: skip
 
 

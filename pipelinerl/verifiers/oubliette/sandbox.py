@@ -91,7 +91,7 @@ def _weak(outer_id: int) -> Walls:
     ]
     return Walls(
         tier=Tier.WEAK,
-        command=(str(python), "-I", str(bubblewrap.SERVER)),
+        command=(str(python), "-I", "-S", str(bubblewrap.SERVER)),
         namespaces=False,
         outer_id=outer_id,
         filter=syscall_filter.alone(),

@@ -85,7 +85,7 @@ def alone() -> bytes:
 def as_oci() -> dict[str, Any]:
     """What `boxed` refuses, as gVisor takes it; what it does not know by name, it does not have.
 
-    Not `clone3`: it gives one error for all that is refused, and C libraries do without that call only if there is none.
+    Not `clone3`: it gives one error for all that is refused, and C libraries do without it only if there is none.
     """
     refuse = {"action": "SCMP_ACT_ERRNO", "errnoRet": int(errno.EPERM)}
 

@@ -7,7 +7,7 @@
                  are judged beside groups of ordinary answers, whose latency is compared with what it is without
 
 Targets: 0.7 of the bare library; of an answer that is hostile, no failure of ours scored 0, no verdict later than the
-deadline and a second after its worker had it; the others' 95th percentile at most twice what it is without.
+deadline and a second after it was asked for; the others' 95th percentile at most twice what it is without.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ LEAST_OF_BARE = 0.7
 MOST_OF_P95 = 2.0
 GROUP = 8
 _DEADLINE_S = 2.0
+#: After the question, its waiting included.
+MOST_LATE_S = _DEADLINE_S + 1.0
 #: Groups of ordinary and of hostile answers that are judged at once.
 _AT_ONCE = 2
 
@@ -82,8 +84,10 @@ def run(quick: bool) -> None:
         *(Row(f"actor's processor time, {name} (ms/rollout)", cost) for name, cost in costs.items()),
         Row("hostile answers", len(texts)),
         *(Row(f"… {outcome}", with_them.outcomes[outcome]) for outcome in Outcome),
-        Row("… slowest verdict (s)", late, f"deadline {_DEADLINE_S:g} s"),
+        Row("… slowest verdict after its question (s)", late, f"<= {MOST_LATE_S:g}", late <= MOST_LATE_S),
+        Row("… verdicts later than that", sum(each > MOST_LATE_S for each in with_them.hostile_s), "0"),
         Row("other groups' P95 alone (s)", alone.p95_s),
+        Row("… beside hostile ones (s)", with_them.p95_s),
         Row("… beside hostile ones, ratio", p95, f"<= {MOST_OF_P95:g}", p95 <= MOST_OF_P95),
     ]  # fmt: skip
     print_table("verifiers", rows)

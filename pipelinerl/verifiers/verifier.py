@@ -2,8 +2,9 @@
 
 A wrong answer is `wrong`; a verifier that fails or runs out of time says so (`verifier_error`, `timeout`) and such
 rollouts are masked: an error of ours must never teach the model that its answer was bad. A verdict comes within the
-verifier's deadline, and the event loop is not blocked for longer than a few milliseconds. Answers are judged beside one
-another: one that takes long holds up neither its siblings nor other groups.
+verifier's deadline, counted from when an answer's turn has come (`worker_pool.py` bounds how long that takes), and the
+event loop is not blocked for longer than a few milliseconds. Answers are judged beside one another: one that takes long
+holds up neither its siblings nor other groups.
 """
 
 from __future__ import annotations

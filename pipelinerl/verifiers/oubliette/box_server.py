@@ -1,4 +1,4 @@
-"""Runs inside a slot's box: `python3 -I box_server.py`. Forks each run into a box of its own; standard library only.
+"""Runs inside a slot's box: `python3 -I -S box_server.py`. Forks each run into a box of its own; standard library only.
 
 Over its standard input, a seqpacket socket, comes a request a packet, with open files beside it: standard input, output
 and error of the run, then the files to be laid into its folder. For each it makes one process, which is the first of
@@ -7,8 +7,9 @@ When that process is gone the kernel has ended whatever it had started, so one w
 early is one SIGKILL. The answer is one packet.
 
 This process never holds what a run reads or writes: a run is a fork of it, and could read that of those before.
-A program in Python is not executed anew, it goes on in the fork, which has `site` imported and nothing else of ours in
-`__main__`. When the socket closes, because whoever asked is gone, the run is killed and this process ends.
+A program in Python is not executed anew, it goes on in the fork, which has what `site` would make, but for what the
+host's .pth files would run, and nothing else of ours in `__main__`. When the socket closes, because whoever asked is
+gone, the run is killed and this process ends.
 
     waits for          at most            who unblocks it
     a request          for ever           the socket: a packet, or its end
@@ -28,6 +29,7 @@ import os
 import resource
 import select
 import signal
+import site
 import socket
 import struct
 import sys
@@ -37,6 +39,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 _LIBC = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock across a fork
+_syscall, _prctl, _mounting = _LIBC.syscall, _LIBC.prctl, _LIBC.mount  # looked up here, and not in each run
 _NUMBERS = {"x86_64": (56, 126), "aarch64": (220, 91)}  # clone, capset
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
@@ -44,8 +47,9 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_ALL, _LANDLOCK_READ, _LANDLOCK_READ_FILE = (1 << 13) - 1, 0xC, 0x4
 _MNT_DETACH = 2
-#: How often the memory of a run is added up.
+#: How often the memory of a run is added up; and where its control group bounds it, too, the processor time alone.
 _TICK_S = 0.02
+_SELDOM_S = 0.1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOST_PACKET = 1 << 16
 _MOST_FILES = 16
@@ -61,6 +65,7 @@ def main() -> None:
     packet, files = _receive(control)
     walls = _Walls(json.loads(packet))
     meter = _Meter(files[0] if files else None)
+    _make_site()
     streams = _warm_streams()
     gc.collect()
     gc.freeze()
@@ -77,6 +82,15 @@ def main() -> None:
         if answer is None:
             return
         control.send(json.dumps(answer).encode())
+
+
+def _make_site() -> None:
+    """Where packages are, and `exit` and its like; what .pth files run makes each fork dearer, and is not a run's."""
+    site.setquit()
+    site.setcopyright()
+    site.sethelper()
+    sys.path += [folder for folder in site.getsitepackages() if os.path.isdir(folder)]
+    exec(compile("for _ in range(2): (lambda: 1)()", "rehearsal", "exec", dont_inherit=True), {})  # the first is dear
 
 
 def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
@@ -155,7 +169,7 @@ def _watch(
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     poll.register(control, select.POLLIN)
-    until = began + limits["wall_s"]
+    until, look = began + limits["wall_s"], began + _SELDOM_S
     while True:
         left_s = until - time.monotonic()
         if left_s <= 0:  # the time that it was ready, and had no processor, is not its own
@@ -171,7 +185,10 @@ def _watch(
             for file in files:
                 os.close(file)
             return "output" if packet else "gone"
-        memory_bytes, cpu_s = _used(processes())
+        memory_bytes, cpu_s = 0, 0.0
+        if not meter.counts or time.monotonic() >= look:
+            memory_bytes, cpu_s = _used(processes())
+            look = time.monotonic() + _SELDOM_S
         cpu_s = meter.cpu_s(cpu_s)
         if memory_bytes > limits["memory_bytes"]:
             return "memory"
@@ -185,6 +202,11 @@ class _Meter:
     def __init__(self, file: int | None) -> None:
         self._file = file
         self._began_s = 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Is there a group?"""
+        return self._file is not None
 
     def begin(self) -> None:
         """A run begins now."""
@@ -353,6 +375,7 @@ class _Walls:
         self._outer_id = settings["outer_id"]
         self._shown = [path.encode() for path in settings["shown"]]
         self._clone, self._capset = _NUMBERS[os.uname().machine]
+        self._version, self._no_rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
         steps = bytes.fromhex(settings["filter"])
         self._steps = ctypes.create_string_buffer(steps)
         self._filter = struct.pack("@HP", len(steps) // 8, ctypes.addressof(self._steps)) if steps else b""
@@ -363,7 +386,7 @@ class _Walls:
     def fork(self) -> int:
         """A new process, the first of its namespaces."""
         flags = _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNS | _CLONE_NEWIPC if self._namespaces else 0
-        pid = _LIBC.syscall(self._clone, flags | signal.SIGCHLD, 0, 0, 0, 0)
+        pid = _syscall(self._clone, flags | signal.SIGCHLD, 0, 0, 0, 0)
         if pid < 0:
             raise _failure("clone")
         return pid
@@ -392,7 +415,7 @@ class _Walls:
         if self._namespaces:
             os.setresgid(_INNER_ID, _INNER_ID, _INNER_ID)
             os.setresuid(_INNER_ID, _INNER_ID, _INNER_ID)
-            _LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+            _prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
             room = f"size={limits['disk_bytes']},nr_inodes={limits['inodes']},mode=0700"
             _mount("tmpfs", _FOLDER, _MS_NOSUID | _MS_NODEV, room)
             _mount("proc", "/proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "")
@@ -416,31 +439,30 @@ class _Walls:
 
     def shut(self, limits: dict[str, Any]) -> None:
         """From here on there are limits, no rights, and fewer system calls."""
-        for name, value in limits["rlimits"].items():
-            resource.setrlimit(getattr(resource, name), tuple(value))
-        header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-        if _LIBC.syscall(self._capset, header, (ctypes.c_uint32 * 6)()) != 0:
+        for number, soft, hard in limits["rlimits"]:
+            resource.setrlimit(number, (soft, hard))
+        if _syscall(self._capset, self._version, self._no_rights) != 0:
             raise _failure("capset")
-        if _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        if _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
             raise _failure("no_new_privs")
         if not self._namespaces:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             self._hide()
-        if self._filter and _LIBC.prctl(_PR_SET_SECCOMP, 2, self._filter, 0, 0) != 0:
+        if self._filter and _prctl(_PR_SET_SECCOMP, 2, self._filter, 0, 0) != 0:
             raise _failure("seccomp")
 
     def _hide(self) -> None:
         """Landlock: read what is shown, and do nothing else with any file."""
-        ruleset = _LIBC.syscall(_LANDLOCK_CREATE, struct.pack("=Q", _LANDLOCK_ALL), 8, 0)
+        ruleset = _syscall(_LANDLOCK_CREATE, struct.pack("=Q", _LANDLOCK_ALL), 8, 0)
         if ruleset < 0:
             raise _failure("landlock")
         for path in self._shown:
             file = os.open(path, os.O_PATH)
             rights = _LANDLOCK_READ if os.path.isdir(path) else _LANDLOCK_READ_FILE
-            if _LIBC.syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, file), 0) != 0:
+            if _syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, file), 0) != 0:
                 raise _failure(f"landlock of {path!r}")
             os.close(file)
-        if _LIBC.syscall(_LANDLOCK_RESTRICT, ruleset, 0) != 0:
+        if _syscall(_LANDLOCK_RESTRICT, ruleset, 0) != 0:
             raise _failure("landlock")
         os.close(ruleset)
 
@@ -455,7 +477,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _mount(kind: str, where: str, flags: int, options: str) -> None:
-    if _LIBC.mount(kind.encode(), where.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()) != 0:
+    if _mounting(kind.encode(), where.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()) != 0:
         raise _failure(f"mount of {kind} at {where}")
 
 

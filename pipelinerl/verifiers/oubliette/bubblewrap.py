@@ -39,6 +39,14 @@ def interpreter() -> Path:
     return own if os.access(own, os.X_OK) else Path("/usr/bin/python3")
 
 
+def shown(python: Path, toolchains: tuple[Path, ...]) -> list[Path]:
+    """Whatever of the host's files a box shows: folders, files, and links of the root."""
+    programs = [Path("/", name) for name in _PROGRAMS]
+    own = [path for path in (python.parent.parent, *toolchains) if not path.is_relative_to("/usr")]
+    of_etc = [*(Path("/etc", name) for name in _OF_ETC), *sorted(Path("/etc").glob(_JAVA))]
+    return [path for path in (*programs, *own, *of_etc) if path.exists()]
+
+
 def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str, ...] = ()) -> list[str]:
     """The whole command; the server's socket is its standard input."""
     program = found()
@@ -64,7 +72,7 @@ def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str
         "--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/proc/self/fd/0", "/dev/stdin",
         "--symlink", "/proc/self/fd/1", "/dev/stdout", "--symlink", "/proc/self/fd/2", "/dev/stderr",
         "--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev", "--dir", "/tmp", *extra, "--remount-ro", "/",
-        "--chdir", "/tmp", str(python), "-I", _SERVER_INSIDE,
+        "--chdir", "/tmp", str(python), "-I", "-S", _SERVER_INSIDE,
     ]  # fmt: skip
 
 

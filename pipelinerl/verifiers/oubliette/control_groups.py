@@ -1,8 +1,9 @@
 """`ControlGroup`: one for each slot, where this process may make them; the kernel adds up what all in a box take.
 
-Version 1: a group below this process' own in the hierarchies `memory` and `cpuacct`. Version 2: a group below its own,
-where `memory` is handed on to it. Where there is neither, or it may not be written to, there is none, and what the
-box's server adds up every 20 ms is all that there is.
+Version 1: a group below this process' own in the hierarchies `memory`, `cpuacct` and, where there is one, `cpu`.
+Version 2: a group beside its own, since one that has processes cannot hand on `memory`; the group above must. Where
+there is neither, or it may not be written to, there is none, and what the box's server adds up every 20 ms is all that
+there is.
 
 Promises: a box is in its group from its first instruction on, and its group is removed when its slot is closed. Where a
 process is killed that has made groups, a process of its own, which waits for that, removes them.
@@ -19,6 +20,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Final, final
@@ -37,18 +39,26 @@ _JANITOR: Final = (
 )
 
 
+class Weight(Enum):
+    """What a box gets of a processor that others want, too: as `cpu.shares` of version 1 has it."""
+
+    FULL = 1024
+    BEHIND_OTHERS = 256
+
+
 @dataclass(frozen=True, slots=True)
 class Hierarchies:
-    """Where groups can be made: the folder of this process' own group in each, by version."""
+    """Where groups can be made: the folder above them in each, by version; `shares` where processors are shared out."""
 
     version: int
     memory: Path
     cpu: Path
+    shares: Path | None = None
 
     @property
     def places(self) -> tuple[Path, ...]:
         """Each once."""
-        return (self.memory,) if self.memory == self.cpu else (self.memory, self.cpu)
+        return tuple(dict.fromkeys(each for each in (self.memory, self.cpu, self.shares) if each is not None))
 
 
 def find(mounts: str, own: str) -> Hierarchies | None:
@@ -76,8 +86,11 @@ def find(mounts: str, own: str) -> Hierarchies | None:
 
     memory, cpu, unified = of("memory"), of("cpuacct"), of("")
     if memory is not None and cpu is not None:
-        return Hierarchies(1, memory, cpu)
-    return None if unified is None else Hierarchies(2, unified, unified)
+        return Hierarchies(1, memory, cpu, of("cpu"))
+    if unified is None:
+        return None
+    above = unified if unified == mounted[""][1] else unified.parent
+    return Hierarchies(2, above, above, above)
 
 
 @cache
@@ -89,11 +102,15 @@ def available() -> Hierarchies | str:
         return str(error)
     if found is None:
         return "no hierarchy with memory and cpuacct, nor a unified one, is mounted"
+    if found.version == 2:
+        for name in ("memory", "cpu"):
+            with contextlib.suppress(OSError):  # whoever may not hand them on may find that done
+                (found.memory / "cgroup.subtree_control").write_text(f"+{name}")
     try:
         with contextlib.closing(ControlGroup(found)) as group:
             group.limit(1 << 30)
             group.oom_kills()
-            os.close(group.open_cpu())
+            group.cpu_s()
     except OSError as error:
         return f"control groups of version {found.version}: {error}"
     return found
@@ -108,7 +125,12 @@ class ControlGroup:
         name = f"{_NAME}-{os.getpid()}-{next(_NUMBERS)}"
         self._version = where.version
         self._memory, self._cpu = where.memory / name, where.cpu / name
+        self._shares = None if where.shares is None else where.shares / name
+        self._groups = tuple(place / name for place in where.places)
         self._limit = 0
+        self._weight = Weight.FULL
+        self._kills: int | None = None
+        self._usage: int | None = None
         _sweep(where.places)
         _start_janitor(where.places)
         try:
@@ -117,10 +139,6 @@ class ControlGroup:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def _groups(self) -> tuple[Path, ...]:
-        return (self._memory,) if self._memory == self._cpu else (self._memory, self._cpu)
 
     def entering(self, command: Sequence[str]) -> tuple[str, ...]:
         """A command that is in the group before it is `command`."""
@@ -135,22 +153,54 @@ class ControlGroup:
         (self._memory / name).write_text(str(memory_bytes))
         self._limit = memory_bytes
 
+    def weigh(self, weight: Weight) -> None:
+        """Give all together so much of the processors, where that can be said."""
+        if self._shares is None or weight is self._weight:
+            return
+        name, value = ("cpu.shares", weight.value) if self._version == 1 else ("cpu.weight", weight.value * 100 // 1024)
+        with contextlib.suppress(OSError):  # where processors are not handed on
+            (self._shares / name).write_text(str(value))
+        self._weight = weight
+
     def oom_kills(self) -> int:
         """How many processes the kernel has killed here for want of memory."""
-        name = "memory.oom_control" if self._version == 1 else "memory.events"
-        for line in (self._memory / name).read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == "oom_kill":
-                return int(value)
-        return 0
+        if self._kills is None:  # it is asked twice for each run
+            name = "memory.oom_control" if self._version == 1 else "memory.events"
+            self._kills = os.open(self._memory / name, os.O_RDONLY | os.O_CLOEXEC)
+        _, _, count = os.pread(self._kills, 4096, 0).partition(b"oom_kill ")
+        return int(count.split()[0]) if count else 0
+
+    def cpu_s(self) -> float:
+        """Processor seconds that all have taken so far."""
+        if self._usage is None:
+            self._usage = self.open_cpu()
+        text = os.pread(self._usage, 256, 0)
+        return int(text) / 1e9 if self._version == 1 else int(text.split()[1]) / 1e6
 
     def open_cpu(self) -> int:
         """The file that says how much processor time all have taken: nanoseconds, or `usage_usec` and microseconds."""
         name = "cpuacct.usage" if self._version == 1 else "cpu.stat"
         return os.open(self._cpu / name, os.O_RDONLY | os.O_CLOEXEC)
 
+    def processes(self) -> list[int]:
+        """Those that are in it now."""
+        with contextlib.suppress(OSError):
+            return [int(pid) for pid in (self._cpu / "cgroup.procs").read_text().split()]
+        return []
+
+    def kill_all(self) -> None:
+        """End what is in the group, and wait until nothing is."""
+        until = time.monotonic() + _REMOVED_WITHIN_S
+        while self.processes() and time.monotonic() < until:
+            _kill(self._cpu)
+            time.sleep(0.002)
+
     def close(self) -> None:
         """End what is in the group, if anything is, and remove it."""
+        for file in (self._kills, self._usage):
+            if file is not None:
+                os.close(file)
+        self._kills = self._usage = None
         for group in self._groups:
             until = time.monotonic() + _REMOVED_WITHIN_S
             while group.exists():

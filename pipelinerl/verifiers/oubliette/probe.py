@@ -145,6 +145,8 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
     if isinstance(results, str):
         return Finding(attack.name, Defence.LEFT_OUT, results)
     last = results[-1]
+    if last.tier is Tier.STRONG and attack.own_kernel:
+        return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox answers it with a kernel of its own")
     if last.tier is Tier.WEAK and attack.needs_namespaces:
         return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox has no namespaces")
     if last.tier is Tier.WEAK and last.code == 1 and _REFUSED.search(last.stderr):

@@ -23,13 +23,15 @@ class Tier(StrEnum):
 
     DEFAULT = "default"
     """bubblewrap around a slot; namespaces, user id, file systems and system call filter of its own around each run."""
+    STRONG = "strong"
+    """gVisor: a kernel of its own around each run. Only when asked for by name."""
     WEAK = "weak"
     """Landlock, system call filter and limits around one process of the host. Only when asked for by name."""
 
     @property
     def strength(self) -> int:
         """The greater, the stronger."""
-        return [Tier.WEAK, Tier.DEFAULT].index(self)
+        return [Tier.WEAK, Tier.DEFAULT, Tier.STRONG].index(self)
 
 
 class Ending(StrEnum):

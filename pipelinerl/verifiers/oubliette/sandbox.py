@@ -16,7 +16,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, final
 
-from pipelinerl.verifiers.oubliette import bubblewrap, syscall_filter, toolchains
+from pipelinerl.verifiers.oubliette import bubblewrap, control_groups, syscall_filter, toolchains
+from pipelinerl.verifiers.oubliette.gvisor import bundle
+from pipelinerl.verifiers.oubliette.gvisor.gvisor_slot import GvisorSlot
 from pipelinerl.verifiers.oubliette.runs import ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.slot import Slot, Walls
 
@@ -26,9 +28,10 @@ _IDS: Final = 400
 
 _SYSTEMS: Final = Path("/usr/bin/python3")
 _TRIES: Final = 2
-#: What has run for so long makes room for others, in so many slots for each at once.
-_FRESH_S: Final = 0.25
-_LOOKED_EVERY_S: Final = 0.1
+#: What has run for so long makes room for others, in so many slots for each at once; so does a box that does not start.
+_FRESH_S: Final = 0.1
+_STARTING_S: Final = 1.0
+_LOOKED_EVERY_S: Final = 0.05
 _SLOTS_EACH: Final = 4
 _INTERRUPTED_EVERY_S: Final = 0.2
 
@@ -48,6 +51,8 @@ def walls_of(tier: Tier, number: int) -> Walls:
         raise SandboxMissing(
             f"the {tier} sandbox is for Linux on x86_64; this is {sys.platform} on {os.uname().machine}"
         )
+    if tier is Tier.STRONG:
+        return _strong()
     outer_id = _FIRST_ID + (os.getpid() * 7 + number) % _IDS if os.geteuid() == 0 else os.geteuid()
     if tier is Tier.WEAK:
         return _weak(outer_id)
@@ -57,6 +62,17 @@ def walls_of(tier: Tier, number: int) -> Walls:
         )
     command = bubblewrap.command(python=bubblewrap.interpreter(), toolchains=toolchains.folders())
     return Walls(tier=tier, command=tuple(command), namespaces=True, outer_id=outer_id, filter=syscall_filter.boxed())
+
+
+def _strong() -> Walls:
+    """gVisor's, which says itself how it is started."""
+    if bundle.found() is None:
+        raise SandboxMissing(
+            f"the {Tier.STRONG} sandbox needs gVisor's runsc, which is not installed; on Debian: apt install runsc"
+        )
+    if isinstance(why := control_groups.available(), str):
+        raise SandboxMissing(f"the {Tier.STRONG} sandbox needs control groups, which cannot be made here: {why}")
+    return Walls(tier=Tier.STRONG, command=(), namespaces=True, outer_id=0, filter=b"")
 
 
 def _weak(outer_id: int) -> Walls:
@@ -75,7 +91,7 @@ def _weak(outer_id: int) -> Walls:
     ]
     return Walls(
         tier=Tier.WEAK,
-        command=(str(python), "-I", str(bubblewrap.SERVER)),
+        command=(str(python), "-I", "-S", str(bubblewrap.SERVER)),
         namespaces=False,
         outer_id=outer_id,
         filter=syscall_filter.alone(),
@@ -85,12 +101,18 @@ def _weak(outer_id: int) -> Walls:
 
 @final
 class _Place:
-    """A slot with the thread that works it, and when its run began, while that counts as one of those at once."""
+    """A slot with the thread that works it, and how its run is treated.
 
-    def __init__(self, slot: Slot) -> None:
+    Attributes:
+        given: when it was given its run; None: it has none.
+        fresh: whether that counts as one of those at once. behind: whether others have the processors first.
+    """
+
+    def __init__(self, slot: Slot | GvisorSlot) -> None:
         self.slot = slot
         self.thread: threading.Thread | None = None
-        self.fresh_since: float | None = None
+        self.given: float | None = None
+        self.fresh = self.behind = False
 
 
 @final
@@ -98,7 +120,8 @@ class Sandbox:
     """Runs programs, `at_once` at a time. To be closed; nothing is started before the first run.
 
     What runs for longer than `_FRESH_S` makes room for others, which else would wait for what never ends: it goes on
-    in its slot, and no longer counts. There are `slots_each` slots for each at once.
+    in its slot, and no longer counts. There are `slots_each` slots for each at once. What has taken much processor time
+    by then, or later, goes behind the others, where control groups can say so.
     """
 
     def __init__(self, walls: Callable[[int], Walls], *, at_once: int, slots_each: int = _SLOTS_EACH) -> None:
@@ -130,6 +153,10 @@ class Sandbox:
         """Wait for it."""
         return self.submit(run).result()
 
+    def cpu_s(self) -> float:
+        """Processor seconds that its boxes have taken so far, where control groups count them; else 0."""
+        return sum(place.slot.cpu_s() for place in tuple(self._places))
+
     def close(self) -> None:
         """End every box, and with it what runs; what waits, or ran, is lost."""
         with self._changed:
@@ -150,7 +177,8 @@ class Sandbox:
         if self._idle:
             self._changed.notify()
         elif len(self._places) < len(self._walls):
-            place = _Place(Slot(self._walls[len(self._places)]))
+            walls = self._walls[len(self._places)]
+            place = _Place(GvisorSlot() if walls.tier is Tier.STRONG else Slot(walls))
             place.thread = threading.Thread(target=self._work, args=(place,), name="oubliette", daemon=True)
             self._places.append(place)
             place.thread.start()
@@ -161,9 +189,8 @@ class Sandbox:
     def _next(self, place: _Place) -> tuple[Run, Future[ProgramResult]] | None:
         """The next run for a slot, when there is one and room for it; None: there will be none."""
         with self._changed:
-            if place.fresh_since is not None:
-                place.fresh_since = None
-                self._fresh -= 1
+            place.given = None
+            self._no_longer_fresh(place)
             self._idle += 1
             while not self._closed and not (self._waiting and self._fresh < self._at_once):
                 self._changed.wait()
@@ -171,7 +198,7 @@ class Sandbox:
             if not self._waiting:
                 return None
             self._fresh += 1
-            place.fresh_since = time.monotonic()
+            place.given, place.fresh, place.behind = time.monotonic(), True, False
             work = self._waiting.popleft()
             self._call_somebody()
             if not self._watching:
@@ -190,19 +217,27 @@ class Sandbox:
             place.slot.close()
 
     def _make_room(self) -> None:
-        """Let others begin beside what has run for long."""
+        """Let others begin beside what has run for long, and go before it."""
         with self._changed:
             while not self._closed:
-                self._watching = self._fresh > 0
+                self._watching = any(place.given is not None and not place.behind for place in self._places)
                 self._begun.wait(_LOOKED_EVERY_S if self._watching else None)
-                until = time.monotonic() - _FRESH_S
+                now = time.monotonic()
                 for place in tuple(self._places):
-                    if place.fresh_since is not None and place.fresh_since < until:
-                        place.fresh_since = None
-                        self._fresh -= 1
+                    if place.given is None:
+                        continue
+                    began = place.slot.began
+                    if now - (place.given + _STARTING_S if began is None else began + _FRESH_S) > 0:
+                        self._no_longer_fresh(place)
                         self._call_somebody()
+                        place.behind = place.behind or place.slot.goes_behind()
 
-    def _tried(self, slot: Slot, run: Run, future: Future[ProgramResult]) -> None:
+    def _no_longer_fresh(self, place: _Place) -> None:
+        if place.fresh:
+            place.fresh = False
+            self._fresh -= 1
+
+    def _tried(self, slot: Slot | GvisorSlot, run: Run, future: Future[ProgramResult]) -> None:
         for number in range(_TRIES):
             try:
                 result = slot.run(run)

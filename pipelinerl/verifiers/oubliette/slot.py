@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -23,14 +24,17 @@ import subprocess
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final, final
 
 from pipelinerl.verifiers.oubliette import control_groups
-from pipelinerl.verifiers.oubliette.control_groups import ControlGroup, Hierarchies
+from pipelinerl.verifiers.oubliette.control_groups import ControlGroup, Hierarchies, Weight
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, Tier, of_rlimits
 
 _STARTUP_S: Final = 60.0
 _GRACE_S: Final = 30.0
+#: A run that has taken so much processor time goes behind others.
+_GREEDY_CPU_S: Final = 0.1
 #: What a box takes beside its run: its server, the kernel's tables.
 _SERVER_BYTES: Final = 64 << 20
 _MOST_PACKET: Final = 1 << 16
@@ -70,6 +74,9 @@ class Slot:
         self._walls = walls
         self._box: _Box | None = None
         self._group: ControlGroup | None = None
+        self._cpu_began_s = 0.0
+        self.began: float | None = None
+        """When the run that is under way did, its box being up before."""
 
     def run(self, run: Run) -> ProgramResult:
         """Run a program.
@@ -84,6 +91,8 @@ class Slot:
         try:
             if self._box is None:
                 self._box = _Box.start(self._walls, self._group)
+            self._cpu_began_s = 0.0 if self._group is None else self._group.cpu_s()
+            self.began = time.monotonic()
             result = self._box.run(run, self._walls)
         except SandboxLost:
             self._lose()
@@ -93,17 +102,36 @@ class Slot:
         except BaseException:
             self._lose()
             raise
+        finally:
+            self.began = None
         return replace(result, ending=Ending.MEMORY) if self._killed_since(kills) else result
 
     def _begin(self, limits: Limits) -> int:
         """Set what all in the box may take; returns how many the kernel has killed there before."""
         if self._group is None:
             return 0
+        self._group.weigh(Weight.FULL)
         self._group.limit(limits.memory_bytes + limits.disk_bytes + _SERVER_BYTES)
         return self._group.oom_kills()
 
     def _killed_since(self, kills: int) -> bool:
         return self._group is not None and self._group.oom_kills() > kills
+
+    def cpu_s(self) -> float:
+        """Processor seconds that its boxes have taken so far, if a control group counts them."""
+        return 0.0 if self._group is None else self._group.cpu_s()
+
+    def goes_behind(self) -> bool:
+        """From another thread: has the run taken so much processor time that others go first, from now until its end?
+
+        Also true where the kernel cannot be told to let others go first.
+        """
+        if self._group is None:
+            return True
+        if self.began is None or self._group.cpu_s() - self._cpu_began_s < _GREEDY_CPU_S:
+            return False
+        self._group.weigh(Weight.BEHIND_OTHERS)
+        return True
 
     def interrupt(self) -> None:
         """From another thread: end the box now, so that a run in it is lost."""
@@ -280,7 +308,6 @@ def _out_of_memory(wall_s: float, tier: Tier) -> ProgramResult:
 
 
 def _request(run: Run) -> bytes:
-    limits = run.limits
     return json.dumps(
         {
             "argv": [*run.argv, *run.arguments],
@@ -288,17 +315,24 @@ def _request(run: Run) -> bytes:
             "arguments": run.arguments,
             "files": [name for name, _ in run.files],
             "environment": _ENVIRONMENT,
-            "limits": {
-                "wall_s": limits.wall_s,
-                "starved_s": _STARVED_TIMES * limits.wall_s,
-                "cpu_s": limits.cpu_s,
-                "memory_bytes": limits.memory_bytes,
-                "disk_bytes": limits.disk_bytes,
-                "inodes": limits.inodes,
-                "rlimits": of_rlimits(limits.rlimits()),
-            },
+            "limits": _told(run.limits),
         }
     ).encode()
+
+
+@lru_cache(maxsize=64)  # it asks the kernel a dozen times, and most runs have the limits of those before
+def _told(limits: Limits) -> dict[str, Any]:
+    """Limits as the server takes them."""
+    rlimits = of_rlimits(limits.rlimits())
+    return {
+        "wall_s": limits.wall_s,
+        "starved_s": _STARVED_TIMES * limits.wall_s,
+        "cpu_s": limits.cpu_s,
+        "memory_bytes": limits.memory_bytes,
+        "disk_bytes": limits.disk_bytes,
+        "inodes": limits.inodes,
+        "rlimits": [[getattr(resource, name), *pair] for name, pair in rlimits.items()],
+    }
 
 
 def _ending(answer: dict[str, Any], limits: Limits) -> Ending:

@@ -7,6 +7,9 @@ passed. Expected answers are compared here, or in the checker's box, and never a
 What the program does wrong (no code, no compilation, crashes, its limits, other output) is `wrong`. What says nothing
 of it is masked: a box that was lost twice, a processor that it was not given, tests that cannot be read, a checker that
 fails, are `verifier_error`s; tests that take longer together than the verifier may are a `timeout`.
+
+A service that is killed forgets the programs and outputs that it held, and comes back: an answer of which it has
+forgotten something is judged anew, from its beginning, and one that cannot open it waits for it for a while.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import asyncio
 import contextlib
 import math
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
@@ -34,6 +38,12 @@ from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out, wron
 
 #: A program may write so much more than the answer.
 _SPARE_OUTPUT: Final = 64 << 10
+#: How often an answer is judged of which a service has forgotten something; what was never there is missed each time.
+_TRIES: Final = 3
+#: A service that cannot be reached is tried again for so long, as one is that was reached before.
+_GRACE_S: Final = 60.0
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
 
 
 @final
@@ -47,14 +57,14 @@ class Oubliette:
         self._at_once = workers or default_slots()
         self._runner: CodeRunner | None = None
         self._missing = ""
+        self._unreachable: tuple[float, str] | None = None
         self._opening = asyncio.Lock()
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Judge the program in an answer; the verdict's reason names the tier."""
         try:
-            runner = await self._opened()
-            judged = _Judged(runner, CodeProblem.of(problem), self._rules, self._deadline_s)
-            verdict = await judged.verdict(completion_text)
+            runner = await self._opened(_GRACE_S)
+            verdict = await self._judged(runner, CodeProblem.of(problem), completion_text)
         except (SandboxMissing, SandboxLost, TestsMalformed, ToolchainMissing, CheckerFailed, ContentMissing) as error:
             return failed(str(error))
         except TimeoutError:
@@ -68,27 +78,54 @@ class Oubliette:
     async def start(self) -> None:
         """Open and try the sandbox, which the first answer would wait for; where there is none, that answer says so."""
         with contextlib.suppress(SandboxMissing, SandboxLost):
-            await self._opened()
+            await self._opened(0.0)
 
     async def close(self) -> None:
         """End every box."""
+        self._missing = self._missing or "the verifier is closed"
         async with self._opening:
-            self._missing = self._missing or "the verifier is closed"
             runner, self._runner = self._runner, None
         if runner is not None:
             await runner.close()
 
-    async def _opened(self) -> CodeRunner:
+    async def _judged(self, runner: CodeRunner, problem: CodeProblem, text: str) -> Verdict:
+        for _ in range(_TRIES - 1):
+            with contextlib.suppress(ContentMissing):
+                return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
+        return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
+
+    async def _opened(self, grace_s: float) -> CodeRunner:
+        """What runs programs; whoever waits while somebody else tries in vain has tried with him."""
+        asked = time.monotonic()
         async with self._opening:
+            if self._runner is not None:
+                return self._runner
             if self._missing:
                 raise SandboxMissing(self._missing)
-            if self._runner is None:
-                try:
-                    self._runner = await open_runner(self._rules, at_once=self._at_once)
-                except SandboxMissing as error:
-                    self._missing = str(error)
-                    raise
+            if self._unreachable is not None and self._unreachable[0] >= asked:
+                raise SandboxLost(self._unreachable[1])
+            try:
+                self._runner = await self._reached(asked + grace_s)
+            except SandboxMissing as error:
+                self._missing = str(error)
+                raise
+            except SandboxLost as error:
+                self._unreachable = time.monotonic(), str(error)
+                raise
             return self._runner
+
+    async def _reached(self, until: float) -> CodeRunner:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await open_runner(self._rules, at_once=self._at_once)
+            except SandboxLost:
+                if time.monotonic() + pause_s >= until:
+                    raise
+            await asyncio.sleep(pause_s)
+            if self._missing:
+                raise SandboxMissing(self._missing)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:

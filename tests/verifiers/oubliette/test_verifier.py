@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, final
 
 import pytest
 
@@ -12,7 +12,11 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.oubliette import OublietteSection
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, Verdict
+from pipelinerl.verifiers.oubliette import verifier as verifiers
+from pipelinerl.verifiers.oubliette.repository import Content, ContentMissing, Link
 from pipelinerl.verifiers.oubliette.rules import CodeRules, Scoring
+from pipelinerl.verifiers.oubliette.runner import Check, Executed, Program
+from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, SandboxLost, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox
 from pipelinerl.verifiers.oubliette.verifier import Oubliette
 from pipelinerl.verifiers.verifier import SampledAnswer
@@ -176,3 +180,86 @@ async def test_a_domain_of_a_recipe_is_judged_by_it(sandbox: Sandbox) -> None:
     finally:
         await verifier.close()
     assert [judgement.verdict.reward for judgement in judgements] == [1.0, 0.5, 0.0]
+
+
+@final
+class Forgetful:
+    """A `CodeRunner` as a service that is killed now and then: so many outputs are gone when they are checked."""
+
+    tier, at_once = "remote default", 1
+
+    def __init__(self, *, forgets: int) -> None:
+        self.forgets = forgets
+        self.runs = 0
+
+    async def compile(self, language: str, source: str, *, wall_s: float) -> Program:
+        return Program(language, source.encode())
+
+    async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
+        self.runs += 1
+        done = ProgramResult(
+            ending=Ending.EXITED, code=0, stdout=b"", stderr=b"", cpu_s=0.0, wall_s=0.0, tier=Tier.DEFAULT
+        )
+        return Executed(done, Link.of(b""))
+
+    async def check(self, check: Check) -> float:
+        self.forgets -= 1
+        if self.forgets >= 0:
+            raise ContentMissing("forgotten")
+        return 1.0
+
+    async def read(self, content: Content) -> bytes:
+        raise ContentMissing("forgotten")
+
+    async def close(self) -> None:
+        pass
+
+
+def opening(*found: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[Forgetful]], list[int]]:
+    """What stands for `open_runner`: comes to these one after the other, and again to the last; and each try of it."""
+    tries: list[int] = []
+
+    async def opened(rules: CodeRules, *, at_once: int) -> Forgetful:
+        tries.append(at_once)
+        await asyncio.sleep(0)
+        come = found[min(len(tries), len(found)) - 1]
+        if isinstance(come, SandboxLost):
+            raise come
+        return come
+
+    return opened, tries
+
+
+@pytest.mark.parametrize(("forgets", "outcome"), [(2, Outcome.CORRECT), (3, Outcome.VERIFIER_ERROR)])
+async def test_what_a_service_has_forgotten_is_made_anew(
+    forgets: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Forgetful(forgets=forgets)
+    monkeypatch.setattr(verifiers, "open_runner", opening(runner)[0])
+    verdict = await judged(Oubliette(RULES), RIGHT, tests=DOUBLES[:1])
+    assert (verdict.outcome, runner.runs) == (outcome, 3)
+
+
+async def test_a_service_that_is_away_for_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = SandboxLost("away")
+    opened, tries = opening(away, away, Forgetful(forgets=0))
+    monkeypatch.setattr(verifiers, "open_runner", opened)
+    monkeypatch.setattr(verifiers, "_FIRST_PAUSE_S", 0.0)
+    verifier = Oubliette(RULES)
+    found = await asyncio.gather(*(judged(verifier, RIGHT, tests=DOUBLES[:1]) for _ in range(3)))
+    assert [verdict.outcome for verdict in found] == 3 * [Outcome.CORRECT]
+    assert len(tries) == 3
+
+
+async def test_who_waits_while_another_tries_in_vain_has_tried_with_him(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, tries = opening(SandboxLost("away"))
+    monkeypatch.setattr(verifiers, "open_runner", opened)
+    monkeypatch.setattr(verifiers, "_GRACE_S", 0.0)
+    verifier = Oubliette(RULES)
+    found = await asyncio.gather(*(judged(verifier, RIGHT) for _ in range(3)))
+    assert [(verdict.outcome, verdict.reason) for verdict in found] == 3 * [(Outcome.VERIFIER_ERROR, "away")]
+    assert len(tries) == 1
+    await judged(verifier, RIGHT)
+    assert len(tries) == 2, "and who comes later tries anew"
+    await verifier.close()
+    assert (await judged(verifier, RIGHT)).reason == "the verifier is closed"

@@ -55,6 +55,7 @@ class Attack:
         before: a program that ran just before, in the same slot.
         ends: how it may end without having said `held`.
         needs_namespaces: whether only a tier that has them can hold it off.
+        own_kernel: whether a kernel of the sandbox's own may let it do so: it reaches nothing of the host by it.
         at_start: whether it is tried each time that a sandbox is opened.
     """
 
@@ -66,3 +67,4 @@ class Attack:
     ends: frozenset[Ending] = frozenset()
     at_start: bool = False
     needs_namespaces: bool = False
+    own_kernel: bool = False

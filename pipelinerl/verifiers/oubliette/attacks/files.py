@@ -65,18 +65,18 @@ ATTACKS: Final = (
     Attack(name="the kernel's messages",
            source="refused(lambda: open('/dev/kmsg', 'rb').read(16))\nbarred(103, 3, 0, 0)"),
     Attack(name="the machine's memory", source="refused(open, '/dev/mem', 'rb')"),
-    Attack(name="the machine's disks",
+    Attack(name="the machine's disks", own_kernel=True,
            source="found = [n for n in os.listdir('/dev') if n.startswith(('sd', 'vd', 'nvme', 'loop', 'kvm', "
            "'fuse'))]\n"
            "escaped(found) if found else held()"),
-    Attack(name="making a device", source="refused(os.mknod, 'disk', 0o60600, os.makedev(254, 0))"),
-    Attack(name="a terminal", source="refused(open, '/dev/tty')\nrefused(open, '/dev/ptmx')"),
-    Attack(name="the bus of devices", source="refused(os.listdir, '/sys/class')"),
-    Attack(name="control groups", source="refused(os.listdir, '/sys/fs/cgroup')"),
+    Attack(name="making a device", own_kernel=True, source="refused(os.mknod, 'disk', 0o60600, os.makedev(254, 0))"),
+    Attack(name="a terminal", own_kernel=True, source="refused(open, '/dev/tty')\nrefused(open, '/dev/ptmx')"),
+    Attack(name="the bus of devices", own_kernel=True, source="refused(os.listdir, '/sys/class')"),
+    Attack(name="control groups", own_kernel=True, source="refused(os.listdir, '/sys/fs/cgroup')"),
     Attack(name="keys of the kernel, in /proc",
            source="text = open('/proc/keys').read() if os.path.exists('/proc/keys') else ''\n"
            "escaped(text) if '@WORD@' in text else held()"),
-    Attack(name="the score by which it is ended",
+    Attack(name="the score by which it is ended", own_kernel=True,
            source="refused(lambda: os.write(os.open('/proc/self/oom_score_adj', os.O_WRONLY), b'-1000'))"),
     # the run before
     Attack(name="files of the run before", at_start=True,

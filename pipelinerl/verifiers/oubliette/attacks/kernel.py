@@ -33,8 +33,8 @@ _OF_THE_KERNEL: Final = (
     Attack(name="rights that it has",
            source="status = dict(l.split(':\\t', "
            "1) for l in open('/proc/self/status').read().splitlines() if ':\\t' in l)\n"
-           "bad = [n for n in ('CapInh', 'CapPrm', 'CapEff', 'CapAmb') if int(status[n], 16)]\n"
-           "bad += [n for n, v in (('NoNewPrivs', '1'), ('Seccomp', '2')) if status[n].strip() != v]\n"
+           "bad = [n for n in ('CapInh', 'CapPrm', 'CapEff', 'CapAmb') if int(status.get(n, '0'), 16)]\n"
+           "bad += [n for n, v in (('NoNewPrivs', '1'), ('Seccomp', '2')) if status.get(n, v).strip() != v]\n"
            "bad += ['uid'] if os.getuid() == 0 else []\nescaped(bad) if bad else held()", at_start=True),
     Attack(name="programs that make root",
            source="import subprocess\nfor name in ('su', 'mount', 'passwd', 'chsh', 'newgrp'):\n"
@@ -67,8 +67,8 @@ _OF_THE_KERNEL: Final = (
     Attack(name="watching every file", source="barred(300, 0, 0)"),
     Attack(name="calls that do not exist yet", source="for n in (457, 470, 500, 1000): barred(n, 0, 0, 0)"),
     Attack(name="calls by other numbers", ends=frozenset({Ending.SIGNALLED}),
-           source="syscall(0x40000000 + 39)\nescaped('x32')"),
-    Attack(name="calls of 32 bits", language="c", ends=frozenset({Ending.SIGNALLED}),
+           source="refused(syscall, 0x40000000 + 39)"),
+    Attack(name="calls of 32 bits", own_kernel=True, language="c", ends=frozenset({Ending.SIGNALLED}),
            source='#include <stdio.h>\nint main(void){int r;__asm__ volatile("int $0x80":"=a"(r):"a"(20));'
            'printf("ESCAPED %d\\n",r);return 0;}'),
     Attack(name="code in data", language="c", ends=frozenset({Ending.SIGNALLED}),

@@ -86,7 +86,7 @@ ATTACKS: Final = (
     Attack(name="memory of another process, read", source="barred(310, @PID@, 0, 0, 0, 0, 0)"),
     Attack(name="memory of another process, written", source="barred(311, @PID@, 0, 0, 0, 0, 0)"),
     Attack(name="a handle of another's file", source="barred(438, 0, 0, 0)"),
-    Attack(name="going before others", source="refused(os.setpriority, os.PRIO_PROCESS, 0, -10)"),
+    Attack(name="going before others", own_kernel=True, source="refused(os.setpriority, os.PRIO_PROCESS, 0, -10)"),
     Attack(name="real time", source="refused(os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1))"),
     Attack(
         name="more processor time",

@@ -1,0 +1,216 @@
+"""The strong tier: each run in a gVisor sandbox of its own, `runsc`, whose kernel is a program and not the host's.
+
+A program's system calls are answered by that kernel, which itself may ask little of the host's. It is shown what the
+default tier shows, by a process of its own, and has no network; its /tmp is memory of the sandbox. The platform is
+`ptrace`, which needs nothing of the processor: `kvm` can hang on machines that have /dev/kvm.
+
+    waits for                    at most                                      then
+    a run's output, its end      its deadline and `_BOOT_S`; time without     all in its control group are killed
+                                 a processor is added, up to `_STARVED_TIMES`
+
+A sandbox is a fifth of a second of processor time; nothing is warm. Its control group is what limits memory and time
+of all its processes together, those of gVisor among them, for which `_OWN_BYTES` and `_BOOT_CPU_S` are added: where no
+group can be made, the tier cannot be had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, final
+
+from pipelinerl.verifiers.oubliette import control_groups
+from pipelinerl.verifiers.oubliette.control_groups import ControlGroup, Hierarchies, Weight
+from pipelinerl.verifiers.oubliette.gvisor.bundle import command, lay_out, troubles
+from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, Tier
+
+_BOOT_S: Final = 5.0
+_BOOT_CPU_S: Final = 1.0
+_OWN_BYTES: Final = 256 << 20
+_STARVED_TIMES: Final = 20.0
+_GRACE_S: Final = 30.0
+_TICK_S: Final = 0.02
+#: When a run is past its sandbox's beginning, in most cases.
+_USUAL_BOOT_S: Final = 0.5
+_GREEDY_CPU_S: Final = 0.5
+_CHUNK: Final = 1 << 18
+_SIGNALLED: Final = 128
+_OUT_OF_TIME: Final = frozenset({signal.SIGXCPU, signal.SIGKILL})
+#: What runsc says where the program is none.
+_NO_PROGRAM: Final = "creating process: failed to load"
+
+
+@final
+class GvisorSlot:
+    """Runs one program at a time, each in a sandbox of its own; its control group stays. Used from one thread."""
+
+    def __init__(self) -> None:
+        self._group: ControlGroup | None = None
+        self._cpu_began_s = 0.0
+        self._ended = threading.Event()
+        self.began: float | None = None
+
+    def run(self, run: Run) -> ProgramResult:
+        """Run a program.
+
+        Raises:
+            SandboxLost: the sandbox could not be started, or ended by itself.
+        """
+        group = self._emptied()
+        limits = run.limits
+        group.weigh(Weight.FULL)
+        group.limit(limits.memory_bytes + limits.disk_bytes + _OWN_BYTES)
+        kills, self._cpu_began_s = group.oom_kills(), group.cpu_s()
+        with tempfile.TemporaryDirectory(prefix="oubliette-", ignore_cleanup_errors=True) as folder:
+            bundle = Path(folder)
+            lay_out(bundle, run)
+            with (bundle / "stdin").open("rb") as stdin:
+                process = subprocess.Popen(
+                    group.entering(command(bundle)), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    env={}, cwd="/",
+                )  # fmt: skip
+            self.began = time.monotonic() + _USUAL_BOOT_S
+            try:
+                with process:
+                    watch = _Watch(process, group, limits, self._cpu_began_s)
+                    try:
+                        ended = watch.until_it_ends()
+                    finally:
+                        group.kill_all()
+                    watch.drain()
+                    code = process.wait(_GRACE_S)
+                said = troubles(bundle)
+            finally:
+                self.began = None
+        if self._ended.is_set():
+            raise SandboxLost("the sandbox was ended")
+        cpu_s = group.cpu_s() - self._cpu_began_s
+        if group.oom_kills() > kills:
+            ended = Ending.MEMORY
+        elif ended is None and _NO_PROGRAM in said:
+            code, watch.stderr[:] = 126, said.encode()
+        elif ended is None and (code < 0 or said):
+            raise SandboxLost(f"gVisor ended by itself ({code}); it said: {said or watch.stderr[:500]!r}")
+        if ended is None and code > _SIGNALLED:  # as a shell says it, whoever it was
+            code = _SIGNALLED - code
+            ended = Ending.CPU_TIME if cpu_s >= limits.cpu_s and -code in _OUT_OF_TIME else Ending.SIGNALLED
+        return ProgramResult(
+            ending=ended or Ending.EXITED,
+            code=code,
+            stdout=bytes(watch.stdout),
+            stderr=bytes(watch.stderr),
+            cpu_s=cpu_s,
+            wall_s=watch.wall_s,
+            tier=Tier.STRONG,
+        )
+
+    def cpu_s(self) -> float:
+        """Processor seconds that its sandboxes have taken so far."""
+        return 0.0 if self._group is None else self._group.cpu_s()
+
+    def goes_behind(self) -> bool:
+        """From another thread: has the run taken so much processor time that others go first, until its end?"""
+        if self._group is None or self.began is None or self._group.cpu_s() - self._cpu_began_s < _GREEDY_CPU_S:
+            return False
+        self._group.weigh(Weight.BEHIND_OTHERS)
+        return True
+
+    def interrupt(self) -> None:
+        """From another thread: end what runs now, and whatever is to come."""
+        self._ended.set()
+        if self._group is not None:
+            self._group.kill_all()
+
+    def close(self) -> None:
+        """Remove the control group, and what is in it."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _emptied(self) -> ControlGroup:
+        where = control_groups.available()
+        if not isinstance(where, Hierarchies):
+            raise SandboxLost(f"gVisor's processes need a control group: {where}")
+        if self._group is None:
+            self._group = ControlGroup(where)
+        return self._group
+
+
+@final
+class _Watch:
+    """Reads what a run writes, up to its bounds, and sees to its limits."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], group: ControlGroup, limits: Limits, cpu_began_s: float
+    ) -> None:
+        assert process.stdout is not None and process.stderr is not None, "both are pipes"
+        self._process = process
+        self._group = group
+        self._limits = limits
+        self._cpu_began_s = cpu_began_s
+        self._began = time.monotonic()
+        self._out, self._err = process.stdout.fileno(), process.stderr.fileno()
+        self._open = {self._out, self._err}
+        self.stdout, self.stderr = bytearray(), bytearray()
+        self.wall_s = 0.0
+
+    def until_it_ends(self) -> Ending | None:
+        """Why it has to be ended; None: it has ended by itself."""
+        limits, until = self._limits, self._began + self._limits.wall_s + _BOOT_S
+        handle = os.pidfd_open(self._process.pid)
+        try:
+            poll = select.poll()
+            for file in (handle, *self._open):
+                poll.register(file, select.POLLIN)
+            while True:
+                ready = [file for file, _ in poll.poll(1000 * _TICK_S)]
+                for file in self._open.intersection(ready):
+                    if not self._take(file):
+                        self._open.discard(file)
+                        poll.unregister(file)
+                self.wall_s = time.monotonic() - self._began
+                if len(self.stdout) > limits.output_bytes:
+                    return Ending.OUTPUT
+                if handle in ready:
+                    return None
+                if self._group.cpu_s() - self._cpu_began_s > limits.cpu_s + _BOOT_CPU_S:
+                    return Ending.CPU_TIME
+                if time.monotonic() > until:
+                    delayed_s = _delayed_s(self._group.processes())
+                    until = self._began + min(limits.wall_s + _BOOT_S + delayed_s, _STARVED_TIMES * limits.wall_s)
+                    if until <= time.monotonic():
+                        return Ending.STARVED if self.wall_s - delayed_s < limits.wall_s / 2 else Ending.DEADLINE
+        finally:
+            os.close(handle)
+
+    def drain(self) -> None:
+        """Read the rest, once nobody can write any more."""
+        for file in self._open:
+            while self._take(file):
+                pass
+
+    def _take(self, file: int) -> bool:
+        part = os.read(file, _CHUNK)
+        kept, most = (
+            (self.stdout, self._limits.output_bytes) if file == self._out else (self.stderr, self._limits.error_bytes)
+        )
+        kept += part[: max(0, most + 1 - len(kept))]
+        return bool(part)
+
+
+def _delayed_s(processes: Sequence[int]) -> float:
+    """How long a thread of theirs was ready, and had no processor: of one, the longest."""
+    longest = 0
+    for pid in processes:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                longest = max(longest, int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[1]))
+    return longest / 1e9

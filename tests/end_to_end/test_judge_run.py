@@ -1,0 +1,95 @@
+"""A live run whose judge is an engine of ours beside the policy's: it judges, stays as it was, and is killed.
+
+The judge is the shipped model of `rlvr`, which has learned to say numbers; what it says of an answer is sound and fury,
+and now and then no score at all. So answers are judged, some are masked, and which is which is told.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pipelinerl.system.ports import free_ports
+from tests.fakes.live_run import CLI, launched, light_run
+from tests.patience import PATIENCE_S
+
+_MODEL = Path(__file__).parents[2] / "pipelinerl" / "models" / "tiny_rlvr"
+#: Of a judge's prompt, with what is asked and answered here.
+_CONTEXT = 768
+_STEPS = 6
+
+
+@contextmanager
+def judge(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """(address, process) of an engine that serves alone."""
+    model = folder / "model"
+    shutil.copytree(_MODEL, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": _CONTEXT}))
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    words = [*CLI, "engine", "--controller-url", "", "--no-token", "--port", str(port), "--model", str(model)]
+    words += [
+        "--run-dir",
+        str(folder / "run"),
+        "--set",
+        f"engine.context_length={_CONTEXT}",
+        "--set",
+        "engine.slots=16",
+    ]
+    with (folder / "judge.log").open("wb") as log, subprocess.Popen(words, stdout=log, stderr=log) as process:
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while not _answers(url):
+                assert process.poll() is None and time.monotonic() < deadline, (folder / "judge.log").read_text()
+                time.sleep(0.1)
+            yield url, process
+        finally:
+            process.kill()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_run_is_judged_by_an_engine_beside_it_and_ends_with_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "judge").mkdir()
+    with judge(tmp_path / "judge") as (url, engine):
+        before = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()
+        asked = "low = 0, high = 9, pattern = '([0-9])', temperature = 1.0, max_tokens = 8, timeout_s = 5"
+        domain = (
+            f"name = 'divisors', source = 'reasoning_gym:gcd', verifier = 'judge', judge = {{url = '{url}', {asked}}}"
+        )
+        few = ("run.steps=10000", "evaluation.problems=4", "training.rollouts_per_step=32", "training.no_signal=train")
+        with launched(light_run(tmp_path / "run", *few, f"domains=[{{{domain}}}]"), tmp_path / "run") as run:
+            run.until_step(_STEPS)
+            judged = [step["by_domain"]["divisors"] for step in run.events("step")]
+            assert all(0 < each["reward"] < 1 and each["reward.judge"] == each["reward"] for each in judged)
+            assert sum(each["verified"] for each in judged) > sum(each["verifier_errors"] for each in judged) > 0
+            after = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()
+            assert after == before and after["data"][0]["model_version"] == 0, "no trainer has reached it"
+            engine.kill()
+            assert run.end() == 1, run.story()
+            (failed,) = run.events("run_failed")
+            steps = run.events("step")
+            assert run.is_gone()
+    assert re.fullmatch(
+        r"the verifier of domain divisors has given \d+ answers in a row no verdict; the last: verifier_error: .*",
+        failed["reason"],
+    )
+    assert run.output.rstrip().splitlines()[-1] == f"failed: {failed['reason']}"
+    rewards = [step["by_domain"]["divisors"]["reward"] for step in steps if "reward" in step["by_domain"]["divisors"]]
+    assert all(reward > 0 for reward in rewards), "what the dead judge did not judge is no 0"

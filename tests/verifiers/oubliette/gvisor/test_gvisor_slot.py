@@ -1,0 +1,74 @@
+"""gVisor: what is told where it is not to be had, and programs in it where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pipelinerl.verifiers.oubliette import control_groups, probe, toolchains
+from pipelinerl.verifiers.oubliette.gvisor import bundle
+from pipelinerl.verifiers.oubliette.runs import Ending, Limits, Run, SandboxMissing, Tier
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
+from tests.patience import PATIENCE_S
+
+
+def test_where_there_is_none_it_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "found", lambda: None)
+    with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs gVisor's runsc, which is not installed; .*"):
+        probe.opened(Tier.STRONG)
+    monkeypatch.setattr(bundle, "found", lambda: "/usr/bin/runsc")
+    monkeypatch.setattr(control_groups, "available", lambda: "nobody may")
+    with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs control groups, .* here: nobody may$"):
+        probe.opened(Tier.STRONG)
+
+
+@pytest.fixture
+def alone() -> Iterator[Sandbox]:
+    try:
+        sandbox = Sandbox(lambda number: walls_of(Tier.STRONG, number), at_once=1, slots_each=1)
+    except SandboxMissing as error:
+        pytest.skip(f"left out: the strong sandbox, since {error}")
+    yield sandbox
+    sandbox.close()
+
+
+def test_programs_run_end_and_leave_nothing(alone: Sandbox) -> None:
+    python = toolchains.find("python")
+    limits = Limits(cpu_s=PATIENCE_S, wall_s=PATIENCE_S)
+    source = b"import sys\nprint(2 * int(input()))\nsys.exit(3)"
+    result = alone.run(python.running(source, b"21\n", limits))
+    assert (result.stdout, result.ending, result.code, result.tier) == (b"42\n", Ending.EXITED, 3, Tier.STRONG)
+    result = alone.run(Run(argv=("/tmp/program",), files=(("program", b"no elf"),), limits=limits))
+    assert (result.ending, result.code) == (Ending.EXITED, 126)
+    (place,) = alone._places
+    group = place.slot._group
+    assert group is not None and group.processes() == []
+    alone.close()
+    assert not [folder for folder in group._groups if folder.exists()]
+
+
+@pytest.mark.slow
+def test_limits_end_programs_by_their_names(alone: Sandbox) -> None:
+    python = toolchains.find("python")
+
+    def ending(source: bytes, **limits: float) -> Ending:
+        made = Limits(**({"cpu_s": PATIENCE_S, "wall_s": PATIENCE_S} | limits))  # type: ignore[arg-type]
+        return alone.run(python.running(source, b"", made)).ending
+
+    assert ending(b"while True: pass", cpu_s=0.2) is Ending.CPU_TIME
+    assert ending(b"import time\ntime.sleep(3600)", wall_s=0.5) is Ending.DEADLINE
+    assert ending(b"while True: print('x' * 1000)", output_bytes=5000) is Ending.OUTPUT
+    forks = (
+        b"import os, time\nfor _ in range(12):\n    if os.fork() == 0: break\nx = b'x' * (60 << 20)\ntime.sleep(3600)"
+    )
+    assert ending(forks, memory_bytes=128 << 20) is Ending.MEMORY
+    assert ending(b"import os\nos.kill(os.getpid(), 9)") is Ending.SIGNALLED
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_attack_is_held_off(alone: Sandbox) -> None:
+    found = probe.attacked(lambda number: walls_of(Tier.STRONG, number), probe.ATTACKS)
+    assert [finding for finding in found if finding.defence is probe.Defence.ESCAPED] == []
+    assert sum(finding.defence is probe.Defence.HELD for finding in found) >= 80

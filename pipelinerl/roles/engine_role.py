@@ -19,6 +19,7 @@ from inference_contract.schemas import EngineState
 from pipelinerl import registry
 from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.client import AsyncControllerClient
+from pipelinerl.controller.routes import OFFER_S
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
@@ -31,8 +32,6 @@ from pipelinerl.weights.parameter_server.download import WeightPuller
 
 log = logging.getLogger("pipelinerl")
 
-#: How often an engine offers itself; the controller takes a repetition for nothing new.
-OFFER_S = 2.0
 #: How often it is seen to that an engine still runs.
 WATCH_S = 0.5
 
@@ -145,7 +144,7 @@ def _started(engine: Engine) -> bool:
 async def _offer(identity: Identity, url: str) -> None:
     """Say to the controller, again and again, that this engine is there, once it is."""
     incarnation = f"{os.getpid()}-{time.time_ns()}"
-    reachable = True
+    reachable, again_s = True, OFFER_S
     async with (
         AsyncControllerClient(identity.controller_url, identity.token) as controller,
         async_session(url, timeout_s=5.0) as itself,
@@ -153,7 +152,7 @@ async def _offer(identity: Identity, url: str) -> None:
         while True:
             try:
                 if (await itself.get(OPEN_PATH)).status_code == httpx.codes.OK:
-                    await controller.register_engine(
+                    again_s = await controller.register_engine(
                         url, incarnation=incarnation, name=identity.name, type=identity.config.engine.type
                     )
                     reachable = True
@@ -161,4 +160,4 @@ async def _offer(identity: Identity, url: str) -> None:
                 if reachable:
                     log.warning("the controller at %s did not take this engine: %s", controller.url, error)
                 reachable = False
-            await asyncio.sleep(OFFER_S if reachable else OFFER_S / 4)
+            await asyncio.sleep(again_s if reachable else OFFER_S / 4)

@@ -22,6 +22,7 @@ from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.controller.routes import OFFER_S
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
@@ -34,6 +35,8 @@ log = logging.getLogger("pipelinerl")
 
 #: How often it is seen to that an engine still runs.
 WATCH_S = 0.5
+#: How long an engine that could not reach the streams lets them be.
+_AGAIN_S = 10.0
 
 
 def build_engine(identity: Identity) -> Engine:
@@ -81,13 +84,14 @@ async def run(identity: Identity) -> None:
         engine = build_engine(identity)
         app = create_app(engine, token=identity.token)
         offer = asyncio.create_task(_offer(identity, url)) if url else None
+        follows = asyncio.create_task(_follow(identity, engine, url)) if url else None
         stopped = asyncio.create_task(_stopped(engine))
         try:
             await serve_until(app, listener, over=stopped)
             if stopped.done():
                 raise EngineUnreachable("the engine has stopped by itself; what ended it is said above")
         finally:
-            for task in (stopped, offer):
+            for task in (stopped, offer, follows):
                 if task is not None:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
@@ -139,6 +143,24 @@ def _started(engine: Engine) -> bool:
     except EngineStopped:
         return False
     return True
+
+
+async def _follow(identity: Identity, engine: Engine, url: str) -> None:
+    """Take what is announced, if anything is; an engine that cannot reach the streams is told by requests."""
+    if not identity.config.weights.announced_to(identity.config.engine.count):
+        return
+    while not _started(engine):
+        await asyncio.sleep(WATCH_S)
+    while True:
+        try:
+            stream = await identity.stream()
+            try:
+                await AnnouncedUpdates(engine, stream, url=url).run()
+            finally:
+                await stream.close()
+        except AddressError as error:
+            log.warning("this engine hears no announcements of weights, and is asked instead: %s", error)
+        await asyncio.sleep(_AGAIN_S)
 
 
 async def _offer(identity: Identity, url: str) -> None:

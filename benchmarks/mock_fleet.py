@@ -1,7 +1,7 @@
 """A fleet of mock engines in a few processes, each engine behind the real server at a port of its own.
 
-with mock_fleet(1024, pace=Pace(median_s=8.0), controller_url=url, token=token) as fleet:
-    …                               # they offer themselves to the controller, as engines do
+with mock_fleet(1024, pace=Pace(median_s=8.0), controller_url=url, redis_url=redis, token=token) as fleet:
+    …                               # they offer themselves to the controller, and follow announcements
     fleet.die([3, 17])              # their ports are closed, and every connection is cut, whatever is under way
     seen = fleet.seen()             # when each order, by its seed, first came to an engine
 """
@@ -25,7 +25,9 @@ from benchmarks.mock_engine import MockEngine, Pace
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.controller.routes import OFFER_S
 from pipelinerl.engines.http.server import create_app
+from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.errors import UserError
+from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.system.http_service import config_of, listen
 
 _PER_PROCESS: Final = 128
@@ -61,6 +63,7 @@ class _Served:
         self._apps = [create_app(engine, token=token) for engine in self._engines]
         self._server = uvicorn.Server(config_of(self._route))
         self._dead: set[int] = set()
+        self._following: list[asyncio.Task[None]] = []
 
     def _note(self, seed: int, at: float) -> None:
         self._arrivals.setdefault(seed, at)
@@ -68,7 +71,7 @@ class _Served:
     async def _route(self, scope: Any, receive: Any, send: Any) -> None:
         await self._apps[self._place_of[scope["server"][1]]](scope, receive, send)
 
-    async def serve(self, asked: Connection, controller_url: str, token: str) -> None:
+    async def serve(self, asked: Connection, controller_url: str, redis_url: str, token: str) -> None:
         """Until the parent says stop."""
         loop, over = asyncio.get_running_loop(), asyncio.Event()
         serving = asyncio.create_task(self._server.serve(sockets=self._listeners))
@@ -77,14 +80,16 @@ class _Served:
         asked.send(self.urls)
         loop.add_reader(asked.fileno(), lambda: self._answer(asked, over))
         async with AsyncControllerClient(controller_url, token) as controller:
-            offering = [asyncio.create_task(self._offer(controller, place)) for place in range(len(self._engines))]
+            places = range(len(self._engines))
+            self._following = [asyncio.create_task(self._follow(redis_url, place)) for place in places]
+            speaking = [*self._following, *(asyncio.create_task(self._offer(controller, place)) for place in places)]
             try:
                 await over.wait()
             finally:
                 loop.remove_reader(asked.fileno())
-                for task in offering:
+                for task in speaking:
                     task.cancel()
-                await asyncio.gather(*offering, return_exceptions=True)
+                await asyncio.gather(*speaking, return_exceptions=True)
         self._server.should_exit = self._server.force_exit = True
         await serving
 
@@ -107,11 +112,20 @@ class _Served:
     def _die(self, place: int) -> None:
         """As a process that was killed: nothing is said to anybody."""
         self._dead.add(place)
+        self._following[place].cancel()
         self._server.servers[place].close()
         port = self._listeners[place].getsockname()[1]
         for connection in list(self._server.server_state.connections):
             if getattr(connection, "server", (None, None))[1] == port:
                 connection.transport.abort()  # type: ignore[union-attr]
+
+    async def _follow(self, redis_url: str, place: int) -> None:
+        """What an engine's process does with announcements; it has a connection of its own."""
+        stream = await open_stream(redis_url, namespace="scale")
+        try:
+            await AnnouncedUpdates(self._engines[place], stream, url=self.urls[place]).run()
+        finally:
+            await stream.close()
 
     async def _offer(self, controller: AsyncControllerClient, place: int) -> None:
         """What an engine's process says to the controller, again and again."""
@@ -125,9 +139,11 @@ class _Served:
             await asyncio.sleep(again_s)
 
 
-def _process(asked: Connection, first: int, count: int, pace: Pace, controller_url: str, token: str) -> None:
+def _process(
+    asked: Connection, first: int, count: int, pace: Pace, controller_url: str, redis_url: str, token: str
+) -> None:
     open_many_files()
-    uvloop.run(_Served(first, count, pace, token).serve(asked, controller_url, token))
+    uvloop.run(_Served(first, count, pace, token).serve(asked, controller_url, redis_url, token))
 
 
 @final
@@ -200,12 +216,12 @@ _SPAWN: Final = multiprocessing.get_context("spawn")
 
 
 @contextmanager
-def mock_fleet(engines: int, *, pace: Pace, controller_url: str, token: str) -> Iterator[MockFleet]:
-    """So many engines, which offer themselves to the controller."""
+def mock_fleet(engines: int, *, pace: Pace, controller_url: str, redis_url: str, token: str) -> Iterator[MockFleet]:
+    """So many engines, which offer themselves to the controller and follow announcements."""
     with ExitStack() as stack:
         fleet = MockFleet()
         stack.callback(fleet.close)
         for first in range(0, engines, _PER_PROCESS):
-            fleet.begin(first, min(_PER_PROCESS, engines - first), pace, controller_url, token)
+            fleet.begin(first, min(_PER_PROCESS, engines - first), pace, controller_url, redis_url, token)
         fleet.await_ports()
         yield fleet

@@ -8,8 +8,9 @@ as engines. All pacing is switched off (k = inf), and no weights are published w
     rollouts/s        trained in the window, after answers have ceased to end in waves
     dispatch          from an order's append to the stream `prompts` until an engine has its request
     processor         of all processes of a kind, for each rollout
-    announcement      from the first request on until an engine has answered PREPARE, one after the other to all, at
-                      rest; against as many requests that ask nothing. No engine fetches anything
+    announcement      at rest, P99 over the engines: from the first request on until an engine has answered PREPARE;
+                      from the entry of the stream on until an engine has it; against as many requests that ask nothing.
+                      No engine fetches anything
     deaths            5 % of the engines a minute die without a word, for a while; then everything that was issued until
                       then must have been trained
 """
@@ -46,6 +47,7 @@ from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.system.http_client import post_connections
 from pipelinerl.system.ports import free_ports
+from pipelinerl.training.publish.stream_announcer import StreamAnnouncer
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.upload import Uploader
 
@@ -161,7 +163,7 @@ def _processes(engines: int, times: _Times, folder: Path) -> Iterator[_Run]:
             (port,) = free_ports(1)
             start(parameter_server_process, recipe, folder, port, token)
             url = _heard(asked)
-            with mock_fleet(engines, pace=times.pace, controller_url=url, token=token) as fleet:
+            with mock_fleet(engines, pace=times.pace, controller_url=url, redis_url=redis.url, token=token) as fleet:
                 actors = [
                     start(actor_process, recipe, folder, f"actor-{number}", redis.url, url, token)
                     for number in range(_ACTORS)
@@ -198,7 +200,8 @@ async def _until(happened: Callable[[], bool], what: str, training: asyncio.Task
 async def _measure(run: _Run, engines: int, times: _Times, *, dying: bool) -> dict[str, Any]:
     stream = await open_stream(run.redis.url, namespace="scale")
     async with EngineClient(token=run.token) as client:
-        publisher = PullPublisher(client, Uploader([run.server_url], token=run.token))
+        announcer = StreamAnnouncer(stream, quiet_s=_PATIENCE_S)
+        publisher = PullPublisher(client, Uploader([run.server_url], token=run.token), announcer=announcer)
         trainer = StandInTrainer(stream, publisher, rollouts_per_step=min(_STEP, engines * _GROUP // 4))
         training = asyncio.create_task(trainer.run())
         try:
@@ -216,7 +219,7 @@ async def _measure(run: _Run, engines: int, times: _Times, *, dying: bool) -> di
             actor.terminate()
             actor.join(20)
         if not dying:
-            found["announcement"] = await _announcement(run, client, engines)
+            found["announcement"] = await _announcement(run, client, StreamAnnouncer(stream, quiet_s=_PATIENCE_S))
         await trainer.close()
     await stream.close()
     return found
@@ -267,10 +270,11 @@ async def _deaths(
     }
 
 
-async def _announcement(run: _Run, client: EngineClient, engines: int) -> dict[str, Any]:
-    """Announce versions by requests, and ask as many requests that ask nothing, in turn."""
+async def _announcement(run: _Run, client: EngineClient, announcer: StreamAnnouncer) -> dict[str, Any]:
+    """Announce versions by requests and by the stream, and ask as many requests that ask nothing, in turn."""
     posts = post_connections(token=run.token, keep_alive_s=30.0)
-    empty, announced, version = list[float](), list[float](), 10**6
+    samples: dict[str, list[float]] = {arm: [] for arm in ("empty", "requests", "stream", "taken")}
+    version = 10**6
 
     async def nothing(url: str) -> None:
         await posts.get(url, routes.HEALTH, timeout_s=_PATIENCE_S)
@@ -285,13 +289,29 @@ async def _announcement(run: _Run, client: EngineClient, engines: int) -> dict[s
             async def prepared(url: str, request: WeightUpdateRequest = prepare) -> None:
                 await client.request_weight_update(url, request)
 
-            asked, told = await _each(run.fleet.urls, nothing), await _each(run.fleet.urls, prepared)
+            arms = {
+                "empty": await _each(run.fleet.urls, nothing),
+                "requests": await _each(run.fleet.urls, prepared),
+                **await _by_stream(run, announcer, prepare),
+            }
             if number >= 0:
-                empty.append(_at(asked, 99))
-                announced.append(_at(told, 99))
+                for arm, values in arms.items():
+                    samples[arm].append(_at(values, 99))
     finally:
         await posts.close()
-    return {"empty_p99_ms": empty, "announced_p99_ms": announced}
+    return {f"{arm}_p99_ms": values for arm, values in samples.items()}
+
+
+async def _by_stream(run: _Run, announcer: StreamAnnouncer, prepare: WeightUpdateRequest) -> dict[str, list[float]]:
+    """Milliseconds until each engine has the announcement, and until all have said that they serve the version."""
+    began = time.monotonic()
+    answers = await announcer.tell(prepare, run.fleet.urls, left_out=(), deadline=began + _PATIENCE_S)
+    taken = 1e3 * (time.monotonic() - began)
+    failed = [str(answer) for answer in answers.values() if isinstance(answer, Exception)]
+    if failed or len(answers) < len(run.fleet.urls):
+        raise RuntimeError(f"{len(answers)} of {len(run.fleet.urls)} engines took a version: {failed[:1]}")
+    heard = await asyncio.to_thread(run.fleet.announced)
+    return {"stream": [1e3 * (at - began) for at in heard if at is not None], "taken": [taken]}
 
 
 async def _each(urls: Sequence[str], call: Callable[[str], Awaitable[None]]) -> list[float]:
@@ -339,12 +359,16 @@ def _rows(found: Mapping[str, Any]) -> list[Row]:
     rows.append(Row(f"{name}: processors busy", found["processors_busy"]))
     if "announcement" in found:
         told = found["announcement"]
-        empty, announced = (float(np.median(told[arm])) for arm in ("empty_p99_ms", "announced_p99_ms"))
-        beyond = float(np.median(np.subtract(told["announced_p99_ms"], told["empty_p99_ms"])))
+        empty, by_requests, by_stream, taken = (
+            float(np.median(told[f"{arm}_p99_ms"])) for arm in ("empty", "requests", "stream", "taken")
+        )
+        beyond = float(np.median(np.subtract(told["requests_p99_ms"], told["empty_p99_ms"])))
         rows += [
             Row(f"{name}: as many empty requests, P99, ms", empty),
-            Row(f"{name}: version announced by requests, P99, ms", announced),
+            Row(f"{name}: version announced by requests, P99, ms", by_requests),
             Row(f"{name}: … beyond empty requests, ms", beyond, "< 50", beyond < 50),
+            Row(f"{name}: version announced by the stream, P99, ms", by_stream, "< 50", by_stream < 50),
+            Row(f"{name}: … and taken by all, ms", taken),
         ]
     if "deaths" in found:
         deaths = found["deaths"]

@@ -61,15 +61,16 @@ class _Served:
         self._first = first
         self._place_of = {listener.getsockname()[1]: place for place, listener in enumerate(self._listeners)}
         self._apps = [create_app(engine, token=token) for engine in self._engines]
-        self._server = uvicorn.Server(config_of(self._route))
+
+        async def route(scope: Any, receive: Any, send: Any) -> None:
+            await self._apps[self._place_of[scope["server"][1]]](scope, receive, send)
+
+        self._server = uvicorn.Server(config_of(route))
         self._dead: set[int] = set()
         self._following: list[asyncio.Task[None]] = []
 
     def _note(self, seed: int, at: float) -> None:
         self._arrivals.setdefault(seed, at)
-
-    async def _route(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._apps[self._place_of[scope["server"][1]]](scope, receive, send)
 
     async def serve(self, asked: Connection, controller_url: str, redis_url: str, token: str) -> None:
         """Until the parent says stop."""
@@ -117,7 +118,7 @@ class _Served:
         port = self._listeners[place].getsockname()[1]
         for connection in list(self._server.server_state.connections):
             if getattr(connection, "server", (None, None))[1] == port:
-                connection.transport.abort()  # type: ignore[union-attr]
+                connection.transport.abort()
 
     async def _follow(self, redis_url: str, place: int) -> None:
         """What an engine's process does with announcements; it has a connection of its own."""

@@ -48,6 +48,7 @@ from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.system.http_client import post_connections
 from pipelinerl.system.ports import free_ports
 from pipelinerl.training.publish.stream_announcer import StreamAnnouncer
+from pipelinerl.training.rollouts.admission import Fate
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.upload import Uploader
 
@@ -110,7 +111,7 @@ class _Times:
     dying_s: float
 
 
-_WHOLE: Final = _Times(pace=Pace(median_s=6.0, spread=0.4, full=0.002), warm_s=24.0, window_s=30.0, dying_s=60.0)
+_WHOLE: Final = _Times(pace=Pace(median_s=8.0, spread=0.4, full=0.002), warm_s=20.0, window_s=24.0, dying_s=60.0)
 _BRIEF: Final = _Times(pace=Pace(median_s=0.5, spread=0.4, full=0.002), warm_s=2.0, window_s=3.0, dying_s=3.0)
 _SPAWN: Final = multiprocessing.get_context("spawn")
 
@@ -248,12 +249,12 @@ async def _deaths(
     """Engines die, one after the other; then all that was issued until the last has died must be trained."""
     count = max(1, round(engines * _DYING_A_MINUTE * times.dying_s / 60.0))
     order = generator(0, "deaths").permutation(engines)[:count].tolist()
-    trained = trainer.ledger.counts["trained"]
+    trained = trainer.ledger.counts[Fate.TRAINED]
     began = time.monotonic()
     for number in order:
         await asyncio.to_thread(run.fleet.die, [number])
         await asyncio.sleep(times.dying_s / count)
-    rate = (trainer.ledger.counts["trained"] - trained) * _GROUP / (time.monotonic() - began)
+    rate = (trainer.ledger.counts[Fate.TRAINED] - trained) * _GROUP / (time.monotonic() - began)
     last = len(await asyncio.to_thread(run.issued))
     await _until(lambda: trainer.ledger.frontier >= last, "the end of every order", training)
     events = list(read_events(run.folder / "events.jsonl"))

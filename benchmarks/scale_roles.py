@@ -235,10 +235,11 @@ class StandInTrainer:
             )
         )
         self.published_s.append(report.total_s)
-        told = {"epoch": report.epoch, "model_version": report.version, "membership": directive.membership}
         await self._link.report(
             Published(
-                **told,
+                epoch=report.epoch,
+                model_version=report.version,
+                membership=directive.membership,
                 pauses_s=dict(report.pauses_s),
                 failed=dict(report.failed),
                 send_s=report.send_s,
@@ -246,7 +247,14 @@ class StandInTrainer:
             )
         )
         if proven := [url for url in directive.to_verify if url in report.pauses_s]:
-            await self._link.report(CanaryChecked(**told, worst=dict.fromkeys(proven, 0.0)))
+            await self._link.report(
+                CanaryChecked(
+                    epoch=report.epoch,
+                    model_version=report.version,
+                    membership=directive.membership,
+                    worst=dict.fromkeys(proven, 0.0),
+                )
+            )
 
     def _consumed(self) -> ConsumedReport:
         counts = {str(fate): count for fate, count in self.ledger.counts.items()}

@@ -57,7 +57,8 @@ class LeastBusy:
 
     def pick(self, passed_over: Callable[[str], bool]) -> str | None:
         """The one with the fewest outstanding tokens, of those that are not passed over; None where all are."""
-        aside, found = [], None
+        aside: list[tuple[int, tuple[int, str]]] = []
+        found = None
         while self._heap:
             tokens, (_, url) = entry = self._heap[0]
             if url not in self._rank or tokens != self._tokens[url] or (aside and aside[-1] == entry):

@@ -77,7 +77,6 @@ class AnnouncedUpdates:
         return None
 
     async def _taken(self, prepare: WeightUpdateRequest) -> WeightsTaken:
-        known = {"url": self._url, "epoch": prepare.epoch, "version": prepare.version}
         commit = WeightUpdateRequest(
             phase=UpdatePhase.COMMIT,
             version=prepare.version,
@@ -92,8 +91,12 @@ class AnnouncedUpdates:
             if answer.status is not UpdateStatus.ALREADY_SERVING:
                 answer = await self._engine.request_weight_update(commit)
         except ContractError as error:
-            return WeightsTaken(**known, status=error.status, error=json.dumps(error.to_wire()).encode())
-        return WeightsTaken(**known, answer=answer.model_dump_json().encode())
+            status, said, told = error.status, b"", json.dumps(error.to_wire()).encode()
+        else:
+            status, said, told = 200, answer.model_dump_json().encode(), b""
+        return WeightsTaken(
+            url=self._url, epoch=prepare.epoch, version=prepare.version, answer=said, error=told, status=status
+        )
 
     def _turned(self, prepare: WeightUpdateRequest) -> WeightUpdateRequest:
         """Each engine asks another replica first, so that they are spread over them."""

@@ -21,7 +21,6 @@ import asyncio
 import json
 import multiprocessing
 import os
-import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ from inference_contract import routes
 from inference_contract.weights import Transport, UpdatePhase, WeightUpdateRequest
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.observability.events import read_events
-from pipelinerl.rng import generator
+from pipelinerl.rng import generator, key
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.system.http_client import post_connections
@@ -142,7 +141,7 @@ class _Run:
 
 @contextmanager
 def _processes(engines: int, times: _Times, folder: Path) -> Iterator[_Run]:
-    recipe, token, started = folder / "scale.toml", secrets.token_hex(8), list[Any]()
+    recipe, token, started = folder / "scale.toml", f"{key(os.getpid(), 'scale'):x}", list[Any]()
     held = -(-3 * engines // (2 * _ACTORS))
     recipe.write_text(
         _RECIPE.format(

@@ -21,13 +21,16 @@ from typing import Final, final
 import msgspec
 from pydantic import ValidationError
 
-from inference_contract.errors import from_wire
+from inference_contract.errors import ContractError, from_wire
 from inference_contract.weights import WeightUpdateRequest, WeightUpdateResponse
+from pipelinerl.errors import PipelineError
 from pipelinerl.messages import ANNOUNCEMENTS, TAKEN, WeightsAnnounced, WeightsTaken, decode_taken, encode_struct
 from pipelinerl.streams.stream import START, Stream, fresh_number
-from pipelinerl.weights.fan_out import Failure
 
 log = logging.getLogger("pipelinerl")
+
+#: What an engine serves now, or why it does not.
+_Outcome = WeightUpdateResponse | ContractError | PipelineError
 
 _MOST: Final = 4096
 _BLOCK_S: Final = 1.0
@@ -45,7 +48,7 @@ class StreamAnnouncer:
 
     async def tell(
         self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
-    ) -> dict[str, WeightUpdateResponse | Failure]:
+    ) -> dict[str, _Outcome]:
         """See `Announcer`; what a trainer before this one was told in `taken` is heard, too."""
         before = self._offset
         while await self._heard(block_s=0.0):
@@ -56,7 +59,7 @@ class StreamAnnouncer:
         announced = WeightsAnnounced(prepare=prepare.model_dump_json(exclude_none=True).encode(), left_out=[*left_out])
         number = fresh_number(await self._stream.last_id(ANNOUNCEMENTS))
         await self._stream.append(ANNOUNCEMENTS, [encode_struct(announced)], first_id=number)
-        answers: dict[str, WeightUpdateResponse | Failure] = {}
+        answers: dict[str, _Outcome] = {}
         heard_at = time.monotonic()
         while awaited and (now := time.monotonic()) < (until := min(deadline, heard_at + self._quiet_s)):
             for taken in await self._heard(block_s=min(_BLOCK_S, until - now)):
@@ -84,7 +87,7 @@ class StreamAnnouncer:
         return found
 
 
-def _answer(taken: WeightsTaken) -> WeightUpdateResponse | Failure:
+def _answer(taken: WeightsTaken) -> _Outcome:
     try:
         if not taken.error:
             return WeightUpdateResponse.model_validate_json(taken.answer)

@@ -73,14 +73,18 @@ _NORMAL: Final = NormalDist()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How long answers take: log-normal around `median_s`; a request in `full` is refused since there is no room."""
+    """How long answers of `tokens` take: log-normal around `median_s`; longer ones take longer.
+
+    Of requests a share `full` is refused since there is no room.
+    """
 
     median_s: float
+    tokens: int = 16
     spread: float = 0.25
     full: float = 0.0
 
     def seconds(self, seed: int) -> float:
-        """Of the answer to the request of this seed, on any engine."""
+        """Of an answer of `tokens` to the request of this seed, on any engine."""
         (drawn,) = rng.uniform(rng.sample_keys(rng.key(seed, "pace"), 1), np.zeros(1, np.int64))
         return self.median_s * math.exp(self.spread * _NORMAL.inv_cdf(min(max(float(drawn), 1e-6), 1 - 1e-6)))
 
@@ -216,7 +220,7 @@ class MockEngine:
             raise InvalidRequest("tokens must be known", param="prompt_token_ids")
         limit = min(request.token_limit or room, room)
         samples = _sampled(request, prefixes, limit)
-        answer = _Answer(request, prompt, samples, self._pace.seconds(seed) / limit)
+        answer = _Answer(request, prompt, samples, self._pace.seconds(seed) / self._pace.tokens)
         self._counts["prompt_tokens_total"] += len(prompt)
         self._running.add(answer)
         return answer

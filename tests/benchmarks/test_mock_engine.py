@@ -19,7 +19,7 @@ _ABOUT_WEIGHTS = ("weight_checks", "pull_checks")
 
 def test_it_passes_every_check_that_is_not_about_weights() -> None:
     checks = [check.__name__ for check in CHECKS if not check.__module__.endswith(_ABOUT_WEIGHTS)]
-    with in_thread(create_app(MockEngine(0, Pace(median_s=0.05)), token="secret")) as url:
+    with in_thread(create_app(MockEngine(0, Pace(median_s=0.02)), token="secret")) as url:
         results = run(url, token="secret", only=checks, timeout_s=PATIENCE_S)
     assert len(results) == len(checks) > 30
     assert {each.name: each.reason for each in results if each.outcome is not CheckOutcome.PASSED} == {}
@@ -51,7 +51,7 @@ def phase(phase: UpdatePhase, version: int, **fields: object) -> WeightUpdateReq
 
 
 async def test_an_update_changes_its_version_and_nothing_else() -> None:
-    engine = MockEngine(0, Pace(median_s=0.01))
+    engine = MockEngine(0, Pace(median_s=0.001))
     before = await engine.complete(ask(7))
     with pytest.raises(NotPrepared):
         await engine.request_weight_update(phase(UpdatePhase.COMMIT, 3))

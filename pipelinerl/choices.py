@@ -114,6 +114,17 @@ class Skill(StrEnum):
     """The verifiers' reward of sampled answers, of each domain by itself."""
 
 
+class Announce(StrEnum):
+    """How engines that pull their weights are told that there is a version."""
+
+    AUTO = "auto"
+    """By requests, and by the stream in a run that begins with more than 64 engines."""
+    REQUESTS = "requests"
+    """Each by two requests."""
+    STREAM = "stream"
+    """All by one entry of a stream, those that do not follow it by requests."""
+
+
 class Elasticity(StrEnum):
     """What becomes of a decision to have more engines, or fewer."""
 

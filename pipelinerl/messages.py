@@ -7,6 +7,7 @@ its report. Every message has a deterministic id, so that repeating it is a no-o
                CheckpointDelayed, TrainerStopped ──▶ controller
     actor   ── GroupFailed, GroupOutdated, GroupHandedOver, EvaluationDone, ActorAlive ──▶ controller
     controller ── Directive ──▶ trainer
+    trainer ── WeightsAnnounced ──▶ engines ── WeightsTaken ──▶ trainer
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ DIRECTIVES = "directives"
 ROLLOUTS = "rollouts:"
 #: Holds an entry for each epoch that ever began, so that none begins twice.
 EPOCHS = "epochs"
+#: Versions of the weights that engines are to pull, where they are not told one by one; and what became of each.
+ANNOUNCEMENTS = "announcements"
+TAKEN = "taken"
 #: So many steps in a row that are not finite end the run.
 SKIPS_THAT_END = 3
 #: The consumer group in which actors share the prompt orders.
@@ -353,6 +357,28 @@ class Directive(ControlMessage, frozen=True):
     issued: int = 0
 
 
+class WeightsAnnounced(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that engines are to pull and serve, all that read it but those `left_out` (base URLs).
+
+    `prepare` is the JSON of the contract's request that prepares it.
+    """
+
+    prepare: bytes
+    left_out: list[str] = []
+
+
+class WeightsTaken(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine at `url` follows announcements, and what became of the last: the contract's `answer` or `error`, as
+    JSON, with the HTTP `status` of the latter. As it begins to follow, it has neither."""
+
+    url: str
+    epoch: int = -1
+    version: int = -1
+    answer: bytes = b""
+    error: bytes = b""
+    status: int = 200
+
+
 Report = (
     TrainerReady
     | StepDone
@@ -382,6 +408,8 @@ MOST_AHEAD = 2**20
 
 _REPORTS = msgspec.msgpack.Decoder(Report)
 _DIRECTIVES = msgspec.msgpack.Decoder(Directive)
+_ANNOUNCEMENTS = msgspec.msgpack.Decoder(WeightsAnnounced)
+_TAKEN = msgspec.msgpack.Decoder(WeightsTaken)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -396,6 +424,21 @@ def layout_refusal(what: str, found: object) -> str:
 def encode(message: ControlMessage) -> bytes:
     """Wire bytes of a message."""
     return _ENCODER.encode(message)
+
+
+def encode_struct(message: WeightsAnnounced | WeightsTaken) -> bytes:
+    """Wire bytes of what lies in a stream of its own kind."""
+    return _ENCODER.encode(message)
+
+
+def decode_announcement(payload: bytes) -> WeightsAnnounced:
+    """Inverse of `encode_struct`; raises `msgspec.DecodeError` on anything else."""
+    return _decoded(_ANNOUNCEMENTS, payload)
+
+
+def decode_taken(payload: bytes) -> WeightsTaken:
+    """Inverse of `encode_struct`; raises `msgspec.DecodeError` on anything else."""
+    return _decoded(_TAKEN, payload)
 
 
 def decode_report(payload: bytes) -> Report:

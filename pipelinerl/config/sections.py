@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from inference_contract.weights import Backend, BaseUrl, OnUpdate, Transport
-from pipelinerl.choices import COLDEST, HOTTEST, Overdue, Receiver, StalenessScope, WeightFormat
+from pipelinerl.choices import COLDEST, HOTTEST, Announce, Overdue, Receiver, StalenessScope, WeightFormat
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 from pipelinerl.types import Sampling
@@ -224,6 +224,10 @@ class StreamsSection(Section):
         return url
 
 
+#: As many engines are told of a version by requests, unless the recipe says otherwise.
+TOLD_ONE_BY_ONE = 64
+
+
 class WeightsSection(Section):
     """How the trainer's weights reach the engines."""
 
@@ -238,12 +242,22 @@ class WeightsSection(Section):
     is float32."""
     timeout_s: float = Field(default=120.0, gt=0, le=3600)
     """Longest that a publication may take. An engine that is not reached within it gets the next one."""
+    announce: Announce = Announce.AUTO
+    """How engines that pull are told of a version: one by one, or all by one entry of a stream that they follow."""
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
         if self.transport is Transport.PULL and (self.backend is not Backend.GLOO or self.host is not None):
             raise ValueError('weights.backend and weights.host are of a broadcast, weights.transport is "pull"')
+        if self.transport is Transport.BROADCAST and self.announce is Announce.STREAM:
+            raise ValueError('weights.announce = "stream" is for engines that pull; say weights.transport = "pull"')
         return self
+
+    def announced_to(self, engines: int) -> bool:
+        """Is a version announced by a stream in a run that begins with so many, rather than by requests to each?"""
+        if self.transport is not Transport.PULL:
+            return False
+        return self.announce is Announce.STREAM or (self.announce is Announce.AUTO and engines > TOLD_ONE_BY_ONE)
 
 
 class ParameterServerSection(Section):

@@ -22,7 +22,7 @@ import httpx
 import msgspec
 
 from pipelinerl.controller import routes
-from pipelinerl.controller.routes import ActorAssignment, Done, EngineNames, KnobsAnswer, Refusal
+from pipelinerl.controller.routes import ActorAssignment, Done, EngineNames, EngineTaken, KnobsAnswer, Refusal
 from pipelinerl.errors import AddressError, RecipeError, TokenRefused
 from pipelinerl.observability.status import FleetStatus, RunStatus
 from pipelinerl.system.http_client import async_session, session
@@ -133,10 +133,11 @@ class AsyncControllerClient:
         """Return what an actor works by."""
         return await self._call("GET", routes.ASSIGNMENT, ActorAssignment)
 
-    async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> None:
-        """Offer an engine; the controller takes a repetition for nothing new. See `routes.EngineOffer`."""
+    async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> float:
+        """Offer an engine, and return after how many seconds to do so again; the controller takes a repetition for
+        nothing new. See `routes.EngineOffer`."""
         offer = {"url": url, "incarnation": incarnation, "name": name, "type": type}
-        await self._call("POST", routes.ENGINES, Done, json=offer)
+        return (await self._call("POST", routes.ENGINES, EngineTaken, json=offer)).again_s
 
     async def offer_verifier(self, lease: VerifierLease) -> None:
         """Say that a verifier service is there; it is said again and again. See `routes.VerifierOffer`."""

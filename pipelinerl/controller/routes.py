@@ -7,8 +7,8 @@ GET    /knobs             → `KnobsAnswer`: values and the log of changes
 PATCH  /knobs             {"k": 4, …} → `KnobsAnswer`; 422 with one sentence when they cannot run
 GET    /assignment        → `ActorAssignment`: what an actor works by
 GET    /engines           → `FleetStatus`
-POST   /engines           `EngineOffer` → `Done`: an engine joins; 422 for a loopback address of another machine, and
-                          where no engine answers an operator's offer, which has no incarnation
+POST   /engines           `EngineOffer` → `EngineTaken`: an engine joins; 422 for a loopback address of another machine,
+                          and where no engine answers an operator's offer, which has no incarnation
 POST   /engines/request   `EngineStart` → `EngineNames`: the launcher starts engines; 409 when the one to be replaced is
                           to go already
 POST   /engines/drain     `EngineDrain` → `Done`: an engine ends what it has, and is taken out
@@ -63,6 +63,10 @@ _DomainName = Annotated[str, Field(max_length=256)]
 #: A verifier service that has not been heard of for so many seconds is given nothing new.
 LEASE_S: Final = 15.0
 _Grace = Annotated[float, Field(ge=0, le=86_400)]
+#: How often an engine offers itself, in seconds, in a fleet of `OFFERS_AT_ONCE` at most: of a larger one each does it
+#: more rarely, so that offers cost the controller the same.
+OFFER_S: Final = 2.0
+OFFERS_AT_ONCE: Final = 64
 
 
 class EngineOffer(BaseModel):
@@ -155,6 +159,13 @@ class EngineNames(msgspec.Struct, frozen=True):
     """Names of the engines that will be started."""
 
     names: tuple[str, ...]
+
+
+class EngineTaken(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An engine is known, and is to say again after `again_s` seconds that it is there."""
+
+    state: str
+    again_s: float = OFFER_S
 
 
 class Done(msgspec.Struct, frozen=True):

@@ -31,6 +31,8 @@ from pipelinerl.verifiers.worker_pool import default_workers
 
 log = logging.getLogger("pipelinerl")
 
+#: The actor whose ties between engines go by the engines' names; every other has an order of its own.
+_FIRST = "actor-0"
 #: How often an actor asks the controller what it is to work by.
 REFRESH_S = 0.5
 
@@ -52,7 +54,13 @@ async def run(identity: Identity) -> None:
 
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
-    pool = EnginePool(client, deadline_s=config.actor.timeout_s, min_epoch=1, interval_s=config.actor.stream_interval_s)
+    pool = EnginePool(
+        client,
+        deadline_s=config.actor.timeout_s,
+        min_epoch=1,
+        interval_s=config.actor.stream_interval_s,
+        ties="" if identity.name == _FIRST else identity.name,
+    )
     actor = Actor(
         ActorSettings(
             name=identity.name, groups_in_flight=config.actor.groups_in_flight, attempts=config.actor.attempts

@@ -19,8 +19,10 @@ from inference_contract.schemas import EngineState
 from pipelinerl import registry
 from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.client import AsyncControllerClient
+from pipelinerl.controller.routes import OFFER_S
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
@@ -31,10 +33,10 @@ from pipelinerl.weights.parameter_server.download import WeightPuller
 
 log = logging.getLogger("pipelinerl")
 
-#: How often an engine offers itself; the controller takes a repetition for nothing new.
-OFFER_S = 2.0
 #: How often it is seen to that an engine still runs.
 WATCH_S = 0.5
+#: How long an engine that could not reach the streams lets them be.
+_AGAIN_S = 10.0
 
 
 def build_engine(identity: Identity) -> Engine:
@@ -82,13 +84,14 @@ async def run(identity: Identity) -> None:
         engine = build_engine(identity)
         app = create_app(engine, token=identity.token)
         offer = asyncio.create_task(_offer(identity, url)) if url else None
+        follows = asyncio.create_task(_follow(identity, engine, url)) if url else None
         stopped = asyncio.create_task(_stopped(engine))
         try:
             await serve_until(app, listener, over=stopped)
             if stopped.done():
                 raise EngineUnreachable("the engine has stopped by itself; what ended it is said above")
         finally:
-            for task in (stopped, offer):
+            for task in (stopped, offer, follows):
                 if task is not None:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
@@ -142,10 +145,28 @@ def _started(engine: Engine) -> bool:
     return True
 
 
+async def _follow(identity: Identity, engine: Engine, url: str) -> None:
+    """Take what is announced, if anything is; an engine that cannot reach the streams is told by requests."""
+    if not identity.config.weights.announced_to(identity.config.engine.count):
+        return
+    while not _started(engine):
+        await asyncio.sleep(WATCH_S)
+    while True:
+        try:
+            stream = await identity.stream()
+            try:
+                await AnnouncedUpdates(engine, stream, url=url).run()
+            finally:
+                await stream.close()
+        except AddressError as error:
+            log.warning("this engine hears no announcements of weights, and is asked instead: %s", error)
+        await asyncio.sleep(_AGAIN_S)
+
+
 async def _offer(identity: Identity, url: str) -> None:
     """Say to the controller, again and again, that this engine is there, once it is."""
     incarnation = f"{os.getpid()}-{time.time_ns()}"
-    reachable = True
+    reachable, again_s = True, OFFER_S
     async with (
         AsyncControllerClient(identity.controller_url, identity.token) as controller,
         async_session(url, timeout_s=5.0) as itself,
@@ -153,7 +174,7 @@ async def _offer(identity: Identity, url: str) -> None:
         while True:
             try:
                 if (await itself.get(OPEN_PATH)).status_code == httpx.codes.OK:
-                    await controller.register_engine(
+                    again_s = await controller.register_engine(
                         url, incarnation=incarnation, name=identity.name, type=identity.config.engine.type
                     )
                     reachable = True
@@ -161,4 +182,4 @@ async def _offer(identity: Identity, url: str) -> None:
                 if reachable:
                     log.warning("the controller at %s did not take this engine: %s", controller.url, error)
                 reachable = False
-            await asyncio.sleep(OFFER_S if reachable else OFFER_S / 4)
+            await asyncio.sleep(again_s if reachable else OFFER_S / 4)

@@ -22,8 +22,10 @@ from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, dealing_of, objective_of, training_problems
 from pipelinerl.roles.workers import started
+from pipelinerl.streams.stream import Stream
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.publish.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
+from pipelinerl.training.publish.stream_announcer import StreamAnnouncer
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.watching.step_watch import StepWatch
 from pipelinerl.training.watching.training_samples import TrainingSamples
@@ -57,7 +59,7 @@ async def run(identity: Identity) -> None:
         step=workers.step(),
         objective=objective,
         stream=stream,
-        publisher=publisher_of(identity, client),
+        publisher=publisher_of(identity, client, stream),
         canary_checker=LogprobCanaryChecker(canary_of(config), client),
         checkpoints=checkpoints,
         restored=latest[1] if latest else None,
@@ -102,8 +104,8 @@ class Notice:
         self._events.call_later(self._save_s, self._task.cancel)
 
 
-def publisher_of(identity: Identity, control: EngineControl) -> Publisher:
-    """What takes the weights to the engines, as the recipe says.
+def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> Publisher:
+    """What takes the weights to the engines, as the recipe says; announcements go by `stream`.
 
     Raises:
         RecipeError: they are to be pulled, and no parameter server is named; or broadcast by what is not there.
@@ -119,7 +121,9 @@ def publisher_of(identity: Identity, control: EngineControl) -> Publisher:
             "weights.transport is pull, and the trainer was told of no parameter server: name them with --set "
             "'parameter_server.urls=[\"http://host:port\"]', as the launcher does"
         )
-    return PullPublisher(control, Uploader(servers.urls, shards=servers.shards, token=identity.token))
+    announcer = StreamAnnouncer(stream) if weights.announced_to(identity.config.engine.count) else None
+    uploader = Uploader(servers.urls, shards=servers.shards, token=identity.token)
+    return PullPublisher(control, uploader, announcer=announcer)
 
 
 def canary_of(config: RunConfig) -> Canary:

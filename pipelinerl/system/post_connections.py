@@ -71,12 +71,18 @@ class PostConnections:
             TimeoutError: no whole answer within `timeout_s`.
             ValueError: `url` is none.
         """
+        return await self._asked(url, "POST", path, f"content-length: {len(body)}\r\n", body, timeout_s)
+
+    async def get(self, url: str, path: str, *, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body of what is at `path` below `url`; raises as `post`."""
+        return await self._asked(url, "GET", path, "", b"", timeout_s)
+
+    async def _asked(
+        self, url: str, method: str, path: str, more: str, body: bytes, timeout_s: float
+    ) -> tuple[int, bytes]:
         peer, due = _peer(url), time.monotonic() + timeout_s
         line = self._idle_line(peer) or await self._connected(peer, timeout_s)
-        head = (
-            f"POST {peer.prefix}{path} HTTP/1.1\r\nhost: {peer.name}\r\n{self._headers}"
-            f"content-length: {len(body)}\r\n\r\n"
-        )
+        head = f"{method} {peer.prefix}{path} HTTP/1.1\r\nhost: {peer.name}\r\n{self._headers}{more}\r\n"
         try:
             answer = await line.ask(head.encode(), body, due - time.monotonic())
         finally:

@@ -19,6 +19,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.roles import parameter_server_role
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.trainer_role import publisher_of
+from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.system.ports import free_ports
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
@@ -91,8 +92,10 @@ async def test_the_trainer_publishes_as_the_recipe_says() -> None:
         )
 
     async with EngineClient() as client:
-        assert isinstance(publisher_of(identity(), client), BroadcastPublisher)
+        assert isinstance(publisher_of(identity(), client, MemoryStream()), BroadcastPublisher)
         pulled = 'parameter_server.urls=["http://127.0.0.1:1"]'
-        assert isinstance(publisher_of(identity("weights.transport=pull", pulled), client), PullPublisher)
+        assert isinstance(
+            publisher_of(identity("weights.transport=pull", pulled), client, MemoryStream()), PullPublisher
+        )
         with pytest.raises(RecipeError, match="the trainer was told of no parameter server"):
-            publisher_of(identity("weights.transport=pull"), client)
+            publisher_of(identity("weights.transport=pull"), client, MemoryStream())

@@ -15,6 +15,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.trainer_role import loop_settings, publisher_of, samples_of
+from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 
 
@@ -32,10 +33,11 @@ def test_the_publishers_part_of_a_recipe(tmp_path: Path) -> None:
         token=None,
     )
     assert loop_settings(identity.config).publish_timeout_s == 900
-    assert isinstance(publisher_of(identity, EngineClient()), BroadcastPublisher)
+    stream = MemoryStream()
+    assert isinstance(publisher_of(identity, EngineClient(), stream), BroadcastPublisher)
     pulled = replace(identity, config=load("tiny", ["weights.transport=pull"]))
     with pytest.raises(RecipeError, match="the trainer was told of no parameter server"):
-        publisher_of(pulled, EngineClient())
+        publisher_of(pulled, EngineClient(), stream)
 
 
 def test_samples_are_kept_as_the_recipe_says(tmp_path: Path) -> None:
@@ -69,4 +71,4 @@ def test_nccl_without_cuda_is_refused_before_anything_is_published(tmp_path: Pat
     config = load("tiny", ["weights.backend=nccl"])
     identity = Identity(config=config, run_dir=tmp_path, name="trainer", redis_url="", controller_url="", token=None)
     with pytest.raises(RecipeError, match=r"weights.backend is nccl, which torch cannot use here; say gloo"):
-        publisher_of(identity, EngineClient())
+        publisher_of(identity, EngineClient(), MemoryStream())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -28,7 +29,7 @@ class Peer:
         self.connections += 1
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
-                size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                size = int((re.findall(rb"content-length: (\d+)", head.lower()) or [0])[0])
                 self.heard.append(head + await reader.readexactly(size))
                 answer = self._answers.pop(0)
                 if answer is None:
@@ -52,6 +53,16 @@ async def talking(peer: Peer, *, keep_alive_s: float = 60.0) -> AsyncIterator[tu
         await posts.close()
         server.close()
         await server.wait_closed()
+
+
+async def test_what_is_asked_for_has_no_body() -> None:
+    peer = Peer(OK, OK)
+    async with talking(peer) as (posts, url):
+        assert await posts.get(url, "/metrics", timeout_s=PATIENCE_S) == (200, b"hi")
+        assert await _post(posts, url) == (200, b"hi")
+    name = url.removeprefix("http://")
+    asked = f"GET /metrics HTTP/1.1\r\nhost: {name}\r\nx-kind: test\r\nauthorization: Bearer secret\r\n\r\n"
+    assert (peer.heard[0].decode(), peer.connections) == (asked, 1)
 
 
 async def _post(posts: PostConnections, url: str, *, timeout_s: float = PATIENCE_S) -> tuple[int, bytes]:

@@ -256,10 +256,12 @@ class Controller:
         orders: list[PromptOrder] = []
         self.state.follow_groups_per_step()
         self.state.follow_loaded(loaded)
-        while self.state.account.in_flight < self.settings.max_groups and self.state.knobs.bounds.may_issue(
+        # Counted once, and then with each order: thousands may be out, and a decision may issue as many.
+        out, rollouts = self.state.account.in_flight, self.state.account.rollouts_in_flight
+        while out < self.settings.max_groups and self.state.knobs.bounds.may_issue(
             current=self.state.version,
             loaded=loaded,
-            queued=self._expected_rollouts(),
+            queued=self._expected_rollouts(out, rollouts),
             per_step=self.state.knobs.rollouts_per_step,
         ):
             index = self.state.account.next_index()
@@ -270,6 +272,7 @@ class Controller:
                 quota=self.state.quota_of(index),
             )
             self.state.account.note_size(index, order.sampling.num_samples)
+            out, rollouts = out + 1, rollouts + order.sampling.num_samples
             orders.append(order)
         if not orders:
             return []
@@ -281,15 +284,14 @@ class Controller:
         """The problem of an order: that whose turn it is, but for those that were solved of late."""
         return self.state.choose_problem(index, lambda ahead: self._training_problem(index, weights, quota, ahead))
 
-    def _expected_rollouts(self) -> int:
-        """How many rollouts of the orders that are out will probably take a place in a step."""
+    def _expected_rollouts(self, out: int, rollouts: int) -> int:
+        """How many rollouts of the orders that are out, which ask for so many, will probably take a place in a step."""
         knobs, most = self.state.knobs, self.settings.oversample
         if most is None:
             most = OVERSAMPLED if knobs.k > knobs.j else 1.0
         waiting = int(self.state.trainer.last_step.get("waiting_groups", 0))
-        out = self.state.account.in_flight
         groups = self.state.filtered_share.expected(out, waiting=waiting, most=most)
-        return self.state.account.rollouts_in_flight * groups // out if out else 0
+        return rollouts * groups // out if out else 0
 
     def _fleet_changed(self, *, now: float) -> list[Effect]:
         """What follows from who is there: the trainer may have waited for an engine, or an engine waits for it."""

@@ -26,7 +26,9 @@ def directive(
     """
     ends = ending(state, settings) is not None
     stop, last = ends or leave, ends and not (leave or state.failing.reason)
-    members = sorted([*state.fleet.members(), *(state.fleet.pinned() if last else [])])  # the last weights are for all
+    members: list[str] = []
+    if publish or last:  # the last weights are for all
+        members = sorted([*state.fleet.members(), *(state.fleet.pinned() if last else [])])
     stepped = answers.startswith(f"e{state.epoch}-step-")
     checkpoint = stop or (stepped and state.version % settings.checkpoint_interval_steps == 0)
     return Directive(
@@ -37,7 +39,7 @@ def directive(
             learning_rate=state.knobs.learning_rate,
             rollouts_per_step=state.knobs.rollouts_per_step,
         ),
-        publish_to=members if publish or last else [],
+        publish_to=members,
         to_verify=state.fleet.to_verify() if publish or last else [],
         membership=state.fleet.membership,
         failed=state.account.unsettled,

@@ -6,10 +6,17 @@ that comes back begins without it.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Final, final
 
 from inference_contract.schemas import EngineMetrics
+from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
+
+#: So many of the engines of which nothing is amiss are polled in a second.
+POLLS_PER_S: Final = 128
+_STEADY: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +40,26 @@ class EngineWatch:
 
     def __init__(self, *, polls_to_death: int = 5) -> None:
         self._loads: dict[str, EngineLoad] = {}
+        self._asked_at: dict[str, float] = {}
         self._polls_to_death = polls_to_death
 
     def load(self, url: str) -> EngineLoad:
         """What is known of the engine; zeros when nothing is."""
         return self._loads.get(url, EngineLoad())
+
+    def to_ask(self, records: Sequence[EngineRecord], *, now: float, every_s: float) -> list[str]:
+        """Which of these engines are to be polled now, where they are looked through every `every_s`.
+
+        All, in a small fleet. Of more than `POLLS_PER_S` engines that serve, or are about to, as many as that, those
+        first that were polled longest ago: polls cost the same however many engines there are, and never come all at
+        once. Whoever is missed, or is to go, is polled each time.
+        """
+        most = math.ceil(POLLS_PER_S * every_s)
+        steady = [each.url for each in records if each.lifecycle in _STEADY]
+        chosen = [each.url for each in records if each.lifecycle not in _STEADY]
+        chosen += sorted(steady, key=lambda url: self._asked_at.get(url, -math.inf))[:most]
+        self._asked_at |= dict.fromkeys(chosen, now)
+        return chosen
 
     def answered(self, url: str, metrics: EngineMetrics, now: float) -> bool:
         """A poll succeeded; True when its counters fell: it restarted behind our back."""
@@ -70,3 +92,4 @@ class EngineWatch:
     def forget(self, url: str) -> None:
         """The engine is asked no more: it has no load."""
         self._loads.pop(url, None)
+        self._asked_at.pop(url, None)

@@ -95,7 +95,7 @@ def _end(state: RunState, settings: ControllerSettings, reason: str, *, now: flo
 
 
 def _alive(state: RunState) -> bool:
-    return any(record.lifecycle.is_alive for record in state.fleet.records())
+    return any(record.lifecycle.is_alive for record in state.fleet.by_url.values())
 
 
 def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Iterator[str]:
@@ -116,6 +116,8 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
 
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
     """No engine can come any more but by an operator's hand: each has come, and is out for good."""
+    if any(each.lifecycle is not EngineLifecycle.EXPELLED and not each.to_stop for each in state.fleet.by_url.values()):
+        return  # this is asked after each decision, and the first of a thousand engines answers it
     records = [record for record in state.fleet.records() if not record.to_stop]
     names = {record.name for record in records}
     to_come = [request for request in state.engine_requests if request.wanted and request.name not in names]
@@ -131,6 +133,8 @@ def _all_too_long(state: RunState) -> Iterator[str]:
     """A prompt that is too long is refused at once, while others are being answered: as many are refused as are issued
     in the place of such until all that is in flight fits. A few in a hundred are no reason, most of them are."""
     failing = state.failing
+    if not failing.too_long_groups:
+        return
     most = _TOO_LONG * max(state.knobs.groups_per_step, _FEW_GROUPS, state.account.in_flight)
     if failing.too_long_groups >= most and not _some_ended_well(state):
         yield (

@@ -18,11 +18,14 @@ from inference_contract.errors import ContractError
 from pipelinerl.controller import routes
 from pipelinerl.controller.decisions.engine_decisions import removal_reason
 from pipelinerl.controller.routes import (
+    OFFER_S,
+    OFFERS_AT_ONCE,
     Done,
     EngineDrain,
     EngineNames,
     EngineOffer,
     EngineStart,
+    EngineTaken,
     KnobsAnswer,
     VerifierOffer,
 )
@@ -132,7 +135,12 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
     async def register(request: Request, offer: EngineOffer) -> Response:
         if (refused := _unreachable(request, offer.url, "engine")) is not None:
             return refused
-        url = base_url(offer.url)
+        await service.begun()
+        url, fleet = base_url(offer.url), service.controller.state.fleet
+        count = len(fleet.by_url)
+        taken = EngineTaken("joining", OFFER_S if count <= OFFERS_AT_ONCE else OFFER_S * count / OFFERS_AT_ONCE)
+        if offer.incarnation and fleet.is_known(url, offer.incarnation, name=offer.name, type=offer.type):
+            return _answer(taken)  # nothing is to be decided, nor to be written down
         if not offer.incarnation:  # an operator's word; what offers itself has asked itself
             try:
                 await service.probe(url)
@@ -142,7 +150,7 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
             now=await service.now(), url=url, incarnation=offer.incarnation, name=offer.name, type=offer.type
         )
         await service.perform(registered)
-        return _answer(Done("joining"))
+        return _answer(taken)
 
     @app.delete(routes.ENGINES)
     async def remove(engine: Annotated[str, Query()]) -> Response:

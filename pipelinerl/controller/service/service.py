@@ -355,13 +355,16 @@ class ControllerService:
         await self._journal.snapshot(self.controller.state)
 
     def _ask_all(self, asking: asyncio.TaskGroup) -> None:
-        """Poll every engine that is not out and has no poll under way: one that is slow keeps nobody else waiting."""
+        """Poll engines that are not out and have no poll under way: one that is slow keeps nobody else waiting."""
+        able = []
         for record in self.controller.state.fleet.records():
             if record.lifecycle is EngineLifecycle.EXPELLED:
                 self.watch.forget(record.url)
             elif record.url not in self._asked:
-                self._asked.add(record.url)
-                asking.create_task(self._ask(record.url))
+                able.append(record)
+        for url in self.watch.to_ask(able, now=self._now(), every_s=self._poll_s):
+            self._asked.add(url)
+            asking.create_task(self._ask(url))
 
     async def _ask(self, url: str) -> None:
         """Poll one engine; what is news becomes an input."""

@@ -68,6 +68,8 @@ class EngineLifecycle(StrEnum):
 
 #: Those whose weights were proven and are kept up to date.
 _VERIFIED: Final = (EngineLifecycle.HEALTHY, EngineLifecycle.SUSPECT)
+#: Those that get no new work and may end what they have.
+_FINISHING: Final = (EngineLifecycle.JOINING, EngineLifecycle.SUSPECT, EngineLifecycle.DRAINING)
 
 _LOCALHOST: Final = re.compile(r"(?<=://)localhost(?=:|$)", re.IGNORECASE)
 
@@ -136,9 +138,7 @@ class Fleet:
 
     def finishing(self) -> list[str]:
         """Engines that get no new work and may end what they have; what any other has is handed over."""
-        return sorted(
-            {*self._in(EngineLifecycle.JOINING, EngineLifecycle.SUSPECT, EngineLifecycle.DRAINING), *self.pinned()}
-        )
+        return [record.url for record in self.records() if record.lifecycle in _FINISHING or record.pinned]
 
     def verified(self) -> list[str]:
         """Engines on which work can be counted: those that serve, or will once they answer again."""
@@ -158,13 +158,19 @@ class Fleet:
 
     def oldest_loaded(self) -> int | None:
         """The oldest version that a proven engine samples from; None without one."""
-        return min((self.by_url[url].loaded for url in self.verified()), default=None)
+        proven = (each.loaded for each in self.by_url.values() if each.lifecycle in _VERIFIED and not each.pinned)
+        return min(proven, default=None)
 
     def awaits_weights(self) -> bool:
         """Is an engine alive that has no weights of this epoch?"""
         return any(r.lifecycle is EngineLifecycle.JOINING and r.loaded < 0 for r in self.by_url.values())
 
     # --- coming ----------------------------------------------------------------------------------------------------
+
+    def is_known(self, url: str, incarnation: str, *, name: str, type: str) -> bool:
+        """Would `join` find this life of the engine here, and nothing of it new?"""
+        known = self.by_url.get(url)
+        return known is not None and (known.incarnation, known.name, known.type) == (incarnation, name, type)
 
     def join(self, url: str, incarnation: str = "", *, name: str = "", type: str = "") -> bool:
         """Add an engine, or bring one back that was expelled. The dead return by an answer.

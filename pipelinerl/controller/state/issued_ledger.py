@@ -43,12 +43,12 @@ class IssuedLedger:
     @property
     def unsettled(self) -> list[int]:
         """Orders that failed and that the trainer has not taken into its account yet; ascending."""
-        return self._open(sorted(self.failed))
+        return sorted(self._open(self.failed))
 
     @property
     def unsettled_stale(self) -> list[int]:
         """The same of orders that were given up as stale."""
-        return self._open(sorted(self.outdated))
+        return sorted(self._open(self.outdated))
 
     @property
     def rollouts_in_flight(self) -> int:
@@ -139,13 +139,14 @@ class IssuedLedger:
 
     def _open(self, indices: Iterable[int]) -> list[int]:
         """Those that the trainer does not account for."""
-        beyond = set(self.consumed.beyond)
-        return [index for index in indices if not has_ended(index, self.consumed.frontier, beyond)]
+        frontier, beyond = self.consumed.frontier, set(self.consumed.beyond)
+        return [index for index in indices if index >= frontier and index not in beyond]  # `has_ended`, of thousands
 
     def _end(self, index: int, fate: set[int]) -> None:
         """An order ends once, whoever says so first."""
         is_consumed = has_ended(index, self.consumed.frontier, self.consumed.beyond)
-        if index < self.cursor and not is_consumed and index not in self.failed | self.outdated:
+        if index < self.cursor and not (is_consumed or index in self.failed or index in self.outdated):
             fate.add(index)
             self.sizes.pop(index, None)
-            self.reissue = [other for other in self.reissue if other != index]
+            if index in self.reissue:
+                self.reissue.remove(index)

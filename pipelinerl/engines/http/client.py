@@ -108,7 +108,7 @@ class EngineClient:
 
     async def metrics(self, url: str) -> dict[str, float]:
         """GET /metrics, as numbers by name without the `pipelinerl_engine_` prefix."""
-        text = await self._exchange(url, routes.METRICS, self._state_timeout_s, None)
+        text = await self._polled(url, routes.METRICS)
         try:
             pairs = [line.rsplit(" ", 1) for line in text.decode().splitlines() if line and not line.startswith("#")]
             return {name.removeprefix("pipelinerl_engine_"): float(value) for name, value in pairs}
@@ -124,6 +124,17 @@ class EngineClient:
     async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
         """POST /request_weight_update; waits as long as the request lets the engine wait."""
         return await self._posted(url, routes.REQUEST_WEIGHT_UPDATE, WeightUpdateResponse, request)
+
+    async def _polled(self, url: str, path: str) -> bytes:
+        """What `_exchange` does, for what every engine of a fleet is asked again and again; raises as that does."""
+        call, timeout_s = f"GET {url}{path}", self._state_timeout_s
+        try:
+            status, content = await self._control().get(url, path, timeout_s=timeout_s)
+        except (ConnectionError, TimeoutError, ValueError) as error:
+            raise _unreachable(call, error, timeout_s) from error
+        if status != 200:
+            raise _refusal(call, status, content)
+        return content
 
     async def _posted(
         self, url: str, path: str, schema: type[Answer], request: InitProcessGroupRequest | WeightUpdateRequest

@@ -34,6 +34,7 @@ from inference_contract.schemas import (
     Continuation,
     Health,
 )
+from pipelinerl.engines.http.least_busy import LeastBusy
 from pipelinerl.engines.http.partial_answer import PartialAnswer
 from pipelinerl.errors import DeadlineError, EngineUnreachable
 from pipelinerl.types import Answered
@@ -68,17 +69,6 @@ def cost(request: ChatCompletionRequest) -> int:
     return prompt + request.n * (request.token_limit or _DEFAULT_TOKENS)
 
 
-def pick(outstanding: Mapping[str, int], suspect_until: Mapping[str, float], *, now: float) -> str | None:
-    """The engine with the fewest outstanding tokens among those not suspect at `now`; ties go by name.
-
-    Args:
-        outstanding: tokens asked for and not yet answered, by engine.
-        suspect_until: monotonic seconds until which an engine is avoided.
-    """
-    free = [url for url in outstanding if suspect_until.get(url, 0.0) <= now]
-    return min(free, key=lambda url: (outstanding[url], url), default=None)
-
-
 @final
 class EnginePool:
     """Used from one event loop."""
@@ -92,6 +82,7 @@ class EnginePool:
         suspect_s: float = 2.0,
         min_epoch: int = 0,
         interval_s: float = 1.0,
+        ties: str = "",
     ) -> None:
         """
         Args:
@@ -100,6 +91,7 @@ class EnginePool:
             min_epoch: what weights of an earlier epoch have sampled is no answer. In a run, 1: an engine that answers
                 with epoch 0 has restarted, and serves what it was started with until it is given weights again.
             interval_s: how often what an engine has sampled comes; 0: when the answer is whole, and not before.
+            ties: of engines that have as little to do, which comes first; see `LeastBusy`.
         """
         self._client = client
         self._deadline_s = deadline_s
@@ -109,7 +101,7 @@ class EnginePool:
         self._offers: dict[str, Continuation] = {}
         self._serving: frozenset[str] = frozenset()
         self._known: frozenset[str] = frozenset()  # those that serve, and those that end what they have
-        self._outstanding: Counter[str] = Counter()  # of every engine at which something runs, whatever its standing
+        self._load = LeastBusy(ties)  # of every engine at which something runs, whatever its standing
         self._suspect_until: dict[str, float] = {}
         self._running: dict[str, set[asyncio.Timeout]] = {}
         self._named: Counter[str] = Counter()
@@ -119,12 +111,13 @@ class EnginePool:
     @property
     def outstanding(self) -> Mapping[str, int]:
         """Tokens asked for and not yet answered, by engine that serves."""
-        return {url: self._outstanding[url] for url in self._serving}
+        return self._load.outstanding
 
     def update(self, urls: Iterable[str], *, finishing: Iterable[str] = ()) -> None:
         """Use these engines from now on; those that are `finishing` may end what they have, others may not."""
         self._serving = frozenset(urls)
         self._known = self._serving | frozenset(finishing)
+        self._load.serve(self._serving)
         for url in self._running.keys() - self._known:
             for scope in self._running.pop(url):
                 if not scope.expired():
@@ -154,7 +147,7 @@ class EnginePool:
         while (remaining := deadline - time.monotonic()) > 0:
             if answer.is_whole:  # the stream broke off at its very end
                 return Answered(answer.completion(), asked, answer.tokens_kept, answer.tokens_resampled)
-            url = pick(self._choice(engine, refused), self._suspect_until, now=time.monotonic())
+            url = self._choice(engine, refused)
             if url is None:
                 await self._change(min(pause_s, remaining))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -191,8 +184,9 @@ class EnginePool:
             f"no engine completed the request within {self._deadline_s:g} s (engines: {known}); last: {last}"
         )
 
-    def _choice(self, engine: str, refused: Mapping[str, ContractError]) -> Mapping[str, int]:
-        """Outstanding tokens of the engines to ask: the one that is named, or all that nobody names now.
+    def _choice(self, engine: str, refused: Mapping[str, ContractError]) -> str | None:
+        """The engine to ask: the one that is named, or that with the fewest outstanding tokens, of those that nobody
+        names now; None while those are suspect.
 
         Raises as `complete` does, but for its deadline.
         """
@@ -202,7 +196,12 @@ class EnginePool:
         if able and able <= refused.keys():
             url, error = list(refused.items())[-1]
             raise type(error)(f"{url}: {error.message}", param=error.param) from error
-        return {url: self._outstanding[url] for url in able if url not in refused and (engine or not self._named[url])}
+        now = time.monotonic()
+        if engine:
+            return engine if able and engine not in refused and self._suspect_until.get(engine, 0.0) <= now else None
+        return self._load.pick(
+            lambda url: url in refused or self._named[url] > 0 or self._suspect_until.get(url, 0.0) > now
+        )
 
     async def _tried(
         self,
@@ -213,7 +212,7 @@ class EnginePool:
         scope: asyncio.Timeout,
     ) -> ChatCompletion:
         tokens = cost(request)
-        self._outstanding[url] += tokens
+        self._load.add(url, tokens)
         self._running.setdefault(url, set()).add(scope)
         try:
             if await self._comes_in_parts(url, request):
@@ -223,7 +222,7 @@ class EnginePool:
             completion = await self._client.chat(url, request)
         finally:
             self._running.get(url, set()).discard(scope)
-            self._outstanding[url] -= tokens
+            self._load.add(url, -tokens)
         self._check_epoch(completion.epoch)
         return completion
 

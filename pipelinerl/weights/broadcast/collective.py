@@ -26,6 +26,7 @@ import torch.distributed
 from inference_contract.weights import Backend, Connections
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
 from pipelinerl.system.addresses import address_towards
+from pipelinerl.system.name_servers import without_name_servers
 
 #: A wait at the store cannot be interrupted: it is made of waits as long as this.
 _SLICE_S: Final = 0.1
@@ -54,9 +55,10 @@ class Rendezvous:
         listener.listen(128)
         self.host = host
         self.port: int = listener.getsockname()[1]
-        self._store: Any = dist.TCPStore(
-            host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        with without_name_servers(host):
+            self._store: Any = dist.TCPStore(
+                host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
 
     def close(self) -> None:
         """Stop listening; groups that have formed live on."""
@@ -95,7 +97,8 @@ class Collective:
         name = f"group {group!r} generation {generation}"
         patience, deadline = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
         try:
-            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+            with without_name_servers(host):
+                store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
             membership = dist.PrefixStore(f"{group}/{generation}", store)
             address, lazy = address_towards(host, port), connections is Connections.TREE
             made = _process_group(backend, membership, rank, world_size, address, patience, lazy=lazy)

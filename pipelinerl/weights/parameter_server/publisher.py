@@ -1,6 +1,7 @@
 """`PullPublisher`: takes weights to engines through parameter servers, from which each engine fetches on its own.
 
     place on the servers ─▶ per engine: PREPARE (it begins to fetch) ─▶ COMMIT ─▶ tell the servers who serves what
+                         └▶ or one announcement, for all engines that follow it ┘
 
 Promises: engines do not wait for one another, and one that fails or dies costs the others nothing; an engine ends with
 the old weights or the new, and the report says which; one that lost its server in the middle is tried again while time
@@ -11,6 +12,7 @@ remains, from another replica or from the server's next life. Engines are mapped
 |---|---|---|
 | a parameter server, and room on it | the server; the engines' progress | the publication's timeout |
 | PREPARE, COMMIT | the engine | the rest of it |
+| engines that were told by an announcement | they answer | the rest of it, or the announcer's patience |
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ import logging
 import time
 from typing import Any, Final, final
 
-from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, PeerLost
+from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, NotPrepared, PeerLost
 from inference_contract.weights import Transport, UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
 from pipelinerl.errors import DeadlineError, PipelineError, ReachedNoEngine, UpdateError
 from pipelinerl.system.background import in_background, settled
+from pipelinerl.weights.announcer import Announcer
 from pipelinerl.weights.engine_control import EngineControl, Preparation
-from pipelinerl.weights.fan_out import each, lasting
+from pipelinerl.weights.fan_out import Failure, each, lasting
 from pipelinerl.weights.parameter_server.retention import Key
 from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
 from pipelinerl.weights.publisher import Publication, PublicationProgress, PublishReport
@@ -44,8 +47,11 @@ _CONFIRM_S: Final = 5.0
 class PullPublisher:
     """Satisfies `Publisher`. One publication runs at a time; others wait their turn."""
 
-    def __init__(self, control: EngineControl, placement: Uploader) -> None:
+    def __init__(self, control: EngineControl, placement: Uploader, *, announcer: Announcer | None = None) -> None:
+        """With an `announcer`, engines that follow announcements are told by it, and the others by requests."""
         self._control = control
+        self._announcer = announcer
+        self._known: set[str] = set()
         self._placement = placement
         self._preparation = Preparation(control)
         self._confirmed: dict[str, Key] = {}
@@ -113,8 +119,10 @@ class PullPublisher:
 
     async def _serve(self, progress: PublicationProgress, uploaded: Uploaded, *, is_last: bool) -> None:
         order = {url: number for number, url in enumerate(progress.targets)}
-        answers = await each(
-            progress.targets, lambda url: self._update(progress, uploaded, url, _turned(uploaded, order[url]))
+        answers = await self._announced(progress, uploaded)
+        answers |= await each(
+            [url for url in progress.targets if url not in answers],
+            lambda url: self._update(progress, uploaded, url, _turned(uploaded, order[url])),
         )
         progress.permanent |= lasting(answers)
         again = []
@@ -128,29 +136,50 @@ class PullPublisher:
                 progress.failed[url] = str(answer)
         progress.targets = again
 
+    async def _announced(
+        self, progress: PublicationProgress, uploaded: Uploaded
+    ) -> dict[str, WeightUpdateResponse | Failure]:
+        """What became of those engines that follow announcements. Who has not seen the layout needs a request."""
+        if self._announcer is None:
+            return {}
+        publication = progress.publication
+        left_out, self._known = self._known - set(publication.engines), self._known | set(publication.engines)
+        prepare = self._request(
+            progress, uploaded, UpdatePhase.PREPARE, layout_id=publication.layout.layout_id, **_turned(uploaded, 0)
+        )
+        answers = await self._announcer.tell(
+            prepare, progress.targets, left_out=sorted(left_out), deadline=progress.deadline
+        )
+        return {url: answer for url, answer in answers.items() if not isinstance(answer, NotPrepared)}
+
+    @staticmethod
+    def _request(
+        progress: PublicationProgress, uploaded: Uploaded, phase: UpdatePhase, **named: Any
+    ) -> WeightUpdateRequest:
+        publication = progress.publication
+        return WeightUpdateRequest(
+            phase=phase,
+            version=publication.version,
+            epoch=publication.epoch,
+            on_update=publication.on_update,
+            transport=Transport.PULL,
+            digest=uploaded.digest,
+            timeout_s=progress.remaining_s,
+            **named,
+        )
+
     async def _update(
         self, progress: PublicationProgress, uploaded: Uploaded, url: str, sources: dict[str, Any]
     ) -> WeightUpdateResponse:
-        publication = progress.publication
-
-        def request(phase: UpdatePhase, **named: Any) -> WeightUpdateRequest:
-            return WeightUpdateRequest(
-                phase=phase,
-                version=publication.version,
-                epoch=publication.epoch,
-                on_update=publication.on_update,
-                transport=Transport.PULL,
-                digest=uploaded.digest,
-                timeout_s=progress.remaining_s,
-                **named,
-            )
-
         prepared = await self._preparation.prepare(
-            url, publication.layout, lambda **layout: request(UpdatePhase.PREPARE, **sources, **layout)
+            url,
+            progress.publication.layout,
+            lambda **layout: self._request(progress, uploaded, UpdatePhase.PREPARE, **sources, **layout),
         )
         if prepared.status is UpdateStatus.ALREADY_SERVING:
             return prepared
-        return await self._control.request_weight_update(url, request(UpdatePhase.COMMIT))
+        commit = self._request(progress, uploaded, UpdatePhase.COMMIT)
+        return await self._control.request_weight_update(url, commit)
 
     async def _confirm(self, progress: PublicationProgress) -> None:
         """Servers hear what each engine serves now, and that they need not wait for those that failed."""

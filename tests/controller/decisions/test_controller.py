@@ -474,3 +474,29 @@ def test_knobs_that_cannot_run_are_refused_with_a_sentence(change: dict[str, obj
 def test_presets_and_infinity_are_knobs_too() -> None:
     assert knobs().patched({"preset": "rlax"}).bounds == knobs(j=16, k=32).bounds
     assert knobs().patched({"k": "inf"}).to_json()["k"] == "inf"
+
+
+class CountedSizes(dict[int, int]):
+    """Sizes of orders that are out; counts how often all of them are looked at."""
+
+    looked = 0
+
+    def values(self) -> Any:
+        self.looked += 1
+        return super().values()
+
+
+def test_issuing_a_thousand_orders_sums_what_is_out_once() -> None:
+    run = world(k=math.inf, max_groups=2000, evaluation_problems=0)
+    run.begin()
+    while run.publications:
+        run.publish()
+    account = run.controller.state.account
+    assert account.in_flight == 2000, "all that may be out are"
+    sizes = account.sizes = CountedSizes(account.sizes)
+    account.lost(range(1000))
+    before = len(run.orders_issued)
+    effects = run.controller.issue()
+    (issued,) = [effect for effect in effects if isinstance(effect, IssuePrompts)]
+    assert (len(issued.orders), account.in_flight, before) == (1000, 2000, 2000)
+    assert sizes.looked <= 2, "not once for each order"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 from inference_contract.schemas import EngineMetrics
-from pipelinerl.controller.decisions.engine_watch import EngineWatch
+from pipelinerl.controller.decisions.engine_watch import POLLS_PER_S, EngineWatch
+from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 
 A = "http://a"
 
@@ -44,3 +48,24 @@ def test_rates_are_differences_over_time() -> None:
     assert (watch.load(A).tokens_per_s, watch.load(A).occupancy) == (150.0, 30 / (10 * 4))
     watch.answered(A, load(generated_tokens_total=400, decode_steps_total=20, occupied_slot_steps_total=50), 4.0)
     assert (watch.load(A).tokens_per_s, watch.load(A).occupancy) == (0.0, 0.0)
+
+
+def test_a_small_fleet_is_polled_whole() -> None:
+    records = [EngineRecord(url=f"http://{number}", lifecycle=life) for number, life in enumerate(EngineLifecycle)]
+    watch = EngineWatch()
+    for now in (0.0, 1.0):
+        assert sorted(watch.to_ask(records, now=now, every_s=1.0)) == [record.url for record in records]
+
+
+def test_of_a_thousand_engines_few_are_polled_at_a_time_and_each_in_its_turn() -> None:
+    records = [EngineRecord(url=f"http://{number:04}", lifecycle=EngineLifecycle.HEALTHY) for number in range(1000)]
+    suspect = EngineRecord(url="http://suspect", lifecycle=EngineLifecycle.SUSPECT)
+    watch, times = EngineWatch(), dict[str, list[int]]()
+    for now in range(40):
+        chosen = watch.to_ask([*records, suspect], now=float(now), every_s=1.0)
+        assert len(chosen) == POLLS_PER_S + 1 and chosen[0] == suspect.url, "whoever was missed is asked each time"
+        for url in chosen[1:]:
+            times.setdefault(url, []).append(now)
+    assert set(times) == {record.url for record in records}
+    assert max(later - sooner for each in times.values() for sooner, later in pairwise(each)) <= 8
+    assert set(Counter(map(len, times.values()))) <= {5, 6}

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from pipelinerl.controller.routes import OFFER_S, OFFERS_AT_ONCE
 from pipelinerl.controller.service.api import create_api
-from pipelinerl.controller.service.journal import Journal
+from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import ControllerService, Start
 from pipelinerl.controller.state.inputs import EngineRegistered
 from pipelinerl.errors import EngineUnreachable
@@ -130,6 +131,23 @@ async def test_an_engine_joins_by_offering_itself_again_and_again(run: Running, 
     }
     assert (await http.get("/assignment")).json() == said
     assert len(run.events("engine_joined")) == 1
+
+
+async def test_an_offer_that_says_nothing_new_is_not_written_down(run: Running, http: httpx.AsyncClient) -> None:
+    offer = {"url": ENGINE, "incarnation": "1", "name": "engine-0", "type": "torch"}
+    await http.post("/engines", json=offer)
+    entries = run.stream_length(JOURNAL)
+    assert (await http.post("/engines", json=offer)).json() == {"state": "joining"}
+    assert run.stream_length(JOURNAL) == entries
+    await http.post("/engines", json=offer | {"incarnation": "2"})
+    assert run.stream_length(JOURNAL) == entries + 1, "another life of it is news"
+
+
+async def test_in_a_large_fleet_each_engine_offers_itself_more_rarely(run: Running, http: httpx.AsyncClient) -> None:
+    for number in range(2 * OFFERS_AT_ONCE):
+        run.controller.state.fleet.join(f"http://10.0.0.1:{9000 + number}", "1")
+    answer = await http.post("/engines", json={"url": "http://10.0.0.1:9000", "incarnation": "1"})
+    assert answer.json() == {"state": "joining", "again_s": 2 * OFFER_S}
 
 
 async def test_an_engine_that_was_taken_out_stays_out(run: Running, http: httpx.AsyncClient) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.errors import LedgerError
-from pipelinerl.messages import ConsumedReport
+from pipelinerl.messages import ConsumedReport, has_ended
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate
 
 
@@ -35,6 +35,16 @@ def test_it_balances_after_any_history(history: list[tuple[str, int]]) -> None:
             account.update(consumed(ledger))
         assert balanced(account) and account.in_flight >= 0
         assert account.ledger()["issued"] == account.cursor
+
+
+@given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.integers(0, 30), st.sets(st.integers(0, 30)))
+def test_what_is_open_is_what_has_not_ended(
+    failed: set[int], outdated: set[int], frontier: int, beyond: set[int]
+) -> None:
+    report = ConsumedReport(frontier=frontier, beyond=sorted(beyond))
+    account = IssuedLedger(cursor=31, failed=failed, outdated=outdated, consumed=report)
+    assert account.unsettled == sorted(each for each in failed if not has_ended(each, frontier, beyond))
+    assert account.unsettled_stale == sorted(each for each in outdated if not has_ended(each, frontier, beyond))
 
 
 def test_a_failed_order_that_was_trained_after_all_counts_once() -> None:

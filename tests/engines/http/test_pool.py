@@ -1,4 +1,4 @@
-"""Picking is arithmetic; completing survives engines that are full, dirty, gone or slow."""
+"""Completing survives engines that are full, dirty, gone or slow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inference_contract.schemas import (
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.engines.http.pool import EnginePool, cost, pick
+from pipelinerl.engines.http.pool import EnginePool, cost
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import DeadlineError, EngineUnreachable
 from pipelinerl.models.bigram import BigramModel
@@ -70,18 +70,6 @@ class Script:
     async def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
         raise AssertionError("it does not offer to go on with an answer")
         yield  # a stream by its type
-
-
-def test_the_least_outstanding_tokens_win_and_ties_go_by_name() -> None:
-    assert pick({"a": 5, "b": 3, "c": 9}, {}, now=0.0) == "b"
-    assert pick({"b": 3, "a": 3}, {}, now=0.0) == "a"
-
-
-def test_suspects_are_avoided_until_their_time_is_over() -> None:
-    assert pick({"a": 0, "b": 9}, {"a": 10.0}, now=9.9) == "b"
-    assert pick({"a": 0, "b": 9}, {"a": 10.0}, now=10.0) == "a"
-    assert pick({"a": 0}, {"a": 10.0}, now=1.0) is None
-    assert pick({}, {}, now=0.0) is None
 
 
 def test_cost_counts_the_prompt_once_and_every_sample() -> None:

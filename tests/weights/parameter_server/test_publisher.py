@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from inference_contract.errors import PeerLost
+from inference_contract.errors import NotPrepared, PeerLost
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import FencedError, UpdateError
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
+from pipelinerl.weights.fan_out import Failure
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
 from pipelinerl.weights.publisher import Publication
@@ -26,6 +27,20 @@ from tests.fakes.served import as_process, in_thread
 
 def publication(version: int, engines: list[str], **fields: Any) -> Publication:
     return parameter_server.publication(version, tuple(engines), **{"layout": LAYOUT, **fields})
+
+
+class Announcing:
+    """An `Announcer` that has these answers, and remembers what it was to tell."""
+
+    def __init__(self, answers: dict[str, WeightUpdateResponse | Failure]) -> None:
+        self.answers = answers
+        self.told: list[tuple[WeightUpdateRequest, list[str], list[str]]] = []
+
+    async def tell(
+        self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
+    ) -> dict[str, WeightUpdateResponse | Failure]:
+        self.told.append((prepare, list(engines), list(left_out)))
+        return {url: self.answers[url] for url in engines if url in self.answers}
 
 
 class Recording:
@@ -232,3 +247,23 @@ class _ByToken:
     async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
         chosen = self._control if url in self._engines else self._others
         return await chosen.request_weight_update(url, request)
+
+
+async def test_who_follows_announcements_is_not_asked_and_who_lacks_the_layout_is(
+    control: Recording, servers: list[str], engines: list[str]
+) -> None:
+    follows, asked = engines
+    served = WeightUpdateResponse(status=UpdateStatus.COMMITTED, version=1, epoch=1, pause_s=0.5)
+    announcer = Announcing({follows: served, asked: NotPrepared("which layout?", param="layout_id")})
+    publisher = PullPublisher(control, Uploader(servers, token=TOKEN), announcer=announcer)
+    try:
+        report = await publisher.publish(publication(1, engines))
+        assert (report.failed, report.pauses_s[follows], set(report.pauses_s)) == ({}, 0.5, set(engines))
+        assert {url for url, _ in control.updates} == {asked}
+        await publisher.publish(publication(2, [asked]))
+    finally:
+        await publisher.close()
+    (prepare, told, left_out), (_, _, then_left_out) = announcer.told
+    assert (prepare.phase, prepare.layout_id, prepare.digest) == (UpdatePhase.PREPARE, LAYOUT.layout_id, report.digest)
+    assert set(prepare.sources or ()) == set(servers) and prepare.layout is None
+    assert (sorted(told), left_out, then_left_out) == (sorted(engines), [], [follows])

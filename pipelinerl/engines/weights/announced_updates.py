@@ -1,0 +1,116 @@
+"""`AnnouncedUpdates`: an engine's end of the announcements: it reads them, takes each version, and says that it has.
+
+    trainer ── `announcements`: PREPARE, once for all ──▶ engine: PREPARE, pull, COMMIT ── `taken` ──▶ trainer
+
+Promises: what an announced version does to the engine is what the same two requests would do, by the contract's own
+verbs; of several announcements that have come meanwhile the newest alone is taken; what cannot be read is passed over.
+Who follows says so in `taken` as it begins, and with each answer.
+
+| waits for | unblocked by |
+|---|---|
+| an announcement | the trainer |
+| the engine's two answers | the engine; the announcement's timeout |
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Final, Protocol, final
+
+import msgspec
+from pydantic import ValidationError
+
+from inference_contract.errors import ContractError
+from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
+from pipelinerl import rng
+from pipelinerl.messages import ANNOUNCEMENTS, TAKEN, WeightsTaken, decode_announcement, encode_struct
+from pipelinerl.streams.stream import Entry, Stream
+
+log = logging.getLogger("pipelinerl")
+
+_BLOCK_S: Final = 10.0
+
+
+class TakesUpdates(Protocol):
+    """What is needed of an `Engine`."""
+
+    async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+        """One phase of an update; raises `ContractError` and nothing else."""
+        ...
+
+
+@final
+class AnnouncedUpdates:
+    """Of the engine that others reach at the base URL `url`."""
+
+    def __init__(self, engine: TakesUpdates, stream: Stream, *, url: str) -> None:
+        self._engine = engine
+        self._stream = stream
+        self._url = url
+
+    async def run(self) -> None:
+        """Follow until cancelled.
+
+        Raises:
+            AddressError: the stream server cannot be reached.
+        """
+        offset = await self._stream.last_id(ANNOUNCEMENTS)
+        await self._say(WeightsTaken(url=self._url))
+        while True:
+            entries = await self._stream.read({ANNOUNCEMENTS: offset}, count=64, block_s=_BLOCK_S)
+            if entries:
+                offset = entries[-1].entry_id
+                if (prepare := self._newest(entries)) is not None:
+                    await self._say(await self._taken(prepare))
+
+    def _newest(self, entries: list[Entry]) -> WeightUpdateRequest | None:
+        """The last of them that can be read, if this engine is not left out."""
+        for entry in reversed(entries):
+            try:
+                announced = decode_announcement(entry.payload)
+                prepare = WeightUpdateRequest.model_validate_json(announced.prepare)
+            except (msgspec.DecodeError, ValidationError):
+                log.error("an announcement of weights cannot be read, and is passed over: %s", entry.entry_id)
+                continue
+            return None if self._url in announced.left_out else prepare
+        return None
+
+    async def _taken(self, prepare: WeightUpdateRequest) -> WeightsTaken:
+        commit = WeightUpdateRequest(
+            phase=UpdatePhase.COMMIT,
+            version=prepare.version,
+            epoch=prepare.epoch,
+            on_update=prepare.on_update,
+            transport=prepare.transport,
+            digest=prepare.digest,
+            timeout_s=prepare.timeout_s,
+        )
+        try:
+            answer = await self._engine.request_weight_update(self._turned(prepare))
+            if answer.status is not UpdateStatus.ALREADY_SERVING:
+                answer = await self._engine.request_weight_update(commit)
+        except ContractError as error:
+            status, said, told = error.status, b"", json.dumps(error.to_wire()).encode()
+        else:
+            status, said, told = 200, answer.model_dump_json().encode(), b""
+        return WeightsTaken(
+            url=self._url, epoch=prepare.epoch, version=prepare.version, answer=said, error=told, status=status
+        )
+
+    def _turned(self, prepare: WeightUpdateRequest) -> WeightUpdateRequest:
+        """Each engine asks another replica first, so that they are spread over them."""
+        turn = rng.key(0, self._url)
+
+        def turned(urls: tuple[str, ...]) -> tuple[str, ...]:
+            at = turn % len(urls)
+            return (*urls[at:], *urls[:at])
+
+        if prepare.sources is not None:
+            return prepare.model_copy(update={"sources": turned(prepare.sources)})
+        if prepare.shards is not None:
+            return prepare.model_copy(update={"shards": tuple(turned(urls) for urls in prepare.shards)})
+        return prepare
+
+    async def _say(self, taken: WeightsTaken) -> None:
+        await self._stream.append(TAKEN, [encode_struct(taken)])

@@ -22,14 +22,15 @@ import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.optim import Optimizer
 
 from pipelinerl.trainers.ranks.commands import GatheredKind
 from pipelinerl.trainers.torch import state as torch_state
-from pipelinerl.trainers.torch.joining import world
-from pipelinerl.trainers.torch.loading import BaseMemory, LoadedModel, adamw, load, refuse_device, seed_dropout
+from pipelinerl.trainers.torch.joining import in_agreement, world
+from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device, seed_dropout
 from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.mesh import ProcessMesh, refuse_heads
+from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, dtype_of, taken_up
+from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions, optimizer_of
 from pipelinerl.trainers.torch.passes import broken_loss, evaluate, predict, predicted
 from pipelinerl.trainers.torch.shard_files import VALUE, key_of, write_shard
 from pipelinerl.trainers.torch.sharded_model import ShardedModel
@@ -64,29 +65,32 @@ class MeshWorker:
     device: torch.device
     model: ShardedModel
     loaded: LoadedModel
-    optimizer: Optimizer
+    optimizer: ParameterOptimizer
+    options: OptimizerOptions
     random: torch_state.RandomState
     model_version: int = 0
 
     @classmethod
     def started(cls, spec: TrainerSpec, mesh: ProcessMesh) -> MeshWorker:
         """Load the model, keep this rank's rows of it; of a saved state the rows of the optimizer, too."""
-        refuse_device(spec.device)
-        device = _device(spec)
-        loaded, rank = load(spec), world().rank
-        refuse_heads(loaded.config.get_text_config().num_attention_heads, mesh.cp)
-        loaded.move_to(device, base=BaseMemory.OWN)
+        rank, compute = world().rank, torch.bfloat16 if spec.precision is Precision.BF16 else torch.float32
+        with in_agreement():
+            refuse_device(spec.device)
+            device = _device(spec)
+            loaded = load(spec)
+            refuse_heads(loaded.config.get_text_config().num_attention_heads, mesh.cp)
         if rank == 0 and loaded.adapters is not None:
             log.info("LoRA: %s", share_of(*loaded.adapters.counts))
-        compute = torch.bfloat16 if spec.precision is Precision.BF16 else torch.float32
-        named = loaded.weights | loaded.trained
-        model = ShardedModel(loaded.model, mesh, device=device, compute=compute, parameters=named)
-        optimizer = adamw([shard for shard in model.trained.values() if shard.numel()], spec.optimizer)
-        worker = cls(
-            spec, mesh, rank, device, model, loaded._replace(saved=None), optimizer, torch_state.RandomState.now()
-        )
-        if loaded.saved is not None:
-            worker._restore(loaded.saved)
+        with in_agreement():
+            model = loaded.divided(mesh, rank=rank, device=device, compute=compute)
+        model.probe(loaded.products)
+        options, shards = optimizer_of(spec.options), [shard for shard in model.trained.values() if shard.numel()]
+        optimizer = adamw(shards, spec.optimizer, options, seed=spec.seed, shard=rank % mesh.shards)
+        read, random = loaded._replace(saved=None, reader=None), torch_state.RandomState.now()
+        worker = cls(spec, mesh, rank, device, model, read, optimizer, options, random)
+        with in_agreement():
+            if loaded.saved is not None:
+                worker._restore(loaded.saved)
         return worker
 
     def forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
@@ -229,6 +233,8 @@ class MeshWorker:
             rows.copy_(self.optimizer.state[self.model.shards[name]][str(kind)])
 
     def _dtype_of(self, kind: GatheredKind) -> torch.dtype:
+        if kind in (GatheredKind.MEAN, GatheredKind.SQUARE):
+            return dtype_of(self.options)
         return self.loaded.gather_dtype if kind is GatheredKind.WEIGHTS else torch.float32
 
     def _sent(self, weights: HostWeights | None) -> Callable[[str], Tensor]:
@@ -253,13 +259,10 @@ class MeshWorker:
     def _restore(self, saved: torch_state.TorchSavedState) -> None:
         shapes = {name: self.model.shapes[name] for name in self.model.trained}
         rows_of = partial(self.mesh.rows_of, self.rank)
-        saved.restore_weights({name: shard.detach() for name, shard in self.model.trained.items()}, rows_of)
         for name, moments in saved.moments(shapes, rows_of).items():
             shard = self.model.shards[name]
             if shard.numel():
-                self.optimizer.state[shard] = {
-                    kind: rows.clone().to(self.device if rows.ndim else None) for kind, rows in moments.items()
-                }
+                self.optimizer.state[shard] = taken_up(moments, shard, self.options)
         self.model_version, self.random = saved.model_version, saved.random
         saved.random.restore()
 

@@ -21,12 +21,12 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.trainers.torch.mesh import ProcessMesh
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
-from pipelinerl.trainers.torch.packed_model import PackedModel
+from pipelinerl.trainers.torch.packed_model import PackedModel, computing_in, hold
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 
 dist: Any = torch.distributed
@@ -46,7 +46,9 @@ class ShardedModel:
         compute: torch.dtype,
         parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """Divide `model`, on `device` and the same on every process.
+        """Divide `model`, the same on every process, layer by layer.
+
+        What is on the meta device has memory on `device` afterwards, and no values: whoever made it fills the shards.
 
         Args:
             compute: dtype of products.
@@ -60,7 +62,14 @@ class ShardedModel:
         self.group = None if mesh.cp == 1 else sequence_group(device.type, mesh.width, mesh.cp)
         self.shapes = {name: parameter.shape for name, parameter in named.items()}
         for module in [*_layers(model), model]:
+            whole = [each for each in module.parameters() if not isinstance(each, DTensor)]
+            for parameter in whole:
+                if parameter.is_meta:
+                    hold(parameter, torch.empty_like(parameter, device=device))
             fully_shard(module, mesh=self._mesh)
+            for parameter in whole:  # whoever still holds a whole one holds nothing
+                parameter.data = parameter.data.new_empty(0)
+        register_fsdp_forward_method(model, "probe")
         for part in self._parts():
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -71,16 +80,20 @@ class ShardedModel:
             name: nn.Parameter(each.to_local().detach(), requires_grad=each.requires_grad)
             for name, each in self._divided.items()
         }
-        for parameter in named.values():  # whoever still holds a whole one holds nothing
-            parameter.data = parameter.data.new_empty(0)
         self._lasting = dict(self.shards)
         self._reading = threading.Lock()
 
     def __call__(self, *arguments: Any) -> Tensor:
         """`PackedModel.forward`, in fp32 whatever it is computed in."""
-        mixed = self._compute is not torch.float32
-        with torch.autocast(self._device.type, dtype=self._compute if mixed else None, enabled=mixed):
+        with computing_in(self._compute, self._device):
             return cast(Tensor, self.model(*arguments)).float()
+
+    def probe(self, products: torch.dtype) -> None:
+        """`PackedModel.probe`, by every process at once. Raises SpecError, on every one of them."""
+        try:
+            self.model.probe(self._device, products)
+        finally:
+            self.end_forward()
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:

@@ -1,7 +1,7 @@
 """What `pipelinerl check` predicts that trainers of 7, 32 and 70 billion parameters take of each card: no measurement.
 
 Whole models and LoRA of rank 16, in bf16 with gradient checkpointing, in micro-batches of 8,192 tokens, all of which
-have a loss, on 1, 8 and 64 cards (`dp_shard`). The table is that of docs/trainers.md.
+have a loss, on 1, 8 and 64 cards (`dp_shard`), where gradients are divided, too. The table is that of docs/trainers.md.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from pipelinerl.commands.memory.trainer_memory import TrainerMemory
 from pipelinerl.models.model_shape import ModelShape, read_shape
+from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
 from trainer_contract.types import Precision, WeightDType
 
@@ -78,6 +79,7 @@ def _told(shape: ModelShape, cards: int, given: Mapping[str, Any]) -> str:
         checkpointing=True,
         shards=cards,
         wire=WeightDType.BFLOAT16,
+        gradients=GradientSum.DIVIDED,
         **given,
     )
     beside = f" + {memory.host / 2**30:,.0f} host" if memory.host else ""

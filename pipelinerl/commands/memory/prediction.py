@@ -19,8 +19,9 @@ from pipelinerl.models.model_shape import ModelShape, read_shape
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of, share_of
+from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace, optimizer_of
-from pipelinerl.trainers.torch.options import mesh_of
+from pipelinerl.trainers.torch.options import gradients_of, mesh_of
 from trainer_contract.types import Precision, WeightDType
 
 _ENGINES: Final = frozenset({"torch", "jax", "vllm"})
@@ -98,6 +99,7 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
         reference="ref_logprobs" in objective.passes,
         moments=optimizer.moments,
         place=optimizer.place,
+        gradients=gradients_of(section.options),
     )
 
 
@@ -189,6 +191,8 @@ def _trainer_changes(trainer: TrainerMemory) -> Iterator[tuple[str, Footprint]]:
     if not trainer.rank and trainer.shards == 1:
         rank = LoraOptions().rank
         yield f"trainer.options.lora.rank={rank}", replace(trainer, rank=rank)
+    if trainer.shards > 1 and trainer.gradients is GradientSum.WHOLE:
+        yield "trainer.options.gradients=divided", replace(trainer, gradients=GradientSum.DIVIDED)
     for shards in _SHARDS:
         if shards > trainer.shards and trainer.cp == 1:
             yield f"trainer.options.mesh.dp_shard={shards}", replace(trainer, shards=shards)

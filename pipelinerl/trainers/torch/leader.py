@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast, final
+from typing import TypeVar, final
 
 import numpy as np
 from torch import Tensor
@@ -264,10 +264,7 @@ class MeshLeader:
         """Whole parameters, or moments of them, which are neighbours in the model's order."""
         first = self._worker.place_of(names[0])
         command = Gather(self._number, first, kind, len(names))
-
-        def own() -> list[Tensor]:
-            return [cast(Tensor, self._worker.gathered(first + number, kind)) for number in range(len(names))]
-
+        own = partial(self._worker.gathered, range(first, first + len(names)), kind)
         return self._ranks.together(lambda _: command, own, lane=Lane.READS).own
 
 

@@ -2,6 +2,7 @@
 
 [trainer]
 options.mesh = { dp_shard = 2, cp = 2 }
+options.gradients = "divided"
 options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }
 options.optimizer = { moments = "bf16", place = "host" }
 options.distributed = { coordinator = "10.0.0.1:8476", token_file = "/shared/token" }     # `pipelinerl run` says it
@@ -10,13 +11,13 @@ options.distributed = { coordinator = "10.0.0.1:8476", token_file = "/shared/tok
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
-from pipelinerl.trainers.option_table import refuse_unknown, table, whole
+from pipelinerl.trainers.option_table import one_of, refuse_unknown, table, whole
 from pipelinerl.trainers.ranks.distributed import Distributed, read_distributed
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of
-from pipelinerl.trainers.torch.mesh import ProcessMesh
+from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh
 from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions, optimizer_of
 from trainer_contract.errors import SpecError
 
@@ -28,6 +29,7 @@ class TorchOptions:
     """`distributed` is there if and only if the mesh is of several processes."""
 
     mesh: ProcessMesh
+    gradients: GradientSum = GradientSum.WHOLE
     lora: LoraOptions | None = None
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     distributed: Distributed | None = None
@@ -40,6 +42,7 @@ class TorchOptions:
             SpecError: an unknown key, a value of another kind than expected, or a mesh that cannot be had.
         """
         mesh, lora, optimizer = checked(options)
+        read = cls(mesh=mesh, gradients=gradients_of(options), lora=lora, optimizer=optimizer)
         distributed = options.get("distributed")
         if mesh.size == 1 and distributed is not None:
             raise SpecError("options.distributed is of several processes, and options.mesh makes one; say dp_shard=2")
@@ -49,9 +52,8 @@ class TorchOptions:
                 '`pipelinerl run`, which says it, or add options.distributed={coordinator="127.0.0.1:8476"}'
             )
         if distributed is None:
-            return cls(mesh=mesh, lora=lora, optimizer=optimizer)
-        met = read_distributed(distributed, trainer=_NAME, processes=mesh.size)
-        return cls(mesh=mesh, lora=lora, optimizer=optimizer, distributed=met)
+            return read
+        return replace(read, distributed=read_distributed(distributed, trainer=_NAME, processes=mesh.size))
 
 
 def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None, OptimizerOptions]:
@@ -60,7 +62,13 @@ def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None
     Raises:
         SpecError: as `TorchOptions.of`, but for where the processes meet, which the launcher says.
     """
+    gradients_of(options)
     return mesh_of(options), lora_of(options), optimizer_of(options)
+
+
+def gradients_of(options: Mapping[str, Any]) -> GradientSum:
+    """What a process is to hold of gradients. Raises SpecError for what is no `GradientSum`."""
+    return one_of(GradientSum, options.get("gradients", GradientSum.WHOLE), "options.gradients")
 
 
 def mesh_of(options: Mapping[str, Any]) -> ProcessMesh:

@@ -117,9 +117,12 @@ def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: SegmentPlan) ->
 
 
 def computing_in(products: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """Within it products are of this dtype: autocast's, unless it is fp32."""
+    """Within it products are of this dtype: autocast's, unless it is fp32.
+
+    Autocast keeps no rounded weights until its end: with checkpointing no more than a layer's are there at once.
+    """
     mixed = products is not torch.float32
-    return torch.autocast(device.type, dtype=products if mixed else None, enabled=mixed)
+    return torch.autocast(device.type, dtype=products if mixed else None, enabled=mixed, cache_enabled=False)
 
 
 @torch.no_grad()

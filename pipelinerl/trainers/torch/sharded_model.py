@@ -1,8 +1,8 @@
 """`ShardedModel`: a packed model whose parameters are divided over a mesh of processes, by torch's `fully_shard`.
 
 Each layer's parameters are gathered where they are used and dropped again; gradients are summed over the processes in
-the last backward of a sequence, into fp32 shards. Weights of a batch are computed on all of it, so gradients are summed
-and never averaged.
+the last backward of a sequence, or in each, into fp32 shards. Weights of a batch are computed on all of it, so
+gradients are summed and never averaged.
 
 The shards are held from the start, as plain tensors over the memory that passes read: while a pass runs,
 `named_parameters` shows whole parameters, and `state_dict` would take them away from it. So other threads read the
@@ -101,7 +101,10 @@ class ShardedModel:
         return {name: shard for name, shard in self.shards.items() if shard.requires_grad}
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Gradients are brought together in the last backward of a sequence, in none before."""
+        """Gradients are brought together in the last backward of a sequence, in none before.
+
+        Where each is said to be the last, a process accumulates its own rows of them alone.
+        """
         cast(FSDPModule, self.model).set_requires_gradient_sync(is_last)
 
     def end_forward(self) -> None:
@@ -132,10 +135,11 @@ class ShardedModel:
         dist.all_reduce(total, group=self._mesh.get_group(_SHARD))
         return float(total)
 
-    def copy_to(self, name: str, rows: Tensor) -> None:
-        """Copy this process' rows, as the last optimizer step left them, to memory on the host; for any thread."""
+    @contextmanager
+    def at_rest(self) -> Iterator[Mapping[str, Tensor]]:
+        """Within it this process' rows, as the last optimizer step left them, which nobody writes to; for any thread."""
         with self._reading:
-            rows.copy_(self._lasting[name].detach())
+            yield self._lasting
 
     @contextmanager
     def lent(self, names: Iterable[str], rows_of: Callable[[str], Tensor]) -> Iterator[None]:

@@ -14,6 +14,7 @@ from typing import cast, final
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import AutocastKwargs
 from torch import Tensor
 
 from pipelinerl.trainers.torch import state as torch_state
@@ -215,7 +216,8 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
     # accelerate keeps one state per process, which its trainers share, and refuses a second precision.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     precision = "bf16" if spec.precision is Precision.BF16 else "no"
-    accelerator = Accelerator(cpu=spec.device is Device.CPU, mixed_precision=precision)
+    uncached = AutocastKwargs(cache_enabled=False)  # as `computing_in`
+    accelerator = Accelerator(cpu=spec.device is Device.CPU, mixed_precision=precision, kwargs_handlers=[uncached])
     if spec.memory_share is not None and accelerator.device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(spec.memory_share)
     return accelerator

@@ -40,6 +40,8 @@ LORA = {"rank": 4, "alpha": 8}
 #: Moments in half the memory, rounded at random.
 SMALL = {"optimizer": {"moments": "bf16"}}
 HOST = {"optimizer": {"place": "host"}}
+#: Gradients are brought together in every backward.
+DIVIDED = {"gradients": "divided"}
 #: Tied and not, a Conv1D, and a value head over layers alone.
 BEGUN = {"qwen2": "policy", "gpt2": "policy", "llama": "value"}
 #: Checks of the kit in which the ranks must agree; `test_the_whole_kit…` has all.
@@ -184,6 +186,13 @@ def two(model, begun, tmp_path_factory) -> tuple[Path, str]:
         (directory / "begin", "begin", {"models": begun}),
         (directory / "refused", "refused", {"model": model, "restore_from": str(directory / "state")}),
         (directory / "host", "train", {"model": model, "options": HOST}),
+        (directory / "divided", "train", {"model": model, "options": DIVIDED}),
+        (directory / "divided", "show", {"model": model, "options": DIVIDED}),
+        (
+            directory / "divided_kit",
+            "kit",
+            {"models": [[model, "policy"]], "names": ["non_finite_is_refused"], "options": DIVIDED},
+        ),
         (directory / "small", "train", {"model": model, "count": 3, "options": SMALL}),
         (
             directory / "small_back",
@@ -311,6 +320,14 @@ def test_20_steps_with_moments_on_the_host_are_those_of_one_process(one, two):
 
 
 @pytest.mark.timeout(600)
+def test_20_steps_whose_gradients_are_divided_in_every_backward_are_those_of_one_process(one, two):
+    ours, theirs = arrays(two[0] / "divided"), arrays(one)
+    assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:20]).max() <= 1e-6
+    assert distance(ours, theirs, "gradient") <= 2e-6
+    assert found(two[0] / "divided_kit") == {"qwen3 policy": {"non_finite_is_refused": ""}}
+
+
+@pytest.mark.timeout(600)
 def test_moments_in_bf16_are_saved_on_two_and_loaded_on_one_to_the_bit(model, two, tmp_path):
     small = two[0] / "small"
     kept = ShardFiles.of(small / "state")
@@ -391,8 +408,9 @@ def test_reads_beside_passes_twenty_times(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"mush": 1}, "options.mush is unknown to the torch trainer; it knows mesh, lora, optimizer"),
+        ({"mush": 1}, "options.mush is unknown to the torch trainer; it knows mesh, gradients, lora"),
         ({"mesh": {"fsdp": 2}}, "options.mesh.fsdp is unknown to the torch trainer; it knows dp_replicate, dp_shard"),
+        ({"gradients": "half"}, "options.gradients must be whole or divided, got 'half'"),
         ({"mesh": {"dp_shard": 0}}, "options.mesh.dp_shard must be a whole number of at least 1, got 0"),
         ({"mesh": {"cp": 2}}, "options.mesh makes 2 processes, and options.distributed does not say where they meet"),
         ({"mesh": TWO}, "options.mesh makes 2 processes, and options.distributed does not say where they meet"),

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from pipelinerl.trainers.option_table import table
-from trainer_contract.errors import SpecError
+from pipelinerl.trainers.option_table import one_of, table
 
 _WHERE: Final = "options.optimizer"
 
@@ -41,9 +40,6 @@ class OptimizerOptions:
     place: StatePlace = StatePlace.DEVICE
 
 
-_Choice = TypeVar("_Choice", bound=StrEnum)
-
-
 def optimizer_of(options: Mapping[str, Any]) -> OptimizerOptions:
     """What `TrainerSpec.options` say of the optimizer's state.
 
@@ -51,14 +47,7 @@ def optimizer_of(options: Mapping[str, Any]) -> OptimizerOptions:
         SpecError: an unknown key, or a value that is none of those there are.
     """
     given = table(options.get("optimizer", {}), OptimizerOptions, _WHERE, trainer="torch")
+    moments, place = given.get("moments", MomentDType.FP32), given.get("place", StatePlace.DEVICE)
     return OptimizerOptions(
-        moments=_chosen(given, "moments", MomentDType.FP32), place=_chosen(given, "place", StatePlace.DEVICE)
+        moments=one_of(MomentDType, moments, f"{_WHERE}.moments"), place=one_of(StatePlace, place, f"{_WHERE}.place")
     )
-
-
-def _chosen(given: Mapping[str, Any], name: str, default: _Choice) -> _Choice:
-    kind = type(default)
-    value = given.get(name, default)
-    if value not in tuple(kind):
-        raise SpecError(f"{_WHERE}.{name} must be {' or '.join(kind)}, got {value!r}")
-    return kind(value)

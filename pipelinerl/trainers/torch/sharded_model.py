@@ -137,7 +137,7 @@ class ShardedModel:
 
     @contextmanager
     def at_rest(self) -> Iterator[Mapping[str, Tensor]]:
-        """Within it this process' rows, as the last optimizer step left them, which nobody writes to; for any thread."""
+        """Within it this process' rows are as the last optimizer step left them, and written by nobody; any thread."""
         with self._reading:
             yield self._lasting
 

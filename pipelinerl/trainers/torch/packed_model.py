@@ -58,15 +58,18 @@ class PackedModel(nn.Module):
             temperatures: f32 [N], or None for 1 everywhere.
         """
         hidden = hidden_states(self.model.base_model, token_ids, segments)
-        return token_predictions(
-            before(hidden),
-            self.model.get_output_embeddings(),
-            chosen,
-            temperatures,
-            vocab_size=self.model.config.get_text_config().vocab_size,
-            measures=measures,
-            logits_at_once=self._logits_at_once,
-        ).clone()  # not a view: `fully_shard` hangs a hook on it, which an in-place operation on a view would drop
+        with _rounding_once(hidden.device.type):  # an output layer's weight is of all pieces
+            predictions = token_predictions(
+                before(hidden),
+                self.model.get_output_embeddings(),
+                chosen,
+                temperatures,
+                vocab_size=self.model.config.get_text_config().vocab_size,
+                measures=measures,
+                logits_at_once=self._logits_at_once,
+            )
+        # Not a view: `fully_shard` hangs a hook on it, which an in-place operation on a view would drop.
+        return predictions.clone()
 
     @torch.no_grad()
     def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
@@ -123,6 +126,16 @@ def computing_in(products: torch.dtype, device: torch.device) -> AbstractContext
     """
     mixed = products is not torch.float32
     return torch.autocast(device.type, dtype=products if mixed else None, enabled=mixed, cache_enabled=False)
+
+
+def _rounding_once(device: str) -> AbstractContextManager[Any]:
+    """Within it autocast, if it is on, keeps what it has rounded until it ends."""
+    return torch.autocast(
+        device,
+        dtype=torch.get_autocast_dtype(device),
+        enabled=torch.is_autocast_enabled(device),
+        cache_enabled=True,
+    )
 
 
 @torch.no_grad()

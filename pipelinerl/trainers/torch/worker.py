@@ -78,7 +78,7 @@ class TorchWorker:
         if loaded.adapters is not None:
             log.info("LoRA: %s", share_of(*loaded.adapters.counts))
         model = accelerator.prepare(loaded.model)
-        apart = {trained[name]: master for name, master in masters.items()}
+        apart: dict[Tensor, Tensor] = {trained[name]: master for name, master in masters.items()}
         optimizer = adamw(trained.values(), spec.optimizer, options, seed=spec.seed, masters=apart)
         worker = cls(
             spec=spec,

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 
-def rounded_in_passes(model: PreTrainedModel) -> set[nn.Parameter]:
+def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
     """Weights that nothing but autocast's linear layers computes with.
 
     An output layer whose forward is ours (`torch_head`) reads its weight in fp32, and is none of them.
     """
     linear = [each for each in model.modules() if isinstance(each, nn.Linear | Conv1D) and "forward" not in vars(each)]
-    embedded = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
+    embedded: set[Tensor] = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
     return {each.weight for each in linear} - embedded
 
 

@@ -25,6 +25,7 @@ import torch.distributed
 from torch import Tensor
 
 from pipelinerl.trainers.ranks.commands import GatheredKind
+from pipelinerl.trainers.ranks.recycled import RecycledMemory
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import in_agreement, world
 from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device, seed_dropout
@@ -191,23 +192,29 @@ class MeshWorker:
         count: Tensor = self.optimizer.state[self.model.shards[name]]["step"]
         return count
 
-    def gathered(self, places: range, kind: GatheredKind) -> list[Tensor]:
+    def gathered(self, places: range, kind: GatheredKind, memory: RecycledMemory = RecycledMemory(0)) -> list[Tensor]:
         """On rank 0 the whole parameters at these places, or their moments; the others send their rows, and find none.
 
         They are in memory at once on rank 0 alone, which copies its own rows while others' come in; of several copies
         the first is read.
+
+        Args:
+            memory: where they are put.
         """
         if self.rank >= self.mesh.shards:
             return []
         shapes = dict(list(self.model.shapes.items())[places.start : places.stop])
         try:
-            return self._send(list(shapes), kind) if self.rank else self._receive(shapes, kind)
+            return self._send(list(shapes), kind) if self.rank else self._receive(shapes, kind, memory)
         except RuntimeError as error:
             names = ", ".join(shapes)
             raise RankError(f"gathering {names} failed: {error}; a rank has died: start all ranks again") from error
 
-    def _receive(self, shapes: Mapping[str, torch.Size], kind: GatheredKind) -> list[Tensor]:
-        wholes = {name: torch.empty(shape, dtype=self._dtype_of(kind)) for name, shape in shapes.items()}
+    def _receive(self, shapes: Mapping[str, torch.Size], kind: GatheredKind, memory: RecycledMemory) -> list[Tensor]:
+        dtype, sizes = self._dtype_of(kind), [shape.numel() for shape in shapes.values()]
+        flat = torch.from_numpy(memory.take(sum(sizes) * dtype.itemsize)).view(dtype)
+        parts = torch.split(flat, sizes)
+        wholes = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
         coming = [
             dist.irecv(_bytes(part), rank, group=world().reads)
             for whole in wholes.values()

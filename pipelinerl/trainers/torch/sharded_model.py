@@ -61,6 +61,8 @@ class ShardedModel:
         self._mesh = device_mesh(device.type, mesh.dp_replicate, mesh.shards)
         self.group = None if mesh.cp == 1 else sequence_group(device.type, mesh.width, mesh.cp)
         self.shapes = {name: parameter.shape for name, parameter in named.items()}
+        #: Numbers of the largest parameter of a layer.
+        self.largest = max((each.numel() for layer in _layers(model) for each in layer.parameters()), default=0)
         for module in [*_layers(model), model]:
             whole = [each for each in module.parameters() if not isinstance(each, DTensor)]
             for parameter in whole:

@@ -6,15 +6,18 @@ use, and does it agree with the engine?
     MFU         the step's floating-point operations, over its time, over the measured peak of a bf16 matrix product
     parity      log-probs of what the engine sampled, against the trainer's forward of the same tokens: the importance
                 weights of on-policy data, which should be 1
+    state       the optimizer's state on the host, or in bf16: losses of three steps against those with neither, and the
+                time of a step over that of one with neither (pinned memory, copied on the stream that steps)
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -31,6 +34,13 @@ from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec, WeightDType
 
 _RATE = 1e-6
+#: Options of the optimizer's state that are tried, and by how much losses may differ in bf16.
+_STATES: Final[Sequence[Mapping[str, str]]] = (
+    {"place": "host"},
+    {"moments": "bf16"},
+    {"place": "host", "moments": "bf16"},
+)
+_STATE_APART: Final = 2e-2
 
 
 def packed(token_ids: Sequence[Sequence[int]], prompt: int, behavior: Sequence[NDArray[np.float32]]) -> MicroBatch:
@@ -78,10 +88,14 @@ def step_flops(scale: Scale, batch: MicroBatch) -> float:
     return products + output + attention
 
 
-def trainer_of(folder: Path, device: torch.device, precision: Precision) -> TorchTrainer:
+def trainer_of(
+    folder: Path, device: torch.device, precision: Precision, options: Mapping[str, Any] = MappingProxyType({})
+) -> TorchTrainer:
     """The trainer under test."""
     trainer = TorchTrainer()
-    trainer.init_worker(TrainerSpec(model_path=folder, device=Device(device.type), precision=precision))
+    trainer.init_worker(
+        TrainerSpec(model_path=folder, device=Device(device.type), precision=precision, options=options)
+    )
     return trainer
 
 
@@ -155,6 +169,37 @@ def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[
         "tokens": batch.num_tokens,
         "seconds": timings.as_dict(),
     }
+
+
+def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
+    """Where the optimizer's state lies, and in what, against fp32 on the device."""
+    batch, objective = random_batch(scale), resolve("pipelinerl")
+    rows: list[Row] = []
+    found: dict[str, Any] = {}
+
+    def measured(options: Mapping[str, Any]) -> tuple[NDArray[np.float64], float]:
+        trainer = trainer_of(folder, device, Precision.BF16, {"optimizer": options})
+
+        def step() -> float:
+            loss = trainer.backward([batch], objective)[0].loss
+            trainer.optimizer_step(learning_rate=_RATE)
+            wait(device)
+            return loss
+
+        losses = np.array([step() for _ in range(3)])
+        timings = paired({"step": seconds_of(step)}, scale.rounds)
+        trainer.close()
+        gc.collect()
+        return losses, timings.median("step")
+
+    expected, seconds = measured({})
+    for options in _STATES:
+        losses, taken = measured(options)
+        name, apart = ", ".join(map(str, options.values())), float(np.abs(losses - expected).max())
+        rows.append(Row(f"state {name}: largest |Δ loss|", apart, f"<= {_STATE_APART:g}", apart <= _STATE_APART))
+        rows.append(Row("    its step / one with fp32 moments on the device", taken / seconds))
+        found[name] = {"apart": apart, "slower": taken / seconds}
+    return rows, found
 
 
 def check_parity(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:

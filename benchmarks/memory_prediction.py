@@ -13,7 +13,7 @@ import gc
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from pipelinerl.commands.memory.trainer_memory import TrainerMemory
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
+from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 
@@ -45,6 +46,12 @@ _VARIANTS: Final = (
     (Precision.BF16, 16, False),
     (Precision.BF16, 16, True),
 )
+#: Of the optimizer's state, on a CPU of that on the host, too: whole models without checkpointing.
+_STATES: Final = (
+    (Precision.FP32, OptimizerOptions(moments=MomentDType.BF16)),
+    (Precision.BF16, OptimizerOptions(place=StatePlace.HOST)),
+    (Precision.BF16, OptimizerOptions(moments=MomentDType.BF16, place=StatePlace.HOST)),
+)
 #: Those that a CPU makes within minutes.
 _OF_SMOLLM2: Final = _VARIANTS[:3]
 
@@ -59,12 +66,16 @@ class MemoryCase:
     rank: int
     checkpointing: bool
     tokens: int
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
 
     @property
     def label(self) -> str:
         """For the table."""
         kind = f"LoRA {self.rank}" if self.rank else "whole"
-        return f"{self.name}, {kind}, {self.precision}{', checkpointing' if self.checkpointing else ''}, {self.tokens}"
+        further = [", checkpointing"] if self.checkpointing else []
+        if self.optimizer != OptimizerOptions():
+            further.append(f", moments {self.optimizer.moments} on the {self.optimizer.place}")
+        return f"{self.name}, {kind}, {self.precision}{''.join(further)}, {self.tokens}"
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
@@ -87,8 +98,15 @@ def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list
             rank=rank,
             checkpointing=checkpointing,
             tokens=scale.trained_tokens,
+            optimizer=optimizer,
         )
-        for rank, checkpointing in ((0, False), (0, True), (16, False))
+        for rank, checkpointing, optimizer in (
+            (0, False, OptimizerOptions()),
+            (0, True, OptimizerOptions()),
+            (16, False, OptimizerOptions()),
+            (0, True, OptimizerOptions(moments=MomentDType.BF16)),
+            (0, True, OptimizerOptions(place=StatePlace.HOST)),
+        )
     ]
     found = [measured(case, device) for case in cases]
     return [_row(each) for each in found], {"cases": found}
@@ -103,7 +121,7 @@ def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
             device=Device(device.type),
             precision=case.precision,
             gradient_checkpointing=case.checkpointing,
-            options={"lora": {"rank": case.rank}} if case.rank else {},
+            options={"optimizer": asdict(case.optimizer)} | ({"lora": {"rank": case.rank}} if case.rank else {}),
         )
     )
     shape = read_shape(case.path)
@@ -115,17 +133,20 @@ def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
         checkpointing=case.checkpointing,
         rank=case.rank,
         wire=shape.dtype,
+        moments=case.optimizer.moments,
+        place=case.optimizer.place,
     )
     peak = _peak(trainer, batch, device)
-    print(f"{case.label}: {memory.total / peak:.3f}", file=sys.stderr, flush=True)
+    predicted = memory.total + (memory.host if device.type == "cpu" else 0)  # where the host is the device
+    print(f"{case.label}: {predicted / peak:.3f}", file=sys.stderr, flush=True)
     trainer.close()
     del trainer
     gc.collect()
     return {
         "case": case.label,
-        "predicted": memory.total,
+        "predicted": predicted,
         "measured": peak,
-        "ratio": memory.total / peak,
+        "ratio": predicted / peak,
         "parts": dict(memory.parts),
     }
 
@@ -158,7 +179,7 @@ def _standing(trainer: TorchTrainer) -> int:
     """Bytes that are there between two steps: what a profiler that starts now does not see allocated."""
     worker: Any = trainer._worker
     moments = [each for state in worker.optimizer.state.values() for each in state.values()]
-    tensors = [*worker.own.values(), *worker.trained.values(), *moments]
+    tensors = [*worker.own.values(), *worker.masters.values(), *worker.trained.values(), *moments]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
@@ -199,6 +220,16 @@ def _cases(folder: Path, *, quick: bool) -> Iterator[MemoryCase]:
                 rank=rank,
                 checkpointing=checkpointing,
                 tokens=1024 if quick else 2048,
+            )
+        for precision, optimizer in _STATES:
+            yield MemoryCase(
+                name=name,
+                path=path,
+                precision=precision,
+                rank=0,
+                checkpointing=False,
+                tokens=1024 if quick else 2048,
+                optimizer=optimizer,
             )
     if not quick and (SMOLLM2 / "model.safetensors").is_file():
         for precision, rank, checkpointing in _OF_SMOLLM2:

@@ -38,8 +38,8 @@ from trainer_contract.types import Device, TrainerSpec
 _RANKS: Final = 2
 _MESH: Final = {"dp_shard": _RANKS}
 _PIECE: Final = 2**20
-#: What the other rank allocates from this size on, in bytes, it gives back when it drops it.
-_GIVEN_BACK: Final = 2**17
+#: What a rank allocates from this size on, in bytes, it gives back when it drops it.
+GIVEN_BACK: Final = 2**17
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def other_rank(coordinator: str, environment: Mapping[str, str] = MappingProxyTy
     told = ["--set", f"trainer.options.mesh.dp_shard={_RANKS}"]
     told += ["--set", f"trainer.options.distributed.coordinator={json.dumps(coordinator)}"]
     argv = [sys.executable, "-m", "pipelinerl.cli", "trainer-rank", "--rank", "1", *told]
-    rank = subprocess.Popen(argv, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(_GIVEN_BACK), **environment})
+    rank = subprocess.Popen(argv, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(GIVEN_BACK), **environment})
     try:
         yield rank.pid
     finally:

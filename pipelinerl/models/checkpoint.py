@@ -207,7 +207,33 @@ def load_model(
     """
     import torch
 
-    model = _load(path, part=part, dtype=getattr(torch, dtype))
+    return _attending(_load(path, part=part, dtype=getattr(torch, dtype)), attention)
+
+
+def load_structure(path: Path, *, attention: str | None = None, part: Part = "causal_lm") -> PreTrainedModel:
+    """`load_model`'s model in fp32 before its weights are read: its parameters are on the meta device.
+
+    Buffers have their values, but for those that the directory holds: these are on the meta device, too.
+
+    Raises:
+        ModelError: `load_model` would raise it.
+    """
+    import torch
+
+    model: Any = _load(path, part=part, device_map="meta", dtype=torch.float32)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta and name in module._non_persistent_buffers_set:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+                module._is_hf_initialized = False
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # what is read later is left as it is
+    model.initialize_weights()  # as transformers makes buffers when it loads a model
+    return _attending(model, attention)
+
+
+def _attending(model: PreTrainedModel, attention: str | None) -> PreTrainedModel:
+    """In eval mode, with this attention."""
     if attention is not None:
         if not getattr(model, "_supports_attention_backend", False):
             raise ModelError(f"{type(model).__name__} does not use transformers' attention interface")

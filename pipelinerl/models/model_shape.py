@@ -71,6 +71,12 @@ class ModelShape:
         return sum(map(math.prod, self.linear.values())) + self.vocab * self.hidden
 
     @property
+    def products(self) -> int:
+        """Parameters that linear layers alone compute with: not an output layer's that is tied."""
+        outer = [shape for name, shape in self.parameters.items() if name.endswith(_HEAD)]
+        return sum(map(math.prod, [*self.linear.values(), *outer]))
+
+    @property
     def is_gated(self) -> bool:
         """Does the MLP multiply two branches, as SwiGLU does?"""
         return any("gate" in name for name in self.parameters)

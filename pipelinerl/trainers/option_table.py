@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from trainer_contract.errors import SpecError
+
+Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def table(value: Any, kind: type[Any], where: str, *, trainer: str) -> Mapping[str, Any]:
@@ -29,6 +32,13 @@ def whole(value: Any, where: str, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecError(f"{where} must be a whole number of at least {least}, got {value!r}")
     return value
+
+
+def one_of(kind: type[Choice], value: Any, where: str) -> Choice:
+    """`value` as a member of the enum `kind`. Raises SpecError for anything else."""
+    if value not in tuple(kind):
+        raise SpecError(f"{where} must be {' or '.join(kind)}, got {value!r}")
+    return kind(value)
 
 
 def refuse_lora(options: Mapping[str, Any]) -> None:

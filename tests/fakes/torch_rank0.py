@@ -6,6 +6,7 @@ until a rank is lost, whose error it prints.
 """
 
 import json
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -24,7 +25,7 @@ from tests.fakes.rollouts import group, rollout
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
 from trainer_contract.conformance.probes import Subject, pack, rollouts_of
 from trainer_contract.conformance.reading_checks import reads_are_of_the_last_step
-from trainer_contract.errors import TrainerError
+from trainer_contract.errors import StateError, TrainerError
 from trainer_contract.types import Device, Head, OptimizerSpec, Precision, TrainerSpec
 
 VOCAB = 48
@@ -94,6 +95,28 @@ def train(directory, *, model, options, first=0, count=20, parts=5, restore_from
     np.savez(directory / "steps.npz", **taken)
     trainer.close()
     return {"version": first + count}
+
+
+def begin(directory, *, models, options):
+    """The weights that each model begins with, under each of its heads."""
+    for model, head in models:
+        trainer = TorchTrainer()
+        trainer.init_worker(spec_of(model, options, head=Head(head)))
+        np.savez(directory / f"{Path(model).name}_{head}.npz", **weights_of(trainer))
+        trainer.close()
+    return {}
+
+
+def refused(directory, *, model, options, restore_from):
+    """What is said of a state whose last shard is cut short."""
+    state = shutil.copytree(restore_from, directory / "state")
+    shard = max((state / "shards").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    try:
+        TorchTrainer().init_worker(spec_of(model, options, restore_from=state))
+    except StateError as error:
+        return {"said": str(error)}
+    return {"said": ""}
 
 
 def resave(directory, *, model, options, restore_from):

@@ -19,7 +19,9 @@ from pipelinerl.models.model_shape import ModelShape, read_shape
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of, share_of
-from pipelinerl.trainers.torch.options import mesh_of
+from pipelinerl.trainers.torch.mesh import GradientSum
+from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace, optimizer_of
+from pipelinerl.trainers.torch.options import gradients_of, mesh_of
 from trainer_contract.types import Precision, WeightDType
 
 _ENGINES: Final = frozenset({"torch", "jax", "vllm"})
@@ -37,6 +39,11 @@ class Footprint(Protocol):
     @property
     def total(self) -> int:
         """Bytes at the peak."""
+        ...
+
+    @property
+    def host(self) -> int:
+        """Bytes on the host that are not in `total`."""
         ...
 
 
@@ -74,7 +81,7 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
     if section.type != "torch":
         return None
     lora, mesh = lora_of(section.options), mesh_of(_without_meeting(section.options))
-    longest = config.engine.context_length
+    optimizer, longest = optimizer_of(section.options), config.engine.context_length
     tokens = max(longest, min(section.micro_batch_tokens, longest * config.training.rollouts_per_step))
     asked = min(1.0, config.sampling.max_tokens / longest)
     return TrainerMemory(
@@ -90,6 +97,9 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
         wire=dtypes_of(config).wire,
         values="values" in objective.passes,
         reference="ref_logprobs" in objective.passes,
+        moments=optimizer.moments,
+        place=optimizer.place,
+        gradients=gradients_of(section.options),
     )
 
 
@@ -124,7 +134,8 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
     for kind, its in prediction.by_process.items():
         limit = limits.get(kind)
         told = ", ".join(f"{name} {gib(size)}" for name, size in its.parts.items())
-        yield f"{kind}: {gib(its.total)}" + (f" of {gib(limit)}" if limit else "") + f" at the peak ({told})"
+        beside = f"; {gib(its.host)} on the host" if its.host else ""
+        yield f"{kind}: {gib(its.total)}" + (f" of {gib(limit)}" if limit else "") + f" at the peak ({told}){beside}"
         if limit is not None and its.total > limit:
             yield f"{kind}: more than the {gib(limit)} that it has; {_advice(its, limit)}"
     whole, limit = _of_all(prediction), limits.get("all")
@@ -133,7 +144,8 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
 
 
 def _of_all(prediction: MemoryPrediction) -> int:
-    trainer = 0 if prediction.trainer is None else prediction.trainer.total * prediction.trainer.shards
+    its = prediction.trainer
+    trainer = 0 if its is None else (its.total + its.host) * its.shards
     return trainer + (0 if prediction.engine is None else prediction.engine.total * prediction.engines)
 
 
@@ -172,9 +184,15 @@ def _trainer_changes(trainer: TrainerMemory) -> Iterator[tuple[str, Footprint]]:
         yield f"trainer.micro_batch_tokens={tokens}", fewer
     if trainer.precision is Precision.FP32:
         yield "trainer.precision=bf16", replace(trainer, precision=Precision.BF16)
+    if trainer.place is StatePlace.DEVICE:
+        if trainer.moments is MomentDType.FP32:
+            yield "trainer.options.optimizer.moments=bf16", replace(trainer, moments=MomentDType.BF16)
+        yield "trainer.options.optimizer.place=host", replace(trainer, place=StatePlace.HOST)
     if not trainer.rank and trainer.shards == 1:
         rank = LoraOptions().rank
         yield f"trainer.options.lora.rank={rank}", replace(trainer, rank=rank)
+    if trainer.shards > 1 and trainer.gradients is GradientSum.WHOLE:
+        yield "trainer.options.gradients=divided", replace(trainer, gradients=GradientSum.DIVIDED)
     for shards in _SHARDS:
         if shards > trainer.shards and trainer.cp == 1:
             yield f"trainer.options.mesh.dp_shard={shards}", replace(trainer, shards=shards)

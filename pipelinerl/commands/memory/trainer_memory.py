@@ -5,7 +5,11 @@ pass kept. What one layer keeps, per token, with H hidden, Q and K the width of 
 
     in fp32    residual stream 2 H, norms' outputs 2 H, queries Q, keys and values 2 K, attention's output 2 Q, the MLP
                4 I (5 I if it is not gated); what trains RMS norms' weights 2 H, and 2 (Q + K) where heads have norms
-    in bf16    the residual stream and what norms' weights need stay fp32; each linear layer has its input once more
+    in bf16    the residual stream and what norms' weights need stay fp32; each linear layer has its input once more,
+               and its weight in bf16 until it has gone back
+
+On the host lie moments where they are put there, and in bf16 the fp32 masters of linear layers, too: the device then
+has these in bf16, and passes make no bf16 copies of them.
 
 Padded to its bucket, what attention keeps is a tenth more. With checkpointing a layer keeps its input alone and one of
 them at a time has all of it. The output layer holds three times its logits while it goes back.
@@ -13,11 +17,14 @@ them at a time has all of it. The output layer holds three times its logits whil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from pipelinerl.models.model_shape import BYTES, ModelShape
+from pipelinerl.trainers.torch.mesh import GradientSum
+from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
 from trainer_contract.types import Precision, WeightDType
 
 #: Logits held at once: of `numerics.torch_logprobs`, which is not imported since it brings torch.
@@ -35,7 +42,8 @@ class TrainerMemory:
     Each micro-batch is computed by `cp` of the processes together.
 
     `rank` 0 trains every weight; else adapters of that rank on `targets` (None: all linear layers). `values` and
-    `reference` say whether a critic and a reference of the same size lie beside the policy.
+    `reference` say whether a critic and a reference of the same size lie beside the policy. `moments` and `place` are
+    of the optimizer's state.
     """
 
     shape: ModelShape
@@ -50,6 +58,9 @@ class TrainerMemory:
     wire: WeightDType = WeightDType.FLOAT32
     values: bool = False
     reference: bool = False
+    moments: MomentDType = MomentDType.FP32
+    place: StatePlace = StatePlace.DEVICE
+    gradients: GradientSum = GradientSum.WHOLE
 
     @property
     def parts(self) -> Mapping[str, int]:
@@ -58,8 +69,8 @@ class TrainerMemory:
         bases = 1 if self.rank and self.shards == 1 else values + self.reference
         found = {
             "weights": self._weights * bases + 4 * self.adapters * values // self.shards,
-            "gradients": 4 * self._trained * values,
-            "moments": 8 * self._trained * values // self.shards,
+            "gradients": self._gradients * values,
+            "moments": 0 if self._is_on_host else self._moments * values,
             "activations": self._activations,
             "logits": self._logits,
             "casts": self._casts,
@@ -73,6 +84,13 @@ class TrainerMemory:
         return sum(self.parts.values())
 
     @property
+    def host(self) -> int:
+        """Bytes of the optimizer's state that lie on the host, for this process."""
+        if not self._is_on_host:
+            return 0
+        return (self._moments + 4 * self._rounded) * (2 if self.values else 1)
+
+    @property
     def adapters(self) -> int:
         """Parameters of A and B of all targets."""
         return self.rank * sum(map(sum, self.shape.adapted(self.targets))) if self.rank else 0
@@ -80,6 +98,21 @@ class TrainerMemory:
     @property
     def _trained(self) -> int:
         return self.adapters if self.rank else self.shape.count
+
+    @property
+    def _is_on_host(self) -> bool:
+        return self.place is StatePlace.HOST
+
+    @property
+    def _moments(self) -> int:
+        """Both of a model's, wherever they lie."""
+        return (8 if self.moments is MomentDType.FP32 else 4) * self._trained // self.shards
+
+    @property
+    def _rounded(self) -> int:
+        """Parameters that the device holds in bf16, with their masters on the host."""
+        is_apart = self._is_on_host and self._is_half and not self.rank and self.shards == 1
+        return self.shape.products if is_apart else 0
 
     @property
     def _own_tokens(self) -> int:
@@ -101,17 +134,36 @@ class TrainerMemory:
     def _weights(self) -> int:
         """A copy of the model; where a mesh divides it, this part, and two layers that are gathered at once."""
         shape, matrix = self.shape, 2 if self._keeps_base_in_bf16 else 4
-        whole = 4 * shape.count - (4 - matrix) * shape.matrices
+        whole = 4 * shape.count - (4 - matrix) * shape.matrices - 2 * self._rounded
         if self.shards == 1:
             return whole
-        layer = sum(rows * columns for rows, columns in shape.linear.values()) // shape.layers
-        outer = shape.vocab * shape.hidden
-        return whole // self.shards + matrix * (2 * layer + outer)
+        return whole // self.shards + matrix * (2 * self._layer + self._outer)
+
+    @property
+    def _layer(self) -> int:
+        """Parameters of the matrices of a layer."""
+        return sum(map(math.prod, self.shape.linear.values())) // self.shape.layers
+
+    @property
+    def _outer(self) -> int:
+        """Parameters outside of layers: embeddings and an output layer, with norms."""
+        return self.shape.count - self._layer * self.shape.layers
+
+    @property
+    def _gradients(self) -> int:
+        """Whole, or a process' rows, with those of a layer and of what is outside on their way to them."""
+        if self.shards == 1 or self.gradients is GradientSum.WHOLE:
+            return 4 * self._trained
+        passing = 2 * (self._layer + self._outer) if not self.rank else 0
+        return 4 * (self._trained // self.shards + passing)
 
     @property
     def _casts(self) -> int:
-        """Weights in bf16, which autocast makes of fp32 ones and a backward pass needs."""
-        return 2 * self.shape.multiplied if self._is_half and not self._keeps_base_in_bf16 else 0
+        """Weights in bf16, which autocast makes of fp32 ones for a backward pass; with checkpointing a layer's."""
+        if self.checkpointing and self._is_half and not self._keeps_base_in_bf16:
+            outer = self.shape.vocab * self.shape.hidden
+            return 2 * max(0, outer + self._layer - self._rounded)
+        return 2 * (self.shape.multiplied - self._rounded) if self._is_half and not self._keeps_base_in_bf16 else 0
 
     @property
     def _activations(self) -> int:

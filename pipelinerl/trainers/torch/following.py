@@ -46,8 +46,7 @@ class MeshFollower:
             case Discard():
                 worker.model.discard_gradient()
             case Gather():
-                for place in range(command.place, command.place + command.count):
-                    worker.gathered(place, command.kind)
+                worker.gathered(range(command.place, command.place + command.count), command.kind)
             case Save():
                 worker.save_shard(Path(command.path))
         return []

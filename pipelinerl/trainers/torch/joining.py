@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed
 
 from pipelinerl.trainers.ranks.distributed import Distributed
-from trainer_contract.errors import SpecError
+from trainer_contract.errors import SpecError, StateError
 
 #: Torch's stubs leave out most of what is made in C++.
 dist: Any = torch.distributed
+#: What a process tells the others of why it cannot start, and of which of these kinds it is.
+_SENTENCE_BYTES: Final = 1000
+_KINDS: Final = (SpecError, StateError)
 
 
 @final
@@ -79,3 +84,29 @@ def _bind_gloo_to_loopback() -> None:
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+
+
+@contextmanager
+def in_agreement() -> Iterator[None]:
+    """What one process finds here all of them raise, so that none waits for one that has given up.
+
+    Raises:
+        SpecError, StateError: this process' own, or else that of the first that has one.
+    """
+    own: SpecError | StateError | None = None
+    try:
+        yield
+    except _KINDS as error:
+        own = error
+    said = torch.zeros(1 + _SENTENCE_BYTES, dtype=torch.uint8)
+    if own is not None:
+        sentence = str(own).encode()[:_SENTENCE_BYTES]
+        said[0] = 1 + _KINDS.index(SpecError if isinstance(own, SpecError) else StateError)
+        said[1 : 1 + len(sentence)] = torch.tensor(list(sentence), dtype=torch.uint8)
+    heard = [torch.empty_like(said) for _ in range(dist.get_world_size())]
+    dist.all_gather(heard, said)
+    if own is not None:
+        raise own
+    for rank, (kind, *text) in enumerate(each.tolist() for each in heard):
+        if kind:
+            raise _KINDS[kind - 1](f"rank {rank}: {bytes(text).rstrip(bytes(1)).decode(errors='replace')}")

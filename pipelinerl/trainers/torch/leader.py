@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast, final
+from typing import TypeVar, final
 
 import numpy as np
 from torch import Tensor
@@ -33,6 +33,7 @@ from pipelinerl.trainers.ranks.commands import (
     encode_spec,
 )
 from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, Together, lead
+from pipelinerl.trainers.ranks.recycled import RecycledMemory
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import join
 from pipelinerl.trainers.torch.lora.adapters import Adapters
@@ -152,14 +153,16 @@ class MeshLeader:
         return self._worker.layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Host tensors, gathered from the ranks when they are asked for, as many at once as the largest is."""
+        """Host tensors, gathered from the ranks when they are asked for, as many at once as a layer's largest is."""
         layout, adapters = self._worker.layout(), self._worker.loaded.adapters
         if adapters is not None:
             for info in layout:
                 yield info.name, self._merged(info.name, adapters)
             return
-        for bunch in bunches_of(layout):
-            found = self._gathered([info.name for info in bunch], GatheredKind.WEIGHTS)
+        largest = self._worker.model.largest
+        memory = RecycledMemory(largest * self._worker.loaded.gather_dtype.itemsize)
+        for bunch in bunches_of(layout, largest):
+            found = self._gathered([info.name for info in bunch], GatheredKind.WEIGHTS, memory)
             while bunch:
                 yield bunch.pop(0).name, found.pop(0)
 
@@ -260,25 +263,23 @@ class MeshLeader:
         own, a, b = (self._gathered([each], GatheredKind.MASTER)[0] for each in (name, *pair))
         return adapters.merged_with(name, own, a, b).to(self._worker.loaded.gather_dtype)
 
-    def _gathered(self, names: Sequence[str], kind: GatheredKind) -> list[Tensor]:
+    def _gathered(
+        self, names: Sequence[str], kind: GatheredKind, memory: RecycledMemory = RecycledMemory(0)
+    ) -> list[Tensor]:
         """Whole parameters, or moments of them, which are neighbours in the model's order."""
         first = self._worker.place_of(names[0])
         command = Gather(self._number, first, kind, len(names))
-
-        def own() -> list[Tensor]:
-            return [cast(Tensor, self._worker.gathered(first + number, kind)) for number in range(len(names))]
-
+        own = partial(self._worker.gathered, range(first, first + len(names)), kind, memory)
         return self._ranks.together(lambda _: command, own, lane=Lane.READS).own
 
 
-def bunches_of(layout: Sequence[ParameterInfo]) -> Iterator[list[ParameterInfo]]:
-    """Neighbours that are together no larger than the largest, so that few commands gather many small ones."""
-    largest = max(math.prod(info.shape) for info in layout)
+def bunches_of(layout: Sequence[ParameterInfo], most: int) -> Iterator[list[ParameterInfo]]:
+    """Neighbours of together at most so many numbers, or one alone, so that few commands gather many small ones."""
     bunch: list[ParameterInfo] = []
     held = 0
     for info in layout:
         size = math.prod(info.shape)
-        if bunch and held + size > largest:
+        if bunch and held + size > most:
             yield bunch
             bunch, held = [], 0
         bunch.append(info)

@@ -2,54 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from enum import Enum, auto
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, cast, final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import AdamW
 from transformers import PreTrainedConfig
 
 from pipelinerl import rng
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype, weights_digest
+from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics import torch_head
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import lora_of
-from pipelinerl.trainers.torch.packed_model import PackedModel, load_config, load_for_training
+from pipelinerl.trainers.torch.mesh import ProcessMesh
+from pipelinerl.trainers.torch.optimizer.masters import rounded_in_passes, with_masters
+from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace
+from pipelinerl.trainers.torch.packed_model import PackedModel, hold, load_config, load_for_training
+from pipelinerl.trainers.torch.shard_files import VALUE
+from pipelinerl.trainers.torch.sharded_model import ShardedModel
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import SpecError
 from trainer_contract.types import (
     Device,
     Head,
     HeadPrecision,
-    OptimizerSpec,
     Precision,
     TrainerSpec,
     WeightDType,
 )
 
 
-class BaseMemory(Enum):
-    """Whose the frozen weights are that adapters are trained over."""
-
-    SHARED = auto()
-    """Of all trainers of this process that are from one directory."""
-    OWN = auto()
-    """Of one trainer: it divides them among processes."""
-
-
 @final
 class LoadedModel(NamedTuple):
-    """A model on the CPU, the state that it is from if it is from one, and the dtype that engines are sent it in."""
+    """A model, the state that it is from if it is from one, and the dtype that engines are sent it in.
+
+    Its parameters are on the meta device until there is somewhere to put them: so that of a model which processes
+    divide among them none ever holds more than its own rows and a layer. Where they cannot be read one by one, they are
+    there already, on the CPU.
+    """
 
     model: PackedModel | PackedValueModel
     config: PreTrainedConfig
     saved: torch_state.TorchSavedState | None
+    #: Of the directory that parameters are from; None where they are there.
+    reader: WeightReader | None
     gather_dtype: torch.dtype
     adapters: Adapters | None
     #: Of the directory that a frozen base is from; "" without adapters.
@@ -69,19 +71,91 @@ class LoadedModel(NamedTuple):
         """What engines are sent, by name, in the model's order: of adapters and their base, the base."""
         return dict(self.model.named_weights()) if self.adapters is None else self.adapters.base
 
-    def move_to(self, device: torch.device, *, base: BaseMemory = BaseMemory.SHARED) -> None:
-        """Put the model on the device, and find out whether it can be packed. Raises SpecError."""
-        is_compact = self.adapters is not None and self.keeps_base_in_bf16
-        if is_compact:
-            self.model.probe(torch.device("cpu"))  # in fp32, which bf16's rounding is not mistaken for a leak in
-        if self.adapters is not None and is_compact:
+    @property
+    def products(self) -> torch.dtype:
+        """Of what a divided model can be tried in, with its base as it is kept."""
+        return torch.bfloat16 if self.adapters is not None and self.keeps_base_in_bf16 else torch.float32
+
+    def _compact(self) -> None:
+        """Keep a frozen base as it is in the directory, where that changes nothing; before parameters are read."""
+        if self.adapters is not None and self.keeps_base_in_bf16:
             self.adapters.compact()
-        if self.adapters is not None and base is BaseMemory.SHARED:
-            self.adapters.to(device, digest=self.base_digest)
-        else:
-            self.model.to(device)
-        if not is_compact:
-            self.model.probe(device)
+
+    def move_to(self, device: torch.device, *, masters: StatePlace = StatePlace.DEVICE) -> dict[str, Tensor]:
+        """Read the parameters to the device, whole, and find out whether the model can be packed.
+
+        Args:
+            masters: where fp32 values are of what passes in bf16 compute with; on the host, the device has them in bf16
+                and accumulates their gradients in fp32.
+
+        Returns:
+            The masters on the host, by name.
+
+        Raises:
+            SpecError: it cannot, or a file cannot be read. StateError: the same of a saved state.
+        """
+        self._compact()
+        if self.adapters is not None:
+            self.adapters.to(device, digest=self.base_digest, read_to=self._read_to)
+            self.model.probe(device, self.products)
+            return {}
+        weights, apart = self.weights, rounded_in_passes(self.model.model) if masters is StatePlace.HOST else set()
+        found = with_masters({name: each for name, each in weights.items() if each in apart}, device)
+        self._read_to(device, found)
+        self.model.to(device)
+        for name in found:
+            weights[name].grad_dtype = torch.float32
+        self.model.probe(device, torch.bfloat16 if found else torch.float32)
+        return found
+
+    def divided(self, mesh: ProcessMesh, *, rank: int, device: torch.device, compute: torch.dtype) -> ShardedModel:
+        """The model divided on the mesh, with the rows that are this process'; it is yet to be probed.
+
+        Raises:
+            SpecError: a file cannot be read. StateError: the same of a saved state.
+        """
+        self._compact()
+        unread, named = self._unread, self.weights | self.trained
+        model = ShardedModel(self.model, mesh, device=device, compute=compute, parameters=named)
+        for name in unread:
+            shard = model.shards[name].detach()
+            if shard.numel():
+                shard.copy_(self._values_of(name, mesh.rows_of(rank, model.shapes[name][0])))
+        return model
+
+    @property
+    def _unread(self) -> list[str]:
+        """Names of the parameters that have no values yet, or others than those of a state that was saved divided."""
+        is_divided = self.saved is not None and self.saved.shards is not None
+        return [name for name, parameter in self.weights.items() if is_divided or parameter.is_meta]
+
+    def _values_of(self, name: str, rows: slice) -> Tensor:
+        """These rows of a parameter of the directory, or of the state that was saved divided.
+
+        Raises:
+            SpecError: the file cannot be read. StateError: the same of a saved state.
+        """
+        if self.saved is not None and self.saved.shards is not None:
+            return self.saved.shards.rows(name, VALUE, rows)
+        assert self.reader is not None, "what cannot be read one by one is there"
+        is_of_state = self.saved is not None and self.adapters is None
+        with torch_state.damage_is_state_error(self.saved if is_of_state else None):
+            try:
+                return self.reader.rows(name, rows)
+            except ModelError as error:
+                raise SpecError(f"model_path: {error}") from error
+
+    def _read_to(self, device: torch.device, masters: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        """Give each parameter that has no values yet its own, on this device, and its master if it has one."""
+        weights = self.weights
+        for name in self._unread:
+            parameter = weights[name]
+            if parameter.is_meta:
+                hold(parameter, torch.empty_like(parameter, device=device))
+            values = self._values_of(name, slice(0, len(parameter)))
+            parameter.detach().copy_(values)
+            if name in masters:
+                masters[name].copy_(values)
 
 
 def load(spec: TrainerSpec) -> LoadedModel:
@@ -100,7 +174,7 @@ def load(spec: TrainerSpec) -> LoadedModel:
     source = saved.model_path if saved is not None and is_whole else spec.model_path
     gather_dtype = _gather_dtype(spec)
     with torch_state.damage_is_state_error(saved if is_whole else None):
-        model = _load(source, spec, served=gather_dtype)
+        model, reader = _load(source, spec, served=gather_dtype)
         adapters = Adapters.of(model, lora)
     if adapters is not None and adapters.reaches_output and spec.head_precision is HeadPrecision.FP32:
         raise SpecError(
@@ -112,7 +186,7 @@ def load(spec: TrainerSpec) -> LoadedModel:
         saved.check_adapters(adapters.record(digest=digest))
         adapters.restore(saved.adapter_path)
     compact = spec.precision is Precision.BF16 and model_dtype(spec.model_path) is WeightDType.BFLOAT16
-    return LoadedModel(model, config, saved, gather_dtype, adapters, digest, compact)
+    return LoadedModel(model, config, saved, reader, gather_dtype, adapters, digest, compact)
 
 
 def seed_dropout(spec: TrainerSpec, *, model_version: int, rank: int) -> None:
@@ -128,16 +202,6 @@ def refuse_device(device: Device) -> None:
         raise SpecError("device is cuda, but torch finds no CUDA device; set device to auto or cpu")
 
 
-def adamw(parameters: Iterable[Tensor], spec: OptimizerSpec) -> AdamW:
-    """AdamW whose weight decay spares vectors: biases and norms."""
-    trained = list(parameters)
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return AdamW([group for group in groups if group["params"]], betas=spec.betas, eps=spec.eps, fused=True)
-
-
 def _gather_dtype(spec: TrainerSpec) -> torch.dtype:
     """The spec's, or the model directory's. Raises SpecError for a directory that says neither."""
     try:
@@ -147,11 +211,13 @@ def _gather_dtype(spec: TrainerSpec) -> torch.dtype:
     return cast(torch.dtype, getattr(torch, named.value))
 
 
-def _load(source: Path, spec: TrainerSpec, *, served: torch.dtype) -> PackedModel | PackedValueModel:
-    """The model in a directory under the head that the spec asks for. Raises SpecError."""
+def _load(
+    source: Path, spec: TrainerSpec, *, served: torch.dtype
+) -> tuple[PackedModel | PackedValueModel, WeightReader | None]:
+    """The model in a directory under the head that the spec asks for, and what reads it. Raises SpecError."""
     if spec.head is Head.VALUE:
         return PackedValueModel.load(source, gradient_checkpointing=spec.gradient_checkpointing)
-    model = load_for_training(source, gradient_checkpointing=spec.gradient_checkpointing)
+    model, reader = load_for_training(source, gradient_checkpointing=spec.gradient_checkpointing)
     if spec.head_precision is HeadPrecision.FP32:
         torch_head.to_fp32(model, served=served)
-    return PackedModel(model)
+    return PackedModel(model), reader

@@ -11,8 +11,18 @@ of copy r // (dp_shard · cp).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from trainer_contract.errors import SpecError
+
+
+class GradientSum(StrEnum):
+    """What a process holds of the gradient between the backward passes of a step."""
+
+    WHOLE = "whole"
+    """All of it, brought together once, in the last pass: the least that is sent."""
+    DIVIDED = "divided"
+    """Its own rows, since it is brought together layer by layer in every pass: the least memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

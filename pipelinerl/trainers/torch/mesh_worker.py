@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +23,17 @@ import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.optim import Optimizer
 
 from pipelinerl.trainers.ranks.commands import GatheredKind
+from pipelinerl.trainers.ranks.recycled import RecycledMemory
 from pipelinerl.trainers.torch import state as torch_state
-from pipelinerl.trainers.torch.joining import world
-from pipelinerl.trainers.torch.loading import BaseMemory, LoadedModel, adamw, load, refuse_device, seed_dropout
+from pipelinerl.trainers.torch.joining import in_agreement, world
+from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device, seed_dropout
 from pipelinerl.trainers.torch.lora.lora_options import share_of
-from pipelinerl.trainers.torch.mesh import ProcessMesh, refuse_heads
+from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh, refuse_heads
+from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, dtype_of, taken_up
+from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions, optimizer_of
+from pipelinerl.trainers.torch.options import gradients_of
 from pipelinerl.trainers.torch.passes import broken_loss, evaluate, predict, predicted
 from pipelinerl.trainers.torch.shard_files import VALUE, key_of, write_shard
 from pipelinerl.trainers.torch.sharded_model import ShardedModel
@@ -49,6 +53,8 @@ from trainer_contract.types import (
 
 log = logging.getLogger("pipelinerl")
 dist: Any = torch.distributed
+#: Parameters whose rows are on their way to rank 0.
+_SENT_AT_ONCE: Final = 2
 #: What a rank whose loss is sound says before a backward: more than the number of any micro-batch.
 _SOUND: Final = torch.iinfo(torch.int32).max
 
@@ -64,29 +70,33 @@ class MeshWorker:
     device: torch.device
     model: ShardedModel
     loaded: LoadedModel
-    optimizer: Optimizer
+    optimizer: ParameterOptimizer
+    options: OptimizerOptions
+    gradients: GradientSum
     random: torch_state.RandomState
     model_version: int = 0
 
     @classmethod
     def started(cls, spec: TrainerSpec, mesh: ProcessMesh) -> MeshWorker:
         """Load the model, keep this rank's rows of it; of a saved state the rows of the optimizer, too."""
-        refuse_device(spec.device)
-        device = _device(spec)
-        loaded, rank = load(spec), world().rank
-        refuse_heads(loaded.config.get_text_config().num_attention_heads, mesh.cp)
-        loaded.move_to(device, base=BaseMemory.OWN)
+        rank, compute = world().rank, torch.bfloat16 if spec.precision is Precision.BF16 else torch.float32
+        with in_agreement():
+            refuse_device(spec.device)
+            device = _device(spec)
+            loaded = load(spec)
+            refuse_heads(loaded.config.get_text_config().num_attention_heads, mesh.cp)
         if rank == 0 and loaded.adapters is not None:
             log.info("LoRA: %s", share_of(*loaded.adapters.counts))
-        compute = torch.bfloat16 if spec.precision is Precision.BF16 else torch.float32
-        named = loaded.weights | loaded.trained
-        model = ShardedModel(loaded.model, mesh, device=device, compute=compute, parameters=named)
-        optimizer = adamw([shard for shard in model.trained.values() if shard.numel()], spec.optimizer)
-        worker = cls(
-            spec, mesh, rank, device, model, loaded._replace(saved=None), optimizer, torch_state.RandomState.now()
-        )
-        if loaded.saved is not None:
-            worker._restore(loaded.saved)
+        with in_agreement():
+            model = loaded.divided(mesh, rank=rank, device=device, compute=compute)
+        model.probe(loaded.products)
+        options, shards = optimizer_of(spec.options), [shard for shard in model.trained.values() if shard.numel()]
+        optimizer = adamw(shards, spec.optimizer, options, seed=spec.seed, shard=rank % mesh.shards)
+        read, random = loaded._replace(saved=None, reader=None), torch_state.RandomState.now()
+        worker = cls(spec, mesh, rank, device, model, read, optimizer, options, gradients_of(spec.options), random)
+        with in_agreement():
+            if loaded.saved is not None:
+                worker._restore(loaded.saved)
         return worker
 
     def forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
@@ -121,7 +131,7 @@ class MeshWorker:
     def _backward(self, batches: Sequence[MicroBatch], rounds: int, objective: Objective) -> list[LossStats]:
         found = []
         for turn in range(rounds):
-            self.model.begin_backward(is_last=turn == rounds - 1)
+            self.model.begin_backward(is_last=self.gradients is GradientSum.DIVIDED or turn == rounds - 1)
             number, said = turn * self.mesh.width + self.rank // self.mesh.cp, 0
             try:
                 if turn < len(batches):
@@ -182,28 +192,55 @@ class MeshWorker:
         count: Tensor = self.optimizer.state[self.model.shards[name]]["step"]
         return count
 
-    def gathered(self, place: int, kind: GatheredKind) -> Tensor | None:
-        """On rank 0 the whole parameter at this place, or its moment; the others send their rows.
+    def gathered(self, places: range, kind: GatheredKind, memory: RecycledMemory = RecycledMemory(0)) -> list[Tensor]:
+        """On rank 0 the whole parameters at these places, or their moments; the others send their rows, and find none.
 
-        One parameter is in memory at once, and only on rank 0; of several copies the first is read.
+        They are in memory at once on rank 0 alone, which copies its own rows while others' come in; of several copies
+        the first is read.
+
+        Args:
+            memory: where they are put.
         """
-        name, shape = list(self.model.shapes.items())[place]
         if self.rank >= self.mesh.shards:
-            return None
+            return []
+        shapes = dict(list(self.model.shapes.items())[places.start : places.stop])
         try:
-            if self.rank:
-                if (rows := self._rows(name, kind)).numel():
-                    dist.send(_bytes(rows), 0, group=world().reads)
-                return None
-            whole = torch.empty(shape, dtype=self._dtype_of(kind))
-            self._read(name, kind, whole[self.mesh.rows_of(0, shape[0])])
-            for rank in range(1, self.mesh.shards):
-                part = whole[self.mesh.rows_of(rank, shape[0])]
-                if part.numel():
-                    dist.recv(_bytes(part), rank, group=world().reads)
+            return self._send(list(shapes), kind) if self.rank else self._receive(shapes, kind, memory)
         except RuntimeError as error:
-            raise RankError(f"gathering {name} failed: {error}; a rank has died: start all ranks again") from error
-        return whole
+            names = ", ".join(shapes)
+            raise RankError(f"gathering {names} failed: {error}; a rank has died: start all ranks again") from error
+
+    def _receive(self, shapes: Mapping[str, torch.Size], kind: GatheredKind, memory: RecycledMemory) -> list[Tensor]:
+        dtype, sizes = self._dtype_of(kind), [shape.numel() for shape in shapes.values()]
+        flat = torch.from_numpy(memory.take(sum(sizes) * dtype.itemsize)).view(dtype)
+        parts = torch.split(flat, sizes)
+        wholes = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        coming = [
+            dist.irecv(_bytes(part), rank, group=world().reads)
+            for whole in wholes.values()
+            for rank in range(1, self.mesh.shards)
+            if (part := whole[self.mesh.rows_of(rank, len(whole))]).numel()
+        ]
+        with self.model.at_rest() as shards:
+            for name, whole in wholes.items():
+                self._copy(shards, name, kind, whole[self.mesh.rows_of(0, len(whole))])
+        for each in coming:
+            each.wait()
+        return list(wholes.values())
+
+    def _send(self, names: Sequence[str], kind: GatheredKind) -> list[Tensor]:
+        """From where the rows lie, if that is the host and they are as they are to be sent; else from a copy."""
+        going: deque[tuple[Any, Tensor]] = deque()
+        with self.model.at_rest() as shards:
+            for name in names:
+                rows = self._source(shards, name, kind).detach().to("cpu", self._dtype_of(kind))
+                if len(going) == _SENT_AT_ONCE:
+                    going.popleft()[0].wait()
+                if rows.numel():
+                    going.append((dist.isend(_bytes(rows), 0, group=world().reads), rows))
+            for work, _ in going:
+                work.wait()
+        return []
 
     def save_shard(self, path: Path) -> None:
         """Write this rank's rows, of weights and moments, below a state's directory; of several copies the first."""
@@ -217,18 +254,25 @@ class MeshWorker:
         write_shard(path, self.rank, self.mesh.shards, tensors)
 
     def _rows(self, name: str, kind: GatheredKind) -> Tensor:
+        """A copy of this rank's rows, on the host."""
         rows = torch.empty(self.model.shards[name].shape, dtype=self._dtype_of(kind))
-        self._read(name, kind, rows)
+        with self.model.at_rest() as shards:
+            self._copy(shards, name, kind, rows)
         return rows
 
-    def _read(self, name: str, kind: GatheredKind, rows: Tensor) -> None:
-        """Copy this rank's rows to the host."""
-        if kind not in (GatheredKind.MEAN, GatheredKind.SQUARE):
-            self.model.copy_to(name, rows)
-        elif rows.numel():
-            rows.copy_(self.optimizer.state[self.model.shards[name]][str(kind)])
+    def _copy(self, shards: Mapping[str, Tensor], name: str, kind: GatheredKind, rows: Tensor) -> None:
+        if rows.numel():
+            rows.copy_(self._source(shards, name, kind).detach())
+
+    def _source(self, shards: Mapping[str, Tensor], name: str, kind: GatheredKind) -> Tensor:
+        if kind not in (GatheredKind.MEAN, GatheredKind.SQUARE) or not shards[name].numel():
+            return shards[name]
+        moment: Tensor = self.optimizer.state[self.model.shards[name]][str(kind)]
+        return moment
 
     def _dtype_of(self, kind: GatheredKind) -> torch.dtype:
+        if kind in (GatheredKind.MEAN, GatheredKind.SQUARE):
+            return dtype_of(self.options)
         return self.loaded.gather_dtype if kind is GatheredKind.WEIGHTS else torch.float32
 
     def _sent(self, weights: HostWeights | None) -> Callable[[str], Tensor]:
@@ -253,13 +297,10 @@ class MeshWorker:
     def _restore(self, saved: torch_state.TorchSavedState) -> None:
         shapes = {name: self.model.shapes[name] for name in self.model.trained}
         rows_of = partial(self.mesh.rows_of, self.rank)
-        saved.restore_weights({name: shard.detach() for name, shard in self.model.trained.items()}, rows_of)
         for name, moments in saved.moments(shapes, rows_of).items():
             shard = self.model.shards[name]
             if shard.numel():
-                self.optimizer.state[shard] = {
-                    kind: rows.clone().to(self.device if rows.ndim else None) for kind, rows in moments.items()
-                }
+                self.optimizer.state[shard] = taken_up(moments, shard, self.options)
         self.model_version, self.random = saved.model_version, saved.random
         saved.random.restore()
 

@@ -2,20 +2,23 @@
 
 [trainer]
 options.mesh = { dp_shard = 2, cp = 2 }
+options.gradients = "divided"
 options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }
+options.optimizer = { moments = "bf16", place = "host" }
 options.distributed = { coordinator = "10.0.0.1:8476", token_file = "/shared/token" }     # `pipelinerl run` says it
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
-from pipelinerl.trainers.option_table import refuse_unknown, table, whole
+from pipelinerl.trainers.option_table import one_of, refuse_unknown, table, whole
 from pipelinerl.trainers.ranks.distributed import Distributed, read_distributed
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of
-from pipelinerl.trainers.torch.mesh import ProcessMesh
+from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh
+from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions, optimizer_of
 from trainer_contract.errors import SpecError
 
 _NAME: Final = "torch"
@@ -26,7 +29,9 @@ class TorchOptions:
     """`distributed` is there if and only if the mesh is of several processes."""
 
     mesh: ProcessMesh
+    gradients: GradientSum = GradientSum.WHOLE
     lora: LoraOptions | None = None
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     distributed: Distributed | None = None
 
     @classmethod
@@ -36,7 +41,8 @@ class TorchOptions:
         Raises:
             SpecError: an unknown key, a value of another kind than expected, or a mesh that cannot be had.
         """
-        mesh, lora = checked(options)
+        mesh, lora, optimizer = checked(options)
+        read = cls(mesh=mesh, gradients=gradients_of(options), lora=lora, optimizer=optimizer)
         distributed = options.get("distributed")
         if mesh.size == 1 and distributed is not None:
             raise SpecError("options.distributed is of several processes, and options.mesh makes one; say dp_shard=2")
@@ -46,18 +52,23 @@ class TorchOptions:
                 '`pipelinerl run`, which says it, or add options.distributed={coordinator="127.0.0.1:8476"}'
             )
         if distributed is None:
-            return cls(mesh=mesh, lora=lora)
-        met = read_distributed(distributed, trainer=_NAME, processes=mesh.size)
-        return cls(mesh=mesh, lora=lora, distributed=met)
+            return read
+        return replace(read, distributed=read_distributed(distributed, trainer=_NAME, processes=mesh.size))
 
 
-def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None]:
-    """The mesh and the adapters that options ask for; what is refused before a run is started.
+def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None, OptimizerOptions]:
+    """The mesh, the adapters and the optimizer's state that options ask for; what is refused before a run is started.
 
     Raises:
         SpecError: as `TorchOptions.of`, but for where the processes meet, which the launcher says.
     """
-    return mesh_of(options), lora_of(options)
+    gradients_of(options)
+    return mesh_of(options), lora_of(options), optimizer_of(options)
+
+
+def gradients_of(options: Mapping[str, Any]) -> GradientSum:
+    """What a process is to hold of gradients. Raises SpecError for what is no `GradientSum`."""
+    return one_of(GradientSum, options.get("gradients", GradientSum.WHOLE), "options.gradients")
 
 
 def mesh_of(options: Mapping[str, Any]) -> ProcessMesh:

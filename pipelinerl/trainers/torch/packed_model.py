@@ -7,8 +7,9 @@ the output layer. Its sibling with a value head is in `torch_value_model`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final, cast, final
+from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.checkpoint import Part, load_model
+from pipelinerl.models.checkpoint import Part, load_model, load_structure
+from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_predictions
 from pipelinerl.trainers.torch.packed.segments import IMPLEMENTATION, SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_prompts import Reading
@@ -24,7 +26,7 @@ from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure
 
 #: Relative differences that the probe accepts: rounding, far below what a leak between segments causes.
-_PROBE_TOLERANCE: Final = 1e-3
+_PROBE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 @final
@@ -56,29 +58,36 @@ class PackedModel(nn.Module):
             temperatures: f32 [N], or None for 1 everywhere.
         """
         hidden = hidden_states(self.model.base_model, token_ids, segments)
-        return token_predictions(
-            before(hidden),
-            self.model.get_output_embeddings(),
-            chosen,
-            temperatures,
-            vocab_size=self.model.config.get_text_config().vocab_size,
-            measures=measures,
-            logits_at_once=self._logits_at_once,
-        ).clone()  # not a view: `fully_shard` hangs a hook on it, which an in-place operation on a view would drop
+        with _rounding_once(hidden.device.type):  # an output layer's weight is of all pieces
+            predictions = token_predictions(
+                before(hidden),
+                self.model.get_output_embeddings(),
+                chosen,
+                temperatures,
+                vocab_size=self.model.config.get_text_config().vocab_size,
+                measures=measures,
+                logits_at_once=self._logits_at_once,
+            )
+        # Not a view: `fully_shard` hangs a hook on it, which an in-place operation on a view would drop.
+        return predictions.clone()
 
     @torch.no_grad()
-    def probe(self, device: torch.device) -> None:
+    def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
         """Is the architecture one that can be packed, and is its output layer the last that it does?
+
+        Args:
+            products: dtype in which it is tried; bf16 only where matrices are kept in it.
 
         Raises:
             SpecError: a layer looks across the boundary, or the model changes logits after its output layer, which
                 `forward` would miss.
         """
-        token_ids, segments = probe_packing(cast(PreTrainedModel, self.model.base_model), device)
-        tokens, positions = token_ids[:, None]
-        logits = self.model(input_ids=tokens, position_ids=positions, segments=segments, use_cache=False).logits[0]
-        direct = self.model.get_output_embeddings()(hidden_states(self.model.base_model, token_ids, segments))
-        if (logits - direct).abs().max() > _PROBE_TOLERANCE * logits.abs().max():
+        with computing_in(products, device):
+            token_ids, segments = probe_packing(cast(PreTrainedModel, self.model.base_model), device, products)
+            tokens, positions = token_ids[:, None]
+            logits = self.model(input_ids=tokens, position_ids=positions, segments=segments, use_cache=False).logits[0]
+            direct = self.model.get_output_embeddings()(hidden_states(self.model.base_model, token_ids, segments))
+        if (logits - direct).abs().max() > _PROBE_TOLERANCE[products] * logits.abs().max():
             name = type(self.model).__name__
             raise SpecError(f"{name} changes logits after its output layer, which is not supported; use another model")
 
@@ -110,8 +119,29 @@ def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: SegmentPlan) ->
     return cast(Tensor, output.last_hidden_state.squeeze(0))
 
 
+def computing_in(products: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
+    """Within it products are of this dtype: autocast's, unless it is fp32.
+
+    Autocast keeps no rounded weights until its end: with checkpointing no more than a layer's are there at once.
+    """
+    mixed = products is not torch.float32
+    return torch.autocast(device.type, dtype=products if mixed else None, enabled=mixed, cache_enabled=False)
+
+
+def _rounding_once(device: str) -> AbstractContextManager[Any]:
+    """Within it autocast, if it is on, keeps what it has rounded until it ends."""
+    return torch.autocast(
+        device,
+        dtype=torch.get_autocast_dtype(device),
+        enabled=torch.is_autocast_enabled(device),
+        cache_enabled=True,
+    )
+
+
 @torch.no_grad()
-def probe_packing(trunk: PreTrainedModel, device: torch.device) -> tuple[Tensor, SegmentPlan]:
+def probe_packing(
+    trunk: PreTrainedModel, device: torch.device, products: torch.dtype = torch.float32
+) -> tuple[Tensor, SegmentPlan]:
     """Run the same segment twice in one row, to find out whether this architecture can be packed at all.
 
     Returns:
@@ -125,7 +155,7 @@ def probe_packing(trunk: PreTrainedModel, device: torch.device) -> tuple[Tensor,
     token_ids = torch.from_numpy(np.stack((tokens, positions)).astype(np.int64)).to(device)
     segments = SegmentPlan.of(positions, device)
     hidden = hidden_states(trunk, token_ids, segments)
-    if (hidden[:3] - hidden[3:]).abs().max() > _PROBE_TOLERANCE * hidden.abs().max():
+    if (hidden[:3] - hidden[3:]).abs().max() > _PROBE_TOLERANCE[products] * hidden.abs().max():
         name = type(trunk).__name__
         raise SpecError(f"{name} mixes tokens of different segments outside attention: it cannot train packed")
     return token_ids, segments
@@ -141,14 +171,34 @@ def load_config(path: Path) -> PreTrainedConfig:
         raise SpecError(f"the configuration in {path} cannot be read: {error}") from error
 
 
-def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm") -> PreTrainedModel:
+def hold(parameter: nn.Parameter, values: Tensor) -> None:
+    """Have a parameter hold this memory, though it was on the meta device; whoever has the parameter sees it."""
+    if parameter.is_meta:
+        torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
+    else:
+        parameter.data = values
+
+
+class ReadableModel(NamedTuple):
+    """A model, and what reads its parameters, which are on the meta device; None where they are there."""
+
+    model: PreTrainedModel
+    reader: WeightReader | None
+
+
+def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm") -> ReadableModel:
     """The model (or its `part`) in a directory, with fp32 weights and no dropout.
 
     Raises:
         SpecError: the directory is incomplete, or the architecture is not a causal language model.
     """
     try:
-        model = load_model(path, attention=IMPLEMENTATION, part=part)
+        model = load_structure(path, attention=IMPLEMENTATION, part=part)
+        reader = WeightReader.of(path, model)
+        if reader is None:
+            model = load_model(path, attention=IMPLEMENTATION, part=part)
+        else:
+            _read_buffers(model, reader)
     except (ModelError, ValueError, KeyError) as error:
         raise SpecError(f"model_path: {error}") from error
     if gradient_checkpointing:
@@ -157,4 +207,12 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
     model.train(gradient_checkpointing)  # checkpointing works in train mode only; otherwise eval mode, without dropout
-    return model
+    return ReadableModel(model, reader)
+
+
+def _read_buffers(model: PreTrainedModel, reader: WeightReader) -> None:
+    """Give the buffers that the directory holds their values, in the dtype that the model has them in."""
+    for path, module in model.named_modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(module, name, reader.whole(f"{path}.{name}" if path else name).to(buffer.dtype, copy=True))

@@ -1,8 +1,8 @@
 """`ShardedModel`: a packed model whose parameters are divided over a mesh of processes, by torch's `fully_shard`.
 
 Each layer's parameters are gathered where they are used and dropped again; gradients are summed over the processes in
-the last backward of a sequence, into fp32 shards. Weights of a batch are computed on all of it, so gradients are summed
-and never averaged.
+the last backward of a sequence, or in each, into fp32 shards. Weights of a batch are computed on all of it, so
+gradients are summed and never averaged.
 
 The shards are held from the start, as plain tensors over the memory that passes read: while a pass runs,
 `named_parameters` shows whole parameters, and `state_dict` would take them away from it. So other threads read the
@@ -21,12 +21,12 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.trainers.torch.mesh import ProcessMesh
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
-from pipelinerl.trainers.torch.packed_model import PackedModel
+from pipelinerl.trainers.torch.packed_model import PackedModel, computing_in, hold
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 
 dist: Any = torch.distributed
@@ -46,7 +46,9 @@ class ShardedModel:
         compute: torch.dtype,
         parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """Divide `model`, on `device` and the same on every process.
+        """Divide `model`, the same on every process, layer by layer.
+
+        What is on the meta device has memory on `device` afterwards, and no values: whoever made it fills the shards.
 
         Args:
             compute: dtype of products.
@@ -59,8 +61,17 @@ class ShardedModel:
         self._mesh = device_mesh(device.type, mesh.dp_replicate, mesh.shards)
         self.group = None if mesh.cp == 1 else sequence_group(device.type, mesh.width, mesh.cp)
         self.shapes = {name: parameter.shape for name, parameter in named.items()}
+        #: Numbers of the largest parameter of a layer.
+        self.largest = max((each.numel() for layer in _layers(model) for each in layer.parameters()), default=0)
         for module in [*_layers(model), model]:
+            whole = [each for each in module.parameters() if not isinstance(each, DTensor)]
+            for parameter in whole:
+                if parameter.is_meta:
+                    hold(parameter, torch.empty_like(parameter, device=device))
             fully_shard(module, mesh=self._mesh)
+            for parameter in whole:  # whoever still holds a whole one holds nothing
+                parameter.data = parameter.data.new_empty(0)
+        register_fsdp_forward_method(model, "probe")
         for part in self._parts():
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -71,16 +82,20 @@ class ShardedModel:
             name: nn.Parameter(each.to_local().detach(), requires_grad=each.requires_grad)
             for name, each in self._divided.items()
         }
-        for parameter in named.values():  # whoever still holds a whole one holds nothing
-            parameter.data = parameter.data.new_empty(0)
         self._lasting = dict(self.shards)
         self._reading = threading.Lock()
 
     def __call__(self, *arguments: Any) -> Tensor:
         """`PackedModel.forward`, in fp32 whatever it is computed in."""
-        mixed = self._compute is not torch.float32
-        with torch.autocast(self._device.type, dtype=self._compute if mixed else None, enabled=mixed):
+        with computing_in(self._compute, self._device):
             return cast(Tensor, self.model(*arguments)).float()
+
+    def probe(self, products: torch.dtype) -> None:
+        """`PackedModel.probe`, by every process at once. Raises SpecError, on every one of them."""
+        try:
+            self.model.probe(self._device, products)
+        finally:
+            self.end_forward()
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -88,7 +103,10 @@ class ShardedModel:
         return {name: shard for name, shard in self.shards.items() if shard.requires_grad}
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Gradients are brought together in the last backward of a sequence, in none before."""
+        """Gradients are brought together in the last backward of a sequence, in none before.
+
+        Where each is said to be the last, a process accumulates its own rows of them alone.
+        """
         cast(FSDPModule, self.model).set_requires_gradient_sync(is_last)
 
     def end_forward(self) -> None:
@@ -119,10 +137,11 @@ class ShardedModel:
         dist.all_reduce(total, group=self._mesh.get_group(_SHARD))
         return float(total)
 
-    def copy_to(self, name: str, rows: Tensor) -> None:
-        """Copy this process' rows, as the last optimizer step left them, to memory on the host; for any thread."""
+    @contextmanager
+    def at_rest(self) -> Iterator[Mapping[str, Tensor]]:
+        """Within it this process' rows are as the last optimizer step left them, and written by nobody; any thread."""
         with self._reading:
-            rows.copy_(self._lasting[name].detach())
+            yield self._lasting
 
     @contextmanager
     def lent(self, names: Iterable[str], rows_of: Callable[[str], Tensor]) -> Iterator[None]:

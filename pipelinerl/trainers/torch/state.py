@@ -1,7 +1,8 @@
 """State of a `TorchTrainer` on disk, exact to the bit, without pickle.
 
     model/                  a Hugging Face model directory (fp32), usable as any other; a value head lies in it
-    optimizer.safetensors   <parameter>.exp_avg, <parameter>.exp_avg_sq, <parameter>.step, and rng.cpu / rng.cuda
+    optimizer.safetensors   <parameter>.exp_avg, <parameter>.exp_avg_sq (in the dtype that the optimizer keeps them in),
+                            <parameter>.step, and rng.cpu / rng.cuda
     trainer.json            format, head, model_version, architecture
 
 With adapters the model is not written, but told by its digest: `adapter/` in place of `model/` is a directory of
@@ -25,12 +26,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
 from pipelinerl.trainers.state_record import architecture_of, damaged, read_record, write_record
-from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, write_index
+from pipelinerl.trainers.torch.shard_files import ShardFiles, write_index
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.types import Head
 
@@ -139,30 +139,6 @@ class TorchSavedState:
     def random(self) -> RandomState:
         """The random state of the trainer that was saved."""
         return RandomState(self.tensors["rng.cpu"], self.tensors.get("rng.cuda"))
-
-    def restore_optimizer(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
-        """Put the moments back, and the random state of torch.
-
-        Raises:
-            StateError: the moments are not those of `parameters`.
-        """
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        moments = self.moments({name: parameter.shape for name, parameter in parameters.items()})
-        state = {index: moments[name] for index, name in enumerate(ordered) if name in moments}
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        self.random.restore()
-
-    @torch.no_grad()
-    def restore_weights(self, parameters: Mapping[str, Tensor], rows_of: RowsOf = _all_rows) -> None:
-        """Where processes have divided the model among them, read it into `parameters`, which hold these rows of it.
-
-        Raises:
-            StateError: it is damaged.
-        """
-        if self.shards is not None:
-            for name, parameter in parameters.items():
-                parameter.copy_(self.shards.rows(name, VALUE, rows_of(self.shards.shapes[name][0])))
 
     def moments(self, shapes: Mapping[str, torch.Size], rows_of: RowsOf = _all_rows) -> dict[str, dict[str, Tensor]]:
         """Of each parameter, by name, AdamW's state of these rows; {} of a trainer that never stepped.

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
+from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_prompts import Reading
 from pipelinerl.trainers.torch.packed_model import (
+    computing_in,
     hidden_states,
     load_for_training,
     persistent_buffers,
@@ -46,19 +48,20 @@ class PackedValueModel(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     @classmethod
-    def load(cls, path: Path, *, gradient_checkpointing: bool) -> PackedValueModel:
-        """From a value model's directory or a language model's.
+    def load(cls, path: Path, *, gradient_checkpointing: bool) -> tuple[PackedValueModel, WeightReader | None]:
+        """From a value model's directory or a language model's; its layers' parameters as of `load_for_training`.
 
         Raises:
             SpecError: the directory is incomplete, or its head is of another width.
         """
-        made = cls(load_for_training(path, gradient_checkpointing=gradient_checkpointing, part="trunk"))
+        model, reader = load_for_training(path, gradient_checkpointing=gradient_checkpointing, part="trunk")
+        made = cls(model)
         if (path / VALUE_HEAD_FILE).is_file():
             try:
                 made.value_head.load_state_dict(load_file(path / VALUE_HEAD_FILE))
             except RuntimeError as error:
                 raise SpecError(f"{path / VALUE_HEAD_FILE} does not fit the model beside it: {error}") from error
-        return made
+        return made, reader
 
     def forward(
         self,
@@ -79,9 +82,10 @@ class PackedValueModel(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)[None].clone()  # as in `PackedModel`
 
-    def probe(self, device: torch.device) -> None:
-        """Raises SpecError when the architecture cannot be packed."""
-        probe_packing(self.model, device)
+    def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
+        """As `PackedModel.probe`. Raises SpecError when the architecture cannot be packed."""
+        with computing_in(products, device):
+            probe_packing(self.model, device, products)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of the layers, then those of the head."""

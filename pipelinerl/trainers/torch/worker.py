@@ -14,13 +14,15 @@ from typing import cast, final
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import AutocastKwargs
 from torch import Tensor
-from torch.optim import Optimizer
 
 from pipelinerl.trainers.torch import state as torch_state
-from pipelinerl.trainers.torch.loading import adamw, load, refuse_device
+from pipelinerl.trainers.torch.loading import load, refuse_device
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import share_of
+from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, taken_up
+from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace, optimizer_of
 from pipelinerl.trainers.torch.packed_model import PackedModel
 from pipelinerl.trainers.torch.passes import broken_loss, evaluate, predicted, require_finite
 from pipelinerl.trainers.torch.value_model import PackedValueModel
@@ -44,16 +46,18 @@ log = logging.getLogger("pipelinerl")
 @final
 @dataclass(slots=True)
 class TorchWorker:
-    """`model` and `optimizer` are as accelerate prepared them."""
+    """`model` is as accelerate prepared it."""
 
     spec: TrainerSpec
     accelerator: Accelerator
     model: PackedModel | PackedValueModel
-    optimizer: Optimizer
+    optimizer: ParameterOptimizer
     gather_dtype: torch.dtype
     vocab_size: int
     #: The storage that is trained, which a parameter leaves while other weights are lent to it.
     own: Mapping[str, Tensor]
+    #: fp32 values on the host of those of `own` that are bf16.
+    masters: Mapping[str, Tensor]
     random: torch_state.RandomState
     #: What the optimizer holds, by name: all of `own`, or adapters.
     trained: Mapping[str, torch.nn.Parameter]
@@ -67,12 +71,15 @@ class TorchWorker:
         """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""
         refuse_device(spec.device)
         accelerator = _accelerator(spec)
-        loaded = load(spec)
-        loaded.move_to(accelerator.device)
+        loaded, options = load(spec), optimizer_of(spec.options)
+        is_half = spec.precision is Precision.BF16
+        masters = loaded.move_to(accelerator.device, masters=options.place if is_half else StatePlace.DEVICE)
         trained, weights = loaded.trained, loaded.weights
         if loaded.adapters is not None:
             log.info("LoRA: %s", share_of(*loaded.adapters.counts))
-        model, optimizer = accelerator.prepare(loaded.model, adamw(trained.values(), spec.optimizer))
+        model = accelerator.prepare(loaded.model)
+        apart: dict[Tensor, Tensor] = {trained[name]: master for name, master in masters.items()}
+        optimizer = adamw(trained.values(), spec.optimizer, options, seed=spec.seed, masters=apart)
         worker = cls(
             spec=spec,
             accelerator=accelerator,
@@ -81,15 +88,18 @@ class TorchWorker:
             gather_dtype=loaded.gather_dtype,
             vocab_size=loaded.config.get_text_config().vocab_size,
             own={name: parameter.detach() for name, parameter in weights.items()},
+            masters=masters,
             random=torch_state.RandomState.now(),
             trained=trained,
             adapters=loaded.adapters,
             base_digest=loaded.base_digest,
         )
         if loaded.saved is not None:
-            loaded.saved.restore_weights(trained)
-            loaded.saved.restore_optimizer(optimizer, trained)
+            moments = loaded.saved.moments({name: parameter.shape for name, parameter in trained.items()})
+            for name, its in moments.items():
+                optimizer.state[trained[name]] = taken_up(its, trained[name], options)
             worker.model_version, worker.random = loaded.saved.model_version, loaded.saved.random
+            worker.random.restore()
         return worker
 
     @property
@@ -174,6 +184,8 @@ class TorchWorker:
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Detached tensors; of an fp32 model that is trained whole the trainer's own memory, not a copy."""
         for name, own in self.own.items():
+            if self.gather_dtype is not own.dtype:
+                own = self.masters.get(name, own)
             value = own if self.adapters is None else self.adapters.merged(name, own)
             yield name, value.to(self.gather_dtype)
 
@@ -183,7 +195,7 @@ class TorchWorker:
         torch_state.save(
             path,
             model=self.unwrapped,
-            weights=self.own,
+            weights={**self.own, **self.masters},
             random=self.random,
             head=self.spec.head,
             moments={names[id(parameter)]: moments for parameter, moments in self.optimizer.state.items()},
@@ -204,7 +216,8 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
     # accelerate keeps one state per process, which its trainers share, and refuses a second precision.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     precision = "bf16" if spec.precision is Precision.BF16 else "no"
-    accelerator = Accelerator(cpu=spec.device is Device.CPU, mixed_precision=precision)
+    uncached = AutocastKwargs(cache_enabled=False)  # as `computing_in`
+    accelerator = Accelerator(cpu=spec.device is Device.CPU, mixed_precision=precision, kwargs_handlers=[uncached])
     if spec.memory_share is not None and accelerator.device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(spec.memory_share)
     return accelerator

@@ -16,6 +16,7 @@ from pipelinerl.config.recipe import load
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.numerics import torch_logprobs
 from pipelinerl.roles.wiring import objective_of
+from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
 from trainer_contract.types import Precision, WeightDType
 
 GIB = 2**30
@@ -58,6 +59,41 @@ def test_within_15_percent_of_what_is_measured(family, precision, rank, checkpoi
         name=family, path=tmp_path, precision=precision, rank=rank, checkpointing=checkpointing, tokens=512
     )
     assert 0.85 <= measured(case, torch.device("cpu"))["ratio"] <= 1.15
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [
+        (Precision.FP32, OptimizerOptions(moments=MomentDType.BF16)),
+        (Precision.BF16, OptimizerOptions(place=StatePlace.HOST)),
+    ],
+)
+def test_within_15_percent_with_a_smaller_state_or_one_on_the_host(precision, optimizer, tmp_path):
+    sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4}
+    AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=2048, **sizes)).bfloat16().save_pretrained(tmp_path)
+    case = MemoryCase(
+        name="llama", path=tmp_path, precision=precision, rank=0, checkpointing=True, tokens=256, optimizer=optimizer
+    )
+    assert 0.85 <= measured(case, torch.device("cpu"))["ratio"] <= 1.15
+
+
+def test_the_optimizers_state_is_predicted_where_it_lies(large):
+    shape = read_shape(large)
+    plain = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=4096, trained=4096)
+    assert replace(plain, moments=MomentDType.BF16).parts["moments"] == plain.parts["moments"] // 2
+    host = replace(plain, place=StatePlace.HOST)
+    assert "moments" not in host.parts and "moments" in plain.parts and plain.host == 0
+    rounded = shape.count - shape.vocab * shape.hidden - (2 * shape.layers + 1) * shape.hidden
+    assert host.host == 8 * shape.count + 4 * rounded
+    assert plain.parts["weights"] - host.parts["weights"] == 2 * rounded and "casts" not in host.parts
+    divided = replace(host, shards=8)
+    assert divided.host == 8 * shape.count // 8, "masters are the shards, on the device"
+    told = list(lines(MemoryPrediction(host, None, 0), limits={"trainer": GIB}))
+    assert f"; {host.host / GIB:,.1f} GiB on the host" in told[0]
+    single = replace(plain, checkpointing=True)
+    advice = list(lines(MemoryPrediction(single, None, 0), limits={"trainer": single.total - 200 * GIB}))[1]
+    assert "with trainer.options.optimizer.moments=bf16 (" in advice
+    assert "with trainer.options.optimizer.place=host (" in advice
 
 
 def test_a_70b_model_takes_no_time_and_no_weights(large):

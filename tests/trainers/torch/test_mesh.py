@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from pipelinerl.system.ports import free_ports
@@ -36,6 +37,13 @@ TWO = {"dp_shard": 2}
 #: Both processes compute each micro-batch together.
 CP = {"mesh": {"cp": 2}}
 LORA = {"rank": 4, "alpha": 8}
+#: Moments in half the memory, rounded at random.
+SMALL = {"optimizer": {"moments": "bf16"}}
+HOST = {"optimizer": {"place": "host"}}
+#: Gradients are brought together in every backward.
+DIVIDED = {"gradients": "divided"}
+#: Tied and not, a Conv1D, and a value head over layers alone.
+BEGUN = {"qwen2": "policy", "gpt2": "policy", "llama": "value"}
 #: Checks of the kit in which the ranks must agree; `test_the_whole_kit…` has all.
 AGREED = ["forward_at_leaves_no_trace", "parts_equal_the_whole", "non_finite_is_refused", "reads_are_of_the_last_step"]
 #: A directory, what rank 0 does there, and with which arguments.
@@ -131,7 +139,8 @@ def contents(state: Path) -> dict[str, str]:
         for name, (length, *_) in shards.shapes.items():
             for kind in (VALUE, "exp_avg", "exp_avg_sq"):
                 tensors[key_of(name, kind)] = shards.rows(name, kind, slice(0, length))
-    return {key: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for key, tensor in tensors.items()}
+    as_bytes = {key: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for key, tensor in tensors.items()}
+    return {key: hashlib.sha256(each).hexdigest() for key, each in as_bytes.items()}
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +161,12 @@ def one(model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(model, tmp_path_factory) -> tuple[Path, str]:
+def begun(model_path) -> list[list[str]]:
+    return [[str(model_path(name)), head] for name, head in BEGUN.items()]
+
+
+@pytest.fixture(scope="module")
+def two(model, begun, tmp_path_factory) -> tuple[Path, str]:
     """The same 20 steps and gradient in two processes, then some of the kit, then rank 1 is killed."""
     directory = tmp_path_factory.mktemp("two")
     jobs: list[Job] = [
@@ -169,6 +183,28 @@ def two(model, tmp_path_factory) -> tuple[Path, str]:
         (directory / "lora", "train", {"model": model, "options": {"lora": LORA}}),
         (directory / "lora_cp", "train", {"model": model, "count": 5, "options": CP | {"lora": LORA}}),
         (directory / "epochs", "epochs", {"model": model}),
+        (directory / "begin", "begin", {"models": begun}),
+        (directory / "refused", "refused", {"model": model, "restore_from": str(directory / "state")}),
+        (directory / "host", "train", {"model": model, "options": HOST}),
+        (directory / "divided", "train", {"model": model, "options": DIVIDED}),
+        (directory / "divided", "show", {"model": model, "options": DIVIDED}),
+        (
+            directory / "divided_kit",
+            "kit",
+            {"models": [[model, "policy"]], "names": ["non_finite_is_refused"], "options": DIVIDED},
+        ),
+        (directory / "small", "train", {"model": model, "count": 3, "options": SMALL}),
+        (
+            directory / "small_back",
+            "train",
+            {
+                "model": model,
+                "first": 3,
+                "count": 1,
+                "options": SMALL,
+                "restore_from": str(directory / "small" / "state"),
+            },
+        ),
         (directory / "lost", "until_lost", {"model": model}),
     ]
     return directory, end_by_losing(1, signal.SIGKILL, jobs)
@@ -261,6 +297,46 @@ def test_as_many_processes_go_on_to_the_bit(two):
     np.testing.assert_array_equal(before["steps.next"].sum(), after["steps.losses"][0])
 
 
+@pytest.mark.timeout(600)
+def test_each_process_reads_its_rows_of_the_model_to_the_bit(two, begun, tmp_path):
+    torch_rank0.begin(tmp_path, models=begun, options={})
+    ours, theirs = arrays(two[0] / "begin"), arrays(tmp_path)
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        np.testing.assert_array_equal(ours[name], array, err_msg=name)
+
+
+@pytest.mark.timeout(600)
+def test_what_one_process_cannot_read_all_refuse_and_they_stay(two):
+    """Only the second opens the shard that is damaged; jobs came after."""
+    assert found(two[0] / "refused")["said"].startswith("rank 1: the trainer state in")
+
+
+@pytest.mark.timeout(600)
+def test_20_steps_with_moments_on_the_host_are_those_of_one_process(one, two):
+    ours, theirs = arrays(two[0] / "host"), arrays(one)
+    assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:20]).max() <= 1e-6
+    assert np.abs(ours["steps.norms"] / theirs["steps.norms"][:20] - 1).max() <= 2e-6
+
+
+@pytest.mark.timeout(600)
+def test_20_steps_whose_gradients_are_divided_in_every_backward_are_those_of_one_process(one, two):
+    ours, theirs = arrays(two[0] / "divided"), arrays(one)
+    assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:20]).max() <= 1e-6
+    assert distance(ours, theirs, "gradient") <= 2e-6
+    assert found(two[0] / "divided_kit") == {"qwen3 policy": {"non_finite_is_refused": ""}}
+
+
+@pytest.mark.timeout(600)
+def test_moments_in_bf16_are_saved_on_two_and_loaded_on_one_to_the_bit(model, two, tmp_path):
+    small = two[0] / "small"
+    kept = ShardFiles.of(small / "state")
+    assert kept is not None and kept.rows("model.norm.weight", "exp_avg", slice(0, 1)).dtype is torch.bfloat16
+    torch_rank0.resave(tmp_path / "one", model=model, options=SMALL, restore_from=str(small / "state"))
+    assert contents(tmp_path / "one" / "state") == contents(small / "state")
+    np.testing.assert_array_equal(arrays(small)["steps.next"].sum(), arrays(two[0] / "small_back")["steps.losses"][0])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_processes_load_what_two_saved_and_two_what_four_saved(model, two, tmp_path):
@@ -332,8 +408,9 @@ def test_reads_beside_passes_twenty_times(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"mush": 1}, "options.mush is unknown to the torch trainer; it knows mesh, lora, distributed"),
+        ({"mush": 1}, "options.mush is unknown to the torch trainer; it knows mesh, gradients, lora"),
         ({"mesh": {"fsdp": 2}}, "options.mesh.fsdp is unknown to the torch trainer; it knows dp_replicate, dp_shard"),
+        ({"gradients": "half"}, "options.gradients must be whole or divided, got 'half'"),
         ({"mesh": {"dp_shard": 0}}, "options.mesh.dp_shard must be a whole number of at least 1, got 0"),
         ({"mesh": {"cp": 2}}, "options.mesh makes 2 processes, and options.distributed does not say where they meet"),
         ({"mesh": TWO}, "options.mesh makes 2 processes, and options.distributed does not say where they meet"),

@@ -64,13 +64,14 @@ def test_one_of_64_goes_forward_and_back_over_its_rows(rank: int, model: Path) -
 
 
 def test_the_plans_of_64_processes_cover_all_once(model: Path) -> None:
-    """What is gathered by one command is no larger than the largest parameter; each row is written by one process."""
+    """What is gathered by one command is no larger than it may be, or one parameter; each row is of one process."""
     weights = load(spec_of(model, {})).weights
     layout = [ParameterInfo(name, tuple(each.shape), "float32") for name, each in weights.items()]
-    bunches = list(bunches_of(layout))
-    assert [info for bunch in bunches for info in bunch] == layout and len(bunches) < len(layout)
     sizes = {name: each.numel() for name, each in weights.items()}
-    assert max(sum(sizes[info.name] for info in bunch) for bunch in bunches) == max(sizes.values())
+    for most in (max(sizes.values()), 1000):
+        bunches = list(bunches_of(layout, most))
+        assert [info for bunch in bunches for info in bunch] == layout and len(bunches) < len(layout)
+        assert all(len(bunch) == 1 or sum(sizes[info.name] for info in bunch) <= most for bunch in bunches)
     for info in layout:
         rows = [MESH.rows_of(rank, info.shape[0]) for rank in range(MESH.shards)]
         assert [row for each in rows for row in range(info.shape[0])[each]] == list(range(info.shape[0]))

@@ -10,7 +10,7 @@ What is read beside passes is the base's own storage, so that weights lent to th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Self, cast, final
@@ -38,7 +38,7 @@ ADAPTER_FILE: Final = "adapter_model.safetensors"
 
 @final
 class Adapters:
-    """Of one model, which must not be wrapped yet and lies on the CPU."""
+    """Of one model, which must not be wrapped yet and lies on the CPU, or with its parameters on the meta device."""
 
     def __init__(self, packed: PackedModel | PackedValueModel, options: LoraOptions) -> None:
         """Freeze the model and put adapters beside its targets; B is 0, so nothing that it computes changes.
@@ -65,10 +65,14 @@ class Adapters:
             fan_in_fan_out=all(isinstance(module, Conv1D) for module in modules.values()),
             task_type="CAUSAL_LM" if isinstance(packed, PackedModel) else "FEATURE_EXTRACTION",
         )
+        random, is_meta = torch.get_rng_state(), any(parameter.is_meta for parameter in self.base.values())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft's advice is about models that it wraps whole
             inject_adapter_in_model(self._config, packed.model, adapter_name=_ADAPTER)
         self._layers = {name: cast(Any, packed.model.get_submodule(name)) for name in modules}
+        if is_meta:
+            torch.set_rng_state(random)
+            self._draw()
         self._pairs = {
             f"{name}.{half}.weight": cast(nn.Parameter, getattr(layer, half)[_ADAPTER].weight)
             for name, layer in self._layers.items()
@@ -145,15 +149,17 @@ class Adapters:
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(lambda _module, _given, found: found.float())
 
-    def to(self, device: torch.device, *, digest: str) -> None:
+    def to(self, device: torch.device, *, digest: str, read_to: Callable[[torch.device], None]) -> None:
         """Move the model to the device, but for a base which another trainer of this process has there already.
 
         Args:
             digest: of the directory that the base is from.
+            read_to: gives what is on the meta device its values on another.
         """
         prefix = f"{self._packed.model.base_model_prefix}."
         frozen = {name.removeprefix(prefix): p for name, p in self.base.items() if not p.requires_grad}
         self._shared = shared(frozen, digest=digest, device=device)
+        read_to(device)
         self._packed.to(device)
         self._shared.take_up(frozen)
 
@@ -206,6 +212,14 @@ class Adapters:
     @property
     def _value_head(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.base.items() if parameter.requires_grad}
+
+    def _draw(self) -> None:
+        """Draw A once more, as peft does: it puts adapters beside their base, and on the meta device it loses them."""
+        for layer in self._layers.values():
+            rank = self.options.rank
+            layer.lora_A[_ADAPTER] = nn.Linear(layer.in_features, rank, bias=False)
+            layer.lora_B[_ADAPTER] = nn.Linear(rank, layer.out_features, bias=False)
+            layer.reset_lora_parameters(_ADAPTER, True)
 
     def _set_dropout(self, *, active: bool) -> None:
         for layer in self._layers.values():

@@ -14,6 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from pipelinerl.trainers.torch.packed_model import hold
+
 
 @final
 @dataclass(slots=True, weakref_slot=True)
@@ -41,5 +43,5 @@ def shared(parameters: Mapping[str, nn.Parameter], *, digest: str, device: torch
     base = _BASES.setdefault((digest, str(device), *sorted(dtypes)), SharedBase({}))
     for name, parameter in parameters.items():
         if (own := base.weights.get(name)) is not None and own.dtype == parameter.dtype:
-            parameter.data = own
+            hold(parameter, own)
     return base

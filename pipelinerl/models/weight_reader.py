@@ -1,0 +1,144 @@
+"""`WeightReader`: the parameters of a model directory, each read when it is asked for, of it the rows that are wanted.
+
+Of which tensors in which files a parameter is made is transformers' to say, whose table of conversions is applied to
+names here and to values when they are read: makers name layers otherwise, and write experts one by one that a model
+has in one parameter. Promises: nothing is read before it is asked for; of a parameter that lies in its file as the
+model has it no other rows are read, of one that is put together its own parts alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+
+from pipelinerl.errors import ModelError
+from pipelinerl.models.checkpoint import tensor_headers, weight_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+class _StoredTensor(NamedTuple):
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    #: Of transformers' table, which names this tensor's part in a conversion.
+    pattern: str | None
+
+    def read(self, rows: slice | None = None) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.file, framework="pt") as file:
+                stored: Any = file.get_slice(self.key)
+                read: Tensor = stored[rows] if rows is not None else stored[...]
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{self.file} cannot be read: {error}; copy it again") from error
+        return read
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WeightReader:
+    """Of one model, whose parameters and buffers are known by the names that they have in it."""
+
+    _model: PreTrainedModel
+    _stored: Mapping[str, tuple[_StoredTensor, ...]]
+    _converters: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, path: Path, model: PreTrainedModel) -> Self | None:
+        """Of the directory from which `load_structure` made the model; None where it must be loaded whole.
+
+        That is where one conversion makes several parameters, or where tied parameters are there twice.
+
+        Raises:
+            ModelError: a file is no safetensors file.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        table = get_model_conversion_mapping(model)
+        converters = {
+            pattern: each for each in table if isinstance(each, WeightConverter) for pattern in each.source_patterns
+        }
+        stored = _stored_by_name(path, model, [each for each in table if isinstance(each, WeightRenaming)], converters)
+        tied = model.all_tied_weights_keys or {}
+        if any(target in stored and source in stored for target, source in tied.items()):
+            return None
+        wanted = _with_aliases(model, stored)
+        expected = model.state_dict()
+        for name, parts in wanted.items():
+            first = parts[0]
+            if first.pattern is None and (len(parts) > 1 or first.shape != tuple(expected[name].shape)):
+                return None
+            if first.pattern is not None and len(converters[first.pattern].target_patterns) > 1:
+                return None
+        if any(name not in wanted for name, each in expected.items() if each.is_meta):
+            return None
+        return cls(model, wanted, converters)
+
+    def rows(self, name: str, wanted: slice) -> Tensor:
+        """These rows of a parameter or buffer, in the dtype in which they lie there; not for writing to.
+
+        Raises:
+            ModelError: a file cannot be read.
+        """
+        parts = self._stored[name]
+        return parts[0].read(wanted) if parts[0].pattern is None else self._converted(name, parts)[wanted]
+
+    def whole(self, name: str) -> Tensor:
+        """All of it, as `rows`; for what may have no rows. Raises ModelError."""
+        parts = self._stored[name]
+        return parts[0].read() if parts[0].pattern is None else self._converted(name, parts)
+
+    def _converted(self, name: str, parts: tuple[_StoredTensor, ...]) -> Tensor:
+        converter = deepcopy(self._converters[str(parts[0].pattern)])
+        for part in parts:
+            converter.add_tensor(name, part.key, part.pattern, partial(part.read))
+        found: dict[str, Any] = converter.convert(name, model=self._model, config=self._model.config)
+        made: Any = found[name]
+        whole: Tensor = made[0] if isinstance(made, list) else made
+        return whole
+
+
+def _stored_by_name(
+    path: Path, model: PreTrainedModel, renamings: list[Any], converters: Mapping[str, Any]
+) -> dict[str, tuple[_StoredTensor, ...]]:
+    """What the directory has of each of the model's names, in the order in which transformers puts parts together."""
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
+
+    prefix, expected = model.base_model_prefix, model.state_dict()
+    distinct = list({id(each): each for each in converters.values()}.values())
+    found: dict[str, list[_StoredTensor]] = defaultdict(list)
+    keys = {key: (file, shape) for file in weight_files(path) for key, shape in tensor_headers(file).items()}
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, distinct, prefix, expected)
+        if name not in expected and key in expected:
+            name, pattern = rename_source_key(key, [], [], prefix, expected)
+        if name in expected:
+            file, shape = keys[key]
+            found[name].append(_StoredTensor(file, key, shape, pattern))
+    return {name: tuple(parts) for name, parts in found.items()}
+
+
+def _with_aliases(
+    model: PreTrainedModel, stored: Mapping[str, tuple[_StoredTensor, ...]]
+) -> dict[str, tuple[_StoredTensor, ...]]:
+    """A parameter that modules share is stored under one of its names, and known by all of them."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, each in model.state_dict(keep_vars=True).items():
+        names[id(each)].append(name)
+    return {
+        name: stored[there]
+        for shared in names.values()
+        for there in [next((each for each in shared if each in stored), None)]
+        if there is not None
+        for name in shared
+    }

@@ -1,0 +1,1 @@
+"""What steps the torch trainer's parameters, and where its state lies."""

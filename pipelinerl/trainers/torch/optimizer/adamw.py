@@ -1,0 +1,229 @@
+"""AdamW (Loshchilov and Hutter 2019, Algorithm 2): torch's own, or `PiecewiseAdamW` where its state is to take less.
+
+    moments    fp32, or bf16 that is rounded at random: up as often as the value is nearer to what lies above
+    masters    fp32 values of parameters that passes compute with in bf16
+    place      of both: the device of the parameters, or the host
+
+A step goes through a parameter piece by piece: fp32 copies of the moments of one piece, and its master, are on the
+device for as long as torch's fused kernel steps it. Rounding to the nearest would lose what is small: with beta2 =
+0.999 a second moment of bf16 that gradients have left would never fall, since each step takes less of it than half of
+its last place. Rounded at random its mean is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, Final, Protocol, final
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.adamw import adamw as fused_step
+
+from pipelinerl import rng
+from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
+from trainer_contract.types import OptimizerSpec
+
+#: Numbers of a parameter that are stepped at once.
+_PIECE: Final = 2**22
+#: fp32 without these bits is bf16.
+_DROPPED: Final = 0xFFFF
+_DTYPES: Final = {MomentDType.FP32: torch.float32, MomentDType.BF16: torch.bfloat16}
+#: Of the state of a parameter: its number of steps, and its moments.
+STEP: Final = "step"
+MEAN: Final = "exp_avg"
+SQUARE: Final = "exp_avg_sq"
+
+
+class ParameterOptimizer(Protocol):
+    """What steps a trainer's parameters by their gradients."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameters that share settings; `lr` may be set before each step."""
+        ...
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:
+        """By parameter, of those that have been stepped, `step`, `exp_avg` and `exp_avg_sq`."""
+        ...
+
+    def step(self) -> Any:
+        """Step every parameter that has a gradient."""
+        ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        ...
+
+
+def adamw(
+    parameters: Iterable[Tensor],
+    spec: OptimizerSpec,
+    options: OptimizerOptions,
+    *,
+    seed: int,
+    shard: int = 0,
+    masters: Mapping[Tensor, Tensor] | None = None,
+) -> ParameterOptimizer:
+    """AdamW whose weight decay spares vectors: biases and norms.
+
+    Args:
+        seed: of what rounding draws.
+        shard: which rows of a divided model the parameters are; processes with the same rows round alike.
+        masters: fp32 values of parameters that are rounded on the device, on the host.
+    """
+    trained = list(parameters)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if options == OptimizerOptions():
+        return AdamW(groups, betas=spec.betas, eps=spec.eps, fused=True)
+    return PiecewiseAdamW(groups, spec, options, seed=rng.key(seed, "moments", shard), masters=masters or {})
+
+
+def taken_up(
+    moments: Mapping[str, Tensor], parameter: Tensor, options: OptimizerOptions = OptimizerOptions()
+) -> dict[str, Tensor]:
+    """The state of a parameter as its optimizer keeps it, of one that was saved, in whatever dtype that was."""
+    kept: dict[str, Tensor] = {}
+    for name, each in moments.items():
+        if name == STEP:
+            kept[name] = each.clone().to(parameter.device if options == OptimizerOptions() else None)
+        else:
+            kept[name] = _empty(parameter, dtype_of(options), options.place)
+            kept[name].copy_(each)
+    return kept
+
+
+def dtype_of(options: OptimizerOptions) -> torch.dtype:
+    """In which moments are kept."""
+    return _DTYPES[options.moments]
+
+
+@final
+class PiecewiseAdamW:
+    """Satisfies `ParameterOptimizer` over a state that is smaller than fp32, or not on the parameters' device.
+
+    On CUDA all copies and kernels are of one stream, so that each finds what the one before it has left; `step` returns
+    when the host's memory is written.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        spec: OptimizerSpec,
+        options: OptimizerOptions,
+        *,
+        seed: int,
+        masters: Mapping[Tensor, Tensor],
+    ) -> None:
+        self.param_groups = [{"lr": 0.0, **group} for group in groups]
+        self.state: dict[Any, Any] = {}
+        self._betas, self._eps = spec.betas, spec.eps
+        self._options = options
+        self._seed = seed
+        self._masters = masters
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step every parameter that has a gradient."""
+        number = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                number += 1
+                if parameter.grad is not None:
+                    self._step(parameter, group, number)
+        if self._options.place is StatePlace.HOST and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        del set_to_none  # a gradient of zeros would be stepped
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _step(self, parameter: Tensor, group: Mapping[str, Any], number: int) -> None:
+        if parameter not in self.state:
+            self.state[parameter] = self._fresh(parameter)
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None, "the caller has looked"
+        master = self._masters.get(parameter)
+        kept = [state[MEAN].view(-1), state[SQUARE].view(-1)] + ([] if master is None else [master.view(-1)])
+        values, slopes = parameter.detach().view(-1), gradient.reshape(-1)
+        noise = self._noise(parameter.device, int(state[STEP]), number)
+        for piece in _pieces(len(values)):
+            mean, square, *rest = (each[piece].to(parameter.device, torch.float32, non_blocking=True) for each in kept)
+            (stepped,) = rest or (values[piece],)
+            fused_step(
+                [stepped],
+                [slopes[piece]],
+                [mean],
+                [square],
+                [],
+                [state[STEP].to(parameter.device, copy=True)],
+                fused=True,
+                amsgrad=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=self._eps,
+                maximize=False,
+            )
+            self._keep([mean, square], [each[piece] for each in kept[:2]], noise)
+            if master is not None:
+                values[piece].copy_(stepped)
+                _keep(stepped, kept[2][piece])
+        state[STEP] += 1
+
+    def _fresh(self, parameter: Tensor) -> dict[str, Tensor]:
+        dtype, place = dtype_of(self._options), self._options.place
+        return {STEP: torch.zeros(())} | {name: _empty(parameter, dtype, place).zero_() for name in (MEAN, SQUARE)}
+
+    def _noise(self, device: torch.device, step: int, number: int) -> torch.Generator | None:
+        """What a parameter's rounding draws in a step: so a run that goes on rounds as one that was not ended."""
+        if self._options.moments is MomentDType.FP32:
+            return None
+        return torch.Generator(device).manual_seed(rng.key(self._seed, step, number))
+
+    def _keep(self, moments: list[Tensor], kept: list[Tensor], noise: torch.Generator | None) -> None:
+        if noise is None:
+            for moment, place in zip(moments, kept, strict=True):
+                _keep(moment, place)
+            return
+        drawn = torch.empty(moments[0].shape, dtype=torch.int32, device=moments[0].device)
+        drawn.random_(-(2**31), 2**31, generator=noise)
+        for moment, place, shift in zip(moments, kept, (0, 16), strict=True):
+            _keep(rounded_at_random(moment, drawn >> shift), place)
+
+
+def rounded_at_random(values: Tensor, drawn: Tensor) -> Tensor:
+    """fp32 values as bf16: away from 0 as often as they are nearer to the greater neighbour, so that the mean is right.
+
+    Args:
+        values: are overwritten.
+        drawn: i32, as many; the last 16 bits of each are uniform.
+    """
+    bits = values.view(torch.int32)
+    return bits.add_(drawn & _DROPPED).bitwise_and_(~_DROPPED).view(torch.float32).bfloat16()
+
+
+def _keep(values: Tensor, place: Tensor) -> None:
+    """Copy values back, unless they are the memory itself."""
+    if values.data_ptr() != place.data_ptr():
+        place.copy_(values, non_blocking=True)
+
+
+def _empty(parameter: Tensor, dtype: torch.dtype, place: StatePlace) -> Tensor:
+    if place is StatePlace.DEVICE:
+        return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+    return torch.empty(parameter.shape, dtype=dtype, pin_memory=parameter.is_cuda)
+
+
+def _pieces(length: int) -> Iterator[slice]:
+    for start in range(0, length, _PIECE):
+        yield slice(start, start + _PIECE)

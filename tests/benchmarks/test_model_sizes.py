@@ -1,0 +1,13 @@
+"""The table of predicted memory in docs/trainers.md is what `check` predicts today."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import model_sizes
+
+DOCS = Path(__file__).parents[2] / "docs" / "trainers.md"
+
+
+def test_the_table_of_the_docs_is_what_is_predicted() -> None:
+    assert "\n".join(model_sizes.lines()) in DOCS.read_text()

@@ -1,0 +1,147 @@
+"""AdamW over a state that is smaller, or on the host: against torch's own, and against what rounding would lose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from pipelinerl.trainers.torch.optimizer import adamw as module
+from pipelinerl.trainers.torch.optimizer.adamw import (
+    ParameterOptimizer,
+    PiecewiseAdamW,
+    adamw,
+    rounded_at_random,
+    taken_up,
+)
+from pipelinerl.trainers.torch.optimizer.optimizer_options import (
+    MomentDType,
+    OptimizerOptions,
+    StatePlace,
+    optimizer_of,
+)
+from trainer_contract.errors import SpecError
+from trainer_contract.types import OptimizerSpec
+
+SPEC = OptimizerSpec(weight_decay=0.1)
+HOST = OptimizerOptions(place=StatePlace.HOST)
+BF16 = OptimizerOptions(moments=MomentDType.BF16)
+
+
+def parameters() -> list[nn.Parameter]:
+    draw = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((13, 7), (29,), (3, 5))]
+
+
+def stepped(optimizer: ParameterOptimizer, trained: list[nn.Parameter], steps: range) -> list[Tensor]:
+    """The parameters after each of these steps; the last never has a gradient."""
+    found = []
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        for parameter in trained[:-1]:
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in trained)
+        found.append(torch.cat([each.detach().flatten().clone() for each in trained]))
+    return found
+
+
+def test_the_defaults_are_torchs_own() -> None:
+    assert isinstance(adamw(parameters(), SPEC, OptimizerOptions(), seed=0), AdamW)
+    assert optimizer_of({}) == OptimizerOptions()
+
+
+def test_20_steps_over_a_state_on_the_host_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", 16)  # pieces that do not come out even
+    theirs, ours = parameters(), parameters()
+    expected = stepped(adamw(theirs, SPEC, OptimizerOptions(), seed=0), theirs, range(20))
+    optimizer = adamw(ours, SPEC, HOST, seed=0)
+    assert isinstance(optimizer, PiecewiseAdamW)
+    for found, each in zip(stepped(optimizer, ours, range(20)), expected, strict=True):
+        torch.testing.assert_close(found, each, rtol=2e-6, atol=1e-7)
+    assert [int(its["step"]) for its in optimizer.state.values()] == [20, 20], "what has no gradient is left alone"
+
+
+def test_what_is_rounded_at_random_is_a_neighbour_and_right_on_the_mean() -> None:
+    draw = torch.Generator().manual_seed(0)
+    values = torch.tensor([1.0, -1.0, 1.001, -1.001, 3.1e-5, 0.0, 1.9921875])
+    lower = (values.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    upper = ((values.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32)
+    many = values.repeat(20_000, 1)
+    drawn = torch.empty(many.shape, dtype=torch.int32).random_(-(2**31), 2**31, generator=draw)
+    found = rounded_at_random(many.clone(), drawn).float()
+    assert ((found == lower) | (found == upper)).all()
+    exact = values == lower
+    assert exact.tolist() == [True, True, False, False, False, True, True]
+    assert (found[:, exact] == values[exact]).all(), "what bf16 has stays"
+    error = (found.double().mean(0) - values.double()).abs()
+    assert (error <= 4 * (upper - lower).abs().double() / 20_000**0.5 / 2).all()
+
+
+def test_a_second_moment_in_bf16_falls_as_slowly_as_it_should() -> None:
+    """0.999 a step: rounded to the nearest it would stay where it is for ever."""
+    spec, trained = OptimizerSpec(betas=(0.9, 0.999)), [nn.Parameter(torch.zeros(64, 64))]
+    optimizer = adamw(trained, spec, BF16, seed=0)
+    trained[0].grad = torch.ones(64, 64)
+    optimizer.step()
+    square = optimizer.state[trained[0]]["exp_avg_sq"]
+    assert square.dtype is torch.bfloat16
+    assert torch.equal((square.float() * 0.999).bfloat16(), square), "to the nearest"
+    began = float(square.float().mean())
+    for _ in range(100):
+        trained[0].grad = torch.zeros(64, 64)
+        optimizer.step()
+    left = float(optimizer.state[trained[0]]["exp_avg_sq"].float().mean()) / began
+    assert abs(left / 0.999**100 - 1) < 0.01
+
+
+@pytest.mark.parametrize(
+    "options", [HOST, BF16, OptimizerOptions(moments=MomentDType.BF16, place=StatePlace.HOST)], ids=str
+)
+def test_a_state_that_is_taken_up_goes_on_to_the_bit(options: OptimizerOptions) -> None:
+    whole, parted = parameters(), parameters()
+    expected = stepped(adamw(whole, SPEC, options, seed=3), whole, range(8))[-1]
+    first = adamw(parted, SPEC, options, seed=3)
+    stepped(first, parted, range(5))
+    second = adamw(parted, SPEC, options, seed=3)
+    for parameter, its in first.state.items():
+        second.state[parameter] = taken_up({name: each.clone() for name, each in its.items()}, parameter, options)
+    assert torch.equal(stepped(second, parted, range(5, 8))[-1], expected)
+
+
+def test_a_state_in_fp32_is_taken_up_in_bf16_and_back() -> None:
+    (parameter, *_), moments = parameters(), {"step": torch.tensor(3.0)}
+    moments |= {name: torch.rand(13, 7) for name in ("exp_avg", "exp_avg_sq")}
+    small = taken_up(moments, parameter, BF16)
+    assert small["exp_avg"].dtype is torch.bfloat16 and int(small["step"]) == 3
+    again = taken_up(small, parameter)
+    assert torch.equal(again["exp_avg_sq"], moments["exp_avg_sq"].bfloat16().float())
+
+
+def test_processes_that_hold_the_same_rows_round_alike_and_others_do_not() -> None:
+    found = []
+    for shard in (0, 0, 1):
+        trained = parameters()
+        found.append(stepped(adamw(trained, SPEC, BF16, seed=0, shard=shard), trained, range(5))[-1])
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"moments": "int8"}, "options.optimizer.moments must be fp32 or bf16, got 'int8'"),
+        ({"place": 1}, "options.optimizer.place must be device or host, got 1"),
+        ({"where": "host"}, "options.optimizer.where is unknown to the torch trainer; it knows moments, place"),
+        ("host", "options.optimizer must be a table, got 'host'"),
+    ],
+)
+def test_options_are_refused_by_name(given: Any, sentence: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        optimizer_of({"optimizer": given})
+    assert str(refused.value) == sentence

@@ -1,0 +1,109 @@
+"""A trainer whose optimizer keeps its state in bf16, or on the host, against one that does neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from tests.fakes.torch_rank0 import batches, gradient, spec_of, steps
+from trainer_contract.host_weights import copied
+from trainer_contract.types import OptimizerSpec, Precision, WeightDType
+
+HOST = {"optimizer": {"place": "host"}}
+SMALL = {"optimizer": {"moments": "bf16"}}
+
+
+def started(model: Path, options: dict[str, Any], **fields: Any) -> TorchTrainer:
+    trainer = TorchTrainer()
+    trainer.init_worker(spec_of(model, options, **fields))
+    return trainer
+
+
+def weights_of(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+    return {name: each.clone() for name, each in trainer.gather_weights()}
+
+
+def saved(trainer: TorchTrainer, path: Path) -> Path:
+    path.mkdir()
+    trainer.save_state(path)
+    return path
+
+
+def tensors_of(state: Path) -> dict[str, torch.Tensor]:
+    return load_file(state / "optimizer.safetensors") | load_file(state / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_20_steps_with_moments_on_the_host_are_those_with_them_on_the_device(
+    name: str, model_path: Callable[[str], Path]
+) -> None:
+    model = model_path(name)
+    found, expected = (steps(started(model, each), first=0, count=20, parts=2) for each in (HOST, {}))
+    assert np.abs(found["losses"] - expected["losses"]).max() <= 1e-6
+    assert np.abs(found["norms"] / expected["norms"] - 1).max() <= 2e-6
+    sharp = OptimizerSpec(eps=1.0, grad_clip=0.0)
+    ours, theirs = (gradient(started(model, each, optimizer=sharp), parts=2) for each in (HOST, {}))
+    apart = sum(float(((ours[key] - each) ** 2).sum()) for key, each in theirs.items())
+    assert apart <= (2e-6) ** 2 * sum(float((each**2).sum()) for each in theirs.values())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gpt2"])
+def test_masters_on_the_host_give_the_same_bits(name: str, model_path: Callable[[str], Path], tmp_path: Path) -> None:
+    """In bf16 the device holds linear layers' weights in it, and what is computed, sent and saved is as without."""
+    model, fields = model_path(name), {"precision": Precision.BF16, "gather_dtype": WeightDType.FLOAT32}
+    whole, apart = (started(model, each, **fields) for each in ({}, HOST))
+    masters = apart._worker.masters
+    assert {apart._worker.trained[key].dtype for key in masters} == {torch.bfloat16}
+    assert set(masters) < set(whole._worker.trained) and all(each.dtype is torch.float32 for each in masters.values())
+    theirs = {key for key in whole._worker.trained if "proj" in key or ".c_" in key or "lm_head" in key}
+    assert set(masters) == {key for key in theirs if key.endswith(".weight")}
+    expected, found = (steps(each, first=0, count=4, parts=3) for each in (whole, apart))
+    for key, values in expected.items():
+        np.testing.assert_array_equal(found[key], values)
+    for key, weight in whole.gather_weights():
+        assert torch.equal(dict(apart.gather_weights())[key], weight), key
+    held, own = copied(whole.gather_weights()), copied(apart.gather_weights())
+    batch = batches(0, 2)[0]
+    assert apart.forward_at([batch], own)[0].tobytes() == whole.forward_at([batch], held)[0].tobytes()
+    state = saved(apart, tmp_path / "state")
+    theirs_saved = tensors_of(saved(whole, tmp_path / "whole"))
+    for key, tensor in tensors_of(state).items():
+        assert torch.equal(tensor, theirs_saved[key]), key
+    more = [
+        steps(started(model, each, restore_from=state, **fields), first=4, count=1, parts=3)["losses"].item()
+        for each in ({}, HOST)
+    ]
+    assert more == [steps(each, first=4, count=1, parts=3)["losses"].item() for each in (whole, apart)]
+
+
+def test_moments_in_bf16_are_saved_as_they_are_and_go_on_to_the_bit(
+    model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = model_path("qwen3")
+    trainer = started(model, SMALL)
+    steps(trainer, first=0, count=3, parts=2)
+    state = saved(trainer, tmp_path / "state")
+    kept = load_file(state / "optimizer.safetensors")
+    assert {each.dtype for key, each in kept.items() if ".exp_avg" in key} == {torch.bfloat16}
+    again = started(model, SMALL, restore_from=state)
+    resaved = load_file(saved(again, tmp_path / "again") / "optimizer.safetensors")
+    assert all(torch.equal(resaved[key], each) for key, each in kept.items())
+    expected, found = (steps(each, first=3, count=3, parts=2) for each in (trainer, again))
+    for key, values in expected.items():
+        np.testing.assert_array_equal(found[key], values)
+    for key, weight in weights_of(trainer).items():
+        assert torch.equal(dict(again.gather_weights())[key], weight), key
+    assert np.isfinite(steps(started(model, {}, restore_from=state), first=3, count=1, parts=2)["losses"]).all()
+
+
+def test_moments_in_bf16_stay_near_those_in_fp32(model_path: Callable[[str], Path]) -> None:
+    exact, small = (steps(started(model_path("qwen3"), each), first=0, count=20, parts=1) for each in ({}, SMALL))
+    moved = np.abs(exact["losses"] - exact["losses"][0]).max()
+    assert 0 < np.abs(exact["losses"] - small["losses"]).max() < 0.05 * moved

@@ -70,6 +70,10 @@ TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {
     "jax": "pipelinerl.trainers.option_table:refuse_lora",
 }
 
+#: Engines that tell which experts computed a token, and trainers that replay it (`trainer.routing_replay`).
+TELLS_ROUTING: Final = frozenset({"torch"})
+REPLAYS_ROUTING: Final = frozenset({"torch"})
+
 #: Trainers that can be given a value head.
 VALUE_HEADS: Final = frozenset({"torch", "bigram"})
 

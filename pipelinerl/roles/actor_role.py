@@ -55,7 +55,10 @@ async def run(identity: Identity) -> None:
     pool = EnginePool(client, deadline_s=config.actor.timeout_s, min_epoch=1, interval_s=config.actor.stream_interval_s)
     actor = Actor(
         ActorSettings(
-            name=identity.name, groups_in_flight=config.actor.groups_in_flight, attempts=config.actor.attempts
+            name=identity.name,
+            groups_in_flight=config.actor.groups_in_flight,
+            attempts=config.actor.attempts,
+            routing_replay=config.trainer.routing_replay,
         ),
         stream=stream,
         sampler=pool,

@@ -20,7 +20,7 @@ from pipelinerl.observability.samples.reading import FOLDER
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.wiring import checkpoints_of, dealing_of, objective_of, training_problems
+from pipelinerl.roles.wiring import checkpoints_of, dealing_of, objective_of, routing_of, training_problems
 from pipelinerl.roles.workers import started
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.publish.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
@@ -156,6 +156,7 @@ def loop_settings(config: RunConfig) -> LoopSettings:
         deadline_s=config.training.deadline_s,
         on_update=config.engine.on_update,
         vocab_size=vocab_size(config.model.resolved),
+        routing=routing_of(config),
         publish_timeout_s=config.weights.timeout_s,
         scope=config.staleness.scope,
         overdue_s=config.staleness.overdue_s if config.staleness.overdue is Overdue.WAIT else None,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from pipelinerl.errors import ModelError
+from pipelinerl.models import torch_routers
 from pipelinerl.models.checkpoint import Part, load_model
 from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_predictions
 from pipelinerl.trainers.torch.packed.segments import IMPLEMENTATION, SegmentPlan
@@ -36,6 +37,8 @@ class PackedModel(nn.Module):
         self.model = model
         self._buffers_saved = persistent_buffers(model)
         self._logits_at_once = logits_at_once
+        self.routing = torch_routers.shape_of(model)
+        self._replay = None if self.routing is None else torch_routers.RoutingReplay(model)
 
     def forward(
         self,
@@ -45,6 +48,7 @@ class PackedModel(nn.Module):
         chosen: Tensor,
         temperatures: Tensor | None,
         measures: tuple[HeadMeasure, ...] = (),
+        routed: Tensor | None = None,
     ) -> Tensor:
         """f32 [1 + M, N]: log-probs of the `chosen` tokens, and the M measures of the distributions they came from.
 
@@ -54,7 +58,10 @@ class PackedModel(nn.Module):
             before: of N among them, what the model knows when it chooses the next.
             chosen: i64 [N], the tokens that came next.
             temperatures: f32 [N], or None for 1 everywhere.
+            routed: integers [K, layers, top_k], the experts that compute the tokens; None lets the routers choose.
         """
+        if self._replay is not None:
+            self._replay.tell(routed)
         hidden = hidden_states(self.model.base_model, token_ids, segments)
         return token_predictions(
             before(hidden),
@@ -74,6 +81,8 @@ class PackedModel(nn.Module):
             SpecError: a layer looks across the boundary, or the model changes logits after its output layer, which
                 `forward` would miss.
         """
+        if self._replay is not None:
+            self._replay.tell(None)
         token_ids, segments = probe_packing(cast(PreTrainedModel, self.model.base_model), device)
         tokens, positions = token_ids[:, None]
         logits = self.model(input_ids=tokens, position_ids=positions, segments=segments, use_cache=False).logits[0]

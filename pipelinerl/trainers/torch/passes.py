@@ -87,10 +87,10 @@ def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:
     """
     column = batch.routed_experts
     assert column is not None, "asked for only where there is one"
-    known = kept + 1 < batch.num_tokens
-    known[known] = batch.position_ids[kept[known] + 1] > 0
+    following = np.minimum(kept + 1, batch.num_tokens - 1)
+    is_known = (following > kept) & (batch.position_ids[following] > 0)
     routed = np.broadcast_to(np.arange(column.shape[2], dtype=np.int32), (len(kept), *column.shape[1:])).copy()
-    routed[known] = column[kept[known] + 1]
+    routed[is_known] = column[following[is_known]]
     return routed
 
 

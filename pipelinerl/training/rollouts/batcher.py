@@ -55,9 +55,9 @@ class Batcher:
     ) -> None:
         """`teaches` tells of a group whether it has anything to teach under the run's objective.
 
-        Token ids must lie below `vocab_size`, where it is known. With `routing`, of the model's routers, groups must have
-        the routed experts that the trainer replays; without, any that come are dropped. `ended` hears of groups that
-        came and did not train.
+        Token ids must lie below `vocab_size`, where it is known. With `routing`, of the model's routers, groups must
+        have the routed experts that the trainer replays; without, any that come are dropped. `ended` hears of groups
+        that came and did not train.
         """
         self.ledger = ledger
         self.lineage = lineage

@@ -49,7 +49,7 @@ def model_path(tmp_path_factory):
             model = AutoModelForCausalLM.from_config(CONFIGS[name]())
             with torch.no_grad():
                 for parameter in model.parameters():
-                    if parameter.ndim == 2:
+                    if parameter.ndim >= 2:
                         parameter.mul_(5.0)
             model.save_pretrained(path)
         return path

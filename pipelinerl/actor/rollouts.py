@@ -17,7 +17,7 @@ from inference_contract.schemas import ChatCompletion, Choice
 from pipelinerl.choices import RoutingReplay
 from pipelinerl.errors import FencedError, RecordError
 from pipelinerl.messages import ROLLOUTS
-from pipelinerl.models.routing import off_the_wire
+from pipelinerl.models.routing import of_context, off_the_wire
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import Stream, fresh_number
 from pipelinerl.types import (
@@ -128,8 +128,7 @@ def _routed_prompts(order: PromptOrder, answers: Sequence[Answer]) -> dict[int, 
                 f"answer, {choice.routed_experts.shape}, got {told.shape}"
             )
         if id(completion) not in found:
-            # Row t is of the token before t; the first token has none before it.
-            found[id(completion)] = np.pad(off_the_wire(told), ((1, 0), (0, 0), (0, 0)))
+            found[id(completion)] = of_context(told)
     return found
 
 

@@ -70,6 +70,11 @@ def off_the_wire(routed: RoutedExperts) -> Experts:
     return column
 
 
+def of_context(prompt: RoutedExperts) -> Experts:
+    """Of a context of one token more, of which row t is of the token before t; the first has none before it."""
+    return np.pad(off_the_wire(prompt), ((1, 0), (0, 0), (0, 0)))
+
+
 def _layers(text: Mapping[str, Any]) -> int:
     """Layers with experts; the others have one MLP for all tokens."""
     kinds = text.get("mlp_layer_types")

@@ -13,6 +13,7 @@ from pipelinerl.actor.rollouts import Answer, assemble
 from pipelinerl.choices import RoutingReplay
 from pipelinerl.errors import RecordError
 from pipelinerl.models.routing import on_the_wire
+from pipelinerl.training.publish.canary_check import micro_batch_of
 from pipelinerl.types import Outcome, Purpose, RolloutGroup, Verdict
 from tests.actor.test_actor import completion, order
 
@@ -67,3 +68,13 @@ def test_only_what_trains_is_asked_for_its_experts() -> None:
     assert not chat_request(order(1)).return_routed_experts
     evaluation = order(1, purpose=Purpose.EVALUATION)
     assert not chat_request(evaluation, replay=RoutingReplay.ROLLOUT).return_routed_experts
+
+
+def test_a_canarys_answer_is_computed_with_its_experts() -> None:
+    answer = routed()
+    proven = answer.model_copy(
+        update={"choices": [each.model_copy(update={"version_spans": [(4, 3)]}) for each in answer.choices]}
+    )
+    column = micro_batch_of(proven, version=4).routed_experts
+    assert column is not None
+    np.testing.assert_array_equal(column, np.concatenate([PROMPT * 0, PROMPT, SAMPLED] * 2))

@@ -13,7 +13,8 @@ from pipelinerl.commands.check import refuse
 from pipelinerl.commands.findings.experts import expert_findings
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import RecipeError
-from pipelinerl.roles.trainer_role import loop_settings
+from pipelinerl.roles.trainer_role import canary_of, loop_settings
+from pipelinerl.training.publish.canary_check import ROUTED_APART, TOLERANCES
 from trainer_contract.types import RoutingShape
 
 QWEN3_30B: dict[str, Any] = {
@@ -75,3 +76,12 @@ def test_who_computes_no_experts_is_refused(overrides: list[str], said: str, mix
 def test_a_replay_of_no_experts_is_refused() -> None:
     with pytest.raises(RecipeError, match=r'routing_replay = "rollout": the model in .* has no experts'):
         refuse(recipe(None, [REPLAYED]))
+
+
+def test_experts_that_are_equal_but_for_rounding_refute_no_weights(mixture: Path) -> None:
+    """A proof compares the arithmetic: with the engine's experts where they are replayed, by the mean where not."""
+    exact = ["engine.dtype=float32", "weights.dtype=float32"]
+    replayed, apart = canary_of(recipe(mixture, [*exact, REPLAYED])), canary_of(recipe(mixture, exact))
+    assert (replayed.tolerance, apart.tolerance) == (TOLERANCES["float32"], ROUTED_APART)
+    assert (replayed.request(1).return_routed_experts, apart.request(1).return_routed_experts) == (True, False)
+    assert canary_of(recipe(mixture, [])).tolerance == TOLERANCES["bfloat16"]

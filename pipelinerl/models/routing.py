@@ -7,6 +7,7 @@ needs routers whose arithmetic is known: a softmax over all experts, of which th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,11 @@ from trainer_contract.types import Experts, RoutingShape
 
 #: Model types whose routers the torch engine tells of, and the torch trainer replays (`torch_routers`).
 REPLAYED: Final = frozenset({"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
+#: A matrix of one expert in a model's files; Mixtral numbers them.
+_OF_EXPERT: Final = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
+)
+_DOWN: Final = ("down_proj", "w2")
 #: What configurations call the number of experts of a layer.
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -55,6 +61,25 @@ def replayed_routing(path: Path) -> RoutingShape:
             f"routing is replayed of {', '.join(sorted(REPLAYED))}; the routers of {kind!r} in {path} are not known"
         )
     return shape
+
+
+def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name as a loaded model has them, of those in a directory's files: a layer's experts are two parameters.
+
+    Files name each expert's matrices, `….experts.3.gate_proj.weight`; `gate_up_proj` [experts, 2 · width, hidden] and
+    `down_proj` [experts, hidden, width] are what is trained, gathered and sent.
+    """
+    fused: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        found = _OF_EXPERT.fullmatch(name)
+        if found is None:
+            fused[name] = shape
+            continue
+        target = f"{found['experts']}.{'down_proj' if found['matrix'] in _DOWN else 'gate_up_proj'}"
+        experts = max(fused.get(target, (0,))[0], int(found["number"]) + 1)
+        rows, columns = shape
+        fused[target] = (experts, rows if found["matrix"] in _DOWN else 2 * rows, columns)
+    return fused
 
 
 def on_the_wire(routed: Experts) -> RoutedExperts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from pipelinerl.models import torch_routers
+from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.routing import REPLAYED
 from tests.fakes.mixtures import ROUTING, mixture_config
 
@@ -59,6 +61,16 @@ def test_a_router_learns_from_what_it_did_not_choose(model: Any) -> None:
     hidden_of(model).sum().backward()
     for router in torch_routers.routers_of(model):
         assert router.weight.grad.abs().max() > 0
+
+
+def test_the_sizes_in_a_directory_are_those_of_the_loaded_model(model: Any, tmp_path: Path) -> None:
+    """Files name each expert's matrices; a trainer holds, gathers and sends them as two parameters of a layer."""
+    model.save_pretrained(tmp_path)
+    found = read_shape(tmp_path).parameters
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    renamed = {name.replace(".block_sparse_moe.", ".mlp.").removeprefix("model."): each for name, each in found.items()}
+    assert renamed == shapes
+    assert read_shape(tmp_path).largest == max(parameter.numel() for parameter in model.parameters())
 
 
 def test_a_model_without_known_routers_has_none() -> None:

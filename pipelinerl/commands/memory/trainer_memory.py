@@ -104,7 +104,7 @@ class TrainerMemory:
         whole = 4 * shape.count - (4 - matrix) * shape.matrices
         if self.shards == 1:
             return whole
-        layer = sum(rows * columns for rows, columns in shape.linear.values()) // shape.layers
+        layer = (sum(rows * columns for rows, columns in shape.linear.values()) + shape.experts) // shape.layers
         outer = shape.vocab * shape.hidden
         return whole // self.shards + matrix * (2 * layer + outer)
 

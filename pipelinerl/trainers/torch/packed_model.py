@@ -19,6 +19,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models import torch_routers
 from pipelinerl.models.checkpoint import Part, load_model
 from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_predictions
+from pipelinerl.trainers.torch.packed.experts import follow_autocast
 from pipelinerl.trainers.torch.packed.segments import IMPLEMENTATION, SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_prompts import Reading
 from trainer_contract.errors import SpecError
@@ -160,6 +161,7 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
         model = load_model(path, attention=IMPLEMENTATION, part=part)
     except (ModelError, ValueError, KeyError) as error:
         raise SpecError(f"model_path: {error}") from error
+    follow_autocast(model)
     if gradient_checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         for module in model.modules():

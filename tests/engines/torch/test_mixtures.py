@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from inference_contract.conformance import CheckOutcome, run
 from inference_contract.errors import InvalidRequest
@@ -21,6 +21,7 @@ from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options, load_runner
+from pipelinerl.errors import ModelError
 from pipelinerl.models.routing import off_the_wire
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer
@@ -163,6 +164,30 @@ async def test_an_engine_without_experts_says_so(tmp_path: Path) -> None:
         await engine.complete(asked())
     assert refusal.value.param == "return_routed_experts"
     await engine.close()
+
+
+def test_latent_attention_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    """DeepSeek's, whose routers the trainer could compute."""
+    config = DeepseekV3Config(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        n_group=1,
+        topk_group=1,
+        kv_lora_rank=4,
+        q_lora_rank=4,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"DeepseekV3ForCausalLM has latent attention, .* serve it with another engine"):
+        load_runner(engine_options(model_path=tmp_path, device=Device.CPU, threads=1))
 
 
 def test_a_mixture_keeps_the_contract_over_http(options: EngineOptions) -> None:

@@ -31,7 +31,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options
 from pipelinerl.models.checkpoint import load_model
 from pipelinerl.models.tiny_decoder import END, SPECIAL_TOKENS, char_tokenizer
-from pipelinerl.models.torch_routers import RouteLog, shape_of
+from pipelinerl.models.torch_routers import TorchRouteLog, shape_of
 from pipelinerl.numerics.mismatch import mismatch
 from pipelinerl.rng import generator
 from pipelinerl.trainers.torch.trainer import TorchTrainer
@@ -79,7 +79,6 @@ def sums(number: int, count: int) -> list[str]:
 def trained_mixture(path: Path, *, steps: int) -> None:
     """Write a Qwen3-MoE of 4 layers of 8 experts, 2 for each token, that has learnt sums for so many steps."""
     tokenizer = char_tokenizer()
-    torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
         hidden_size=96,
@@ -93,11 +92,14 @@ def trained_mixture(path: Path, *, steps: int) -> None:
         norm_topk_prob=True,
         router_aux_loss_coef=0.01,
         max_position_embeddings=CONTEXT,
-        initializer_range=0.05,
         pad_token_id=0,
         eos_token_id=SPECIAL_TOKENS.index(END),
     )
     model: Any = Qwen3MoeForCausalLM(config).train()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            drawn = generator(0, "routing_replay", name).standard_normal(tuple(parameter.shape), dtype=np.float32)
+            parameter.data.copy_(torch.from_numpy(drawn * np.float32(0.05)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     for step in range(steps):
         rows = [tokenizer(text)["input_ids"] + [config.eos_token_id] for text in sums(step, _BATCH)]
@@ -178,7 +180,7 @@ def routed_apart(path: Path, batch: MicroBatch) -> float:
     model = load_model(path)
     shape = shape_of(model)
     assert shape is not None and batch.routed_experts is not None, "it is a mixture"
-    log, differ, count = RouteLog(model, shape), 0, 0
+    log, differ, count = TorchRouteLog(model, shape), 0, 0
     log.is_on = True
     for segment in range(batch.num_segments):
         its = np.flatnonzero(batch.segment_ids == segment)

@@ -17,7 +17,7 @@ from inference_contract.schemas import ChatCompletion, Choice
 from pipelinerl.choices import RoutingReplay
 from pipelinerl.errors import FencedError, RecordError
 from pipelinerl.messages import ROLLOUTS
-from pipelinerl.models.routing import of_context, off_the_wire
+from pipelinerl.numerics.routed_experts import of_context, off_the_wire
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import Stream, fresh_number
 from pipelinerl.types import (

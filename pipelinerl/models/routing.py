@@ -1,4 +1,4 @@
-"""Mixture-of-experts models by their config.json, and the experts they choose as arrays and on the wire; without torch.
+"""Mixture-of-experts models by their config.json, without torch.
 
 What a layer's router chooses for a token is `top_k` numbers of experts. Replaying a sampler's choice in the trainer
 needs routers whose arithmetic is known: a softmax over all experts, of which the chosen ones keep their weights.
@@ -12,11 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from inference_contract.routed_experts import RoutedExperts
 from pipelinerl.errors import ModelError
-from trainer_contract.types import Experts, RoutingShape
+from trainer_contract.types import RoutingShape
 
 #: Model types whose routers the torch engine tells of, and the torch trainer replays (`torch_routers`).
 REPLAYED: Final = frozenset({"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
@@ -80,24 +77,6 @@ def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
         rows, columns = shape
         fused[target] = (experts, rows if found["matrix"] in _DOWN else 2 * rows, columns)
     return fused
-
-
-def on_the_wire(routed: Experts) -> RoutedExperts:
-    """Numbers of experts u8 or u16 [tokens, layers, top_k] as an engine answers them."""
-    tokens, layers, top_k = routed.shape
-    content = np.ascontiguousarray(routed, routed.dtype.newbyteorder("<")).tobytes()
-    return RoutedExperts.of("uint8" if routed.itemsize == 1 else "uint16", (tokens, layers, top_k), content)
-
-
-def off_the_wire(routed: RoutedExperts) -> Experts:
-    """Inverse of `on_the_wire`."""
-    column: Experts = np.frombuffer(routed.content, np.dtype(routed.dtype).newbyteorder("<")).reshape(routed.shape)
-    return column
-
-
-def of_context(prompt: RoutedExperts) -> Experts:
-    """Of a context of one token more, of which row t is of the token before t; the first has none before it."""
-    return np.pad(off_the_wire(prompt), ((1, 0), (0, 0), (0, 0)))
 
 
 def _layers(text: Mapping[str, Any]) -> int:

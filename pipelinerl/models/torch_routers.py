@@ -41,7 +41,7 @@ def shape_of(model: nn.Module) -> RoutingShape | None:
 
 
 @final
-class RouteLog:
+class TorchRouteLog:
     """What the routers of an engine's model chose in its last forward, as long as somebody wants to know."""
 
     def __init__(self, model: nn.Module, shape: RoutingShape) -> None:
@@ -71,7 +71,7 @@ class RouteLog:
 
 
 @final
-class RoutingReplay:
+class ReplayedRouters:
     """Has the routers of a trainer's model choose what they are told; told nothing, they choose by themselves.
 
     What was told holds until the next word, so that a layer that activation checkpointing computes again in backward

@@ -142,9 +142,7 @@ class TrainingLoop:
             scope=settings.scope,
         )
         self._reader = RolloutReader(
-            stream,
-            offsets=restored.offsets if restored else {},
-            frontier=lambda: self._batcher.ledger.frontier,
+            stream, offsets=restored.offsets if restored else {}, frontier=lambda: self._batcher.ledger.frontier
         )
         self._link = ControllerLink(stream, self._reader, deadline_s=settings.deadline_s)
         self._publishing = Publishing(

@@ -12,7 +12,7 @@ from pipelinerl.actor.actor import chat_request
 from pipelinerl.actor.rollouts import Answer, assemble
 from pipelinerl.choices import RoutingReplay
 from pipelinerl.errors import RecordError
-from pipelinerl.models.routing import on_the_wire
+from pipelinerl.numerics.routed_experts import on_the_wire
 from pipelinerl.training.publish.canary_check import micro_batch_of
 from pipelinerl.types import Outcome, Purpose, RolloutGroup, Verdict
 from tests.actor.test_actor import completion, order

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from inference_contract.routed_experts import RoutedExperts
 from pipelinerl.errors import ModelError
-from pipelinerl.models.routing import mixture_of, off_the_wire, on_the_wire, replayed_routing
+from pipelinerl.models.routing import mixture_of, replayed_routing
+from pipelinerl.numerics.routed_experts import off_the_wire, on_the_wire
 from trainer_contract.types import RoutingShape
 
 QWEN3: dict[str, Any] = {

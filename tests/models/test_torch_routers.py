@@ -38,14 +38,14 @@ def hidden_of(model: Any) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replaying_a_routers_own_choice_changes_no_bit(model: Any, dtype: torch.dtype) -> None:
     assert torch_routers.shape_of(model) == ROUTING
-    log = torch_routers.RouteLog(model.to(dtype), ROUTING)
+    log = torch_routers.TorchRouteLog(model.to(dtype), ROUTING)
     log.is_on = True
     with torch.no_grad():
         own = hidden_of(model)
         chosen = log.take()
         assert chosen.shape == (TOKENS, ROUTING.layers, ROUTING.top_k) and chosen.dtype == ROUTING.dtype
         log.is_on = False
-        replay = torch_routers.RoutingReplay(model)
+        replay = torch_routers.ReplayedRouters(model)
         replay.tell(torch.from_numpy(chosen.astype("int32")))
         assert torch.equal(hidden_of(model), own)
         replay.tell(torch.from_numpy((chosen.astype("int32") + 1) % ROUTING.experts))
@@ -56,7 +56,7 @@ def test_replaying_a_routers_own_choice_changes_no_bit(model: Any, dtype: torch.
 
 def test_a_router_learns_from_what_it_did_not_choose(model: Any) -> None:
     """The weights of the experts that it is told come from its own logits, so it has a gradient of them."""
-    replay = torch_routers.RoutingReplay(model)
+    replay = torch_routers.ReplayedRouters(model)
     replay.tell(torch.tensor([[[0, 3], [2, 1]]] * TOKENS))
     hidden_of(model).sum().backward()
     for router in torch_routers.routers_of(model):

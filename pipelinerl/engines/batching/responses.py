@@ -27,7 +27,7 @@ from inference_contract.schemas import (
 )
 from pipelinerl.engines.batching.sample_loop import SampledToken
 from pipelinerl.engines.batching.sequence import Request, Sequence
-from pipelinerl.models.routing import on_the_wire
+from pipelinerl.numerics.routed_experts import on_the_wire
 from trainer_contract.types import Experts
 
 

@@ -56,7 +56,7 @@ class TorchRunner:
         self._weights = TorchWeights(model) if native else QuantizedWeights(model, options.weights)
         self._forward = forward_of(model, forward, context_length=options.context_length)
         routing = torch_routers.shape_of(model)
-        self.route_log = None if routing is None else torch_routers.RouteLog(model, routing)
+        self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
         shape = CacheShape.of(text, options)
         self._cache = RowCache(shape, dtype=parameter.dtype, device=self._device)
         self._cache_bytes = shape.num_bytes(parameter.dtype)

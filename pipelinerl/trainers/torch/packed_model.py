@@ -39,7 +39,7 @@ class PackedModel(nn.Module):
         self._buffers_saved = persistent_buffers(model)
         self._logits_at_once = logits_at_once
         self.routing = torch_routers.shape_of(model)
-        self._replay = None if self.routing is None else torch_routers.RoutingReplay(model)
+        self._replay = None if self.routing is None else torch_routers.ReplayedRouters(model)
 
     def forward(
         self,

@@ -25,7 +25,7 @@ from inference_contract.errors import ContractError, Overloaded, Persistence
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, ModelList
 from pipelinerl.choices import RoutingReplay
 from pipelinerl.errors import EngineUnreachable
-from pipelinerl.models.routing import of_context, off_the_wire
+from pipelinerl.numerics.routed_experts import of_context, off_the_wire
 from pipelinerl.training.rollouts.packing import alone
 from pipelinerl.types import Outcome, Priority, Rollout, Turn, Verdict, VersionSpan
 from pipelinerl.weights.publisher import PublishReport

@@ -29,7 +29,7 @@ def own_choice(trainer: TorchTrainer, batch: MicroBatch) -> Any:
     """The column that tells the trainer's routers what they choose by themselves."""
     model = trainer._worker.unwrapped.model
     forwards = [router.forward for router in torch_routers.routers_of(model)]
-    log = torch_routers.RouteLog(model, trainer._worker.routing)
+    log = torch_routers.TorchRouteLog(model, trainer._worker.routing)
     log.is_on = True
     trainer.forward([batch])
     for router, forward in zip(torch_routers.routers_of(model), forwards, strict=True):

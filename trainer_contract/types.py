@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
-#: Numbers of experts, one byte each where a layer has at most 256.
-Experts = NDArray[np.uint8] | NDArray[np.uint16]
+#: Numbers of experts, one byte each where a layer has at most 256, else two.
+Experts = NDArray[np.unsignedinteger[Any]]
 
 
 class Precision(StrEnum):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from inference_contract.conformance.chat_checks import ids_of
 from inference_contract.conformance.session import Session, chunks, refused
 from inference_contract.conformance.stream_checks import gathered
@@ -11,7 +13,7 @@ from inference_contract.schemas import Choice
 
 def routed_experts_come_or_are_refused(session: Session) -> None:
     """With return_routed_experts each token comes with the experts of the one before it, or it is refused by name."""
-    asked = {"n": 2, "seed": 3, "return_routed_experts": True}
+    asked: dict[str, Any] = {"n": 2, "seed": 3, "return_routed_experts": True}
     response = session.completed(**asked)
     if response.status_code != 200:
         error = refused(response, 400, code="invalid_request_error")

@@ -43,7 +43,7 @@ def routing_columns(turns: Sequence[Turn], turn_contexts: Sequence[int]) -> dict
         firsts.setdefault(number, turn)
     sampled = [(turn.routed_experts, len(turn.token_ids)) for turn in turns]
     contexts = [(turn.context_routed_experts, len(turn.context_token_ids)) for _, turn in sorted(firsts.items())]
-    arrays = []
+    arrays: list[Experts] = []
     for routed, length in (*sampled, *contexts):
         like = arrays[0] if arrays else routed
         if routed is None or like is None or routed.ndim != 3 or routed.dtype not in _DTYPES or len(routed) != length:

@@ -1,4 +1,4 @@
-"""Mixtures of experts by their config.json, and numbers of experts on the wire."""
+"""Mixtures of experts by their config.json."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
-from inference_contract.routed_experts import RoutedExperts
 from pipelinerl.errors import ModelError
 from pipelinerl.models.routing import mixture_of, replayed_routing
-from pipelinerl.numerics.routed_experts import off_the_wire, on_the_wire
 from trainer_contract.types import RoutingShape
 
 QWEN3: dict[str, Any] = {
@@ -71,31 +68,3 @@ def test_a_token_costs_a_byte_for_each_expert_of_few_and_two_of_many() -> None:
     assert RoutingShape(layers=48, experts=128, top_k=8).bytes_per_token == 384
     assert RoutingShape(layers=48, experts=256, top_k=8).dtype == np.uint8
     assert RoutingShape(layers=48, experts=257, top_k=8).bytes_per_token == 768
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, ">u2"])
-def test_what_goes_over_the_wire_comes_as_it_was(dtype: Any) -> None:
-    routed = np.arange(3 * 2 * 4).reshape(3, 2, 4).astype(dtype) * 9
-    sent = RoutedExperts.model_validate_json(on_the_wire(routed).model_dump_json())
-    np.testing.assert_array_equal(off_the_wire(sent), routed)
-    whole = RoutedExperts.joined([on_the_wire(routed[:1]), on_the_wire(routed[1:1]), on_the_wire(routed[1:])])
-    assert whole == on_the_wire(routed)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"data": "AAAA"}, "data must be 4 bytes in base64"),
-        ({"data": "AAAAA"}, "no base64"),
-        ({"data": "A~AAAA=="}, "no base64"),
-        ({"shape": [2, 1]}, "shape"),
-        ({"shape": [2, 1, -2]}, "shape"),
-        ({"dtype": "uint32"}, "dtype"),
-        ({"shape": [2**31 - 1, 2**31 - 1, 2**31 - 1]}, "data must be"),
-    ],
-)
-def test_what_does_not_fit_its_shape_is_refused(changes: dict[str, Any], said: str) -> None:
-    good = {"dtype": "uint8", "shape": [2, 1, 2], "data": "AAAAAA=="}
-    RoutedExperts.model_validate(good)
-    with pytest.raises(ValidationError, match=said):
-        RoutedExperts.model_validate({**good, **changes})

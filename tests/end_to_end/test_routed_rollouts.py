@@ -32,7 +32,7 @@ from tests.fakes.engine_options import engine_options
 from tests.fakes.mixtures import CONTEXT, ROUTING, save_mixture
 from trainer_contract.types import Device, TrainerSpec, WeightDType
 
-GROUPS = 3
+GROUPS = 2
 OBJECTIVE = resolve({"preset": "decoupled_ppo"})
 
 
@@ -92,7 +92,7 @@ async def sampled(path: Path) -> list[RolloutGroup]:
     actor = Actor(settings, stream=watched.stream, sampler=InParts(engine), verifier_of=judge)
     working = asyncio.create_task(actor.run())
     try:
-        await watched.order(*(order(index, samples=4) for index in range(GROUPS)))
+        await watched.order(*(order(index, samples=3) for index in range(GROUPS)))
 
         async def all_of_them() -> list[RolloutGroup]:
             found = await watched.groups()
@@ -111,7 +111,7 @@ async def test_experts_of_the_sampler_compute_the_step(tmp_path: Path) -> None:
     batcher = Batcher(ledger=ConsumedLedger(), lineage=Lineage(0, 0), no_signal=NoSignal.TRAIN, routing=ROUTING)
     for group in groups:
         batcher.offer(group)
-    taken = batcher.take(StepBudget(rollouts=4 * GROUPS), producing=1, bounds=StalenessBounds(1, 2))
+    taken = batcher.take(StepBudget(rollouts=3 * GROUPS), producing=1, bounds=StalenessBounds(1, 2))
     assert taken is not None and len(taken) == GROUPS
     trainer = TorchTrainer()
     trainer.init_worker(TrainerSpec(model_path=tmp_path, device=Device.CPU))

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from inference_contract.idle_fields import OF_MESSAGE, OF_REQUEST, OF_STREAM, without_idle
+from inference_contract.routed_experts import RoutedExperts
 from inference_contract.weights import DType, WeightLayout
 from inference_contract.wire import Wire
 
@@ -102,6 +103,10 @@ class ChatCompletionRequest(Wire):
     and count towards `max_tokens`. What comes is new tokens with their log-probs and spans; the text is that of the
     whole answer, and a stop string may lie across the border. A prefix that has ended already is refused.
 
+    `return_routed_experts` (vLLM's word) asks a mixture-of-experts model which experts each token was computed by. Row
+    i of a choice's `routed_experts` is of the token before its i-th new one, at the step that sampled the latter; the
+    answer's `prompt_routed_experts` are of the prompt's tokens but the last. An engine that does not tell refuses it.
+
     `chat_template_kwargs` are names that the chat template may look up beside the messages (Qwen3's `enable_thinking`),
     as vLLM's; a template that looks up no such name is not changed by it, nor is an engine without templates. What the
     engine itself gives its template may not be set.
@@ -124,6 +129,7 @@ class ChatCompletionRequest(Wire):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_routed_experts: bool = False
     priority: int = Field(default=0, ge=-MOST_PRIORITY, le=MOST_PRIORITY)
     user: str | None = None
     prefixes: list[AnswerPrefix] | None = None
@@ -157,6 +163,12 @@ class ChatCompletionRequest(Wire):
     def _prompt_given(self) -> Self:
         if not self.messages and not self.prompt_token_ids:
             raise ValueError("one of messages and prompt_token_ids must be given and not empty")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_of_known_tokens(self) -> Self:
+        if self.return_routed_experts and not self.return_token_ids:
+            raise ValueError("return_routed_experts speaks of tokens, which return_token_ids must ask for, too")
         return self
 
     @model_validator(mode="after")
@@ -227,6 +239,7 @@ class Choice(Wire):
     token_ids: list[int] | None = None
     token_logprobs: list[float] | None = None
     version_spans: list[Span] | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 class Usage(Wire):
@@ -247,6 +260,7 @@ class ChatCompletion(Wire):
     choices: list[Choice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_routed_experts: RoutedExperts | None = None
     model_version: int
     epoch: int = 0
 
@@ -268,6 +282,7 @@ class ChunkChoice(Wire):
     token_ids: list[int] | None = None
     token_logprobs: list[float] | None = None
     version_spans: list[Span] | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 class ChatCompletionChunk(Wire):
@@ -280,6 +295,7 @@ class ChatCompletionChunk(Wire):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_routed_experts: RoutedExperts | None = None
     model_version: int
     epoch: int = 0
 

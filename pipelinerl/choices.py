@@ -56,6 +56,15 @@ class OldLogprobs(StrEnum):
     """What the sampler said; no pass."""
 
 
+class RoutingReplay(StrEnum):
+    """Whose experts compute a token of a mixture-of-experts model in the trainer."""
+
+    OFF = "off"
+    """Those that the trainer's own routers choose."""
+    ROLLOUT = "rollout"
+    """Those that computed it in the sampler: rollout routing replay, R3 (Ma et al. 2025)."""
+
+
 class NoSignal(StrEnum):
     """What becomes of a group whose rewards are all equal."""
 

@@ -70,6 +70,10 @@ TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {
     "jax": "pipelinerl.trainers.option_table:refuse_lora",
 }
 
+#: Engines that tell which experts computed a token, and trainers that replay it (`trainer.routing_replay`).
+TELLS_ROUTING: Final = frozenset({"torch"})
+REPLAYS_ROUTING: Final = frozenset({"torch"})
+
 #: `(SourceRequest) -> ProblemSource`; what a recipe says after a colon is the request's argument.
 SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "reasoning_gym": RegistryEntry("pipelinerl.data.generated:open_reasoning_gym", ("reasoning_gym",)),

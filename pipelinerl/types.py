@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_contract.schemas import ChatCompletion
+from trainer_contract.types import Experts
 
 
 class Message(NamedTuple):
@@ -190,12 +191,16 @@ class Turn:
     Attributes:
         context_token_ids: i32 [C], prompt (first turn) or tool answer (later turns), template tokens included.
         token_ids: i32 [N]; behavior_logprobs: f32 [N]; spans: summing to N.
+        routed_experts: u8 or u16 [N, layers, top_k], of the token before each, where the sampler tells;
+            context_routed_experts: [C, layers, top_k], the same of the context, meaningless at the rollout's start.
     """
 
     context_token_ids: NDArray[np.int32]
     token_ids: NDArray[np.int32]
     behavior_logprobs: NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
+    routed_experts: Experts | None = None
+    context_routed_experts: Experts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from trainer_contract.errors import BatchError, SpecError
-from trainer_contract.types import Head, MicroBatch, Objective, measures_of
+from trainer_contract.types import Head, MicroBatch, Objective, RoutingShape, measures_of
 
 _COLUMNS = {
     "token_ids": np.int32,
@@ -29,13 +29,16 @@ _OPTIONAL = {
 }
 
 
-def check(batch: MicroBatch, *, vocab_size: int, needs: Iterable[str] = ()) -> None:
+def check(
+    batch: MicroBatch, *, vocab_size: int, needs: Iterable[str] = (), routing: RoutingShape | None = None
+) -> None:
     """Check shapes, dtypes, ranges and the packing.
 
     Args:
         batch: the micro-batch.
         vocab_size: token ids must be below it.
         needs: optional columns that the objective reads.
+        routing: of the routers whose choice can be given; None of a model, or a trainer, of which it cannot.
 
     Raises:
         BatchError: naming the first column that is wrong, what was expected and what came.
@@ -50,6 +53,8 @@ def check(batch: MicroBatch, *, vocab_size: int, needs: Iterable[str] = ()) -> N
             raise BatchError(f"the objective needs the column {name}, got None: compute it before backward")
     _check_values(batch, vocab_size)
     _check_packing(batch)
+    if batch.routed_experts is not None:
+        _check_routing(batch.routed_experts, batch.num_tokens, routing)
 
 
 def check_measures(objective: Objective, head: Head) -> None:
@@ -91,3 +96,14 @@ def _check_packing(batch: MicroBatch) -> None:
         )
     if batch.loss_mask[starts].any():
         raise BatchError("loss_mask must be False on the first token of a segment: nothing predicts it")
+
+
+def _check_routing(column: object, num_tokens: int, routing: RoutingShape | None) -> None:
+    if routing is None:
+        raise BatchError("routed_experts must be None: this model, in this trainer, has no routers that replay them")
+    shape = (num_tokens, routing.layers, routing.top_k)
+    if not isinstance(column, np.ndarray) or column.dtype != routing.dtype or column.shape != shape:
+        came = f"{column.dtype} {column.shape}" if isinstance(column, np.ndarray) else type(column).__name__
+        raise BatchError(f"routed_experts must be {routing.dtype} [T, layers, top_k] = {shape}, got {came}")
+    if num_tokens and int(column.max()) >= routing.experts:
+        raise BatchError(f"routed_experts must lie in 0..{routing.experts - 1}, got {int(column.max())}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
+#: Numbers of experts, one byte each where a layer has at most 256, else two.
+Experts = NDArray[np.unsignedinteger[Any]]
 
 
 class Precision(StrEnum):
@@ -74,6 +76,24 @@ class WeightDType(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+class RoutingShape(NamedTuple):
+    """Of a mixture-of-experts model: its layers with a router, the experts of each, and how many compute a token."""
+
+    layers: int
+    experts: int
+    top_k: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest that holds the number of each expert."""
+        return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the numbers of the experts that computed one token."""
+        return self.layers * self.top_k * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +161,9 @@ class MicroBatch:
             column, so that what a backend has compiled for the objective holds for each of its values.
         behavior_versions: i32 [T] or None, of the weights that sampled each token; 0 outside the mask. No trainer
             reads them: they tell staleness from numerics.
+        routed_experts: u8 or u16 [T, layers, top_k] or None: the experts that the sampler's routers chose for the token
+            before each, when it was chosen; meaningless at segment starts. The trainer's routers then choose the same
+            (rollout routing replay, R3: arXiv 2510.11370); None lets them choose.
         num_segments: S.
     """
 
@@ -158,6 +181,7 @@ class MicroBatch:
     returns: Float32 | None = None
     kl_coefficients: Float32 | None = None
     behavior_versions: Int32 | None = None
+    routed_experts: Experts | None = None
     num_segments: int
 
     @property

@@ -30,6 +30,7 @@ from pipelinerl.actor.rollouts import Answer, RolloutWriter, assemble
 from pipelinerl.actor.shown import shown_problem
 from pipelinerl.actor.stages import StageLog
 from pipelinerl.actor.verifier_tally import VerifierTally
+from pipelinerl.choices import RoutingReplay
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
     ACTORS_GROUP,
@@ -77,6 +78,7 @@ class ActorSettings:
     groups_in_flight: int
     attempts: int
     model: str | None = None
+    routing_replay: RoutingReplay = RoutingReplay.OFF
     reclaim_idle_s: float = 15.0
     heartbeat_s: float = 2.0
     block_s: float = 0.25
@@ -215,7 +217,8 @@ class Actor:
             if answers is None:
                 return
             refusal = await self._filtering.refusal(order, answers)
-            group = assemble(order, answers, actor=self.settings.name, refusal=refusal)
+            replay = self.settings.routing_replay if order.purpose is Purpose.TRAINING else RoutingReplay.OFF
+            group = assemble(order, answers, actor=self.settings.name, refusal=refusal, replay=replay)
         except (ContractError, PipelineError) as error:
             self._outbox.reports.append(
                 GroupFailed(
@@ -263,7 +266,13 @@ class Actor:
         verifier = self._verifier_of(order.problem.domain)
         sampled: list[tuple[ChatCompletion, Choice]] = []
         for attempt in range(self.settings.attempts):
-            request = chat_request(order, model=self.settings.model, here=len(sampled), attempt=attempt)
+            request = chat_request(
+                order,
+                model=self.settings.model,
+                here=len(sampled),
+                attempt=attempt,
+                replay=self.settings.routing_replay,
+            )
             answered = await self._sampler.complete(request, begun=begun, engine=order.engine)
             self._note_handover(order, answered)
             choices = answered.completion.choices
@@ -341,7 +350,12 @@ class Actor:
 
 
 def chat_request(
-    order: PromptOrder, *, model: str | None = None, here: int = 0, attempt: int = 0
+    order: PromptOrder,
+    *,
+    model: str | None = None,
+    here: int = 0,
+    attempt: int = 0,
+    replay: RoutingReplay = RoutingReplay.OFF,
 ) -> ChatCompletionRequest:
     """What an engine is asked for an order of which `here` samples have come in the attempts before."""
     sampling = order.sampling
@@ -356,6 +370,7 @@ def chat_request(
         stop=list(sampling.stop) or None,
         seed=(order.seed + attempt) % 2**63,
         return_token_ids=True,
+        return_routed_experts=replay is RoutingReplay.ROLLOUT and order.purpose is Purpose.TRAINING,
         priority=Priority.TRAINING if order.purpose is Purpose.TRAINING else Priority.EVALUATION,
         chat_template_kwargs=dict(order.chat_template_kwargs),
     )

@@ -14,8 +14,10 @@ from typing import Self, final
 import numpy as np
 
 from inference_contract.schemas import ChatCompletion, Choice
+from pipelinerl.choices import RoutingReplay
 from pipelinerl.errors import FencedError, RecordError
 from pipelinerl.messages import ROLLOUTS
+from pipelinerl.numerics.routed_experts import of_context, off_the_wire
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import Stream, fresh_number
 from pipelinerl.types import (
@@ -28,6 +30,7 @@ from pipelinerl.types import (
     Verdict,
     VersionSpan,
 )
+from trainer_contract.types import Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +42,27 @@ class Answer:
     verdict: Verdict
 
 
-def assemble(order: PromptOrder, answers: Sequence[Answer], *, actor: str, refusal: str = "") -> RolloutGroup:
+def assemble(
+    order: PromptOrder,
+    answers: Sequence[Answer],
+    *,
+    actor: str,
+    refusal: str = "",
+    replay: RoutingReplay = RoutingReplay.OFF,
+) -> RolloutGroup:
     """The group of an order from its verified answers.
 
     Raises:
-        RecordError: the engine left out what a rollout needs (token ids, log-probs, version spans), or they do not fit.
+        RecordError: the engine left out what a rollout needs (token ids, log-probs, version spans, with `replay` the
+            routed experts), or they do not fit.
     """
+    routed_prompts = _routed_prompts(order, answers) if replay is RoutingReplay.ROLLOUT else {}
     return RolloutGroup(
         group_id=order.order_id,
         index=order.index,
         domain=order.problem.domain,
         actor=actor,
-        rollouts=tuple(_rollout(order, answer) for answer in answers),
+        rollouts=tuple(_rollout(order, each, routed_prompts.get(id(each.completion))) for each in answers),
         problem=ProblemSummary(
             problem_id=order.problem.problem_id,
             tags=order.problem.tags,
@@ -96,7 +108,31 @@ class RolloutWriter:
             raise FencedError(f"another actor is called {self._actor}; give each a --name of its own; this one stops")
 
 
-def _rollout(order: PromptOrder, answer: Answer) -> Rollout:
+def _routed_prompts(order: PromptOrder, answers: Sequence[Answer]) -> dict[int, Experts]:
+    """The experts of the prompt's tokens, by the identity of the completion that tells them: once for its samples.
+
+    Raises:
+        RecordError: a completion does not tell what was asked for.
+    """
+    found: dict[int, Experts] = {}
+    for completion, choice in ((answer.completion, answer.choice) for answer in answers):
+        prompt, told = completion.prompt_token_ids or [], completion.prompt_routed_experts
+        if told is None or choice.routed_experts is None:
+            raise RecordError(
+                f"{order.order_id}: the engine must answer with routed_experts and prompt_routed_experts when "
+                'return_routed_experts is set; trainer.routing_replay = "rollout" needs an engine that tells them'
+            )
+        if not told.is_like(choice.routed_experts) or told.num_tokens != len(prompt) - 1:
+            raise RecordError(
+                f"{order.order_id}: expected routed experts of {len(prompt) - 1} prompt tokens, like those of the "
+                f"answer, {choice.routed_experts.shape}, got {told.shape}"
+            )
+        if id(completion) not in found:
+            found[id(completion)] = of_context(told)
+    return found
+
+
+def _rollout(order: PromptOrder, answer: Answer, routed_prompt: Experts | None) -> Rollout:
     choice, prompt = answer.choice, answer.completion.prompt_token_ids
     if prompt is None or choice.token_ids is None or choice.token_logprobs is None or choice.version_spans is None:
         raise RecordError(
@@ -114,11 +150,16 @@ def _rollout(order: PromptOrder, answer: Answer) -> Rollout:
             f"of them; the engine answered with {len(prompt)} prompt tokens, {tokens} tokens, {logprobs} log-probs and "
             f"spans over {spanned}"
         )
+    routed = choice.routed_experts if routed_prompt is not None else None
+    if routed is not None and routed.num_tokens != tokens:
+        raise RecordError(f"{order.order_id}: expected routed experts of {tokens} tokens, got {routed.num_tokens}")
     turn = Turn(
         context_token_ids=np.array(prompt, np.int32),
         token_ids=np.array(choice.token_ids, np.int32),
         behavior_logprobs=np.array(choice.token_logprobs, np.float32),
         spans=tuple(VersionSpan(*span) for span in choice.version_spans),
+        routed_experts=None if routed is None else off_the_wire(routed),
+        context_routed_experts=routed_prompt,
     )
     return Rollout(
         turns=(turn,),

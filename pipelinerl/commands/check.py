@@ -10,6 +10,7 @@ from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs, Overdue
 from pipelinerl.commands.findings.adapters import adapter_findings
+from pipelinerl.commands.findings.experts import expert_findings, refuse_experts
 from pipelinerl.commands.findings.instructions import instruction_findings
 from pipelinerl.commands.findings.mini_batches import mini_batch_finding
 from pipelinerl.commands.findings.prompts import prompt_findings
@@ -76,6 +77,7 @@ def refuse(config: RunConfig) -> None:
         if sentence := missing_package(tracker):
             raise RecipeError(sentence)
     dtypes_of(config)
+    refuse_experts(config)
     objective_of(config)
     _check_other_models(config)
     knobs_of(config)
@@ -119,6 +121,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "trainer", f"{config.trainer.type}, {config.trainer.precision}, sends {dtypes.wire}"
     yield from adapter_findings(config)
     yield from mesh_findings(config)
+    yield from expert_findings(config)
     if lacking := list(_not_here(config)):
         yield "elsewhere", f"this machine has no GPU, which the recipe asks for: {', '.join(lacking)}"
     yield from _objective_findings(config)

@@ -9,7 +9,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from inference_contract.weights import Backend, BaseUrl, OnUpdate, Transport
-from pipelinerl.choices import COLDEST, HOTTEST, Announce, Overdue, Receiver, StalenessScope, WeightFormat
+from pipelinerl.choices import (
+    COLDEST,
+    HOTTEST,
+    Announce,
+    Overdue,
+    Receiver,
+    RoutingReplay,
+    StalenessScope,
+    WeightFormat,
+)
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 from pipelinerl.types import Sampling
@@ -152,6 +161,9 @@ class TrainerSection(Section):
     device: Device = Device.AUTO
     gradient_checkpointing: bool = False
     micro_batch_tokens: int = Field(default=16384, ge=2)
+    routing_replay: RoutingReplay = RoutingReplay.OFF
+    """Of a mixture-of-experts model: `rollout` computes each token with the experts that computed it in the sampler
+    (R3), docs/mixtures.md."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options that this type of trainer alone knows and checks: for torch `mesh` (docs/trainers.md), for jax `mesh` and
     what else `JaxOptions` lists."""

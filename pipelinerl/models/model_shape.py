@@ -16,6 +16,7 @@ from typing import Any, Final
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype, tensor_headers, weight_files
 from pipelinerl.models.decoder_config import read_config
+from pipelinerl.models.routing import fused_experts
 from trainer_contract.types import WeightDType
 
 _HEAD: Final = "lm_head.weight"
@@ -61,14 +62,19 @@ class ModelShape:
         return {name: shape for name, shape in self.parameters.items() if len(shape) == 2 and _is_inner(name)}
 
     @property
+    def experts(self) -> int:
+        """Parameters of fused experts."""
+        return sum(math.prod(each) for name, each in self.parameters.items() if len(each) == 3 and ".experts." in name)
+
+    @property
     def matrices(self) -> int:
         """Parameters of at least two dimensions: those whose products autocast makes."""
         return sum(math.prod(shape) for shape in self.parameters.values() if len(shape) >= 2)
 
     @property
     def multiplied(self) -> int:
-        """Parameters of linear layers, the output layer's among them, though it be tied."""
-        return sum(map(math.prod, self.linear.values())) + self.vocab * self.hidden
+        """Parameters of linear layers and experts, the output layer's among them, though it be tied."""
+        return sum(map(math.prod, self.linear.values())) + self.experts + self.vocab * self.hidden
 
     @property
     def products(self) -> int:
@@ -115,7 +121,7 @@ def read_shape(path: Path) -> ModelShape:
             heads=heads,
             kv_heads=int(text.get("num_key_value_heads") or heads),
             head_dim=int(text.get("head_dim") or hidden // heads),
-            intermediate=int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden),
+            intermediate=_mlp_width(text, hidden),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"the sizes of the model in {path} cannot be read: {error}; copy it again") from error
@@ -128,7 +134,16 @@ def _parameters(path: Path, *, tied: bool) -> dict[str, tuple[int, ...]]:
         parameters = read_config(path).parameters
         return {name: parameter.shape for parameter in parameters for name in parameter.names}
     found = {name: shape for file in files for name, shape in tensor_headers(file).items() if len(shape) <= 3}
+    found = fused_experts(found)
     return {name: shape for name, shape in found.items() if not (tied and name.endswith(_HEAD))}
+
+
+def _mlp_width(text: Mapping[str, Any], hidden: int) -> int:
+    """Of the MLP that computes a token; of a mixture, of all the experts that do."""
+    one, count = text.get("moe_intermediate_size"), text.get("num_experts_per_tok")
+    if one and count:
+        return int(one) * int(count) + int(text.get("shared_expert_intermediate_size") or 0)
+    return int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden) * int(count or 1)
 
 
 def _first(table: Mapping[str, Any], *names: str) -> int:

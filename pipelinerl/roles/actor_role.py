@@ -63,7 +63,10 @@ async def run(identity: Identity) -> None:
     )
     actor = Actor(
         ActorSettings(
-            name=identity.name, groups_in_flight=config.actor.groups_in_flight, attempts=config.actor.attempts
+            name=identity.name,
+            groups_in_flight=config.actor.groups_in_flight,
+            attempts=config.actor.attempts,
+            routing_replay=config.trainer.routing_replay,
         ),
         stream=stream,
         sampler=pool,

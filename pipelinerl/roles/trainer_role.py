@@ -9,22 +9,23 @@ from typing import final
 
 from inference_contract.schemas import ChatMessage
 from inference_contract.weights import Transport
-from pipelinerl.choices import Overdue
+from pipelinerl.choices import Overdue, RoutingReplay
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import vocab_size
+from pipelinerl.models.routing import mixture_of
 from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.samples.reading import FOLDER
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.wiring import checkpoints_of, dealing_of, objective_of, training_problems
+from pipelinerl.roles.wiring import checkpoints_of, dealing_of, objective_of, routing_of, training_problems
 from pipelinerl.roles.workers import started
 from pipelinerl.streams.stream import Stream
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
-from pipelinerl.training.publish.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
+from pipelinerl.training.publish.canary_check import ROUTED_APART, TOLERANCES, Canary, LogprobCanaryChecker
 from pipelinerl.training.publish.stream_announcer import StreamAnnouncer
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.training.watching.step_watch import StepWatch
@@ -129,9 +130,12 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> 
 def canary_of(config: RunConfig) -> Canary:
     """The run's first problem, and the tolerance of the coarsest format that weights have on their way."""
     problem = training_problems(config).problem(0)
+    replay, coarsest = config.trainer.routing_replay, dtypes_of(config).coarsest(config)
+    routed_apart = replay is RoutingReplay.OFF and mixture_of(config.model.resolved) is not None
     return Canary(
         messages=tuple(ChatMessage.model_construct(role=m.role, content=m.content) for m in problem.messages),
-        tolerance=TOLERANCES[dtypes_of(config).coarsest(config)],
+        tolerance=ROUTED_APART if routed_apart and coarsest == "float32" else TOLERANCES[coarsest],
+        routing_replay=replay,
     )
 
 
@@ -160,6 +164,7 @@ def loop_settings(config: RunConfig) -> LoopSettings:
         deadline_s=config.training.deadline_s,
         on_update=config.engine.on_update,
         vocab_size=vocab_size(config.model.resolved),
+        routing=routing_of(config),
         publish_timeout_s=config.weights.timeout_s,
         scope=config.staleness.scope,
         overdue_s=config.staleness.overdue_s if config.staleness.overdue is Overdue.WAIT else None,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelinerl import registry
-from pipelinerl.choices import OldLogprobs
+from pipelinerl.choices import OldLogprobs, RoutingReplay
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig
@@ -16,18 +16,21 @@ from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.data.mixture import Domain, Mixture
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.data.source import ProblemSource
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import ModelError, RecipeError
+from pipelinerl.models.routing import replayed_routing
 from pipelinerl.objective.contradictions import Setting, without_effect
 from pipelinerl.objective.kl_control import kl_coefficient
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.reward import Over
 from pipelinerl.objective.tokens import Policy
+from pipelinerl.system.references import is_reference
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.retention import Retention
 from pipelinerl.training.rollouts.mini_batches import MiniBatching
 from pipelinerl.types import Quota
+from trainer_contract.types import RoutingShape
 
 
 def checkpoints_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
@@ -63,6 +66,29 @@ def objective_of(config: RunConfig) -> PolicyObjective:
     for sentence in without_effect(objective, setting_of(config)):
         raise RecipeError(f"objective.{sentence}")
     return objective
+
+
+def routing_of(config: RunConfig) -> RoutingShape | None:
+    """The routers whose choices the trainer replays; None where the recipe replays none.
+
+    Raises:
+        RecipeError: the engine does not tell them, the trainer does not replay them, or the model has none.
+    """
+    replay = config.trainer.routing_replay
+    if replay is RoutingReplay.OFF:
+        return None
+    said = f'trainer.routing_replay = "{replay}"'
+    if config.engine.type not in registry.TELLS_ROUTING and not is_reference(config.engine.type):
+        raise RecipeError(
+            f"{said} needs an engine that tells which experts computed each token, which is "
+            f"{' or '.join(sorted(registry.TELLS_ROUTING))}; engine.type is {config.engine.type!r}"
+        )
+    if config.trainer.type not in registry.REPLAYS_ROUTING and not is_reference(config.trainer.type):
+        raise RecipeError(f"{said} needs trainer.type torch, got {config.trainer.type!r}")
+    try:
+        return replayed_routing(config.model.resolved)
+    except ModelError as error:
+        raise RecipeError(f"{said}: {error}") from None
 
 
 def dealing_of(config: RunConfig) -> MiniBatching:

@@ -13,7 +13,8 @@
 
 It promises that what it decodes is what was encoded: a damaged, cut or unknown record raises `RecordError`. There is
 no pickle; nothing in a record is ever run. Decoded arrays are read-only views into the record. A group stores each
-distinct context once, so the prompt that G rollouts share costs 1/G; a token that was sampled costs 8 bytes.
+distinct context once, so the prompt that G rollouts share costs 1/G; a token that was sampled costs 8 bytes, and where
+its routed experts are known those (`routing_columns`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from pipelinerl.errors import RecordError
+from pipelinerl.streams.routing_columns import CONTEXTS, routing_columns, turn_routing
 from pipelinerl.types import (
     Outcome,
     ProblemSummary,
@@ -134,7 +136,7 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
 
     Args:
         columns: further columns by name, each [N, …] with N the tokens sampled in the whole group, rollout by rollout
-            and turn by turn (routed experts, say). `decode_columns` gives them back.
+            and turn by turn. `decode_columns` gives them back, and with them the turns' routed experts.
 
     Raises:
         RecordError: an array has the wrong dtype or shape, or spans do not sum to the tokens of their turn.
@@ -150,11 +152,13 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
             f"group {group.group_id}: each turn must have one log-probability for each token, and spans that sum to "
             f"its tokens; got tokens {lengths}, log-probabilities {scored}, spans {spanned}"
         )
+    further = {name: _further(name, column, sum(lengths)) for name, column in columns.items()}
+    further |= routing_columns(turns, turn_contexts)
     arrays = [
         _joined("context_token_ids", contexts, _IDS),
         _joined("token_ids", [turn.token_ids for turn in turns], _IDS),
         _joined("behavior_logprobs", [turn.behavior_logprobs for turn in turns], _LOGPROBS),
-        *(_further(name, column, sum(lengths)) for name, column in columns.items()),
+        *further.values(),
     ]
     spans, turn_spans = _distinct([turn.spans for turn in turns])
     # An outcome is keyed by identity, since hashing an enum member runs Python code.
@@ -181,7 +185,7 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
         rollout_turns=[len(rollout.turns) for rollout in rollouts],
         rollout_findings=rollout_findings,
         rollout_endings=rollout_endings,
-        columns=[_Column(name, a.dtype.str, a.shape) for name, a in zip(columns, arrays[3:], strict=True)],
+        columns=[_Column(name, column.dtype.str, column.shape) for name, column in further.items()],
         refusal=group.refusal,
     )
     return _seal(Kind.GROUP, header, arrays)
@@ -199,12 +203,23 @@ def decode_group(record: bytes) -> RolloutGroup:
         contexts, start = _split(columns, _IDS, header.context_lengths, 0)
         tokens, start = _split(columns, _IDS, lengths, start)
         logprobs, _ = _split(columns, _LOGPROBS, lengths, start)
+        routing = turn_routing(
+            _further_columns(header, columns),
+            lengths=lengths,
+            turn_contexts=header.turn_contexts,
+            context_lengths=header.context_lengths,
+        )
         turns = [
             Turn(
-                context_token_ids=contexts[context], token_ids=ids, behavior_logprobs=values, spans=header.spans[spans]
+                context_token_ids=contexts[context],
+                token_ids=ids,
+                behavior_logprobs=values,
+                spans=header.spans[spans],
+                routed_experts=routed.sampled,
+                context_routed_experts=routed.context,
             )
-            for context, ids, values, spans in zip(
-                header.turn_contexts, tokens, logprobs, header.turn_spans, strict=True
+            for context, ids, values, spans, routed in zip(
+                header.turn_contexts, tokens, logprobs, header.turn_spans, routing, strict=True
             )
         ]
         rollouts = _rollouts(header, turns)
@@ -223,18 +238,28 @@ def decode_group(record: bytes) -> RolloutGroup:
 
 
 def decode_columns(record: bytes) -> dict[str, NDArray[Any]]:
-    """The further columns of a group's record, by name, each [N, …] over the tokens sampled in the whole group."""
+    """The further columns of a group's record, by name, each [N, …] over the tokens sampled in the whole group.
+
+    Routed experts of contexts are [C, …] over their tokens.
+    """
     header, columns = _open_group(record)
     try:
-        num_tokens = sum(_turn_lengths(header))
+        return _further_columns(header, columns)
     except IndexError as error:
         raise _inconsistent(header, error) from None
-    start = _padded(4 * sum(header.context_lengths)) + 2 * _padded(4 * num_tokens)
+
+
+def _further_columns(header: _GroupHeader, columns: memoryview) -> dict[str, NDArray[Any]]:
+    if not header.columns:
+        return {}
+    num_context, num_tokens = sum(header.context_lengths), sum(_turn_lengths(header))
+    start = _padded(4 * num_context) + 2 * _padded(4 * num_tokens)
     found: dict[str, NDArray[Any]] = {}
     for name, dtype, shape in header.columns:
         try:
-            if shape[:1] != (num_tokens,) or min(shape) < 0:
-                raise ValueError(f"shape {list(shape)} where {num_tokens} tokens were sampled")
+            rows = num_context if name == CONTEXTS else num_tokens
+            if shape[:1] != (rows,) or min(shape) < 0:
+                raise ValueError(f"shape {list(shape)} where there are {rows} tokens")
             found[name] = np.frombuffer(columns, dtype, math.prod(shape), start).reshape(shape)
         except (TypeError, ValueError) as error:
             raise RecordError(f"group {header.group_id} has no proper column {name!r}: {error}") from None

@@ -67,6 +67,7 @@ from pipelinerl.training.watching.domain_figures import StepFigures
 from pipelinerl.training.watching.step_watch import StepWatch
 from pipelinerl.types import RolloutGroup
 from pipelinerl.weights.publisher import Publisher
+from trainer_contract.types import RoutingShape
 
 log = logging.getLogger("pipelinerl")
 T = TypeVar("T")
@@ -78,7 +79,8 @@ class LoopSettings:
     groups that would be stale after it; None: none waits.
 
     `schedule` is of optimizer steps, of which `dealing` may make several of a batch. `shaping` is by domain; `kl`
-    controls the coefficient of the KL; token ids of a group must lie below `vocab_size`.
+    controls the coefficient of the KL; token ids of a group must lie below `vocab_size`; `routing` is of the routers
+    whose choices are replayed.
     """
 
     micro_batch_tokens: int
@@ -91,6 +93,7 @@ class LoopSettings:
     truncated: Truncated = Truncated.TRAIN
     kl: KLController | None = None
     vocab_size: int | None = None
+    routing: RoutingShape | None = None
     publish_timeout_s: float = 120.0
     scope: StalenessScope = StalenessScope.GROUP
     overdue_s: float | None = None
@@ -134,13 +137,12 @@ class TrainingLoop:
             no_signal=settings.no_signal,
             teaches=teacher(objective, settings.shaping, settings.truncated),
             vocab_size=settings.vocab_size,
+            routing=settings.routing,
             ended=self._ended,
             scope=settings.scope,
         )
         self._reader = RolloutReader(
-            stream,
-            offsets=restored.offsets if restored else {},
-            frontier=lambda: self._batcher.ledger.frontier,
+            stream, offsets=restored.offsets if restored else {}, frontier=lambda: self._batcher.ledger.frontier
         )
         self._link = ControllerLink(stream, self._reader, deadline_s=settings.deadline_s)
         self._publishing = Publishing(

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
+from pipelinerl.engines.batching.sample_loop import RouteLog
 from tests.patience import PATIENCE_S
 
 DEADLINE_S = PATIENCE_S
@@ -58,6 +59,10 @@ class GatedRunner:
     @property
     def cache_bytes(self) -> int:
         return self._runner.cache_bytes
+
+    @property
+    def route_log(self) -> RouteLog | None:
+        return self._runner.route_log
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         self.log += [f"prefill {len(each.token_ids)} tokens to rows {list(each.rows)}" for each in prefills]

@@ -21,6 +21,7 @@ from typing import Any, final
 import numpy as np
 
 from inference_contract.errors import ContextExceeded, DigestMismatch, InvalidRequest, UnknownModel
+from inference_contract.routed_experts import RoutedExperts
 from inference_contract.schemas import (
     AnswerPrefix,
     AssistantMessage,
@@ -119,6 +120,7 @@ class Fault(StrEnum):
     IGNORES_INTERVAL = "ignores_interval"
     REINTERPRETS = "reinterprets"
     HEEDS_EOS = "heeds_eos"
+    FORGETS_ROUTING = "forgets_routing"
 
 
 @dataclass(slots=True)
@@ -126,6 +128,7 @@ class _Sample:
     index: int
     key: np.ndarray
     last: int
+    before: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -290,7 +293,8 @@ class ScriptedEngine:
             given = [token % VOCAB for token in given]
         if not all(0 <= token < VOCAB for token in given):
             raise InvalidRequest(f"the prefix of sample {index} must be of known tokens", param="prefixes")
-        sample = _Sample(index, rng.sample_keys(seed, index + 1)[index:], [*prompt, *given][-1], fault=self._fault)
+        key, last = rng.sample_keys(seed, index + 1)[index:], [*prompt, *given][-1]
+        sample = _Sample(index, key, last, last, fault=self._fault)
         sample.prefix = [] if self._fault is Fault.FORGETS_PREFIX else given
         ended = (0 in given and not request.ignore_eos) or len(given) >= limit or sample.text(request.stop_strings)[1]
         if ended and self._fault is not Fault.TAKES_ENDED_PREFIX:
@@ -359,6 +363,12 @@ class ScriptedEngine:
         rows = zip(sample.tokens[start:], sample.logprobs[start:], strict=True)
         return ChoiceLogprobs(content=[TokenLogprob(token=chr(97 + token), logprob=logprob) for token, logprob in rows])
 
+    def _routed(self, request: ChatCompletionRequest, tokens: list[int]) -> RoutedExperts | None:
+        """Token i is computed by expert i of one layer with as many experts as there are tokens."""
+        if not request.return_routed_experts or self._fault is Fault.FORGETS_ROUTING:
+            return None
+        return RoutedExperts.of("uint8", (len(tokens), 1, 1), bytes(tokens))
+
     def _told(self, sample: _Sample) -> list[int]:
         return [*sample.prefix, *sample.tokens] if self._fault is Fault.REPEATS_PREFIX else sample.tokens
 
@@ -381,6 +391,7 @@ class ScriptedEngine:
                     token_ids=self._told(sample) if ids else None,
                     token_logprobs=sample.logprobs if ids else None,
                     version_spans=self._spans(sample.versions) if ids else None,
+                    routed_experts=self._routed(request, [sample.before, *sample.tokens][:-1]),
                 )
                 for sample in samples
             ],
@@ -390,6 +401,7 @@ class ScriptedEngine:
                 total_tokens=len(prompt) + completion_tokens,
             ),
             prompt_token_ids=prompt if ids else None,
+            prompt_routed_experts=self._routed(request, prompt[:-1]),
             model_version=version,
             epoch=epoch,
         )
@@ -409,7 +421,8 @@ class ScriptedEngine:
                     continue
                 parts = [self._part(request, sample) for sample in samples if sample.shown < len(sample.tokens)]
                 ended = [self._end(request, sample) for sample in samples if sample.reason and not sample.told_end]
-                yield self._chunk([*parts, *ended], epoch, opening=opening)
+                opened = None if opening is None else self._routed(request, prompt[:-1])
+                yield self._chunk([*parts, *ended], epoch, opening=opening, routed=opened)
                 opening, told_at = None, time.monotonic()
         finally:
             if self._fault is Fault.NEVER_FREES:
@@ -432,6 +445,7 @@ class ScriptedEngine:
             token_ids=sample.tokens[start:] if ids else None,
             token_logprobs=sample.logprobs[start:] if ids else None,
             version_spans=self._spans(sample.versions, start) if ids else None,
+            routed_experts=self._routed(request, [sample.before, *sample.tokens][start:-1]),
         )
 
     def _end(self, request: ChatCompletionRequest, sample: _Sample) -> ChunkChoice:
@@ -441,7 +455,13 @@ class ScriptedEngine:
         return ChunkChoice(index=sample.index, delta=Delta(content=text), finish_reason=sample.reason)
 
     def _chunk(
-        self, parts: list[ChunkChoice], epoch: int, usage: Usage | None = None, *, opening: list[int] | None = None
+        self,
+        parts: list[ChunkChoice],
+        epoch: int,
+        usage: Usage | None = None,
+        *,
+        opening: list[int] | None = None,
+        routed: RoutedExperts | None = None,
     ) -> ChatCompletionChunk:
         return ChatCompletionChunk(
             id="scripted-1",
@@ -450,6 +470,7 @@ class ScriptedEngine:
             choices=parts,
             usage=usage,
             prompt_token_ids=opening,
+            prompt_routed_experts=routed,
             model_version=self._serving[1],
             epoch=epoch,
         )

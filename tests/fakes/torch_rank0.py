@@ -183,6 +183,30 @@ def reads(directory, *, model, options, times):
     }
 
 
+def mixture(directory, *, model, options, count=2):
+    """Steps of a mixture of experts whose routing is told, and what its own routers make of the last."""
+    trainer, found = TorchTrainer(), {"losses": [], "predictions": []}
+    trainer.init_worker(spec_of(model, options))
+    for step in range(count):
+        plain = batches(step, 3)
+        told = [replace(each, routed_experts=_routing(each, step, number)) for number, each in enumerate(plain)]
+        losses = trainer.backward(told, OBJECTIVE)
+        found["losses"].append(sum(loss.loss for loss in losses))
+        found["predictions"].append(np.concatenate([loss.predictions for loss in losses]))
+        trainer.optimizer_step(learning_rate=1e-3)
+    found["free"] = np.concatenate(trainer.forward(plain))
+    np.savez(directory / "mixture.npz", **{name: np.array(values) for name, values in found.items()})
+    np.savez(directory / "weights.npz", **weights_of(trainer))
+    trainer.close()
+    return {}
+
+
+def _routing(batch, step, number):
+    draw = rng.generator(step, "mixture", number)
+    experts = np.tile(np.arange(4, dtype=np.uint8), (batch.num_tokens, 2, 1))
+    return draw.permuted(experts, axis=2)[:, :, :2].copy()
+
+
 def until_lost(directory, *, model, options):
     """Backward passes until one fails."""
     trainer = TorchTrainer()

@@ -59,6 +59,7 @@ class VersionRunner:
     vocab_size = 2**20
     layout = LAYOUT
     cache_bytes = 0
+    route_log = None
 
     def __init__(self) -> None:
         self._current = np.zeros(LAYOUT.num_bytes, np.uint8)

@@ -58,6 +58,7 @@ CAUGHT_BY = {
     Fault.IGNORES_INTERVAL: "rare_chunks_are_the_whole",
     Fault.REINTERPRETS: "converted_dtype_is_served",
     Fault.HEEDS_EOS: "eos_is_ignored",
+    Fault.FORGETS_ROUTING: "routed_experts_come_or_are_refused",
 }
 
 #: Checks that must fail for faults which another check is about.

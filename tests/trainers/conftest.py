@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from pipelinerl.rng import generator
 from trainer_contract.types import MicroBatch
@@ -23,6 +31,9 @@ CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
     "llama": lambda: LlamaConfig(**SIZES),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=5),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
+    ),
     "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128),
 }
 
@@ -38,7 +49,7 @@ def model_path(tmp_path_factory):
             model = AutoModelForCausalLM.from_config(CONFIGS[name]())
             with torch.no_grad():
                 for parameter in model.parameters():
-                    if parameter.ndim == 2:
+                    if parameter.ndim >= 2:
                         parameter.mul_(5.0)
             model.save_pretrained(path)
         return path

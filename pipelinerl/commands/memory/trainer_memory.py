@@ -141,8 +141,8 @@ class TrainerMemory:
 
     @property
     def _layer(self) -> int:
-        """Parameters of the matrices of a layer."""
-        return sum(map(math.prod, self.shape.linear.values())) // self.shape.layers
+        """Parameters of the matrices and experts of a layer."""
+        return (sum(map(math.prod, self.shape.linear.values())) + self.shape.experts) // self.shape.layers
 
     @property
     def _outer(self) -> int:

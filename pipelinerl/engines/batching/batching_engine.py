@@ -53,6 +53,10 @@ from pipelinerl.weights.layout import converted_by
 
 #: How long `close` waits for the loop's thread to end its step.
 _STOP_S: Final = 30.0
+_TELLS_NO_ROUTING: Final = (
+    "return_routed_experts must be false: this engine does not tell which experts compute a token of this model; the "
+    "torch engine tells it of mixtures of experts"
+)
 _CLOSING: Final = "the engine is closing; send the request to another one"
 
 
@@ -222,6 +226,8 @@ class BatchingEngine:
             raise Dirty(f"{self._receiver.dirty}; the engine serves again after a full update")
         if asked.model is not None and asked.model != self._options.model_id:
             raise UnknownModel(f"this engine serves {self._options.model_id!r}, got {asked.model!r}", param="model")
+        if asked.return_routed_experts and model.route_log is None:
+            raise InvalidRequest(_TELLS_NO_ROUTING, param="return_routed_experts")
         prompt = asked.prompt_token_ids or await self._encoded(asked, model)
         room = room_after(prompt, model, "prompt_token_ids" if asked.prompt_token_ids else "messages")
         number = next(self._numbers)
@@ -235,6 +241,7 @@ class BatchingEngine:
             streams=streams,
             stop_ids=frozenset() if asked.ignore_eos else self._tokenizer.eos_token_ids,
             priority=asked.priority,
+            tells_routing=asked.return_routed_experts,
         )
         seed = asked.seed if asked.seed is not None else rng.key(self._options.seed, "request", number)
         stops = asked.stop_strings

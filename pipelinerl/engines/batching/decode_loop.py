@@ -32,6 +32,7 @@ from pipelinerl.engines.batching.sample_loop import (
     UNTRAINED,
     Delivery,
     LoopTotals,
+    RouteLog,
     ServedModel,
     aborted,
     deliveries,
@@ -77,6 +78,7 @@ class DecodeLoop:
         self._cancelled: list[Request] = []
         self._commit: _Commit | None = None
         self._streams = 0
+        self._told = 0  # requests that are to tell the routing
         self._cache_is_finite = True  # is what lies in the cache of every row finite?
         self._stopping = False
         self._scheduler: Scheduler
@@ -120,7 +122,7 @@ class DecodeLoop:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing; send the request to another one")
             self._scheduler.submit(request)
-            self._streams += request.streams
+            self._count(request, 1)
             self._changed.notify()
 
     def cancel(self, request: Request) -> None:
@@ -202,19 +204,25 @@ class DecodeLoop:
         if not request.unfinished:
             return []
         self.totals.aborted_sequences += request.unfinished
-        self._streams -= request.streams
+        self._count(request, -1)
         request.unfinished = 0
         return self._scheduler.withdraw(request)
 
     def _admit(self) -> None:
         if self._commit is not None:
             return  # it waits for the rows to drain
+        routes = self._runner.route_log
         with self._changed:
             admissions = self._scheduler.admit()
+            if routes is not None:
+                routes.is_on = self._told > 0
         if not admissions:
             return
-        prefills = [_prefill(each) for each in admissions if each.sibling is None]
+        computed = [each for each in admissions if each.sibling is None]
+        prefills = [_prefill(each) for each in computed]
         self._runner.prefill([prefill for prefill in prefills if prefill.token_ids])
+        if routes is not None and routes.is_on:
+            _keep_routing_of_prompts(computed, routes)
         epoch, version = self.serving
         for each in admissions:
             context = each.sequences[0].context
@@ -233,6 +241,11 @@ class DecodeLoop:
         token_ids, logprobs = self._runner.decode(len(running))
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
+        routes = self._runner.route_log
+        if routes is not None and routes.is_on:  # before the tokens: who sees one finds its experts
+            for sequence, routed in zip(running, routes.decoded, strict=True):
+                if sequence.request.tells_routing:
+                    sequence.routed.append(routed)
         if not math.isfinite(sum(logprobs)):
             self._refuse(token_ids, logprobs)
         ended = extend(running, token_ids, logprobs)
@@ -243,6 +256,11 @@ class DecodeLoop:
             self.totals.finished_sequences += len(ended)
             finished = self._finish(ended)
         self._report(deliveries(streamed, finished))
+
+    def _count(self, request: Request, change: int) -> None:
+        """Note that a request has come (1), or has ended (-1). Called under the lock."""
+        self._streams += change * request.streams
+        self._told += change * request.tells_routing
 
     def _refuse(self, token_ids: list[int], logprobs: list[float]) -> None:
         """End the requests of the rows without a finite log-prob; leaves in the lists what the other rows sampled."""
@@ -285,7 +303,7 @@ class DecodeLoop:
                 request.unfinished -= 1
                 if request.unfinished == 0:
                     finished.append(request)
-                    self._streams -= request.streams
+                    self._count(request, -1)
             moves = self._scheduler.retire(rows)
         self._move(moves)
         return finished
@@ -347,6 +365,17 @@ class DecodeLoop:
 def _prefill(admission: Admission) -> Prefill:
     """All but the last token, which is fed next."""
     return Prefill(admission.sequences[0].context[:-1], admission.rows)
+
+
+def _keep_routing_of_prompts(computed: Iterable[Admission], routes: RouteLog) -> None:
+    """Of the prompts that were just prefilled, the routing of those that were for the first time."""
+    found = iter(routes.prefilled)
+    for admission in computed:
+        request = admission.request
+        # Nothing was prefilled of a single token, which is fed at the first step.
+        routed = next(found) if len(admission.sequences[0].context) > 1 else routes.decoded[:0]
+        if request.tells_routing and request.prompt_routed is None:
+            request.prompt_routed = routed[: len(request.prompt_token_ids) - 1]
 
 
 def _row_states(admission: Admission) -> Iterable[RowState]:

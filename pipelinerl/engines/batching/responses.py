@@ -9,6 +9,9 @@ import time
 from collections.abc import Sequence as Items
 from typing import Protocol, final
 
+import numpy as np
+
+from inference_contract.routed_experts import RoutedExperts
 from inference_contract.schemas import (
     AssistantMessage,
     ChatCompletion,
@@ -24,6 +27,8 @@ from inference_contract.schemas import (
 )
 from pipelinerl.engines.batching.sample_loop import SampledToken
 from pipelinerl.engines.batching.sequence import Request, Sequence
+from pipelinerl.numerics.routed_experts import on_the_wire
+from trainer_contract.types import Experts
 
 
 class Decoder(Protocol):
@@ -48,6 +53,7 @@ def completion(asked: ChatCompletionRequest, request: Request, model: str, decod
         choices=[_choice(asked, sequence, decoder) for sequence in request.sequences],
         usage=usage(request),
         prompt_token_ids=request.prompt_token_ids if asked.return_token_ids else None,
+        prompt_routed_experts=_prompt_routed(request),
         model_version=max(sequence.newest_version for sequence in request.sequences),
         epoch=request.epoch,
     )
@@ -69,7 +75,19 @@ def _choice(asked: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) 
         token_ids=sequence.token_ids if returned else None,
         token_logprobs=sequence.logprobs if returned else None,
         version_spans=sequence.spans() if returned else None,
+        routed_experts=_routed(sequence.routed, sequence.request),
     )
+
+
+def _routed(rows: Items[Experts], request: Request) -> RoutedExperts | None:
+    """Of new tokens, if the request asks for it: rows [layers, top_k]."""
+    if not request.tells_routing or request.prompt_routed is None:
+        return None
+    return on_the_wire(np.stack(rows) if rows else request.prompt_routed[:0])
+
+
+def _prompt_routed(request: Request) -> RoutedExperts | None:
+    return None if request.prompt_routed is None else on_the_wire(request.prompt_routed)
 
 
 def _text(sequence: Sequence, decoder: Decoder) -> str:
@@ -113,6 +131,7 @@ def chunk(
         token_ids=token_ids if returned else None,
         token_logprobs=logprobs if returned else None,
         version_spans=[(token.version, len(token_ids))] * len(token_ids) if returned else None,
+        routed_experts=_routed([] if token.routed is None else [token.routed], request),
     )
     return _chunk(asked, request, model, token.version, [choice])
 
@@ -165,6 +184,7 @@ class NewTokens:
             token_ids=token_ids if returned else None,
             token_logprobs=logprobs if returned else None,
             version_spans=sequence.spans(start, end) if returned else None,
+            routed_experts=_routed(sequence.routed[start:end], self._request),
         )
 
 
@@ -190,6 +210,7 @@ def _chunk(
         choices=choices,
         usage=used,
         prompt_token_ids=request.prompt_token_ids if opens and asked.return_token_ids else None,
+        prompt_routed_experts=_prompt_routed(request) if opens else None,
         model_version=version,
         epoch=request.epoch,
     )

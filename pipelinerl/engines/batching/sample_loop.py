@@ -20,6 +20,7 @@ from inference_contract.errors import ContractError, NotFinite
 from inference_contract.schemas import FinishReason
 from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
+from trainer_contract.types import Experts
 
 #: (epoch, version) of the weights of a model directory, which an engine serves until its first update.
 UNTRAINED: Final = (0, 0)
@@ -35,6 +36,8 @@ class SampledToken:
     logprob: float
     version: int
     finish_reason: FinishReason | None
+    routed: Experts | None = None
+    """Of the token before it [layers, top_k], where the request asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,22 @@ class LoopTotals:
     occupied_slot_steps: int = 0
     busy_s: float = 0.0
     """Seconds in which it had work: prompts, decode steps, commits."""
+
+
+class RouteLog(Protocol):
+    """What the routers of a mixture-of-experts model chose in its last forward, while `is_on`."""
+
+    is_on: bool
+
+    @property
+    def decoded(self) -> Experts:
+        """Of the rows of the last decode step [B, layers, top_k], for the token that each was fed."""
+        ...
+
+    @property
+    def prefilled(self) -> list[Experts]:
+        """Of each prompt of the last prefill [tokens, layers, top_k]."""
+        ...
 
 
 class ServedModel(Protocol):
@@ -88,6 +107,11 @@ class ServedModel(Protocol):
     @property
     def cache_bytes(self) -> int:
         """Size of the cache of keys and values."""
+        ...
+
+    @property
+    def route_log(self) -> RouteLog | None:
+        """What the model's routers choose; None: it has none, or does not tell."""
         ...
 
     def staging(self) -> Any:
@@ -180,6 +204,7 @@ def sampled(sequence: Sequence) -> tuple[Request, SampledToken]:
         logprob=sequence.logprobs[position],
         version=sequence.version_of(position),
         finish_reason=sequence.finish_reason,
+        routed=sequence.routed[position] if sequence.request.tells_routing else None,
     )
     return sequence.request, token
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, final
 
 from inference_contract.schemas import AnswerPrefix, FinishReason, Span
+from trainer_contract.types import Experts
 
 
 class Detokenizer(Protocol):
@@ -88,8 +89,10 @@ class Sequence:
     """One of the `n` samples of a request. `noise_key` makes its noise independent of the batch it runs in.
 
     `prefix` holds the tokens of the answer that another engine has sampled; all else speaks of those sampled here, of
-    which there may be `token_limit`. `prompt_cache_is_current` says whether the serving weights computed
-    the cache of its prompt, so that a sibling may take it.
+    which there may be `token_limit`. `routed` has the experts [layers, top_k] of the token before each, if the request
+    asks for them: those of the step that sampled it, whatever an update recomputes of the cache later.
+    `prompt_cache_is_current` says whether the serving weights computed the cache of its prompt, so that a sibling may
+    take it.
     """
 
     request: Request
@@ -100,6 +103,7 @@ class Sequence:
     text: TextWindow | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routed: list[Experts] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     prompt_cache_is_current: bool = True
     _marks: list[tuple[int, int]] = field(default_factory=list)
@@ -153,7 +157,8 @@ class Request:
 
     `token_limit` is the most tokens of a choice, already cut to the context; `stop_ids` are those that end one before.
     `epoch` is that of the weights that began it. `unfinished` counts samples without a finish reason. Of what waits,
-    the lowest `priority` begins first.
+    the lowest `priority` begins first. If it tells the routing, `prompt_routed` [tokens - 1, layers, top_k] is that of
+    the prompt when it was first computed.
     """
 
     request_id: str
@@ -169,6 +174,8 @@ class Request:
     started: int = 0
     unfinished: int = 0
     epoch: int = 0
+    tells_routing: bool = False
+    prompt_routed: Experts | None = None
 
     def add_sequence(
         self, noise_key: int, text: TextWindow | None = None, *, prefix: AnswerPrefix | None = None

@@ -64,6 +64,7 @@ class BigramRunner:
             parameters=(ParameterSpec(name=PARAMETER, shape=model.logits.shape, dtype=DType.FLOAT32),)
         )
         self.cache_bytes = 0
+        self.route_log = None
         self._current = bytes_of(model.logits).copy()
         self._staged = np.zeros_like(self._current)
         self._rows: list[RowState | None] = [None] * rows

@@ -59,6 +59,11 @@ class CoreModel:
         """Most tokens of a sequence, prompt included."""
         return self.options.context_length
 
+    @property
+    def route_log(self) -> None:
+        """No core is asked what its routers choose."""
+        return None
+
     def staging(self) -> Any:
         """u8 [layout.num_bytes], a torch tensor of the host."""
         return self.staged

@@ -4,8 +4,9 @@
 
 Promises: a token that came stays, with the log-prob and the version that it came with; what is asked of the next engine
 is what is missing, sample by sample, after the very prompt tokens that the first one used. Spans follow the tokens: an
-engine that goes on may serve an older version than the one before. An answer is of one epoch, that of the weights that
-began it: what is continued by another might join an abandoned line to its successor, so `take` refuses that.
+engine that goes on may serve an older version than the one before. So do routed experts, where they are asked for;
+those of the prompt are the first engine's. An answer is of one epoch, that of the weights that began it: what is
+continued by another might join an abandoned line to its successor, so `take` refuses that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import final
 
+from inference_contract.routed_experts import RoutedExperts
 from inference_contract.schemas import (
     AnswerPrefix,
     AssistantMessage,
@@ -36,10 +38,11 @@ class _Sample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    routed: list[RoutedExperts] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
 
-    def take(self, part: ChunkChoice, *, url: str) -> None:
+    def take(self, part: ChunkChoice, *, url: str, routed: bool) -> None:
         token_ids, logprobs, spans = part.token_ids or [], part.token_logprobs or [], part.version_spans or []
         if not len(token_ids) == len(logprobs) == sum(count for _, count in spans) or self.finish_reason is not None:
             raise EngineUnreachable(
@@ -47,6 +50,8 @@ class _Sample:
                 f"choice {part.index} came with {len(token_ids)} tokens, {len(logprobs)} log-probs and spans {spans}. "
                 "Run `pipelinerl conformance engine URL` against it"
             )
+        if routed and token_ids:
+            self._take_routing(part, len(token_ids), url=url)
         self.token_ids += token_ids
         self.logprobs += logprobs
         for version, count in spans:
@@ -56,6 +61,16 @@ class _Sample:
                 self.spans.append((version, count))
         self.text += part.delta.content or ""
         self.finish_reason = part.finish_reason
+
+    def _take_routing(self, part: ChunkChoice, num_tokens: int, *, url: str) -> None:
+        came = part.routed_experts
+        like = self.routed[0] if self.routed else came
+        if came is None or like is None or came.num_tokens != num_tokens or not came.is_like(like):
+            raise EngineUnreachable(
+                f"{url} must stream the routed experts of each new token, of one model, when return_routed_experts is "
+                f"set; choice {part.index} came with {num_tokens} tokens and experts of shape {came and came.shape}"
+            )
+        self.routed.append(came)
 
 
 @final
@@ -67,6 +82,7 @@ class PartialAnswer:
         self._options = StreamOptions(interval_s=interval_s)
         self._last: ChatCompletionChunk | None = None
         self._prompt: list[int] | None = None
+        self._prompt_routed: RoutedExperts | None = None
         self._samples: dict[int, _Sample] = {index: _Sample() for index in range(request.n)}
         self._handed_over = 0  # of the tokens, how many an engine sampled that does not work on it any more
         self.tokens_kept = 0
@@ -109,11 +125,11 @@ class PartialAnswer:
         if self._prompt is None:
             if chunk.prompt_token_ids is None:
                 raise EngineUnreachable(f"{url} must begin a stream with prompt_token_ids when return_token_ids is set")
-            self._prompt = chunk.prompt_token_ids
+            self._prompt, self._prompt_routed = chunk.prompt_token_ids, chunk.prompt_routed_experts
         for part in chunk.choices:
             if part.index not in self._samples:
                 raise EngineUnreachable(f"{url} was not asked for choice {part.index}, of which it streams")
-            self._samples[part.index].take(part, url=url)
+            self._samples[part.index].take(part, url=url, routed=self._request.return_routed_experts)
         self._last = chunk
         return True
 
@@ -127,7 +143,7 @@ class PartialAnswer:
         self.tokens_resampled += self.num_tokens
         self.tokens_kept = self._handed_over = 0
         self._samples = {index: _Sample() for index in self._samples}
-        self._last = self._prompt = None
+        self._last = self._prompt = self._prompt_routed = None
 
     def completion(self) -> ChatCompletion:
         """The answer, as one engine would have given it; it must be whole."""
@@ -145,11 +161,13 @@ class PartialAnswer:
                     token_ids=sample.token_ids,
                     token_logprobs=sample.logprobs,
                     version_spans=sample.spans,
+                    routed_experts=RoutedExperts.joined(sample.routed) if sample.routed else None,
                 )
                 for index, sample in self._samples.items()
             ],
             usage=Usage(prompt_tokens=len(prompt), completion_tokens=tokens, total_tokens=len(prompt) + tokens),
             prompt_token_ids=prompt,
+            prompt_routed_experts=self._prompt_routed,
             model_version=max((version for s in self._samples.values() for version, _ in s.spans), default=0),
             epoch=last.epoch,
         )

@@ -42,6 +42,7 @@ class JaxRunner:
         self._weights = weights
         self._cache = cache
         self._rows = RowTable(self.slots, ids=np.int32)
+        self.route_log = None
 
     @property
     def layout(self) -> WeightLayout:

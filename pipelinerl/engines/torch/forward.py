@@ -77,7 +77,10 @@ def load_for_decoding(path: Path, *, dtype: WeightDType, device: torch.device) -
         model = load_model(path, dtype=dtype, attention=torch_attention.NAME)
     except KeyError as error:  # how transformers says that a model has no place for our attention
         raise _unsupported(f"the attention of the model in {path} cannot be replaced") from error
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    text = model.config.get_text_config()
+    if getattr(text, "kv_lora_rank", None):
+        raise _unsupported(f"{type(model).__name__} has latent attention, whose keys and values are of other widths")
+    kinds = set(getattr(text, "layer_types", None) or ())
     if kinds := kinds - {"full_attention", "sliding_attention"}:
         raise _unsupported(f"{type(model).__name__} has layers of type {sorted(kinds)}, not full or sliding attention")
     module: nn.Module = model.requires_grad_(False)

@@ -23,6 +23,8 @@ from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.row_cache import CacheShape, RowCache
 from pipelinerl.engines.torch.sampling import sample
 from pipelinerl.engines.torch.weights import TorchWeights
+from pipelinerl.models import torch_routers
+from trainer_contract.types import Experts
 
 
 @final
@@ -53,6 +55,8 @@ class TorchRunner:
         native = options.weights is WeightFormat.NATIVE
         self._weights = TorchWeights(model) if native else QuantizedWeights(model, options.weights)
         self._forward = forward_of(model, forward, context_length=options.context_length)
+        routing = torch_routers.shape_of(model)
+        self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
         shape = CacheShape.of(text, options)
         self._cache = RowCache(shape, dtype=parameter.dtype, device=self._device)
         self._cache_bytes = shape.num_bytes(parameter.dtype)
@@ -90,6 +94,7 @@ class TorchRunner:
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Fill the cache of the named rows, prompts of like length together."""
+        routed: dict[int, Experts] = {}
         for batch in _batches(prefills, self._prefill_tokens):
             length = max(len(prefill.token_ids) for prefill in batch)
             token_ids = np.zeros((len(batch), length), dtype=np.int64)
@@ -100,6 +105,11 @@ class TorchRunner:
             positions = torch.arange(length, device=self._device)[None, :].expand(len(batch), -1)
             plan = self._cache.plan_prefill(rows, sources, length)
             self._forward.fill(self._on_device(token_ids), positions, self._cache, plan)
+            if self.route_log is not None and self.route_log.is_on:
+                of_prompts = self.route_log.take().reshape(len(batch), length, *self.route_log.shape[::2])
+                routed |= {id(each): of[: len(each.token_ids)] for each, of in zip(batch, of_prompts, strict=True)}
+        if self.route_log is not None and self.route_log.is_on:
+            self.route_log.prefilled = [routed[id(each)] for each in prefills]
 
     def warm_up(self) -> None:
         """Run each kind of forward once, so that a model that does not fit fails when it is loaded, not when it serves.
@@ -123,6 +133,8 @@ class TorchRunner:
             top_p=torch.from_numpy(rows.top_p[used]),
             noise=torch.from_numpy(rows.noise(used)),
         )
+        if self.route_log is not None and self.route_log.is_on:
+            self.route_log.decoded = self.route_log.take()
         sampled = token_ids.cpu()
         rows.advance(used, sampled.numpy())
         return sampled.tolist(), logprobs.tolist()

@@ -34,9 +34,9 @@ class Lane(StrEnum):
 
 
 class Columns(msgspec.Struct, frozen=True):
-    """A micro-batch: of each column its dtype and bytes."""
+    """A micro-batch: of each column its dtype, shape and bytes."""
 
-    arrays: dict[str, tuple[str, bytes]]
+    arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
     num_segments: int
 
 
@@ -198,13 +198,15 @@ def decode(data: bytes) -> Message:
 def encode_batch(batch: MicroBatch) -> Columns:
     """The columns that are there."""
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    arrays = {name: (c.dtype.str, c.tobytes()) for name, c in columns.items() if isinstance(c, np.ndarray)}
+    arrays = {name: (c.dtype.str, c.shape, c.tobytes()) for name, c in columns.items() if isinstance(c, np.ndarray)}
     return Columns(arrays, batch.num_segments)
 
 
 def decode_batch(columns: Columns) -> MicroBatch:
     """Inverse of `encode_batch`; its arrays are read-only."""
-    arrays: dict[str, Any] = {name: np.frombuffer(data, dtype) for name, (dtype, data) in columns.arrays.items()}
+    arrays: dict[str, Any] = {
+        name: np.frombuffer(data, dtype).reshape(shape) for name, (dtype, shape, data) in columns.arrays.items()
+    }
     return MicroBatch(num_segments=columns.num_segments, **arrays)
 
 

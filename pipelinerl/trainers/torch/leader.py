@@ -48,6 +48,7 @@ from trainer_contract.types import (
     MicroBatch,
     Objective,
     ParameterInfo,
+    RoutingShape,
     StepStats,
     TrainerSpec,
 )
@@ -89,6 +90,11 @@ class MeshLeader:
     def vocab_size(self) -> int:
         """Tokens that the model knows."""
         return int(self._worker.loaded.config.get_text_config().vocab_size)
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """Of the routers that replay what they are given."""
+        return self._worker.model.model.routing
 
     @property
     def model_version(self) -> int:

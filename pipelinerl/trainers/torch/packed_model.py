@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from pipelinerl.errors import ModelError
+from pipelinerl.models import torch_routers
 from pipelinerl.models.checkpoint import Part, load_model, load_structure
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_predictions
+from pipelinerl.trainers.torch.packed.experts import follow_autocast
 from pipelinerl.trainers.torch.packed.segments import IMPLEMENTATION, SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_prompts import Reading
 from trainer_contract.errors import SpecError
@@ -38,6 +40,8 @@ class PackedModel(nn.Module):
         self.model = model
         self._buffers_saved = persistent_buffers(model)
         self._logits_at_once = logits_at_once
+        self.routing = torch_routers.shape_of(model)
+        self._replay = None if self.routing is None else torch_routers.ReplayedRouters(model)
 
     def forward(
         self,
@@ -47,6 +51,7 @@ class PackedModel(nn.Module):
         chosen: Tensor,
         temperatures: Tensor | None,
         measures: tuple[HeadMeasure, ...] = (),
+        routed: Tensor | None = None,
     ) -> Tensor:
         """f32 [1 + M, N]: log-probs of the `chosen` tokens, and the M measures of the distributions they came from.
 
@@ -56,7 +61,10 @@ class PackedModel(nn.Module):
             before: of N among them, what the model knows when it chooses the next.
             chosen: i64 [N], the tokens that came next.
             temperatures: f32 [N], or None for 1 everywhere.
+            routed: integers [K, layers, top_k], the experts that compute the tokens; None lets the routers choose.
         """
+        if self._replay is not None:
+            self._replay.tell(routed)
         hidden = hidden_states(self.model.base_model, token_ids, segments)
         with _rounding_once(hidden.device.type):  # an output layer's weight is of all pieces
             predictions = token_predictions(
@@ -82,6 +90,8 @@ class PackedModel(nn.Module):
             SpecError: a layer looks across the boundary, or the model changes logits after its output layer, which
                 `forward` would miss.
         """
+        if self._replay is not None:
+            self._replay.tell(None)
         with computing_in(products, device):
             token_ids, segments = probe_packing(cast(PreTrainedModel, self.model.base_model), device, products)
             tokens, positions = token_ids[:, None]
@@ -201,6 +211,7 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
             _read_buffers(model, reader)
     except (ModelError, ValueError, KeyError) as error:
         raise SpecError(f"model_path: {error}") from error
+    follow_autocast(model)
     if gradient_checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         for module in model.modules():

@@ -75,8 +75,23 @@ def _computed(
             torch.from_numpy(batch.token_ids[asked].astype(np.int64)).to(device),
             None if (temperatures == 1.0).all() else torch.from_numpy(temperatures).to(device),
             measures,
+            None if batch.routed_experts is None else torch.from_numpy(_routed(batch, kept)).to(device),
         ),
     )
+
+
+def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:
+    """[K, layers, top_k] of the tokens that are computed: what the row of the next says of each.
+
+    Nobody reads what is computed of the last token of a segment, or of padding: the first experts do it.
+    """
+    column = batch.routed_experts
+    assert column is not None, "asked for only where there is one"
+    following = np.minimum(kept + 1, batch.num_tokens - 1)
+    is_known = (following > kept) & (batch.position_ids[following] > 0)
+    routed = np.broadcast_to(np.arange(column.shape[2], dtype=np.int32), (len(kept), *column.shape[1:])).copy()
+    routed[is_known] = column[following[is_known]]
+    return routed
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ alone, on any thread, and the other ranks follow. Each verb checks its arguments
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import cast, final
 
@@ -55,6 +55,11 @@ class TorchTrainer:
     def _worker(self) -> TorchWorker | MeshLeader:
         return cast(TorchWorker | MeshLeader, started(self._state))
 
+    def _check(self, micro_batches: Sequence[MicroBatch], needs: Iterable[str] = ()) -> None:
+        worker = self._worker
+        for micro_batch in micro_batches:
+            check(micro_batch, vocab_size=worker.vocab_size, needs=needs, routing=worker.routing)
+
     def init_worker(self, spec: TrainerSpec) -> None:
         """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""
         options = TorchOptions.of(spec.options)
@@ -63,24 +68,20 @@ class TorchTrainer:
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
         """Log-probs, or values, f32 [T] of every token of each; 0 at segment starts."""
-        for micro_batch in micro_batches:
-            check(micro_batch, vocab_size=self._worker.vocab_size)
+        self._check(micro_batches)
         return self._worker.forward(micro_batches)
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """`forward` through the same modules, whose parameters hold the given weights meanwhile."""
         check_weights(weights, self.weight_layout())
-        for micro_batch in micro_batches:
-            check(micro_batch, vocab_size=self._worker.vocab_size)
+        self._check(micro_batches)
         return self._worker.forward_at(micro_batches, weights)
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """Evaluate each on the tokens of the loss mask, then accumulate its gradient."""
-        worker = self._worker
-        check_measures(objective, worker.spec.head)
-        for micro_batch in micro_batches:
-            check(micro_batch, vocab_size=worker.vocab_size, needs=objective.needs)
-        return worker.backward(micro_batches, objective)
+        check_measures(objective, self._worker.spec.head)
+        self._check(micro_batches, needs=objective.needs)
+        return self._worker.backward(micro_batches, objective)
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
         """Clip, apply, clear; refuses a gradient that is not finite."""

@@ -42,6 +42,7 @@ class PackedValueModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.routing = None
         self._buffers_saved = persistent_buffers(model)
         self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.value_head.weight)
@@ -71,13 +72,14 @@ class PackedValueModel(nn.Module):
         chosen: Tensor,
         temperatures: Tensor | None,
         measures: tuple[HeadMeasure, ...] = (),
+        routed: Tensor | None = None,
     ) -> Tensor:
         """Values f32 [1, N] of the states in which the `chosen` tokens came next.
 
-        Args as of `PackedModel.forward`; a value knows no temperature, and there is no distribution to measure, which
-        the trainer refuses to be asked for. The head is computed in fp32 always.
+        Args as of `PackedModel.forward`; a value knows no temperature, there is no distribution to measure and no
+        routing to replay, which the trainer refuses to be asked for. The head is computed in fp32 always.
         """
-        del chosen, temperatures, measures
+        del chosen, temperatures, measures, routed
         hidden = before(hidden_states(self.model, token_ids, segments))
         with torch.autocast(hidden.device.type, enabled=False):
             return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)[None].clone()  # as in `PackedModel`

@@ -36,6 +36,7 @@ from trainer_contract.types import (
     Objective,
     ParameterInfo,
     Precision,
+    RoutingShape,
     StepStats,
     TrainerSpec,
 )
@@ -106,6 +107,11 @@ class TorchWorker:
     def width(self) -> int:
         """One after the other."""
         return 1
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """Of the routers that replay what they are given."""
+        return self.unwrapped.routing
 
     @property
     def device(self) -> torch.device:

@@ -23,7 +23,9 @@ import numpy as np
 
 from inference_contract.errors import ContractError, Overloaded, Persistence
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, ModelList
+from pipelinerl.choices import RoutingReplay
 from pipelinerl.errors import EngineUnreachable
+from pipelinerl.numerics.routed_experts import of_context, off_the_wire
 from pipelinerl.training.rollouts.packing import alone
 from pipelinerl.types import Outcome, Priority, Rollout, Turn, Verdict, VersionSpan
 from pipelinerl.weights.publisher import PublishReport
@@ -49,6 +51,9 @@ TOLERANCES: Final[Mapping[str, Tolerance]] = {
     "int8": Tolerance(mean=0.3),
     "int4": Tolerance(mean=1.5),
 }
+#: Of float32 weights of a mixture whose routers choose apart: of two experts that are equal but for rounding each side
+#: may take another, which moves single tokens far and the mean little.
+ROUTED_APART: Final = Tolerance(mean=0.05)
 
 _PAUSE_S: Final = 0.1
 
@@ -58,13 +63,18 @@ Forward = Callable[[MicroBatch], Awaitable[Float32]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """What an engine has to answer, and how far its log-probs may be from the trainer's."""
+    """What an engine has to answer, and how far its log-probs may be from the trainer's.
+
+    With `routing_replay` the trainer computes a mixture's tokens with the engine's experts: two that are nearly equal
+    are no difference of weights.
+    """
 
     messages: tuple[ChatMessage, ...]
     tolerance: Tolerance
     samples: int = 8
     tokens: int = 32
     deadline_s: float = 60.0
+    routing_replay: RoutingReplay = RoutingReplay.OFF
 
     def request(self, version: int) -> ChatCompletionRequest:
         """Sampled from the model's own distribution, with other noise for each version."""
@@ -75,6 +85,7 @@ class Canary:
             temperature=1.0,
             seed=version,
             return_token_ids=True,
+            return_routed_experts=self.routing_replay is RoutingReplay.ROLLOUT,
             priority=Priority.PROOF,
         )
 
@@ -207,11 +218,14 @@ def _rollout(completion: ChatCompletion, choice: Choice, version: int) -> Rollou
         raise _Mismatched(
             f"the canary must be answered with token ids, choice {choice.index} has others: {error}"
         ) from None
+    prompt_routed, routed = completion.prompt_routed_experts, choice.routed_experts
     turn = Turn(
         context_token_ids=context_ids,
         token_ids=sampled_ids,
         behavior_logprobs=np.array(logprobs, np.float32),
         spans=(VersionSpan(version, len(tokens)),),
+        routed_experts=None if routed is None else off_the_wire(routed),
+        context_routed_experts=None if prompt_routed is None else of_context(prompt_routed),
     )
     return Rollout(
         turns=(turn,),

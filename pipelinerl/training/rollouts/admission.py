@@ -19,10 +19,11 @@ import numpy as np
 from pipelinerl.choices import StalenessScope
 from pipelinerl.messages import has_ended
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.rollouts.packing import alone
-from pipelinerl.types import Rollout, RolloutGroup
+from pipelinerl.training.rollouts.packing import alone, with_columns
+from pipelinerl.types import Rollout, RolloutGroup, Turn
 from trainer_contract.batch import check
 from trainer_contract.errors import BatchError
+from trainer_contract.types import RoutingShape
 
 #: So many rollouts of a group at least are left when others of it are too old.
 LEAST_LEFT: Final = 2
@@ -124,16 +125,36 @@ def is_judged(group: RolloutGroup) -> bool:
     return any(_trains(rollout) for rollout in group.rollouts)
 
 
-def fault_of(group: RolloutGroup, *, vocab_size: int | None) -> str:
+def fault_of(group: RolloutGroup, *, vocab_size: int | None, routing: RoutingShape | None = None) -> str:
     """What of a judged group no trainer can compute, such as a token id that is none; "" when there is nothing.
 
     An engine that serves another model, or is broken, makes such groups: every trainer that read one would end of it.
+
+    Args:
+        routing: of the routers whose choices the trainer replays, which each rollout must then have; None: of none.
     """
+    judged = alone([rollout for rollout in group.rollouts if _trains(rollout)])
+    if routing is None:
+        judged = with_columns(judged, {"routed_experts": None})
+    elif judged.routed_experts is None:
+        return "routed_experts must come with every rollout, since the trainer replays them, and some have none"
     try:
-        check(alone([rollout for rollout in group.rollouts if _trains(rollout)]), vocab_size=vocab_size or 2**31)
+        check(judged, vocab_size=vocab_size or 2**31, routing=routing)
     except BatchError as error:
         return str(error)
     return ""
+
+
+def without_routing(group: RolloutGroup) -> RolloutGroup:
+    """The group with no word of which experts computed its tokens."""
+    if all(turn.routed_experts is None for rollout in group.rollouts for turn in rollout.turns):
+        return group
+
+    def bare(turn: Turn) -> Turn:
+        return replace(turn, routed_experts=None, context_routed_experts=None)
+
+    rollouts = tuple(replace(rollout, turns=tuple(map(bare, rollout.turns))) for rollout in group.rollouts)
+    return replace(group, rollouts=rollouts)
 
 
 def is_stale(group: RolloutGroup, *, producing: int, bounds: StalenessBounds) -> bool:

@@ -21,8 +21,10 @@ from pipelinerl.training.rollouts.admission import (
     fresh_part,
     has_signal,
     is_judged,
+    without_routing,
 )
 from pipelinerl.types import RolloutGroup
+from trainer_contract.types import RoutingShape
 
 log = logging.getLogger("pipelinerl")
 
@@ -47,18 +49,22 @@ class Batcher:
         no_signal: NoSignal,
         teaches: Callable[[RolloutGroup], bool] = has_signal,
         vocab_size: int | None = None,
+        routing: RoutingShape | None = None,
         ended: Callable[[Iterable[RolloutGroup], Fate, str], None] = lambda groups, fate, why: None,
         scope: StalenessScope = StalenessScope.GROUP,
     ) -> None:
         """`teaches` tells of a group whether it has anything to teach under the run's objective.
 
-        Token ids must lie below `vocab_size`, where it is known. `ended` hears of groups that came and did not train.
+        Token ids must lie below `vocab_size`, where it is known. With `routing`, of the model's routers, groups must
+        have the routed experts that the trainer replays; without, any that come are dropped. `ended` hears of groups
+        that came and did not train.
         """
         self.ledger = ledger
         self.lineage = lineage
         self._no_signal = no_signal
         self._teaches = teaches
         self._vocab_size = vocab_size
+        self._routing = routing
         self._ended = ended
         self._scope = scope
         self._waiting: dict[int, RolloutGroup] = {}
@@ -90,11 +96,11 @@ class Batcher:
             self._filter([group], "no signal")
         elif group.refusal:
             self._filter([group], group.refusal)
-        elif fault := fault_of(group, vocab_size=self._vocab_size):
+        elif fault := fault_of(group, vocab_size=self._vocab_size, routing=self._routing):
             log.error("group %d of actor %s cannot train and is filtered: %s", group.index, group.actor, fault)
             self._filter([group], "not computable")
         else:
-            self._waiting[group.index] = group
+            self._waiting[group.index] = group if self._routing is not None else without_routing(group)
 
     def end(self, indices: Iterable[int], fate: Fate) -> None:
         """Orders whose groups will not come; one that has come all the same goes its way."""

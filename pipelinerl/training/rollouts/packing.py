@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.types import Rollout
-from trainer_contract.types import Bool, Float32, MicroBatch
+from trainer_contract.types import Bool, Experts, Float32, MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +214,7 @@ def _micro_batch(members: Sequence[WeightedRollout]) -> MicroBatch:
     versions = np.zeros(token_ids.shape[0], np.int32)
     spans = np.array([span for turn in turns for span in turn.spans], np.int32).reshape(-1, 2)
     versions[loss_mask] = np.repeat(spans[:, 0], spans[:, 1])
+    routed = [part for turn in turns for part in (turn.context_routed_experts, turn.routed_experts)]
 
     def spread(values: Sequence[float]) -> Float32:
         return np.repeat(np.array(values, np.float32), lengths)
@@ -229,5 +230,14 @@ def _micro_batch(members: Sequence[WeightedRollout]) -> MicroBatch:
         behavior_logprobs=behavior,
         temperatures=spread([m.rollout.temperature for m in members]),
         behavior_versions=versions,
+        routed_experts=_routed(routed),
         num_segments=len(members),
     )
+
+
+def _routed(parts: Sequence[Experts | None]) -> Experts | None:
+    """Of all tokens of a micro-batch; None where it is not known of each, or not of one model."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or len({(part.dtype, part.shape[1:]) for part in known}) != 1:
+        return None
+    return np.concatenate(known)

@@ -41,7 +41,11 @@ class Critic:
         """The micro-batches with every trained token of the step weighing alike, whatever the policy's aggregation."""
         total = sum(int(batch.loss_mask.sum()) for batch in micro_batches)
         return [
-            replace(batch, weights=(batch.loss_mask / np.float32(max(total, 1))).astype(np.float32))
+            replace(
+                batch,
+                weights=(batch.loss_mask / np.float32(max(total, 1))).astype(np.float32),
+                routed_experts=None,  # the policy's
+            )
             for batch in micro_batches
         ]
 

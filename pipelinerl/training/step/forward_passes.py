@@ -4,6 +4,8 @@ old_logprobs   the policy, at the weights that sampled each token or at those th
                sampler's own, as the recipe chooses
 ref_logprobs   the reference: a worker with the weights of the run's first day, which never steps
 values         the critic, before it learns from this step
+
+Where routing is replayed, it is in the policy's passes; reference and critic are other models, whose routers choose.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 
 from pipelinerl.choices import OldLogprobs
 from pipelinerl.training.publish.weight_history import WeightHistory
-from pipelinerl.training.rollouts.packing import prefixes
+from pipelinerl.training.rollouts.packing import prefixes, with_columns
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Bool, Float32, MicroBatch
 
@@ -47,9 +49,11 @@ class ForwardPasses:
         }
         passes = {"old_logprobs": old[self.old_logprobs]}
         if self.reference is not None:
-            passes["ref_logprobs"] = self.reference.forward
+            reference = self.reference
+            passes["ref_logprobs"] = lambda batches: reference.forward(unrouted(batches))
         if self.critic is not None:
-            passes["values"] = self.critic.forward
+            critic = self.critic
+            passes["values"] = lambda batches: critic.forward(unrouted(batches))
         wanted = frozenset(needs)
         return {name: call for name, call in passes.items() if name in wanted}
 
@@ -71,6 +75,13 @@ class ForwardPasses:
                 its: Bool = tokens[number]
                 columns[number][its] = logprobs[its[part.kept]]
         return columns
+
+
+def unrouted(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The same for another model than the one that sampled: its own routers choose."""
+    return [
+        batch if batch.routed_experts is None else with_columns(batch, {"routed_experts": None}) for batch in batches
+    ]
 
 
 def _versions(batch: MicroBatch) -> np.ndarray:

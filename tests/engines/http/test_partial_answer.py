@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from inference_contract.routed_experts import RoutedExperts
 from inference_contract.schemas import (
     AnswerPrefix,
     ChatCompletionChunk,
@@ -134,3 +135,31 @@ def test_what_does_not_fit_is_not_taken(wrong: Any) -> None:
 def test_a_stream_without_its_prompt_is_none_that_could_be_gone_on_with() -> None:
     with pytest.raises(EngineUnreachable, match="prompt_token_ids"):
         answer().take(chunk(part(0, [5], 7)), url="b")
+
+
+def routed(index: int, ids: list[int], *, layers: int = 2, end: str | None = None) -> ChunkChoice:
+    """A part whose tokens were computed by the experts of their own numbers, in each layer."""
+    experts = RoutedExperts.of("uint8", (len(ids), layers, 1), bytes(i for i in ids for _ in range(layers)))
+    return part(index, ids, 7, end=end).model_copy(update={"routed_experts": experts})
+
+
+def test_experts_stay_with_the_tokens_and_those_of_the_prompt_are_the_first_engines() -> None:
+    request = ASKED.model_copy(update={"n": 1, "stop": None, "return_routed_experts": True})
+    made = PartialAnswer(request, interval_s=0.5)
+    prompt = [RoutedExperts.of("uint8", (1, 2, 1), bytes([number, number])) for number in (3, 4)]
+    for told, each in zip(prompt, (routed(0, [5, 6]), routed(0, [9], end="stop")), strict=True):
+        came = chunk(each, prompt=[1, 2]).model_copy(update={"prompt_routed_experts": told})
+        assert made.take(came, url="a")
+    assert made.rest().return_routed_experts
+    whole = made.completion()
+    assert whole.prompt_routed_experts == prompt[0]
+    assert whole.choices[0].routed_experts == RoutedExperts.of("uint8", (3, 2, 1), bytes([5, 5, 6, 6, 9, 9]))
+
+
+@pytest.mark.parametrize("came", [part(0, [9], 7), routed(0, [9], layers=3)])
+def test_tokens_without_their_experts_are_no_answer(came: ChunkChoice) -> None:
+    request = ASKED.model_copy(update={"return_routed_experts": True})
+    made = PartialAnswer(request, interval_s=0.5)
+    made.take(chunk(routed(0, [5, 6]), prompt=[1, 2]), url="a")
+    with pytest.raises(EngineUnreachable, match="must stream the routed experts of each new token"):
+        made.take(chunk(came), url="http://b")

@@ -149,7 +149,7 @@ def model(model_path) -> str:
 
 
 @pytest.fixture(scope="module")
-def one(model, tmp_path_factory) -> Path:
+def one(model, model_path, tmp_path_factory) -> Path:
     """30 steps in this process, and the gradient."""
     directory = tmp_path_factory.mktemp("one")
     torch_rank0.train(directory, model=model, options={}, count=30)
@@ -157,6 +157,8 @@ def one(model, tmp_path_factory) -> Path:
     for name, what, options in (("lora", torch_rank0.train, {"lora": LORA}), ("epochs", torch_rank0.epochs, {})):
         (directory / name).mkdir()
         what(directory / name, model=model, options=options)
+    (directory / "mixture").mkdir()
+    torch_rank0.mixture(directory / "mixture", model=str(model_path("qwen3_moe")), options={})
     return directory
 
 
@@ -166,7 +168,7 @@ def begun(model_path) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def two(model, begun, tmp_path_factory) -> tuple[Path, str]:
+def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
     """The same 20 steps and gradient in two processes, then some of the kit, then rank 1 is killed."""
     directory = tmp_path_factory.mktemp("two")
     jobs: list[Job] = [
@@ -205,6 +207,8 @@ def two(model, begun, tmp_path_factory) -> tuple[Path, str]:
                 "restore_from": str(directory / "small" / "state"),
             },
         ),
+        (directory / "mixture", "mixture", {"model": str(model_path("qwen3_moe"))}),
+        (directory / "mixture_cp", "mixture", {"model": str(model_path("qwen3_moe")), "options": CP}),
         (directory / "lost", "until_lost", {"model": model}),
     ]
     return directory, end_by_losing(1, signal.SIGKILL, jobs)
@@ -364,13 +368,24 @@ def test_a_rank_that_hangs_is_named(model, tmp_path):
     assert "RankError: rank 1 was not heard for 5 s" in end_by_losing(1, signal.SIGSTOP, jobs, silence_s=5)
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", ["mixture", "mixture_cp"])
+def test_experts_are_divided_and_their_routing_reaches_every_rank(one, two, part):
+    """Experts are rows of fused parameters; what one process computes with the routing told, two do."""
+    ours, theirs = arrays(two[0] / part), arrays(one / "mixture")
+    for name in ("losses", "predictions", "free"):
+        assert np.abs(ours[f"mixture.{name}"] - theirs[f"mixture.{name}"]).max() <= 1e-5, name
+    assert np.abs(theirs["mixture.free"] - theirs["mixture.predictions"][-1]).max() > 1e-3, "the routing is obeyed"
+    assert distance(ours, theirs, "weights") <= 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "mesh", [TWO, {"dp_replicate": 2}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"cp": 2}, {"cp": 4}]
 )
 def test_the_whole_kit_passes_behind_rank_0(mesh, model_path, tmp_path):
-    heads = {"qwen3": "policy", "gpt2": "policy", "llama": "value"}
+    heads = {"qwen3": "policy", "gpt2": "policy", "llama": "value", "qwen3_moe": "policy"}
     models = [[str(model_path(name)), head] for name, head in heads.items()]
     (reasons,) = succeed([(tmp_path, "kit", {"models": models})], mesh=mesh)
     for name, head in heads.items():

@@ -18,7 +18,7 @@ from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, Head, OptimizerSpec, Precision, TrainerSpec
 
 VOCAB = 48
-NAMES = ("qwen2", "qwen3", "llama", "mistral", "gpt2")
+NAMES = ("qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen3_moe")
 VALUE_HEADS = (("qwen2", Head.VALUE), ("gpt2", Head.VALUE))
 OBJECTIVE = resolve("pipelinerl")
 

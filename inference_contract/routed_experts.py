@@ -1,0 +1,70 @@
+"""`RoutedExperts`: which experts a mixture-of-experts model sent tokens to, as it goes over the wire.
+
+An extension of ours, after vLLM's and SGLang's `routed_experts`: an engine that does not tell refuses
+`return_routed_experts` by name, and is an engine all the same.
+"""
+
+from __future__ import annotations
+
+import binascii
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from math import prod
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from inference_contract.wire import Wire
+
+_BYTES: Final = {"uint8": 1, "uint16": 2}
+
+_Size = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class RoutedExperts(Wire):
+    """Numbers of experts [tokens, layers, top_k], in the order in which the router chose them.
+
+    `layers` are those with a router, from the first to the last. `data` is base64 of the numbers, little endian, in C
+    order: one byte for each where a layer has at most 256 experts, else two.
+    """
+
+    dtype: Literal["uint8", "uint16"]
+    shape: tuple[_Size, _Size, _Size]
+    data: str
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        wanted = prod(self.shape) * _BYTES[self.dtype]
+        try:
+            came = len(self.content)
+        except binascii.Error as error:
+            raise ValueError(f"data is no base64: {error}") from None
+        if came != wanted:
+            raise ValueError(f"data must be {wanted} bytes in base64 for {self.dtype} {list(self.shape)}, got {came}")
+        return self
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it speaks of."""
+        return self.shape[0]
+
+    @property
+    def content(self) -> bytes:
+        """The numbers as bytes."""
+        return b64decode(self.data, validate=True)
+
+    def is_like(self, other: RoutedExperts) -> bool:
+        """May both be of one model?"""
+        return self.dtype == other.dtype and self.shape[1:] == other.shape[1:]
+
+    @classmethod
+    def of(cls, dtype: Literal["uint8", "uint16"], shape: tuple[int, int, int], content: bytes) -> Self:
+        """What these bytes are on the wire."""
+        return cls.model_construct(dtype=dtype, shape=shape, data=b64encode(content).decode())
+
+    @classmethod
+    def joined(cls, parts: Sequence[RoutedExperts]) -> RoutedExperts:
+        """The parts, at least one and all like the first, one after another."""
+        first = parts[0]
+        tokens = sum(part.num_tokens for part in parts)
+        return cls.of(first.dtype, (tokens, *first.shape[1:]), b"".join(part.content for part in parts))

@@ -1,0 +1,90 @@
+"""Mixture-of-experts models by their config.json, without torch.
+
+What a layer's router chooses for a token is `top_k` numbers of experts. Replaying a sampler's choice in the trainer
+needs routers whose arithmetic is known: a softmax over all experts, of which the chosen ones keep their weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from pipelinerl.errors import ModelError
+from trainer_contract.types import RoutingShape
+
+#: Model types whose routers the torch engine tells of, and the torch trainer replays (`torch_routers`).
+REPLAYED: Final = frozenset({"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
+#: A matrix of one expert in a model's files; Mixtral numbers them.
+_OF_EXPERT: Final = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
+)
+_DOWN: Final = ("down_proj", "w2")
+#: What configurations call the number of experts of a layer.
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def mixture_of(path: Path) -> RoutingShape | None:
+    """The routers of the model in a directory, by its config.json; None of a model that has no experts to choose.
+
+    Raises:
+        ModelError: the configuration cannot be read, or says too little.
+    """
+    where = path / "config.json"
+    try:
+        table = json.loads(where.read_text())
+        text: Mapping[str, Any] = table.get("text_config") or table
+        experts = next((int(text[name]) for name in _EXPERTS if text.get(name)), 0)
+        layers = _layers(text) if experts > 1 else 0
+        return RoutingShape(layers, experts, int(text["num_experts_per_tok"])) if layers else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"the experts of the model in {path} cannot be read from {where.name}: {error!r}") from None
+
+
+def replayed_routing(path: Path) -> RoutingShape:
+    """The routers of a model whose choice can be recorded and replayed.
+
+    Raises:
+        ModelError: the model has none, or such as are not known here.
+    """
+    shape = mixture_of(path)
+    kind = json.loads((path / "config.json").read_text()).get("model_type")
+    if shape is None:
+        raise ModelError(f"the model in {path}, of type {kind!r}, has no experts whose routing could be replayed")
+    if kind not in REPLAYED:
+        raise ModelError(
+            f"routing is replayed of {', '.join(sorted(REPLAYED))}; the routers of {kind!r} in {path} are not known"
+        )
+    return shape
+
+
+def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name as a loaded model has them, of those in a directory's files: a layer's experts are two parameters.
+
+    Files name each expert's matrices, `….experts.3.gate_proj.weight`; `gate_up_proj` [experts, 2 · width, hidden] and
+    `down_proj` [experts, hidden, width] are what is trained, gathered and sent.
+    """
+    fused: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        found = _OF_EXPERT.fullmatch(name)
+        if found is None:
+            fused[name] = shape
+            continue
+        target = f"{found['experts']}.{'down_proj' if found['matrix'] in _DOWN else 'gate_up_proj'}"
+        experts = max(fused.get(target, (0,))[0], int(found["number"]) + 1)
+        rows, columns = shape
+        fused[target] = (experts, rows if found["matrix"] in _DOWN else 2 * rows, columns)
+    return fused
+
+
+def _layers(text: Mapping[str, Any]) -> int:
+    """Layers with experts; the others have one MLP for all tokens."""
+    kinds = text.get("mlp_layer_types")
+    if kinds is not None:
+        return sum(kind == "sparse" for kind in kinds)
+    every, dense = int(text.get("decoder_sparse_step") or 1), set(text.get("mlp_only_layers") or ())
+    first = int(text.get("first_k_dense_replace") or 0)
+    layers = range(int(text["num_hidden_layers"]))
+    return sum(layer >= first and layer not in dense and (layer + 1) % every == 0 for layer in layers)

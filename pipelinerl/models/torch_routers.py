@@ -1,0 +1,105 @@
+"""The routers of a mixture-of-experts model: what they choose is recorded in an engine, and replayed in a trainer.
+
+A sampler and a trainer that compute the same weights in different arithmetic round router logits differently, and
+where two experts are nearly equal they choose different ones; the rest of the forward is then another function. Rollout
+routing replay (R3: Ma et al. 2025, arXiv 2510.11370) has the trainer take the sampler's choice. The weights of the
+chosen experts still come from the trainer's own router logits, so gradients reach the router as ever.
+
+Known are routers that take a softmax over all experts and then the k likeliest (Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from trainer_contract.types import Experts, RoutingShape
+
+#: By class: does the router round the weights of the chosen experts to the dtype of its logits?
+_ROUNDS: Final = {
+    "MixtralTopKRouter": False,
+    "OlmoeTopKRouter": True,
+    "Qwen2MoeTopKRouter": True,
+    "Qwen3MoeTopKRouter": True,
+}
+
+
+def routers_of(model: nn.Module) -> list[Any]:
+    """The routers that are known here, in the order of the layers."""
+    return [module for module in model.modules() if type(module).__name__ in _ROUNDS]
+
+
+def shape_of(model: nn.Module) -> RoutingShape | None:
+    """Sizes of the routers that are known here; None where there are none."""
+    routers = routers_of(model)
+    return RoutingShape(len(routers), routers[0].num_experts, routers[0].top_k) if routers else None
+
+
+@final
+class TorchRouteLog:
+    """What the routers of an engine's model chose in its last forward, as long as somebody wants to know."""
+
+    def __init__(self, model: nn.Module, shape: RoutingShape) -> None:
+        self.shape = shape
+        self.is_on = False
+        self.decoded: Experts = np.empty((0, shape.layers, shape.top_k), shape.dtype)
+        """Of the rows of the last decode step [B, layers, top_k], of the token that each was fed."""
+        self.prefilled: list[Experts] = []
+        """Of each prompt of the last prefill [tokens, layers, top_k], in the order in which they were given."""
+        self._chosen: list[Tensor] = []
+        for router in routers_of(model):
+            router.forward = self._recording(router.forward)
+
+    def take(self) -> Experts:
+        """Of the tokens of one forward [tokens, layers, top_k], prompts one after another; it is forgotten here."""
+        chosen, self._chosen = torch.stack(self._chosen, dim=1), []
+        return chosen.to(torch.int32).cpu().numpy().astype(self.shape.dtype)
+
+    def _recording(self, forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def record(hidden: Tensor) -> Any:
+            routed = forward(hidden)
+            if self.is_on:
+                self._chosen.append(routed[2])
+            return routed
+
+        return record
+
+
+@final
+class ReplayedRouters:
+    """Has the routers of a trainer's model choose what they are told; told nothing, they choose by themselves.
+
+    What was told holds until the next word, so that a layer that activation checkpointing computes again in backward
+    finds the same experts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._told: Tensor | None = None
+        for layer, router in enumerate(routers_of(model)):
+            router.forward = self._replaying(router, layer, router.forward)
+
+    def tell(self, routed: Tensor | None) -> None:
+        """Of the tokens of the next forward, integers [K, layers, top_k]; None: the routers choose."""
+        self._told = routed
+
+    def _replaying(self, router: Any, layer: int, forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def replay(hidden: Tensor) -> Any:
+            if self._told is None:
+                return forward(hidden)
+            return _weighed(router, hidden, self._told[:, layer].long())
+
+        return replay
+
+
+def _weighed(router: Any, hidden: Tensor, experts: Tensor) -> Sequence[Tensor]:
+    """Logits [K, E], weights [K, top_k] and numbers of these `experts` i64 [K, top_k], as the router itself gives."""
+    logits = linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+    weights = logits.float().softmax(dim=-1).gather(-1, experts)
+    if getattr(router, "norm_topk_prob", True):  # Mixtral always does
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return logits, weights.to(logits.dtype) if _ROUNDS[type(router).__name__] else weights, experts

@@ -1,0 +1,93 @@
+"""The routed experts of a group as columns of its record: of the sampled tokens, and of each distinct context once.
+
+A prompt that G rollouts share was routed when it was first computed; what later ones say of it is not kept. A token
+costs layers · top_k bytes (twice that with more than 256 experts), beside 8 for its id and log-prob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.errors import RecordError
+from pipelinerl.types import Turn
+from trainer_contract.types import Experts
+
+#: [N, layers, top_k] and [C, layers, top_k], over the N sampled tokens and the C tokens of distinct contexts.
+SAMPLED: Final = "routed_experts"
+CONTEXTS: Final = "context_routed_experts"
+_DTYPES: Final = (np.dtype(np.uint8), np.dtype("<u2"))
+
+
+class TurnRouting(NamedTuple):
+    """The routed experts of a turn, if they are known: of its sampled tokens, and of its context."""
+
+    sampled: Experts | None = None
+    context: Experts | None = None
+
+
+def routing_columns(turns: Sequence[Turn], turn_contexts: Sequence[int]) -> dict[str, NDArray[Any]]:
+    """The columns of these turns, whose contexts have these numbers; none of turns without routing.
+
+    Raises:
+        RecordError: some turns have it and others do not, or arrays are not of one model or not of their tokens.
+    """
+    if all(turn.routed_experts is None and turn.context_routed_experts is None for turn in turns):
+        return {}
+    firsts: dict[int, Turn] = {}
+    for turn, number in zip(turns, turn_contexts, strict=True):
+        firsts.setdefault(number, turn)
+    sampled = [(turn.routed_experts, len(turn.token_ids)) for turn in turns]
+    contexts = [(turn.context_routed_experts, len(turn.context_token_ids)) for _, turn in sorted(firsts.items())]
+    arrays: list[Experts] = []
+    for routed, length in (*sampled, *contexts):
+        like = arrays[0] if arrays else routed
+        if routed is None or like is None or routed.ndim != 3 or routed.dtype not in _DTYPES or len(routed) != length:
+            raise RecordError(
+                "with the routed experts of one turn must come u8 or u16 [tokens, layers, top_k] of all turns and of "
+                f"their contexts; got {'none' if routed is None else f'{routed.dtype} {routed.shape}'} for {length}"
+            )
+        if (routed.dtype, routed.shape[1:]) != (like.dtype, like.shape[1:]):
+            raise RecordError(f"routed experts must be of one model, got {like.shape[1:]} and {routed.shape[1:]}")
+        arrays.append(routed)
+    return {SAMPLED: np.concatenate(arrays[: len(turns)]), CONTEXTS: np.concatenate(arrays[len(turns) :])}
+
+
+def turn_routing(
+    columns: Mapping[str, NDArray[Any]],
+    *,
+    lengths: Sequence[int],
+    turn_contexts: Sequence[int],
+    context_lengths: Sequence[int],
+) -> list[TurnRouting]:
+    """What the columns say of each turn: views of them.
+
+    Args:
+        lengths: tokens sampled in each turn. turn_contexts: the number of each turn's context.
+
+    Raises:
+        ValueError: one column is there without the other, or they are not what `routing_columns` makes.
+    """
+    sampled, contexts = columns.get(SAMPLED), columns.get(CONTEXTS)
+    if sampled is None and contexts is None:
+        return [TurnRouting()] * len(lengths)
+    if sampled is None or contexts is None:
+        raise ValueError("routed experts of sampled tokens and of contexts come together")
+    for column in (sampled, contexts):
+        if column.ndim != 3 or column.dtype not in _DTYPES or column.dtype != sampled.dtype:
+            raise ValueError(f"routed experts must be u8 or u16 [tokens, layers, top_k], not {column.dtype}")
+        if column.shape[1:] != sampled.shape[1:]:
+            raise ValueError(f"routed experts of {sampled.shape[1:]} and of {column.shape[1:]}")
+    of_contexts = _parts(contexts, context_lengths)
+    return [
+        TurnRouting(its, of_contexts[number])
+        for its, number in zip(_parts(sampled, lengths), turn_contexts, strict=True)
+    ]
+
+
+def _parts(column: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
+    return [column[first:end] for first, end in pairwise((0, *accumulate(lengths)))]

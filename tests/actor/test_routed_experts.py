@@ -1,0 +1,80 @@
+"""Routed experts in an actor: asked for where they are replayed, and part of the rollouts that come of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_contract.schemas import ChatCompletion
+from pipelinerl.actor.actor import chat_request
+from pipelinerl.actor.rollouts import Answer, assemble
+from pipelinerl.choices import RoutingReplay
+from pipelinerl.errors import RecordError
+from pipelinerl.numerics.routed_experts import on_the_wire
+from pipelinerl.training.publish.canary_check import micro_batch_of
+from pipelinerl.types import Outcome, Purpose, RolloutGroup, Verdict
+from tests.actor.test_actor import completion, order
+
+PROMPT = np.arange(1 * 2 * 2, dtype=np.uint8).reshape(1, 2, 2)
+SAMPLED = np.arange(10, 10 + 3 * 2 * 2, dtype=np.uint8).reshape(3, 2, 2)
+
+
+def routed(*, prompt: Any = PROMPT, sampled: Any = SAMPLED) -> ChatCompletion:
+    """An answer with two samples of three tokens after a prompt of two."""
+    told = None if sampled is None else on_the_wire(sampled)
+    answer = completion("a", "b", routed_experts=told)
+    return answer.model_copy(update={"prompt_routed_experts": None if prompt is None else on_the_wire(prompt)})
+
+
+def group_of(answer: ChatCompletion, replay: RoutingReplay = RoutingReplay.ROLLOUT) -> RolloutGroup:
+    verdict = Verdict(outcome=Outcome.CORRECT, reward=1.0)
+    answers = [Answer(answer, choice, verdict) for choice in answer.choices]
+    return assemble(order(7), answers, actor="a", replay=replay)
+
+
+def test_rollouts_have_the_experts_of_the_token_before_each() -> None:
+    for rollout in group_of(routed()).rollouts:
+        (turn,) = rollout.turns
+        assert turn.context_routed_experts is not None and len(turn.context_routed_experts) == 2
+        np.testing.assert_array_equal(turn.context_routed_experts[1:], PROMPT)
+        np.testing.assert_array_equal(turn.routed_experts, SAMPLED)
+
+
+def test_nobody_asks_no_one_keeps() -> None:
+    (turn,) = group_of(routed(), RoutingReplay.OFF).rollouts[0].turns
+    assert turn.routed_experts is None and turn.context_routed_experts is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (routed(prompt=None), "needs an engine that tells them"),
+        (routed(sampled=None), "needs an engine that tells them"),
+        (routed(prompt=SAMPLED), "expected routed experts of 1 prompt tokens"),
+        (routed(prompt=PROMPT.astype(np.uint16)), "like those of the answer"),
+        (routed(prompt=PROMPT[:, :1]), "like those of the answer"),
+        (routed(sampled=SAMPLED[:2]), "expected routed experts of 3 tokens, got 2"),
+    ],
+)
+def test_what_was_asked_for_must_come(answer: ChatCompletion, said: str) -> None:
+    with pytest.raises(RecordError, match=said):
+        group_of(answer)
+
+
+def test_only_what_trains_is_asked_for_its_experts() -> None:
+    assert chat_request(order(1), replay=RoutingReplay.ROLLOUT).return_routed_experts
+    assert not chat_request(order(1)).return_routed_experts
+    evaluation = order(1, purpose=Purpose.EVALUATION)
+    assert not chat_request(evaluation, replay=RoutingReplay.ROLLOUT).return_routed_experts
+
+
+def test_a_canarys_answer_is_computed_with_its_experts() -> None:
+    answer = routed()
+    proven = answer.model_copy(
+        update={"choices": [each.model_copy(update={"version_spans": [(4, 3)]}) for each in answer.choices]}
+    )
+    column = micro_batch_of(proven, version=4).routed_experts
+    assert column is not None
+    np.testing.assert_array_equal(column, np.concatenate([PROMPT * 0, PROMPT, SAMPLED] * 2))

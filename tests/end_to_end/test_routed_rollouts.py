@@ -1,0 +1,128 @@
+"""From a mixture's engine to a step on it: its experts go the whole way, through actor, stream, packing and passes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from inference_contract.schemas import ChatCompletionRequest
+from pipelinerl.actor.actor import Actor, ActorSettings
+from pipelinerl.choices import NoSignal, RoutingReplay
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.http.partial_answer import PartialAnswer
+from pipelinerl.engines.torch.engine import load_runner
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.objective.presets import resolve
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage
+from pipelinerl.training.rollouts.batch import build
+from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
+from pipelinerl.training.rollouts.packing import with_columns
+from pipelinerl.training.step.forward_passes import ForwardPasses
+from pipelinerl.training.step.train_step import TrainStep
+from pipelinerl.types import Answered, Outcome, Problem, RolloutGroup, Verdict
+from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier
+from tests.actor.test_actor import NAME, Watched, order, until
+from tests.fakes.engine_options import engine_options
+from tests.fakes.mixtures import CONTEXT, ROUTING, save_mixture
+from trainer_contract.types import Device, TrainerSpec, WeightDType
+
+GROUPS = 2
+OBJECTIVE = resolve({"preset": "decoupled_ppo"})
+
+
+@final
+class InParts:
+    """A sampler over an engine of this process, whose answers come as streams do."""
+
+    def __init__(self, engine: BatchingEngine) -> None:
+        self._engine = engine
+
+    async def complete(
+        self, request: ChatCompletionRequest, *, begun: Callable[[], None] = lambda: None, engine: str = ""
+    ) -> Answered:
+        begun()
+        answer = PartialAnswer(request, interval_s=0.001)
+        async for chunk in self._engine.stream(answer.rest()):
+            answer.take(chunk, url="here")
+        return Answered(answer.completion(), "here")
+
+
+@final
+class LikesLow:
+    """The reward is the share of small letters in the answer: of a random model, no two are alike."""
+
+    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+        share = sum(each.islower() for each in completion_text) / max(len(completion_text), 1)
+        return Verdict(outcome=Outcome.PARTIAL if share else Outcome.WRONG, reward=share)
+
+
+def judge(domain: str) -> GroupVerifier:
+    return EachAlone(LikesLow())
+
+
+async def sampled(path: Path) -> list[RolloutGroup]:
+    """The groups in the stream of rollouts."""
+    options = engine_options(
+        model_path=path,
+        slots=5,
+        context_length=CONTEXT,
+        device=Device.CPU,
+        threads=1,
+        dtype=WeightDType.BFLOAT16,
+    )
+    engine = BatchingEngine(options, load=lambda: load_runner(options), tokenizer=ChatTokenizer.load(path))
+    await engine.start()
+    watched, settings = (
+        Watched(),
+        ActorSettings(
+            name=NAME,
+            groups_in_flight=4,
+            attempts=1,
+            heartbeat_s=0.02,
+            block_s=0.02,
+            routing_replay=RoutingReplay.ROLLOUT,
+        ),
+    )
+    actor = Actor(settings, stream=watched.stream, sampler=InParts(engine), verifier_of=judge)
+    working = asyncio.create_task(actor.run())
+    try:
+        await watched.order(*(order(index, samples=3) for index in range(GROUPS)))
+
+        async def all_of_them() -> list[RolloutGroup]:
+            found = await watched.groups()
+            return found if len(found) == GROUPS else []
+
+        groups: list[RolloutGroup] = await until(all_of_them)
+        return groups
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        await engine.close()
+
+
+async def test_experts_of_the_sampler_compute_the_step(tmp_path: Path) -> None:
+    groups = await sampled(save_mixture(tmp_path))
+    batcher = Batcher(ledger=ConsumedLedger(), lineage=Lineage(0, 0), no_signal=NoSignal.TRAIN, routing=ROUTING)
+    for group in groups:
+        batcher.offer(group)
+    taken = batcher.take(StepBudget(rollouts=3 * GROUPS), producing=1, bounds=StalenessBounds(1, 2))
+    assert taken is not None and len(taken) == GROUPS
+    trainer = TorchTrainer()
+    trainer.init_worker(TrainerSpec(model_path=tmp_path, device=Device.CPU))
+    batch = build(taken, objective=OBJECTIVE, token_budget=64, producing=1)
+    assert all(each.routed_experts is not None for each in batch.micro_batches)
+    for each in batch.micro_batches:
+        (told,), (free,) = trainer.forward([each]), trainer.forward([with_columns(each, {"routed_experts": None})])
+        apart = np.abs(told - each.behavior_logprobs)[each.loss_mask]
+        assert apart.max() < 0.2, "what is left is bf16's rounding"
+        assert apart.mean() <= np.abs(free - each.behavior_logprobs)[each.loss_mask].mean() + 0.01
+    step = TrainStep(passes=ForwardPasses(policy=trainer))
+    applied = step.apply(step.accumulate(batch, OBJECTIVE), learning_rates=[1e-3])
+    assert trainer.model_version == 1 and applied is not None
+    trainer.close()

@@ -1,0 +1,196 @@
+"""The torch engine on mixtures of experts: it serves them, and tells which experts computed each token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+from inference_contract.conformance import CheckOutcome, run
+from inference_contract.errors import InvalidRequest
+from inference_contract.routed_experts import RoutedExperts
+from inference_contract.schemas import AnswerPrefix, ChatCompletion, ChatCompletionRequest, StreamOptions
+from inference_contract.weights import OnUpdate
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.http.server import create_app
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.engines.torch.engine import from_options, load_runner
+from pipelinerl.errors import ModelError
+from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.numerics.routed_experts import off_the_wire
+from tests.fakes.engine_options import engine_options
+from tests.fakes.gated_runner import GatedRunner
+from tests.fakes.mixtures import CONTEXT, ROUTING, save_mixture
+from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
+from trainer_contract.types import Device
+
+PROMPT = [7, 8, 9, 10, 11]
+#: Checks of the kit that weights of experts, or their names, could fail.
+OF_EXPERTS = ["routed_experts_come_or_are_refused", "update_is_served"]
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_mixture(tmp_path_factory.mktemp("qwen3_moe"))
+
+
+@pytest.fixture
+def options(mixture: Path) -> EngineOptions:
+    return engine_options(model_path=mixture, slots=4, context_length=CONTEXT, device=Device.CPU, threads=1)
+
+
+@pytest.fixture
+async def gate_and_engine(
+    options: EngineOptions, endless: ChatTokenizer
+) -> AsyncIterator[tuple[GatedRunner, BatchingEngine]]:
+    gate = GatedRunner(load_runner(options))
+    engine = BatchingEngine(options, load=lambda: gate, tokenizer=endless)
+    await engine.start()
+    yield gate, engine
+    gate.open()
+    await engine.close()
+
+
+@pytest.fixture
+async def engine(gate_and_engine: tuple[GatedRunner, BatchingEngine]) -> BatchingEngine:
+    gate_and_engine[0].open()
+    return gate_and_engine[1]
+
+
+def asked(**fields: Any) -> ChatCompletionRequest:
+    known = {"prompt_token_ids": PROMPT, "n": 3, "max_tokens": 9, "seed": 5, "return_token_ids": True}
+    return ChatCompletionRequest(**{**known, "return_routed_experts": True, **fields})
+
+
+def told(routed: RoutedExperts | None) -> Any:
+    assert routed is not None
+    return off_the_wire(routed)
+
+
+def chosen_by(path: Path, token_ids: list[int]) -> Any:
+    """[tokens, layers, top_k] that transformers' own model chooses, in one forward."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([token_ids]), output_router_logits=True).router_logits
+    return torch.stack([each.topk(ROUTING.top_k, dim=-1).indices for each in logits], dim=1).numpy()
+
+
+async def test_the_experts_of_each_token_are_those_that_the_model_chooses(
+    engine: BatchingEngine, mixture: Path
+) -> None:
+    """Of more samples than there are rows, beside a request that wants to know nothing."""
+    quiet = engine.complete(asked(n=1, return_routed_experts=False))
+    answer, silent = await engine.complete(asked(n=6)), await quiet
+    assert silent.prompt_routed_experts is None and silent.choices[0].routed_experts is None
+    for choice in answer.choices:
+        tokens = PROMPT + (choice.token_ids or [])
+        rows = np.concatenate((told(answer.prompt_routed_experts), told(choice.routed_experts)))
+        np.testing.assert_array_equal(rows, chosen_by(mixture, tokens)[:-1])
+
+
+async def test_a_prompt_of_one_token_has_no_experts_before_its_first(engine: BatchingEngine, mixture: Path) -> None:
+    answer = await engine.complete(asked(prompt_token_ids=[7], n=1))
+    assert told(answer.prompt_routed_experts).shape == (0, ROUTING.layers, ROUTING.top_k)
+    (choice,) = answer.choices
+    np.testing.assert_array_equal(told(choice.routed_experts), chosen_by(mixture, [7, *(choice.token_ids or [])])[:-1])
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 0.001])
+async def test_a_stream_tells_what_the_whole_answer_does(engine: BatchingEngine, interval_s: float) -> None:
+    whole = await engine.complete(asked())
+    stream = engine.stream(asked(stream=True, stream_options=StreamOptions(interval_s=interval_s)))
+    chunks = [chunk async for chunk in stream]
+    assert [chunk.prompt_routed_experts for chunk in chunks if chunk.prompt_token_ids] == [whole.prompt_routed_experts]
+    for choice in whole.choices:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index and part.token_ids]
+        assert RoutedExperts.joined([part.routed_experts for part in parts if part.routed_experts]) == (
+            choice.routed_experts
+        )
+
+
+async def test_the_rest_of_an_answer_has_the_experts_of_its_new_tokens(engine: BatchingEngine) -> None:
+    whole = await engine.complete(asked(n=1))
+    (choice,) = whole.choices
+    prefix = AnswerPrefix(index=0, token_ids=(choice.token_ids or [])[:4])
+    rest = await engine.complete(asked(n=1, prefixes=[prefix]))
+    assert rest.prompt_routed_experts == whole.prompt_routed_experts
+    np.testing.assert_array_equal(told(rest.choices[0].routed_experts), told(choice.routed_experts)[4:])
+
+
+async def test_an_update_leaves_the_experts_of_what_was_sampled(
+    gate_and_engine: tuple[GatedRunner, BatchingEngine], mixture: Path
+) -> None:
+    """Also where it computes the cache anew: log-probs are those of the old choice."""
+    gate, engine = gate_and_engine
+    running = asyncio.create_task(engine.complete(asked(n=1)))
+    await asyncio.to_thread(gate.allow, 3)
+    model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    with torch.no_grad():
+        for router in (layer.mlp.gate for layer in model.model.layers):
+            router.weight.neg_()  # now the least likely are chosen
+    engine.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
+    swapped = asyncio.create_task(engine.commit(version=1, epoch=0, digest="d", on_update=OnUpdate.RECOMPUTE_KV))
+    await asyncio.sleep(0)  # a turn, in which it is asked for
+    gate.open()
+    await swapped
+    answer: ChatCompletion = await running
+    (choice,) = answer.choices
+    (_, before), _ = choice.version_spans or []
+    tokens = PROMPT + (choice.token_ids or [])
+    np.testing.assert_array_equal(told(answer.prompt_routed_experts), chosen_by(mixture, tokens)[: len(PROMPT) - 1])
+    rows = told(choice.routed_experts)
+    assert rows.shape == (len(choice.token_ids or []), ROUTING.layers, ROUTING.top_k)
+    old = chosen_by(mixture, tokens)[len(PROMPT) - 1 : -1]
+    np.testing.assert_array_equal(rows[:before], old[:before])
+    assert not np.array_equal(np.sort(rows[before:]), np.sort(old[before:]))
+
+
+async def test_an_engine_without_experts_says_so(tmp_path: Path) -> None:
+    tokenizer = char_tokenizer()
+    shape = DecoderShape(hidden=16, layers=1, heads=2, intermediate=16, vocab=len(tokenizer))
+    random_decoder(shape).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    engine = from_options(engine_options(model_path=tmp_path, device=Device.CPU, threads=1))
+    await engine.start()
+    with pytest.raises(InvalidRequest, match="does not tell which experts compute a token of this model") as refusal:
+        await engine.complete(asked())
+    assert refusal.value.param == "return_routed_experts"
+    await engine.close()
+
+
+def test_latent_attention_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    """DeepSeek's, whose routers the trainer could compute."""
+    config = DeepseekV3Config(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        n_group=1,
+        topk_group=1,
+        kv_lora_rank=4,
+        q_lora_rank=4,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"has latent attention, .* serve it with another engine"):
+        load_runner(engine_options(model_path=tmp_path, device=Device.CPU, threads=1))
+
+
+def test_a_mixture_keeps_the_contract_over_http(options: EngineOptions) -> None:
+    with in_thread(create_app(from_options(options), token=None)) as url:
+        results = run(url, only=OF_EXPERTS, timeout_s=PATIENCE_S)
+    assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}

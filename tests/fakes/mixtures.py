@@ -1,0 +1,61 @@
+"""Directories of tiny mixture-of-experts models, with a tokenizer, whose experts differ enough for a choice to show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from trainer_contract.types import RoutingShape
+
+CONTEXT: Final = 64
+ROUTING: Final = RoutingShape(layers=2, experts=4, top_k=2)
+
+_SIZES: Final[dict[str, Any]] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "num_experts_per_tok": ROUTING.top_k,
+}
+
+
+def mixture_config(kind: str, vocab: int) -> PreTrainedConfig:
+    """The configuration of a model type that `models.routing.REPLAYED` names."""
+    sizes = {**_SIZES, "vocab_size": vocab}
+    if kind == "qwen3_moe":
+        return Qwen3MoeConfig(
+            **sizes, head_dim=8, num_experts=ROUTING.experts, moe_intermediate_size=24, norm_topk_prob=True
+        )
+    if kind == "qwen2_moe":
+        return Qwen2MoeConfig(
+            **sizes, num_experts=ROUTING.experts, moe_intermediate_size=24, shared_expert_intermediate_size=24
+        )
+    if kind == "olmoe":
+        return OlmoeConfig(**sizes, num_experts=ROUTING.experts, intermediate_size=24)
+    return MixtralConfig(**sizes, num_local_experts=ROUTING.experts, intermediate_size=24)
+
+
+def save_mixture(path: Path, kind: str = "qwen3_moe", *, vocab: int | None = None, scale: float = 5.0) -> Path:
+    """A random model below `path`; `scale` multiplies all matrices."""
+    tokenizer = char_tokenizer()
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(mixture_config(kind, vocab or len(tokenizer)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(scale)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path

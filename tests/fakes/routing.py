@@ -1,0 +1,40 @@
+"""Rollouts that say which experts computed their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipelinerl.rng import generator
+from pipelinerl.types import RolloutGroup, Turn
+from tests.fakes.rollouts import group
+from trainer_contract.types import RoutingShape
+
+
+def routed(turn: Turn, *, layers: int = 2, top_k: int = 2, experts: int = 4, seed: int = 0) -> Turn:
+    """The turn with random experts."""
+    draw, dtype = generator(seed, "routing"), RoutingShape(layers, experts, top_k).dtype
+    return replace(
+        turn,
+        routed_experts=draw.integers(0, experts, (len(turn.token_ids), layers, top_k)).astype(dtype),
+        context_routed_experts=draw.integers(0, experts, (len(turn.context_token_ids), layers, top_k)).astype(dtype),
+    )
+
+
+def routed_group(
+    index: int, rewards: Sequence[float] = (0.0, 1.0), *, layers: int = 2, top_k: int = 2, experts: int = 4
+) -> RolloutGroup:
+    """A group of `fakes.rollouts` whose every rollout was routed another way."""
+    bare = group(index, rewards)
+    return replace(
+        bare,
+        rollouts=tuple(
+            replace(
+                rollout,
+                turns=tuple(
+                    routed(turn, layers=layers, top_k=top_k, experts=experts, seed=number) for turn in rollout.turns
+                ),
+            )
+            for number, rollout in enumerate(bare.rollouts)
+        ),
+    )

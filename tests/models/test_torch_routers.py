@@ -1,0 +1,77 @@
+"""Routers of each known family: a replayed choice is the choice, its weights are the router's own, and they learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModel
+
+from pipelinerl.models import torch_routers
+from pipelinerl.models.model_shape import read_shape
+from pipelinerl.models.routing import REPLAYED
+from tests.fakes.mixtures import ROUTING, mixture_config
+
+TOKENS = 6
+
+
+@pytest.fixture(params=sorted(REPLAYED))
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(5)
+    made = AutoModel.from_config(mixture_config(request.param, 16)).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(5.0)
+    return made
+
+
+def hidden_of(model: Any) -> Tensor:
+    tokens = torch.arange(TOKENS)[None] % 16
+    output: Tensor = model(input_ids=tokens, use_cache=False).last_hidden_state[0]
+    return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replaying_a_routers_own_choice_changes_no_bit(model: Any, dtype: torch.dtype) -> None:
+    assert torch_routers.shape_of(model) == ROUTING
+    log = torch_routers.TorchRouteLog(model.to(dtype), ROUTING)
+    log.is_on = True
+    with torch.no_grad():
+        own = hidden_of(model)
+        chosen = log.take()
+        assert chosen.shape == (TOKENS, ROUTING.layers, ROUTING.top_k) and chosen.dtype == ROUTING.dtype
+        log.is_on = False
+        replay = torch_routers.ReplayedRouters(model)
+        replay.tell(torch.from_numpy(chosen.astype("int32")))
+        assert torch.equal(hidden_of(model), own)
+        replay.tell(torch.from_numpy((chosen.astype("int32") + 1) % ROUTING.experts))
+        assert not torch.equal(hidden_of(model), own)
+        replay.tell(None)
+        assert torch.equal(hidden_of(model), own)
+
+
+def test_a_router_learns_from_what_it_did_not_choose(model: Any) -> None:
+    """The weights of the experts that it is told come from its own logits, so it has a gradient of them."""
+    replay = torch_routers.ReplayedRouters(model)
+    replay.tell(torch.tensor([[[0, 3], [2, 1]]] * TOKENS))
+    hidden_of(model).sum().backward()
+    for router in torch_routers.routers_of(model):
+        assert router.weight.grad.abs().max() > 0
+
+
+def test_the_sizes_in_a_directory_are_those_of_the_loaded_model(model: Any, tmp_path: Path) -> None:
+    """Files name each expert's matrices; a trainer holds, gathers and sends them as two parameters of a layer."""
+    model.save_pretrained(tmp_path)
+    found = read_shape(tmp_path).parameters
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    renamed = {name.replace(".block_sparse_moe.", ".mlp.").removeprefix("model."): each for name, each in found.items()}
+    assert renamed == shapes
+    assert read_shape(tmp_path).largest == max(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_model_without_known_routers_has_none() -> None:
+    assert torch_routers.shape_of(torch.nn.Linear(2, 2)) is None

@@ -1,0 +1,45 @@
+"""Numbers of experts as arrays and on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from inference_contract.routed_experts import RoutedExperts
+from pipelinerl.numerics.routed_experts import of_context, off_the_wire, on_the_wire
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, ">u2"])
+def test_what_goes_over_the_wire_comes_as_it_was(dtype: Any) -> None:
+    routed = np.arange(3 * 2 * 4).reshape(3, 2, 4).astype(dtype) * 9
+    sent = RoutedExperts.model_validate_json(on_the_wire(routed).model_dump_json())
+    np.testing.assert_array_equal(off_the_wire(sent), routed)
+    whole = RoutedExperts.joined([on_the_wire(routed[:1]), on_the_wire(routed[1:1]), on_the_wire(routed[1:])])
+    assert whole == on_the_wire(routed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data": "AAAA"}, "data must be 4 bytes in base64"),
+        ({"data": "AAAAA"}, "no base64"),
+        ({"data": "A~AAAA=="}, "no base64"),
+        ({"shape": [2, 1]}, "shape"),
+        ({"shape": [2, 1, -2]}, "shape"),
+        ({"dtype": "uint32"}, "dtype"),
+        ({"shape": [2**31 - 1, 2**31 - 1, 2**31 - 1]}, "data must be"),
+    ],
+)
+def test_what_does_not_fit_its_shape_is_refused(changes: dict[str, Any], said: str) -> None:
+    good = {"dtype": "uint8", "shape": [2, 1, 2], "data": "AAAAAA=="}
+    RoutedExperts.model_validate(good)
+    with pytest.raises(ValidationError, match=said):
+        RoutedExperts.model_validate({**good, **changes})
+
+
+def test_of_a_context_the_first_token_has_no_experts_before_it() -> None:
+    routed = np.arange(2 * 2 * 3, dtype=np.uint8).reshape(2, 2, 3)
+    np.testing.assert_array_equal(of_context(on_the_wire(routed)), np.concatenate((routed[:1] * 0, routed)))

@@ -1,0 +1,121 @@
+"""The torch trainer computes tokens with the experts that it is told: in forward, in backward, packed and shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.models import torch_routers
+from pipelinerl.objective.presets import resolve
+from pipelinerl.rng import generator
+from pipelinerl.trainers.ranks.commands import decode_batch, encode_batch
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from trainer_contract.errors import BatchError
+from trainer_contract.types import Device, Head, MicroBatch, TrainerSpec
+
+OBJECTIVE = resolve("pipelinerl")
+
+
+def started(path: Any, **fields: Any) -> TorchTrainer:
+    trainer = TorchTrainer()
+    trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, **fields))
+    return trainer
+
+
+def own_choice(trainer: TorchTrainer, batch: MicroBatch) -> Any:
+    """The column that tells the trainer's routers what they choose by themselves."""
+    model = trainer._worker.unwrapped.model
+    forwards = [router.forward for router in torch_routers.routers_of(model)]
+    log = torch_routers.TorchRouteLog(model, trainer._worker.routing)
+    log.is_on = True
+    trainer.forward([batch])
+    for router, forward in zip(torch_routers.routers_of(model), forwards, strict=True):
+        router.forward = forward
+    chosen = log.take()
+    assert len(chosen) == batch.num_tokens, "no prompt may be shared here"
+    return np.concatenate((chosen[:1] * 0, chosen[:-1]))
+
+
+def chosen_at_random(batch: MicroBatch) -> Any:
+    return generator(1, "routing").permuted(np.tile(np.arange(4, dtype=np.uint8), (batch.num_tokens, 2, 1)), axis=2)[
+        :, :, :2
+    ]
+
+
+def gradients(trainer: TorchTrainer) -> dict[str, Any]:
+    return {name: parameter.grad.numpy().copy() for name, parameter in trainer._worker.named_parameters()}
+
+
+def test_its_own_choice_told_to_it_changes_rounding_alone(model_path: Any, micro_batch: Any) -> None:
+    """The last token of a segment, which nobody reads, may go to other experts, so their products have other sizes."""
+    batch, found = micro_batch(), []
+    for checkpointing in (False, True):  # which computes layers again in backward
+        trainer = started(model_path("qwen3_moe"), gradient_checkpointing=checkpointing)
+        for each in (batch, replace(batch, routed_experts=own_choice(trainer, batch))):
+            loss = trainer.backward([each], OBJECTIVE)[0]
+            found.append((trainer.forward([each])[0], loss.predictions, gradients(trainer)))
+            trainer.discard_gradient()
+    scale = max(np.abs(gradient).max() for gradient in found[0][2].values())
+    for predictions, losses, gradient in found[1:]:
+        np.testing.assert_allclose(predictions, found[0][0], atol=2e-5)
+        np.testing.assert_allclose(losses, found[0][1], atol=2e-5)
+        for name, expected in found[0][2].items():
+            np.testing.assert_allclose(gradient[name], expected, atol=1e-5 * scale, err_msg=name)
+
+
+def test_another_choice_is_obeyed_however_tokens_are_packed(model_path: Any, micro_batch: Any) -> None:
+    trainer, batch = started(model_path("qwen3_moe")), micro_batch()
+    column = chosen_at_random(batch)
+    told = replace(batch, routed_experts=column)
+    free, obeyed = trainer.forward([batch])[0], trainer.forward([told])[0]
+    assert np.abs(free - obeyed).max() > 0.01
+    for segment in range(batch.num_segments):
+        its = batch.segment_ids == segment
+        alone = replace(micro_batch(select=[segment]), routed_experts=column[its])
+        np.testing.assert_allclose(trainer.forward([alone])[0], obeyed[its], atol=2e-5)
+    first = np.flatnonzero(batch.position_ids == 0)
+    column = column.copy()
+    column[first] = 3 - column[first]  # of which nothing is said
+    np.testing.assert_array_equal(trainer.forward([replace(batch, routed_experts=column)])[0], obeyed)
+
+
+def test_a_shared_prompt_is_routed_as_in_its_first_rollout(model_path: Any, micro_batch: Any) -> None:
+    trainer, one = started(model_path("qwen3_moe")), micro_batch((9,), tempered=False)
+    column = chosen_at_random(one)
+    columns = {
+        name: np.tile(getattr(one, name), 2)
+        for name in ("token_ids", "position_ids", "loss_mask", "advantages", "weights")
+    }
+    columns |= {name: np.tile(getattr(one, name), 2) for name in ("behavior_logprobs", "temperatures")}
+    twice = MicroBatch(**columns, segment_ids=np.repeat([0, 1], 9).astype(np.int32), num_segments=2)
+    other = np.concatenate((column, np.where(one.loss_mask[:, None, None], column, 3 - column)))
+    got = trainer.forward([replace(twice, routed_experts=other)])[0].reshape(2, 9)
+    expected = trainer.forward([replace(one, routed_experts=column)])[0]
+    np.testing.assert_allclose(got, [expected] * 2, atol=1e-5)
+
+
+def test_what_cannot_be_replayed_is_refused(model_path: Any, micro_batch: Any) -> None:
+    batch = micro_batch((4,))
+    column = np.zeros((4, 2, 2), np.uint8)
+    dense, critic = started(model_path("qwen3")), started(model_path("qwen3_moe"), head=Head.VALUE)
+    for trainer in (dense, critic):
+        with pytest.raises(BatchError, match="has no routers that replay them"):
+            trainer.forward([replace(batch, routed_experts=column)])
+    trainer = started(model_path("qwen3_moe"))
+    for wrong, said in (
+        (column[:, :1], r"= \(4, 2, 2\), got uint8 \(4, 1, 2\)"),
+        (column.astype(np.uint16), "must be uint8"),
+        (column.astype(np.int32), "must be uint8"),
+        (column + np.uint8(4), r"must lie in 0\.\.3, got 4"),
+    ):
+        with pytest.raises(BatchError, match=said):
+            trainer.backward([replace(batch, routed_experts=wrong)], OBJECTIVE)
+
+
+def test_ranks_are_told_the_routing_in_its_shape(micro_batch: Any) -> None:
+    batch = micro_batch((4, 3))
+    batch = replace(batch, routed_experts=chosen_at_random(batch))
+    np.testing.assert_array_equal(decode_batch(encode_batch(batch)).routed_experts, batch.routed_experts)

@@ -129,7 +129,7 @@ class Sandbox:
         self._at_once = at_once
         self._waiting: deque[tuple[Run, Future[ProgramResult]]] = deque()
         self._places: list[_Place] = []
-        self._idle = self._fresh = 0
+        self._idle = self._fresh = self._starting = 0
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
         self._begun = threading.Condition(lock)
@@ -176,7 +176,8 @@ class Sandbox:
             return
         if self._idle:
             self._changed.notify()
-        elif len(self._places) < len(self._walls):
+        elif len(self._places) < len(self._walls) and self._fresh + self._starting < self._at_once:
+            self._starting += 1
             walls = self._walls[len(self._places)]
             place = _Place(GvisorSlot() if walls.tier is Tier.STRONG else Slot(walls))
             place.thread = threading.Thread(target=self._work, args=(place,), name="oubliette", daemon=True)
@@ -207,6 +208,9 @@ class Sandbox:
 
     def _work(self, place: _Place) -> None:
         try:
+            place.slot.start()  # before it takes what somebody else may be free for meanwhile
+            with self._changed:
+                self._starting -= 1
             while (work := self._next(place)) is not None:
                 run, future = work
                 if self._closed:

@@ -78,14 +78,19 @@ class Slot:
         self.began: float | None = None
         """When the run that is under way did, its box being up before."""
 
+    def start(self) -> None:
+        """Have the box up, for which the first run would wait; what fails is told by that run."""
+        with contextlib.suppress(SandboxLost, OSError):
+            self._make_group()
+            self._box = _Box.start(self._walls, self._group)
+
     def run(self, run: Run) -> ProgramResult:
         """Run a program.
 
         Raises:
             SandboxLost: the box could not be started, ended, or did not answer.
         """
-        if self._group is None and isinstance(where := control_groups.available(), Hierarchies):
-            self._group = ControlGroup(where)
+        self._make_group()
         kills = self._begin(run.limits)
         began = time.monotonic()
         try:
@@ -105,6 +110,10 @@ class Slot:
         finally:
             self.began = None
         return replace(result, ending=Ending.MEMORY) if self._killed_since(kills) else result
+
+    def _make_group(self) -> None:
+        if self._group is None and isinstance(where := control_groups.available(), Hierarchies):
+            self._group = ControlGroup(where)
 
     def _begin(self, limits: Limits) -> int:
         """Set what all in the box may take; returns how many the kernel has killed there before."""

@@ -58,6 +58,9 @@ class GvisorSlot:
         self._ended = threading.Event()
         self.began: float | None = None
 
+    def start(self) -> None:
+        """Nothing is warm."""
+
     def run(self, run: Run) -> ProgramResult:
         """Run a program.
 

@@ -12,6 +12,7 @@ import asyncio
 import multiprocessing
 import os
 import resource
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -41,6 +42,18 @@ def open_many_files() -> None:
     """Each actor has a connection to each engine."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def end_with_parent() -> None:
+    """This process, which multiprocessing has started, outlives its parent by nothing, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def processor_seconds(pid: int) -> float:
@@ -95,11 +108,7 @@ class _Served:
         await serving
 
     def _answer(self, asked: Connection, over: asyncio.Event) -> None:
-        try:
-            question, places = asked.recv()
-        except EOFError:  # the parent has gone
-            over.set()
-            return
+        question, places = asked.recv()
         if question == _STOP:
             over.set()
         elif question == _SEEN:
@@ -143,6 +152,7 @@ class _Served:
 def _process(
     asked: Connection, first: int, count: int, pace: Pace, controller_url: str, redis_url: str, token: str
 ) -> None:
+    end_with_parent()
     open_many_files()
     uvloop.run(_Served(first, count, pace, token).serve(asked, controller_url, redis_url, token))
 

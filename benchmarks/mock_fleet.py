@@ -70,9 +70,10 @@ class _Served:
         self._arrivals: dict[int, float] = {}
         self._engines = [MockEngine(first + place, pace, self._note) for place in range(count)]
         self._listeners = [listen("127.0.0.1", 0) for _ in self._engines]
-        self.urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in self._listeners]
+        self._ports = [listener.getsockname()[1] for listener in self._listeners]
+        self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
         self._first = first
-        self._place_of = {listener.getsockname()[1]: place for place, listener in enumerate(self._listeners)}
+        self._place_of = {port: place for place, port in enumerate(self._ports)}
         self._apps = [create_app(engine, token=token) for engine in self._engines]
 
         async def route(scope: Any, receive: Any, send: Any) -> None:
@@ -124,7 +125,7 @@ class _Served:
         self._dead.add(place)
         self._following[place].cancel()
         self._server.servers[place].close()
-        port = self._listeners[place].getsockname()[1]
+        port = self._ports[place]
         for connection in list(self._server.server_state.connections):
             if getattr(connection, "server", (None, None))[1] == port:
                 connection.transport.abort()

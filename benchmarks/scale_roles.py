@@ -169,7 +169,9 @@ class StandInTrainer:
         self._publisher = publisher
         self._budget = StepBudget(rollouts=rollouts_per_step)
         self.ledger = ConsumedLedger()
-        self._batcher = Batcher(ledger=self.ledger, lineage=Lineage(0, 0), no_signal=NoSignal.TRAIN)
+        self._batcher = Batcher(
+            ledger=self.ledger, lineage=Lineage(0, 0), no_signal=NoSignal.TRAIN, teaches=lambda group: True
+        )
         self._reader = RolloutReader(stream, offsets={}, frontier=lambda: self.ledger.frontier)
         self._link = ControllerLink(stream, self._reader, deadline_s=_PATIENCE_S)
         self._publishing: asyncio.Task[None] | None = None

@@ -12,6 +12,7 @@ import asyncio
 import multiprocessing
 import os
 import resource
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -43,6 +44,18 @@ def open_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def end_with_parent() -> None:
+    """This process, which multiprocessing has started, outlives its parent by nothing, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def processor_seconds(pid: int) -> float:
     """What a process has spent so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -57,9 +70,10 @@ class _Served:
         self._arrivals: dict[int, float] = {}
         self._engines = [MockEngine(first + place, pace, self._note) for place in range(count)]
         self._listeners = [listen("127.0.0.1", 0) for _ in self._engines]
-        self.urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in self._listeners]
+        self._ports = [listener.getsockname()[1] for listener in self._listeners]
+        self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
         self._first = first
-        self._place_of = {listener.getsockname()[1]: place for place, listener in enumerate(self._listeners)}
+        self._place_of = {port: place for place, port in enumerate(self._ports)}
         self._apps = [create_app(engine, token=token) for engine in self._engines]
 
         async def route(scope: Any, receive: Any, send: Any) -> None:
@@ -95,11 +109,7 @@ class _Served:
         await serving
 
     def _answer(self, asked: Connection, over: asyncio.Event) -> None:
-        try:
-            question, places = asked.recv()
-        except EOFError:  # the parent has gone
-            over.set()
-            return
+        question, places = asked.recv()
         if question == _STOP:
             over.set()
         elif question == _SEEN:
@@ -115,7 +125,7 @@ class _Served:
         self._dead.add(place)
         self._following[place].cancel()
         self._server.servers[place].close()
-        port = self._listeners[place].getsockname()[1]
+        port = self._ports[place]
         for connection in list(self._server.server_state.connections):
             if getattr(connection, "server", (None, None))[1] == port:
                 connection.transport.abort()
@@ -143,6 +153,7 @@ class _Served:
 def _process(
     asked: Connection, first: int, count: int, pace: Pace, controller_url: str, redis_url: str, token: str
 ) -> None:
+    end_with_parent()
     open_many_files()
     uvloop.run(_Served(first, count, pace, token).serve(asked, controller_url, redis_url, token))
 

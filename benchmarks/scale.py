@@ -330,8 +330,9 @@ def _at(values: Sequence[float], percent: float) -> float:
 
 
 def _fleet(engines: int, times: _Times, *, dying: bool = False) -> dict[str, Any]:
+    others = os.getloadavg()[0]
     with TemporaryDirectory(prefix="scale-") as folder, _processes(engines, times, Path(folder)) as run:
-        found = uvloop.run(_measure(run, engines, times, dying=dying))
+        found = {"load_before": others, **uvloop.run(_measure(run, engines, times, dying=dying))}
         with suppress(OSError):
             found["errors"] = [
                 line
@@ -345,6 +346,7 @@ def _fleet(engines: int, times: _Times, *, dying: bool = False) -> dict[str, Any
 def _rows(found: Mapping[str, Any]) -> list[Row]:
     name, spent, dispatch = f"{found['engines']} engines", found["spent_us"], found["dispatch_ms"]
     rows = [
+        Row(f"{name}: load of the machine before, for 1 minute", found["load_before"]),
         Row(f"{name}: rollouts/s", found["rollouts_per_s"]),
         Row(f"{name}: dispatch P50, ms", dispatch["p50"]),
         Row(f"{name}: dispatch P99, ms", dispatch["p99"], "< 100", dispatch["p99"] < 100),

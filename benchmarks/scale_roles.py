@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, cast, final
@@ -21,7 +20,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.mock_engine import LAYOUT
-from benchmarks.mock_fleet import open_many_files
+from benchmarks.mock_fleet import end_with_parent, open_many_files
 from pipelinerl.choices import NoSignal
 from pipelinerl.config.recipe import load
 from pipelinerl.controller.service.api import create_api
@@ -94,6 +93,7 @@ class _TimedStream:
 
 def controller_process(asked: Connection, recipe: Path, run_dir: Path, redis_url: str, token: str) -> None:
     """The controller: says its URL, then, whenever it is asked, when each order was issued."""
+    end_with_parent()
     _quiet(run_dir / "controller.out")
     open_many_files()
 
@@ -114,13 +114,13 @@ def controller_process(asked: Connection, recipe: Path, run_dir: Path, redis_url
 
 
 def _told(asked: Connection, stream: _TimedStream) -> None:
-    with suppress(EOFError):
-        asked.recv()
-        asked.send(stream.issued())
+    asked.recv()
+    asked.send(stream.issued())
 
 
 def actor_process(recipe: Path, run_dir: Path, name: str, redis_url: str, controller_url: str, token: str) -> None:
     """An actor, as its role runs it."""
+    end_with_parent()
     _quiet(run_dir / f"{name}.out")
     open_many_files()
     run_until_signalled(actor_role.run, _identity(recipe, run_dir, name, redis_url, controller_url, token))
@@ -128,6 +128,7 @@ def actor_process(recipe: Path, run_dir: Path, name: str, redis_url: str, contro
 
 def parameter_server_process(recipe: Path, run_dir: Path, port: int, token: str) -> None:
     """A parameter server, as its role runs it."""
+    end_with_parent()
     _quiet(run_dir / "parameter-server-0.out")
     run_until_signalled(
         parameter_server_role.run, _identity(recipe, run_dir, "parameter-server-0", "", "", token, port=port)
@@ -168,7 +169,9 @@ class StandInTrainer:
         self._publisher = publisher
         self._budget = StepBudget(rollouts=rollouts_per_step)
         self.ledger = ConsumedLedger()
-        self._batcher = Batcher(ledger=self.ledger, lineage=Lineage(0, 0), no_signal=NoSignal.TRAIN)
+        self._batcher = Batcher(
+            ledger=self.ledger, lineage=Lineage(0, 0), no_signal=NoSignal.TRAIN, teaches=lambda group: True
+        )
         self._reader = RolloutReader(stream, offsets={}, frontier=lambda: self.ledger.frontier)
         self._link = ControllerLink(stream, self._reader, deadline_s=_PATIENCE_S)
         self._publishing: asyncio.Task[None] | None = None

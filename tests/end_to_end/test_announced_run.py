@@ -1,0 +1,40 @@
+"""A live run whose engines hear of new weights by the stream: all of them take every version so, and none is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from inference_contract.weights import WeightUpdateResponse
+from pipelinerl.messages import TAKEN, WeightsTaken, decode_taken
+from pipelinerl.streams.open_stream import open_stream
+from pipelinerl.streams.stream import START
+from tests.fakes.live_run import LiveRun, launched, light_run
+
+
+async def taken(run: LiveRun) -> list[WeightsTaken]:
+    """What engines have said of late."""
+    argv = run.role("trainer").cmdline()
+    url = argv[argv.index("--redis-url") + 1]
+    password = (run.directory / "redis" / "password").read_text()
+    stream = await open_stream(url.replace("redis://", f"redis://:{password}@"), namespace=run.directory.name)
+    try:
+        return [decode_taken(entry.payload) for entry in await stream.read({TAKEN: START}, count=1000, block_s=0)]
+    finally:
+        await stream.close()
+
+
+@pytest.mark.slow
+def test_every_engine_takes_every_version_that_is_announced(tmp_path: Path) -> None:
+    announced = ("weights.transport=pull", "weights.announce=stream", "engine.count=2")
+    with launched(light_run(tmp_path / "run", *announced), tmp_path / "run") as run:
+        run.until_step(6)
+        heard = asyncio.run(taken(run))
+        assert run.end() == 0, run.story()
+        answers = [WeightUpdateResponse.model_validate_json(each.answer) for each in heard if each.answer]
+        assert len({each.url for each in heard if each.answer}) == 2, "both follow"
+        assert answers and not [each for each in heard if each.error], heard
+        assert not [event["failed"] for event in run.events("publish") if event["failed"]]
+        assert "say nothing, and are asked" not in run.story() + run.output

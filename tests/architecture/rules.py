@@ -19,6 +19,7 @@ HEAVY = frozenset(
 #: Files that may import a heavy library without being named for it, each with its reason.
 HEAVY_ALLOWED = {
     "pipelinerl/models/checkpoint.py": "Hugging Face checkpoints are transformers'",
+    "pipelinerl/models/weight_reader.py": "of which tensors a parameter is made is transformers' to say",
     "pipelinerl/models/tiny_decoder.py": "makes a Hugging Face model of debug size",
     "pipelinerl/models/warmstart.py": "trains the debug model on demonstrations",
     "pipelinerl/models/tokenizer.py": "chat templates are transformers'",

@@ -58,8 +58,9 @@ def saved(path: Path, config: PreTrainedConfig, **options: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("part", ["causal_lm", "trunk"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "part"), [*((name, "causal_lm") for name in CONFIGS), ("llama", "trunk"), ("gpt2", "trunk")]
+)
 def test_parameters_and_buffers_are_those_of_a_model_that_is_loaded_whole(
     name: str, part: Part, tmp_path: Path
 ) -> None:

@@ -64,8 +64,8 @@ def test_within_15_percent_of_what_is_measured(family, precision, rank, checkpoi
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
     [
-        (Precision.FP32, OptimizerOptions(moments=MomentDType.BF16)),
-        (Precision.BF16, OptimizerOptions(place=StatePlace.HOST)),
+        pytest.param(Precision.FP32, OptimizerOptions(moments=MomentDType.BF16), marks=pytest.mark.slow),
+        (Precision.BF16, OptimizerOptions(place=StatePlace.HOST, moments=MomentDType.BF16)),
     ],
 )
 def test_within_15_percent_with_a_smaller_state_or_one_on_the_host(precision, optimizer, tmp_path):

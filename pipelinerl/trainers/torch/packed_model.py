@@ -152,7 +152,7 @@ def load_config(path: Path) -> PreTrainedConfig:
 
 
 def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm") -> PreTrainedModel:
-    """The model (or its `part`) in a directory, with fp32 weights and no dropout.
+    """The model (or its `part`) in a directory, with fp32 weights and neither dropout nor jitter.
 
     Raises:
         SpecError: the directory is incomplete, or the architecture is not a causal language model.
@@ -167,5 +167,7 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+            if hasattr(module, "jitter_noise"):  # what Mixtral's routers see in train mode
+                module.jitter_noise = 0.0
     model.train(gradient_checkpointing)  # checkpointing works in train mode only; otherwise eval mode, without dropout
     return model

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 from inference_contract.errors import InvalidRequest
 from pipelinerl import rng
 from pipelinerl.engines.batching.sequence import Request, Sequence
+from pipelinerl.errors import ModelError
+from pipelinerl.models.routing import mixture_of
 
 #: vLLM 0.32 takes any temperature between this and 0 for this (`SamplingParams.__post_init__`).
 LEAST_TEMPERATURE: Final = 0.01
@@ -25,6 +28,15 @@ def check_request(request: Request) -> None:
             f"vLLM samples at no temperature between 0 and {LEAST_TEMPERATURE:g}, got {request.temperature:g}; ask for "
             "0, which is greedy, or for more",
             param="temperature",
+        )
+
+
+def check_experts_on_cpu(path: Path, dtype: str) -> None:
+    """Raise `ModelError` for experts that vLLM repacks as it loads them: what an update brings would be read wrongly."""
+    if dtype == "bfloat16" and mixture_of(path) is not None:
+        raise ModelError(
+            f"vLLM on a CPU repacks the experts of the model in {path} in bfloat16, and can then be given no others; "
+            'say engine.dtype = "float32", or use engine.type = "torch"'
         )
 
 

@@ -32,7 +32,7 @@ def check_request(request: Request) -> None:
 
 
 def check_experts_on_cpu(path: Path, dtype: str) -> None:
-    """Raise `ModelError` for experts that vLLM repacks as it loads them: what an update brings would be read wrongly."""
+    """Raise `ModelError` for experts that vLLM repacks as it loads them, after which an update is read wrongly."""
     if dtype == "bfloat16" and mixture_of(path) is not None:
         raise ModelError(
             f"vLLM on a CPU repacks the experts of the model in {path} in bfloat16, and can then be given no others; "

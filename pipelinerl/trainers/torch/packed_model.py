@@ -168,6 +168,6 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
             if hasattr(module, "jitter_noise"):  # what Mixtral's routers see in train mode
-                module.jitter_noise = 0.0
+                setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
     model.train(gradient_checkpointing)  # checkpointing works in train mode only; otherwise eval mode, without dropout
     return model

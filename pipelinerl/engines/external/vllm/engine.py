@@ -57,7 +57,7 @@ def from_options(options: EngineOptions) -> Engine:
         check_fields(options.options)
     if _built_for_cpu():
         check_on_cpu(options.options)
-        check_experts_on_cpu(options.model_path, options.dtype)
+        check_experts_on_cpu(options.model_path)
     tokenizer = ChatTokenizer.load(options.model_path)
     endpoints = WorkerEndpointFactory(frozenset([Backend.GLOO] if _built_for_cpu() else [Backend.GLOO, Backend.NCCL]))
     return BatchingEngine(

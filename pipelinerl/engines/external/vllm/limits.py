@@ -31,12 +31,15 @@ def check_request(request: Request) -> None:
         )
 
 
-def check_experts_on_cpu(path: Path, dtype: str) -> None:
-    """Raise `ModelError` for experts that vLLM repacks as it loads them, after which an update is read wrongly."""
-    if dtype == "bfloat16" and mixture_of(path) is not None:
+def check_experts_on_cpu(path: Path) -> None:
+    """Raise `ModelError` for experts, which vLLM repacks as it loads them: what an update brings would be read wrongly.
+
+    Log-probs of a tiny Qwen3-MoE in float32 were off by 0.3 nats after an update, and by 2e-7 before.
+    """
+    if mixture_of(path) is not None:
         raise ModelError(
-            f"vLLM on a CPU repacks the experts of the model in {path} in bfloat16, and can then be given no others; "
-            'say engine.dtype = "float32", or use engine.type = "torch"'
+            f"vLLM on a CPU repacks the experts of the model in {path} and can be given no others; use engine.type = "
+            '"torch", or vLLM on a GPU'
         )
 
 

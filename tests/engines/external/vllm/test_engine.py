@@ -163,14 +163,12 @@ def test_options_that_the_recipe_sets_elsewhere_are_refused_by_name(name: str, s
         from_options(options)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "experts", "refused"), [("bfloat16", 4, True), ("bfloat16", 0, False), ("float32", 4, False)]
-)
-def test_experts_that_vllm_would_repack_are_refused(dtype: str, experts: int, refused: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", [0, 4])
+def test_experts_that_vllm_would_repack_are_refused(experts: int, tmp_path: Path) -> None:
     config = {"num_hidden_layers": 2, "num_experts": experts, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="can then be given no others") if refused else nullcontext():
-        check_experts_on_cpu(tmp_path, dtype)
+    with pytest.raises(ModelError, match="can be given no others") if experts else nullcontext():
+        check_experts_on_cpu(tmp_path)
 
 
 @pytest.mark.parametrize(

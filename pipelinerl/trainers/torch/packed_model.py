@@ -197,7 +197,7 @@ class ReadableModel(NamedTuple):
 
 
 def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm") -> ReadableModel:
-    """The model (or its `part`) in a directory, with fp32 weights and no dropout.
+    """The model (or its `part`) in a directory, with fp32 weights and neither dropout nor jitter.
 
     Raises:
         SpecError: the directory is incomplete, or the architecture is not a causal language model.
@@ -217,6 +217,8 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+            if hasattr(module, "jitter_noise"):  # what Mixtral's routers see in train mode
+                setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
     model.train(gradient_checkpointing)  # checkpointing works in train mode only; otherwise eval mode, without dropout
     return ReadableModel(model, reader)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.trainers.ranks.commands import decode_batch, encode_batch
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from tests.fakes.mixtures import save_mixture
 from trainer_contract.errors import BatchError
 from trainer_contract.types import Device, Head, MicroBatch, TrainerSpec
 
@@ -113,6 +116,16 @@ def test_what_cannot_be_replayed_is_refused(model_path: Any, micro_batch: Any) -
     ):
         with pytest.raises(BatchError, match=said):
             trainer.backward([replace(batch, routed_experts=wrong)], OBJECTIVE)
+
+
+def test_checkpointing_brings_no_noise_into_a_router(tmp_path: Path) -> None:
+    """It works in train mode, in which Mixtral's routers see their input with noise."""
+    path = save_mixture(tmp_path, "mixtral")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "router_jitter_noise": 0.5}))
+    model = started(path, gradient_checkpointing=True)._worker.unwrapped
+    assert model.training
+    assert [module.jitter_noise for module in model.modules() if hasattr(module, "jitter_noise")] == [0.0, 0.0]
 
 
 def test_ranks_are_told_the_routing_in_its_shape(micro_batch: Any) -> None:

@@ -23,6 +23,7 @@ from pipelinerl.engines.batching.scheduler import Capacity
 from pipelinerl.engines.cpu_arithmetic import slow_here
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
+from pipelinerl.engines.external.vllm.limits import check_experts_on_cpu
 from pipelinerl.engines.external.vllm.options import check_fields, check_names, check_on_cpu
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.options import EngineOptions
@@ -56,6 +57,7 @@ def from_options(options: EngineOptions) -> Engine:
         check_fields(options.options)
     if _built_for_cpu():
         check_on_cpu(options.options)
+        check_experts_on_cpu(options.model_path)
     tokenizer = ChatTokenizer.load(options.model_path)
     endpoints = WorkerEndpointFactory(frozenset([Backend.GLOO] if _built_for_cpu() else [Backend.GLOO, Backend.NCCL]))
     return BatchingEngine(

@@ -5,6 +5,7 @@ Run by `make test-vllm`, in an environment of its own; what needs no vLLM is run
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from pipelinerl.choices import WeightFormat
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.external.vllm.engine import check_version, from_options
-from pipelinerl.engines.external.vllm.limits import check_request
+from pipelinerl.engines.external.vllm.limits import check_experts_on_cpu, check_request
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
@@ -160,6 +161,14 @@ def test_options_that_the_recipe_sets_elsewhere_are_refused_by_name(name: str, s
     )
     with pytest.raises(RecipeError, match=says):
         from_options(options)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_experts_that_vllm_would_repack_are_refused(experts: int, tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 2, "num_experts": experts, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="can be given no others") if experts else nullcontext():
+        check_experts_on_cpu(tmp_path)
 
 
 @pytest.mark.parametrize(

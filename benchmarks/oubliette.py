@@ -56,8 +56,7 @@ def run(quick: bool) -> None:
         get_context("spawn").Pool(cores) as pool,
         ThreadPoolExecutor(cores) as threads,
     ):
-        file = Path(folder) / "main.py"
-        file.write_text(_PROGRAM)
+        (file := Path(folder) / "main.py").write_text(_PROGRAM)
         interpreter = [str(bubblewrap.interpreter()), "-I", "-S", str(file)]
         shares = [(interpreter, list(range(core, others, cores))) for core in range(cores)]
         processor = Processor(sandbox)

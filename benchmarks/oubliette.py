@@ -14,13 +14,14 @@ that others use, that is the figure; what the kernel does afterwards in threads 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.pool import Pool
@@ -55,20 +56,16 @@ def run(quick: bool) -> None:
         get_context("spawn").Pool(cores) as pool,
         ThreadPoolExecutor(cores) as threads,
     ):
-        file = Path(folder) / "main.py"
-        file.write_text(_PROGRAM)
+        (file := Path(folder) / "main.py").write_text(_PROGRAM)
         interpreter = [str(bubblewrap.interpreter()), "-I", "-S", str(file)]
         shares = [(interpreter, list(range(core, others, cores))) for core in range(cores)]
-
-        processor: dict[str, list[float]] = {"ours": [], "cold": []}
+        processor = Processor(sandbox)
 
         def ours() -> float:
             language = toolchains.find("python")
-            before_s = _own_s() + sandbox.cpu_s()
-            runs = [language.running(_PROGRAM.encode(), b"%d\n" % n, _LIMITS) for n in range(pairs)]
-            seconds = wrong.timed(lambda: _in_sandbox(sandbox, runs))
-            processor["ours"].append((_own_s() + sandbox.cpu_s() - before_s) / pairs)
-            return pairs / seconds
+            with processor.of("ours", pairs):
+                runs = [language.running(_PROGRAM.encode(), b"%d\n" % n, _LIMITS) for n in range(pairs)]
+                return pairs / wrong.timed(lambda: _in_sandbox(sandbox, runs))
 
         def bare() -> float:
             began = time.perf_counter()
@@ -76,22 +73,17 @@ def run(quick: bool) -> None:
             return others / (time.perf_counter() - began)
 
         def cold() -> float:
-            before_s = _own_s() + _children_s()
-            seconds = wrong.timed(lambda: list(threads.map(lambda n: _cold(interpreter, n), range(others))))
-            processor["cold"].append((_own_s() + _children_s() - before_s) / others)
-            return others / seconds
+            with processor.of("cold", others):
+                return others / wrong.timed(lambda: list(threads.map(lambda n: _cold(interpreter, n), range(others))))
 
         timings = paired({"ours": ours, "bare": bare, "cold": cold}, rounds=rounds)
-        counted = sandbox.cpu_s() > 0
-        taken = Paired({arm: tuple(values[1:]) for arm, values in processor.items()})  # the first is the warm-up
+        taken = processor.taken()
         cpp = _cpp(sandbox, threads, pool, Path(folder), wrong, tests=20 if quick else CPP_TESTS, rounds=rounds)
     sandbox.close()
-    of_bare, of_cold = timings.ratio("ours", "bare"), timings.ratio("ours", "cold")
     request_s = pairs / timings.median("ours")
     rows = [
-        Row("pairs/s ÷ bare fork + unshare + exec", of_bare, f">= {LEAST_OF_BARE}", of_bare.median >= LEAST_OF_BARE),
-        Row("pairs/s ÷ one cold subprocess each", of_cold, f">= {LEAST_OF_COLD:g}", of_cold.median >= LEAST_OF_COLD),
-        *_processor_rows(taken if counted else None),
+        *_ratio_rows(timings),
+        *_processor_rows(taken),
         *(Row(f"pairs/s, {arm}", timings.median(arm)) for arm in ("ours", "bare", "cold")),
         Row(f"{pairs} pairs (s)", request_s, f"<= {MOST_S:g}", request_s <= MOST_S),
         *cpp,
@@ -103,9 +95,9 @@ def run(quick: bool) -> None:
         write_record(
             "oubliette",
             {
-                "of_bare": of_bare.as_dict(),
-                "of_cold": of_cold.as_dict(),
-                "processor_s": taken.as_dict() if counted else None,
+                "of_bare": timings.ratio("ours", "bare").as_dict(),
+                "of_cold": timings.ratio("ours", "cold").as_dict(),
+                "processor_s": None if taken is None else taken.as_dict(),
                 "pairs_per_s": {arm: timings.median(arm) for arm in ("ours", "bare", "cold")},
                 "request_s": request_s,
                 "cpp": {row.name: str(row.value) for row in cpp},
@@ -133,13 +125,38 @@ class Wrong:
         return seconds
 
 
-def _own_s() -> float:
-    return time.process_time()
+@final
+class Processor:
+    """Processor seconds of each piece of an arm's work: of this process, its children and the boxes."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self._samples: dict[str, list[float]] = {}
+
+    @contextlib.contextmanager
+    def of(self, arm: str, pieces: int) -> Iterator[None]:
+        """Measure what is done within."""
+        before_s = self._now_s()
+        yield
+        self._samples.setdefault(arm, []).append((self._now_s() - before_s) / pieces)
+
+    def taken(self) -> Paired | None:
+        """All but each arm's first, which is its warm-up; None where no control group counts."""
+        if self._sandbox.cpu_s() == 0:
+            return None
+        return Paired({arm: tuple(values[1:]) for arm, values in self._samples.items()})
+
+    def _now_s(self) -> float:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return time.process_time() + children.ru_utime + children.ru_stime + self._sandbox.cpu_s()
 
 
-def _children_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _ratio_rows(timings: Paired) -> list[Row]:
+    of_bare, of_cold = timings.ratio("ours", "bare"), timings.ratio("ours", "cold")
+    return [
+        Row("pairs/s ÷ bare fork + unshare + exec", of_bare, f">= {LEAST_OF_BARE}", of_bare.median >= LEAST_OF_BARE),
+        Row("pairs/s ÷ one cold subprocess each", of_cold, f">= {LEAST_OF_COLD:g}", of_cold.median >= LEAST_OF_COLD),
+    ]
 
 
 def _processor_rows(taken: Paired | None) -> list[Row]:

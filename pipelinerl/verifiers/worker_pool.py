@@ -8,14 +8,13 @@
 The deadline runs from the moment at which a worker is given the question. What is slow is learned: a question is that
 has taken four times the processor time of the mean (on a busy machine, a worker that is kept waiting is not), or four
 times the mean on the clock if that is more than a second. One that finds every slow place taken is asked anew when one
-is free. Of those that wait, groups with the fewest slow questions so far come first; as soon as somebody has waited for
-a quarter of a second, every second place goes to who has waited longest. So hostile answers hold up neither their
-siblings nor other groups until their deadlines, and are not put off for ever themselves.
+is free. Of those that wait, groups with the fewest slow questions so far come first, but for every fourth place. So
+hostile answers do not hold up their siblings or other groups until their deadlines.
 
-What is promised of an answer that hangs, from the question to its verdict: the deadline, a quarter of a second, and
-twice what those take that came before it, each of which holds a place for a tenth of a processor second at the most
-(or for four times the mean), on `workers` places. How many come before it is for who asks to bound: no pool can
-judge any number of answers at once, and one that refused them would mask honest ones.
+What is promised of an answer that hangs, from the question to its verdict: the deadline, and four times what those take
+that came before it, each of which holds one of `workers` places for a tenth of a processor second at the most (or four
+times the mean). How many come before it is for who asks to bound: no pool can judge any number of answers at once, and
+one that refused them would mask honest ones.
 
 Processes start when they are needed (`worker_process.py`): the first at `start`, or else at the first question, a
 second worker only while the first is busy. Whoever is cancelled while a worker has its question has that worker killed.
@@ -32,10 +31,8 @@ import os
 import signal
 import socket
 import sys
-import time
 from asyncio.subprocess import Process
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -53,8 +50,8 @@ _TIMES_THE_MEAN: Final = 4.0
 _NEWEST: Final = 0.05
 #: Slow places for each of the others.
 _SLOW_PLACES: Final = 2
-#: While somebody has waited for so long, every second place that is handed on goes to who came first.
-_LONG_WAIT_S: Final = 0.25
+#: Of so many places that are handed on, one goes to who has waited longest.
+_TO_THE_OLDEST: Final = 4
 #: A tenth of the share of others, as Linux counts.
 _LOW_PRIORITY: Final = 10
 _LONGEST_ANSWER: Final = 2**24
@@ -221,17 +218,16 @@ class _Places:
     """Counts who may go on; of those that wait, groups with the fewest slow questions are first, then who came first.
 
     How many a group has had is looked at when a place is free: a group's first slow question counts for all of it that
-    waits. While somebody has waited for `_LONG_WAIT_S`, every second place goes to who has waited longest, so that
-    nobody waits for ever while others keep coming.
+    waits. One place in `_TO_THE_OLDEST` goes to who has waited longest, so that nobody waits for ever while others keep
+    coming.
     """
 
-    def __init__(self, free: int, slow_of: Counter[str], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, free: int, slow_of: Counter[str]) -> None:
         self._free = free
         self._slow_of = slow_of
-        self._clock = clock
-        self._waiting: dict[str, deque[tuple[float, int, asyncio.Future[None]]]] = {}
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
         self._numbers = itertools.count()
-        self._by_age = False
+        self._handed_on = 0
 
     def take_now(self) -> bool:
         """Take a place if one is free."""
@@ -245,7 +241,7 @@ class _Places:
         if self.take_now():
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(group, deque()).append((self._clock(), next(self._numbers), future))
+        self._waiting.setdefault(group, deque()).append((next(self._numbers), future))
         try:
             await future
         except asyncio.CancelledError:
@@ -256,23 +252,19 @@ class _Places:
     def give_back(self) -> None:
         """Hand the place to the next who waits."""
         while self._waiting:
-            group = self._whose_turn()
+            by_age = self._handed_on % _TO_THE_OLDEST == _TO_THE_OLDEST - 1
+            group = min(
+                self._waiting, key=lambda each: (0 if by_age else self._slow_of[each], self._waiting[each][0][0])
+            )
             queue = self._waiting[group]
-            _, _, future = queue.popleft()
+            _, future = queue.popleft()
             if not queue:
                 del self._waiting[group]
             if not future.done():
+                self._handed_on += 1
                 future.set_result(None)
                 return
         self._free += 1
-
-    def _whose_turn(self) -> str:
-        """Whose first is next."""
-        oldest = min(self._waiting, key=lambda each: self._waiting[each][0][1])
-        self._by_age = not self._by_age and self._clock() - self._waiting[oldest][0][0] >= _LONG_WAIT_S
-        if self._by_age:
-            return oldest
-        return min(self._waiting, key=lambda each: (self._slow_of[each], self._waiting[each][0][1]))
 
 
 @final

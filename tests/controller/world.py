@@ -93,7 +93,7 @@ def controller(
     large: int = 0,
     other_sets: tuple[EvaluationSet, ...] = (),
     until_accuracy: float | None = None,
-    max_groups: int = 50,
+    room: int = 50,
     **changes: Any,
 ) -> Controller:
     """A controller that expects one engine; with `large`, domain `a` has groups of so many."""
@@ -105,7 +105,7 @@ def controller(
         seed=0,
         steps=steps,
         until_accuracy=until_accuracy,
-        max_groups=max_groups,
+        max_groups=room,
         sampling=Sampling(num_samples=2),
         by_domain={"a": DomainSampling(group_size=large)} if large else {},
         evaluation=plan,

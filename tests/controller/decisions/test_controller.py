@@ -487,7 +487,7 @@ class CountedSizes(dict[int, int]):
 
 
 def test_issuing_a_thousand_orders_sums_what_is_out_once() -> None:
-    run = world(k=math.inf, max_groups=2000, evaluation_problems=0)
+    run = world(k=math.inf, room=2000, evaluation_problems=0)
     run.begin()
     while run.publications:
         run.publish()

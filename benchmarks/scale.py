@@ -160,6 +160,7 @@ def _processes(engines: int, times: _Times, folder: Path) -> Iterator[_Run]:
         with EmbeddedRedis(folder / "redis") as redis:
             asked, theirs = _SPAWN.Pipe()
             controller = start(controller_process, theirs, recipe, folder, redis.url, token)
+            theirs.close()  # so that its end is noticed
             (port,) = free_ports(1)
             start(parameter_server_process, recipe, folder, port, token)
             url = _heard(asked)
@@ -217,7 +218,7 @@ async def _measure(run: _Run, engines: int, times: _Times, *, dying: bool) -> di
             await asyncio.gather(training, return_exceptions=True)
         for actor in run.actors:
             actor.terminate()
-            actor.join(20)
+            await asyncio.to_thread(actor.join, 20)
         if not dying:
             found["announcement"] = await _announcement(run, client, StreamAnnouncer(stream, quiet_s=_PATIENCE_S))
         await trainer.close()

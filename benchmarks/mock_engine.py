@@ -209,6 +209,8 @@ class MockEngine:
             raise Overloaded("no room is left; ask another engine")
         if "chat_template" in request.chat_template_kwargs:
             raise InvalidRequest("the template is the engine's", param="chat_template_kwargs")
+        if request.return_routed_experts:
+            raise InvalidRequest("a mock engine has no experts", param="return_routed_experts")
         text = "".join(message.content for message in request.messages or ())
         prompt = request.prompt_token_ids or [1 + ord(character) % (VOCAB - 1) for character in text]
         room = CONTEXT - len(prompt)

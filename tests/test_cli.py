@@ -94,7 +94,7 @@ def pipelinerl(
         ("actor --token-file absent", 'absent must hold {"token": "…"}'),
         ("engine --type zzz --controller-url= --port 0", "engine.type must be one of torch, "),
         ("engine --model absent --controller-url= --port 0", "absent"),
-        ("trainer --set objective.adv=gae --set trainer.type=jax", "trainer.type 'jax' has no value head"),
+        ("trainer --set trainer.type=zzz", "trainer.type must be one of torch, "),
         ("trainer --set model.path=absent", "absent"),
     ],
 )

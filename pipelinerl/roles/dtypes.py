@@ -35,6 +35,11 @@ class Dtypes:
         return max((each for each in formats if each in TOLERANCES), key=list(TOLERANCES).index)
 
 
+def sent_in(config: RunConfig) -> WeightDType | None:
+    """In which weights travel; None: as the directory has them."""
+    return config.weights.dtype or (WeightDType.FLOAT32 if config.engine.dtype is WeightDType.FLOAT32 else None)
+
+
 def dtypes_of(config: RunConfig) -> Dtypes:
     """Read them from the recipe and the model directory.
 
@@ -44,7 +49,7 @@ def dtypes_of(config: RunConfig) -> Dtypes:
     """
     model = model_dtype(config.model.resolved)
     engine = model if config.engine.dtype == "auto" else config.engine.dtype
-    wire = config.weights.dtype or (engine if engine is WeightDType.FLOAT32 else model)
+    wire = sent_in(config) or model
     if wire is WeightDType.FLOAT16 and model is not WeightDType.FLOAT16:
         raise RecipeError(
             f"weights.dtype must not be float16 for the weights of {config.model.resolved}, which are {model} and may "

@@ -15,7 +15,7 @@ from pipelinerl.config.sections import ModelSection, shared_values
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss
-from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.dtypes import sent_in
 from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.step.critic import Critic
 from pipelinerl.training.step.entropy_meter import EntropyMeter
@@ -119,7 +119,7 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
         model_path=config.model.resolved,
         seed=config.run.seed,
         head_precision=config.model.head_precision,
-        gather_dtype=dtypes_of(config).wire,
+        gather_dtype=sent_in(config),
         optimizer=config.optimizer.spec,
         restore_from=restore_from,
     )

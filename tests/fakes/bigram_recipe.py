@@ -57,7 +57,7 @@ import asyncio
 
 async def judge(answer, completion):
     await asyncio.sleep(0.05)
-    return completion == answer
+    return 1.0 if completion == answer else len(completion) / 1000  # a step is taken where rewards differ
 """
 
 

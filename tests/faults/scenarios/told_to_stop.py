@@ -47,7 +47,8 @@ def play(seed: int, directory: Path, *, times: int = 5) -> Verdict:
         if (status := run.end()) != 0:
             broken.append(f"the last life ended with {status}:\n{run.story()}")
         broken += _unlike_one_run(run)
-    return Verdict({"notices": times, "steps": max(run.steps()), "s to end (the longest of each seed)": round(slowest_s)}, tuple(broken))
+    figures = {"notices": times, "steps": max(run.steps()), "s to end (the longest of each seed)": round(slowest_s)}
+    return Verdict(figures, tuple(broken))
 
 
 def _arguments(path: Path) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipelinerl.errors import ModelError
+from pipelinerl.models.checkpoint import model_type
 from trainer_contract.types import RoutingShape
 
 #: Model types whose routers the torch engine tells of, and the torch trainer replays (`torch_routers`).
@@ -49,8 +50,7 @@ def replayed_routing(path: Path) -> RoutingShape:
     Raises:
         ModelError: the model has none, or such as are not known here.
     """
-    shape = mixture_of(path)
-    kind = json.loads((path / "config.json").read_text()).get("model_type")
+    shape, kind = mixture_of(path), model_type(path)
     if shape is None:
         raise ModelError(f"the model in {path}, of type {kind!r}, has no experts whose routing could be replayed")
     if kind not in REPLAYED:

@@ -13,7 +13,6 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from pipelinerl.commands.watch.feed import as_json
-from pipelinerl.commands.watch.shared_answers import SharedAnswers
 from pipelinerl.commands.watch.steering import Steering
 from pipelinerl.commands.watch.watched_run import WatchedRun
 
@@ -41,7 +40,6 @@ class Pages:
 
     def __init__(self, runs: Sequence[WatchedRun], *, read_only: bool) -> None:
         self.all = tuple(Watched(run, Steering(run.run_dir, read_only)) for run in runs)
-        self.shared = SharedAnswers()
         self._noted_at = -math.inf
 
     def of(self, number: int) -> Watched:

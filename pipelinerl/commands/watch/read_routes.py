@@ -54,25 +54,31 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         last: Annotated[int, Query(alias="to", ge=0, le=2**53)] = 2**53,
         since: StepNumber = None,
     ) -> Response:
-        run, names = pages.of(number).run, _names(metrics)
-
-        def told() -> dict[str, Any]:
-            with run.lock:
-                table, bounds = run.view.steps, run.view.steps.bounds
-                rows = table.rows(names, points=points, first=first, last=last, since=-1 if since is None else since)
-                count, marks = table.count, list(run.view.marks)
-                complete = "events" in run.loaded
-            places = {name: plain(column, 12) for name, column in rows.places.items()}
-            held = {"complete": complete, "count": count, "first": bounds[0], "last": bounds[1], "each": rows.each}
-            return {**held, "x": places, "y": _columns(rows), "marks": marks}
-
-        question = ("steps", number, *names, points, first, last, since)
-        return pages.shared.of(question, run, told)
+        watched = pages.of(number).run
+        with watched.lock:
+            table, bounds = watched.view.steps, watched.view.steps.bounds
+            rows = table.rows(
+                _names(metrics), points=points, first=first, last=last, since=-1 if since is None else since
+            )
+            count, marks = table.count, list(watched.view.marks)
+            complete = "events" in watched.loaded
+        places = {name: plain(column, 12) for name, column in rows.places.items()}
+        told = {"complete": complete, "count": count, "first": bounds[0], "last": bounds[1], "each": rows.each}
+        return answer({**told, "x": places, "y": _columns(rows), "marks": marks})
 
     @app.get("/api/now")
     def now(number: RunNumber = 0, window: Annotated[int, Query(ge=1, le=500)] = 20) -> Response:
         watched = pages.of(number)
-        return pages.shared.of(("now", number, window), watched.run, lambda: _now(watched, window))
+        status = None if watched.run.view.state else watched.steering.status()
+        with watched.run.lock:
+            told = overview(watched.run.view, window=window) | {"state": watched.run.state, "waiting_for": ""}
+            engines = [dict(engine) for engine in watched.run.view.engines.values()]
+            fleet = {name: watched.run.view.fleet.get(name) for name in ("tokens_per_s", "occupancy")}
+            pauses = watched.run.view.pauses_s
+            told["fleet"] = fleet | {"update_pause_s": pauses[-1] if pauses else None, "engines": engines}
+        if status is not None:
+            told |= {"waiting_for": status.waiting_for, "ledger": status.ledger, "fleet": status.fleet}
+        return answer(told)
 
     @app.get("/api/compare")
     def compare(
@@ -85,20 +91,6 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         told = [_overlaid(watched, _names(metrics), x, points) for watched in chosen]
         recipes = [watched.run.recipe() for watched in chosen]
         return answer({"x": x, "runs": told, "differences": differences(recipes)})
-
-
-def _now(watched: Watched, window: int) -> dict[str, Any]:
-    run = watched.run
-    status = None if run.view.state else watched.steering.status()
-    with run.lock:
-        told = overview(run.view, window=window) | {"state": run.state, "waiting_for": ""}
-        engines = [dict(engine) for engine in run.view.engines.values()]
-        fleet = {name: run.view.fleet.get(name) for name in ("tokens_per_s", "occupancy")}
-        pauses = run.view.pauses_s
-        told["fleet"] = fleet | {"update_pause_s": pauses[-1] if pauses else None, "engines": engines}
-    if status is not None:
-        told |= {"waiting_for": status.waiting_for, "ledger": status.ledger, "fleet": status.fleet}
-    return told
 
 
 def _told(watched: Watched) -> dict[str, Any]:

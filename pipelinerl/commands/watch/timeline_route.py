@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Query
 from fastapi.responses import Response
 
-from pipelinerl.commands.watch.pages import Pages, RunNumber
+from pipelinerl.commands.watch.pages import Pages, RunNumber, answer
 
 #: Seconds since the run began.
 _Moment = Annotated[float | None, Query(ge=0, le=1e12, allow_inf_nan=False)]
@@ -25,9 +24,6 @@ def add_timeline(app: FastAPI, pages: Pages) -> None:
         points: Annotated[int, Query(ge=2, le=8000)] = 1500,
     ) -> Response:
         watched = pages.of(number).run
-
-        def told() -> Mapping[str, Any]:
-            with watched.lock:
-                return watched.view.timeline.window(first, last, points=points)
-
-        return pages.shared.of(("timeline", number, first, last, points), watched, told)
+        with watched.lock:
+            window = watched.view.timeline.window(first, last, points=points)
+        return answer(window)

@@ -42,7 +42,6 @@ export function useAnswer(path, query, { matters = () => false, pauseMs = 1000 }
       last = performance.now();
       try {
         const value = await get(path, query, stop.signal);
-        if (value.behind) dirty = true; // it was made for another page, and more has happened since
         setState({ value, error: null, of: key });
       } catch (error) {
         if (stop.signal.aborted) return;

@@ -1,7 +1,8 @@
 """What an update of many engines costs beside the bytes: control, by the number of engines and of tensors.
 
 Engines here are everything of an engine that an update passes through (HTTP server, receiver, endpoint in a gloo
-group) without a model; several share a process. The trainer's side is the real publisher. Each fleet exists twice:
+group) without a model; several share a process. The trainer's side is the real publisher. As in a run, there is a
+token, and each process takes what it has loaded out of garbage collection. Each fleet exists twice:
 
     real        the tensors are 8 MB in all
     1-byte      as many tensors of one byte each: what remains is control
@@ -58,7 +59,8 @@ from inference_contract.weights import (
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
-from pipelinerl.system.http_service import listen
+from pipelinerl.roles.process import freeze_gc
+from pipelinerl.system.http_service import config_of, listen
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.fan_out import each
 from pipelinerl.weights.publisher import Publication
@@ -68,6 +70,7 @@ FLEETS: Final = ((1, 100), (4, 10), (4, 100), (4, 1_000), (4, 10_000), (16, 100)
 QUICK: Final = ((1, 100), (4, 10), (4, 1_000), (64, 100))
 _REAL_BYTES: Final = 8 * 2**20
 _PER_PROCESS: Final = 16
+_TOKEN: Final = "fleet"
 _PATIENCE_S: Final = 120.0
 _BASE_MS: Final = 5.0
 _EACH_MS: Final = 0.02
@@ -149,18 +152,17 @@ def _engines(ports: Connection, count: int, tensors: int, real: bool) -> None:
 
     async def serve() -> None:
         listeners = [listen("127.0.0.1", 0) for _ in range(count)]
-        servers = [
-            uvicorn.Server(
-                uvicorn.Config(create_app(_Engine(layout), token=None), http="httptools", ws="none", log_config=None)
-            )
-            for _ in listeners
-        ]
+        engines = [_Engine(layout) for _ in listeners]
+        for engine in engines:
+            await engine.start()
+        servers = [uvicorn.Server(config_of(create_app(engine, token=_TOKEN))) for engine in engines]
         serving = [
             asyncio.create_task(server.serve(sockets=[listener]))
             for server, listener in zip(servers, listeners, strict=True)
         ]
         while not all(server.started for server in servers):
             await asyncio.sleep(0.01)
+        freeze_gc()
         ports.send([listener.getsockname()[1] for listener in listeners])
         await asyncio.gather(*serving)
 
@@ -258,11 +260,12 @@ async def _measure(engines: int, tensors: int, rounds: int) -> dict[str, Any]:
         _fleet(engines, tensors, real=True) as real_urls,
         _fleet(engines, tensors, real=False) as tiny_urls,
     ):
-        async with EngineClient() as client:
+        async with EngineClient(token=_TOKEN) as client:
             real = _Trainer(client, _layout(tensors, real=True), real_urls)
             tiny = _Trainer(client, _layout(tensors, real=False), tiny_urls)
             forming, _, _ = await tiny.update()
             await real.update()
+            freeze_gc()
             samples: dict[str, list[float]] = {name: [] for name in _ARMS}
             for number in range(-2, rounds):
                 first, second = (real, tiny) if number % 2 else (tiny, real)

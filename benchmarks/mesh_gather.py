@@ -1,8 +1,8 @@
 """What it costs to gather the weights of a torch trainer of two processes: time, and memory on either of them.
 
     gather    `gather_weights` to its end, each parameter dropped when the next is asked for, as a publisher does
-    memcpy    as many bytes copied into one parameter's memory, on this process
-    wire      the bytes of the other process, half of all, through a socket of this machine
+    memcpy    as many bytes, which lie as far apart as weights do, copied into one parameter's memory, on this process
+    wire      the bytes of the other process, half of all, through a TCP connection of this machine, as gloo has them
 
 Gathering is to take no longer than twice memcpy and wire together; to raise memory by at most one layer on rank 0, and
 by at most one parameter on the other. Peaks are the kernel's (`VmHWM`, begun anew by `clear_refs`), which Linux alone
@@ -57,8 +57,10 @@ def other_rank(coordinator: str, environment: Mapping[str, str] = MappingProxyTy
 
 
 def wired(size: int) -> None:
-    """Send so many bytes through a socket of this machine, from a thread that holds no lock while it sends."""
-    sender, receiver = socket.socketpair()
+    """Send so many bytes through a connection of this machine, from a thread that holds no lock while it sends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
     sent, received = memoryview(bytearray(_PIECE)), bytearray(_PIECE)
 
     def send() -> None:
@@ -112,15 +114,15 @@ def measured(trainer: TorchTrainer, other: int, *, rounds: int) -> dict[str, Any
     sizes = {name: bytes_of(array).nbytes for name, array in trainer.gather_weights()}
     whole, largest = sum(sizes.values()), max(sizes.values())
     layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
-    source, target = np.ones(largest, np.uint8), np.ones(largest, np.uint8)
+    sources, target = {name: np.ones(size, np.uint8) for name, size in sizes.items()}, np.ones(largest, np.uint8)
 
     def gather() -> None:
         for _ in trainer.gather_weights():
             pass
 
     def copy() -> None:
-        for size in sizes.values():
-            np.copyto(target[:size], source[:size])
+        for source in sources.values():
+            np.copyto(target[: len(source)], source)
 
     arms = {
         "gather": seconds_of(gather),

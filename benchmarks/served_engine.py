@@ -18,6 +18,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
 from inference_contract.schemas import ChatCompletionRequest
 
 _START_TIMEOUT_S: Final = 180.0
@@ -113,9 +116,9 @@ def _serve(order: EngineOrder, port: Connection) -> None:
     app = create_app(engine, token=None)
     starts = app.router.lifespan_context
 
-    async def notes() -> list[float]:
+    async def notes(_: Request) -> JSONResponse:
         taken, ends[:] = list(ends), []
-        return taken
+        return JSONResponse(taken)
 
     @asynccontextmanager
     async def lifespan(application: Any) -> Any:
@@ -130,7 +133,7 @@ def _serve(order: EngineOrder, port: Connection) -> None:
                 await asyncio.gather(*asking, return_exceptions=True)
 
     app.router.lifespan_context = lifespan
-    app.add_api_route("/notes", notes)
+    app.add_route("/notes", notes)
     listener = listen("127.0.0.1", 0)
     with contextlib.suppress(KeyboardInterrupt):
         serve(app, listener)

@@ -21,7 +21,7 @@ from typing import Any, Final
 from benchmarks.measure import Row, print_table, write_record
 from inference_contract.schemas import AssistantMessage, Choice, FinishReason
 from pipelinerl.actor.stages import StageLog
-from pipelinerl.commands.exports.trace import trace_run
+from pipelinerl.commands.exports import trace_run
 from pipelinerl.observability.timeline.run_timeline import RunTimeline
 from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
 

@@ -246,7 +246,7 @@ def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
         ValueError: they are of another recipe.
     """
     table = json.loads(record.read_text())
-    if table["recipe"] != json.loads(json.dumps(to_table(load(recipe, overrides)))):
+    if table["recipe"] != _portable(to_table(load(recipe, overrides))):
         raise ValueError(f"{record} is of another recipe than {recipe} is now: measure all seeds again")
 
     def arm(entry: dict[str, Any]) -> Arm:
@@ -274,9 +274,14 @@ def on_two_cores(
             recipe = Path(folder) / "recipe.toml"  # one file for all arms, whatever happens to the shipped one
             recipe.write_text(tomli_w.dumps(table))
             for payload in measure(task, recipe, seeds=seeds, known=known):
-                yield {"recipe": table, **payload}
+                yield {"recipe": _portable(table), **payload}
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def _portable(table: Mapping[str, Any]) -> Any:
+    """A recipe as a record has it, without where this checkout lies."""
+    return json.loads(json.dumps(table).replace(f"{Path(__file__).parents[1]}/", ""))
 
 
 def main() -> None:

@@ -32,6 +32,8 @@ from typing import Any, Final, final
 
 import numpy as np
 import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from benchmarks.measure import Interval, Row, bootstrap_median, print_table, write_record
 from inference_contract.schemas import ChatCompletionRequest
@@ -88,12 +90,12 @@ def _engine(folder: str, port: Connection) -> None:
     tokenizer = ChatTokenizer(char_tokenizer(), ())
     engine = BatchingEngine(options, load=watched, tokenizer=tokenizer)
 
-    async def notes() -> list[float]:
+    async def notes(_: Request) -> JSONResponse:
         taken, ends[:] = list(ends), []
-        return taken
+        return JSONResponse(taken)
 
     app = create_app(engine, token=None)
-    app.add_api_route("/notes", notes)
+    app.add_route("/notes", notes)
     listener = listen("127.0.0.1", 0)
     port.send(listener.getsockname()[1])
     serve(app, listener)

@@ -108,7 +108,7 @@ def _write_samples(folder: Path, length: Length) -> None:
     file, written = (folder / "training-000001.jsonl").open("wb"), 0
     try:
         for number in range(length.groups):
-            line = encoder.encode(_group(number, length, rewards[number], text)) + b"\n"
+            line = encoder.encode(made_group(number, length, rewards[number], text)) + b"\n"
             if written + len(line) > _FILE_BYTES:
                 file.close()
                 count = len(list(folder.iterdir()))
@@ -119,7 +119,8 @@ def _write_samples(folder: Path, length: Length) -> None:
         file.close()
 
 
-def _group(number: int, length: Length, rewards: np.ndarray[Any, Any], text: str) -> SampleGroup:
+def made_group(number: int, length: Length, rewards: np.ndarray[Any, Any], text: str) -> SampleGroup:
+    """The group of that number; every five hundredth has its tokens."""
     step = 1 + number * length.steps // length.groups
     tokens = AnswerTokens(
         tokens=TokenTexts(ids=tuple(range(200)), texts=("word",) * 200),

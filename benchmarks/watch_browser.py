@@ -7,20 +7,16 @@ taken by `requestAnimationFrame`: on the charts over the steps, and on the timel
 
 from __future__ import annotations
 
-import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from benchmarks.measure import Row, print_table, write_record
+from benchmarks.open_pages import served
 from pipelinerl.config import recipe as recipes
 from pipelinerl.observability.events import EventLog
 from pipelinerl.rng import generator
@@ -52,7 +48,7 @@ def run(quick: bool) -> None:
     steps = 10_000 if quick else 100_000
     with tempfile.TemporaryDirectory(prefix="pipelinerl-watch-") as folder:
         run_dir = _long_run(Path(folder), steps)
-        with _link(run_dir) as link:
+        with served(run_dir) as (_, link):
             figures = _measured(link)
     opened, charts, timeline = figures["opened_s"], _rate(figures["charts_ms"]), _rate(figures["timeline_ms"])
     rows = [
@@ -88,23 +84,6 @@ def _long_run(folder: Path, steps: int) -> Path:
                 "publish", elapsed_s=at + 0.1, model_version=step, pause_s=0.01, total_s=0.1, engines=1, failed={}
             )
     return run_dir
-
-
-@contextmanager
-def _link(run_dir: Path) -> Iterator[str]:
-    """The link of `pipelinerl watch`, in a process of its own."""
-    command = [sys.executable, "-u", "-m", "pipelinerl.cli", "watch", str(run_dir)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        assert found is not None, "pipelinerl watch has printed no link"
-        yield found[0]
-    finally:
-        process.terminate()
-        process.wait(60)
-        if process.stdout is not None:
-            process.stdout.close()
 
 
 def _measured(link: str) -> dict[str, Any]:

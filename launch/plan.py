@@ -39,6 +39,10 @@ from pipelinerl.config.recipe import RunConfig
 #: Up to this many cores a process of its own core is worth more than the scheduler's freedom.
 _SMALL_MACHINE = 8
 
+#: How threads of one process wait for each other. Many share few cores, so none spins for long; but several that sleep
+#: at once are woken so slowly that two of them decode half as fast as one.
+_ALONE = {"OMP_WAIT_POLICY": "PASSIVE"}
+_TOGETHER = {"GOMP_SPINCOUNT": "20000"}
 #: The C library asks a name server for 5 s, twice, before it gives up. torch's TCPStore looks up the name of each peer
 #: that connects: where no server knows it, that bounds what a new weight group waits for it.
 _RESOLVER = "timeout:1 attempts:2"
@@ -294,7 +298,7 @@ class Launch:
         password = {_PASSWORD_VARIABLE: str(self._redis_password)} if self._streams_are_elsewhere else {}
         return {
             "OMP_NUM_THREADS": str(self.config.launch.threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
+            **(_ALONE if self.config.launch.threads == 1 else _TOGETHER),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
             "RES_OPTIONS": _RESOLVER,

@@ -27,11 +27,13 @@ from launch.cluster.command_line import (
     refuse_hosts,
 )
 from pipelinerl.choices import Skill
+from pipelinerl.commands.conformance import conformance_app
 from pipelinerl.commands.engines import Run, engines_app
 from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
-from pipelinerl.commands.hidden_arguments import hide_password
+from pipelinerl.commands.from_checkout import bench, chaos
 from pipelinerl.commands.oubliette.command_line import oubliette_app
 from pipelinerl.commands.processes.role_commands import roles_app
+from pipelinerl.commands.processes.role_options import hide_password
 from pipelinerl.commands.simulation.command_line import simulate
 from pipelinerl.commands.top.command_line import top
 from pipelinerl.commands.watch.command_line import watch
@@ -47,7 +49,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 knobs_app = typer.Typer(help="Show or change the knobs of a live run.", no_args_is_help=True)
-conformance_app = typer.Typer(help="Check an engine or a trainer against its contract.", no_args_is_help=True)
 app.add_typer(knobs_app, name="knobs")
 app.add_typer(engines_app, name="engines")
 app.add_typer(oubliette_app, name="oubliette")
@@ -229,40 +230,6 @@ def warmstart(
     make(recipes.load(recipe), options, output=output, say=typer.echo)
 
 
-@conformance_app.command("engine")
-def conformance_engine(
-    url: Annotated[str, typer.Argument(help="Base URL of the engine, such as http://127.0.0.1:8001.")],
-    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token.")] = None,
-) -> None:
-    """Run the inference contract's kit against a live engine. It leaves other weights behind."""
-    from pipelinerl.commands.conformance import check_engine
-    from pipelinerl.roles.process import read_token
-
-    raise typer.Exit(0 if check_engine(url.rstrip("/"), token=read_token(token_file), say=typer.echo) else 1)
-
-
-@conformance_app.command("trainer")
-def conformance_trainer(
-    target: Annotated[str, typer.Argument(help="module:Class, or the name of a registered trainer.")],
-    model: Annotated[Path, typer.Option(help="Model directory for it to train.")] = recipes.MODELS / "tiny_speller",
-) -> None:
-    """Run the trainer contract's kit against a class."""
-    from pipelinerl.commands.conformance import check_trainer
-
-    raise typer.Exit(0 if check_trainer(target, model, say=typer.echo) else 1)
-
-
-@app.command()
-def bench(
-    name: Annotated[str, typer.Argument(help="A benchmark's name, or `all`.")] = "all",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes.")] = False,
-) -> None:
-    """Run benchmarks and write their records (from a checkout)."""
-    from pipelinerl.commands.from_checkout import run_in_checkout
-
-    raise typer.Exit(run_in_checkout("benchmarks", name, *(["--quick"] if quick else []), what="benchmarks are"))
-
-
 @app.command()
 def mismatch(
     run_dir: RunPath,
@@ -328,7 +295,7 @@ def trace(
     ] = None,
 ) -> None:
     """A run over time, for Perfetto: what each role and engine did when, and where each version came from."""
-    from pipelinerl.commands.exports.trace import trace_run
+    from pipelinerl.commands.exports import trace_run
 
     typer.echo(trace_run(run_dir, output))
 
@@ -339,7 +306,7 @@ def track(
     tensorboard: Annotated[Path, typer.Option(help="Directory for event files that TensorBoard reads.")],
 ) -> None:
     """Take what a run has recorded to TensorBoard, also of a run that is over; once more takes what is new."""
-    from pipelinerl.commands.exports.track import track_run
+    from pipelinerl.commands.exports import track_run
 
     typer.echo(track_run(run_dir, tensorboard))
 
@@ -390,20 +357,6 @@ def replay(
         raise typer.Exit(1)
 
 
-@app.command()
-def chaos(
-    seed: Annotated[int, typer.Option(help="What dies, and when, follows from it.")] = 0,
-    scenario: Annotated[str, typer.Option(help="A scenario's name, or `all`.")] = "all",
-    count: Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on.")] = 1,
-    list_only: Annotated[bool, typer.Option("--list", help="Say which scenarios there are.")] = False,
-) -> None:
-    """Kill, fence and starve runs by seed, and check that nothing is lost (from a checkout)."""
-    from pipelinerl.commands.from_checkout import run_in_checkout
-
-    words = ["--seed", str(seed), "--scenario", scenario, "--count", str(count), *(["--list"] if list_only else [])]
-    raise typer.Exit(run_in_checkout("tests.faults.scenarios", *words, what="the fault scenarios are"))
-
-
 def _connect(url: str, token: str) -> Any:
     """The controller's client, by which the launcher follows a run."""
     from pipelinerl.controller.client import ControllerClient
@@ -418,6 +371,8 @@ def _claim(config: recipes.RunConfig) -> bool:
     return resumption.claim(config)
 
 
+app.command()(bench)
+app.command()(chaos)
 add_cluster_commands(app, connect=_connect, claim=_claim)
 app.add_typer(roles_app)
 

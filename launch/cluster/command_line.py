@@ -157,7 +157,7 @@ def _add_node(app: typer.Typer, connect: Connect, claim: Callable[[RunConfig], b
         ] = None,
     ) -> None:
         """Run one host's share of a run, until the run is over. Every host runs one; the first is the head."""
-        from launch.cluster.joining import run_node
+        from launch.cluster.node import run_node
 
         raise typer.Exit(
             run_node(

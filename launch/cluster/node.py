@@ -28,21 +28,67 @@ from launch import run_directory
 from launch.cluster.membership import (
     BEAT_S,
     LaunchRecord,
+    Members,
     NodeFile,
     NodeState,
     OtherNodes,
     folder_of,
     read_launch,
+    read_members,
+    write_members,
 )
 from launch.cluster.share import launch_on
 from launch.placement import TRAINER
 from launch.plan import processes_of
+from launch.run import Connect, prepare, resume
 from launch.supervisor import RunOutcome, RunResult, Supervisor
+from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import UserError
 
 #: A head that is not heard for so long is not coming back.
 HEAD_S: Final = 600.0
 _LOOK_S: Final = 0.1
+
+
+def run_node(
+    run_dir: Path,
+    name: str,
+    members_of: Callable[[RunConfig], Members | None],
+    *,
+    recipe: Path | None,
+    claim: Callable[[RunConfig], bool],
+    connect: Connect,
+) -> int:
+    """Run the share of the host `name`, as the head of the run if it is that; returns the exit status.
+
+    `members_of` gives the hosts of the command line, if it names any: then they take the place of those that the run
+    was begun with, for schedulers that choose other hosts each time. Where there is no run in `run_dir` yet, the head
+    begins it there, by `recipe`.
+
+    Raises:
+        UserError: this host has no part in the run, or its share cannot be run.
+    """
+    if recipe is not None and not (run_dir / "recipe.toml").is_file():
+        config = _in(run_dir, load(recipe))
+        given = members_of(config)
+        if given is not None and given.hosts[0].name == name:
+            run_directory.refuse_taken(run_dir)
+            prepare(config, claim=claim, members=given)
+    members = read_members(run_dir)
+    if (run_dir / "recipe.toml").is_file():
+        given = members_of(run_directory.open_run(run_dir).config)
+        if given is not None and given.hosts[0].name == name:
+            write_members(run_dir, given)
+        members = given or members
+    if members is not None and members.hosts[0].name == name:
+        return resume(run_dir, connect=connect)
+    return serve_share(run_dir, name)
+
+
+def _in(run_dir: Path, config: RunConfig) -> RunConfig:
+    """The same run in that directory."""
+    section = config.run.model_copy(update={"directory": run_dir.parent, "name": run_dir.name})
+    return config.model_copy(update={"run": section})
 
 
 def serve_share(run_dir: Path, host: str, *, announce: Callable[[str], None] = print, head_s: float = HEAD_S) -> int:

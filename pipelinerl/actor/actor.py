@@ -26,8 +26,7 @@ from inference_contract.errors import ContractError, Persistence
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, FinishReason
 from pipelinerl.actor.filtering import Filtering
 from pipelinerl.actor.freshness import Freshness, Held
-from pipelinerl.actor.rollouts import Answer, RolloutWriter, assemble
-from pipelinerl.actor.shown import shown_problem
+from pipelinerl.actor.rollouts import Answer, RolloutWriter, assemble, shown_problem
 from pipelinerl.actor.stages import StageLog
 from pipelinerl.actor.verifier_tally import VerifierTally
 from pipelinerl.choices import RoutingReplay

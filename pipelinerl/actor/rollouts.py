@@ -1,4 +1,7 @@
-"""From engines' answers to a `RolloutGroup`, which is pure, and from there to the actor's partition of the rollouts.
+"""From engines' answers to a `RolloutGroup` or, of a held-out problem, to what people may read of it; both are pure.
+
+What people read is the text that the verifier judged, as the engine gave it: without the special tokens that an engine
+leaves out, and cut to a bounded length. A group goes on to the actor's partition of the rollouts.
 
 `RolloutWriter` appends under numbers of its own choice, so that a repeated append is a no-op. What `append` has
 returned for lies in the partition, once. It fences, too: of two actors of one name, the one that numbers from the
@@ -7,17 +10,19 @@ earlier clock finds its numbers passed. It must not take its groups for appended
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self, final
+from typing import Final, Self, final
 
 import numpy as np
 
 from inference_contract.schemas import ChatCompletion, Choice
 from pipelinerl.choices import RoutingReplay
 from pipelinerl.errors import FencedError, RecordError
-from pipelinerl.messages import ROLLOUTS
+from pipelinerl.messages import ROLLOUTS, ShownAnswer, ShownProblem
 from pipelinerl.numerics.routed_experts import of_context, off_the_wire
+from pipelinerl.observability.samples.record import MOST_CHARACTERS, shortened
 from pipelinerl.streams.records import encode_group
 from pipelinerl.streams.stream import Stream, fresh_number
 from pipelinerl.types import (
@@ -31,6 +36,9 @@ from pipelinerl.types import (
     VersionSpan,
 )
 from trainer_contract.types import Experts
+
+#: So many of the answers to one problem are shown.
+_MOST_ANSWERS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,4 +175,28 @@ def _rollout(order: PromptOrder, answer: Answer, routed_prompt: Experts | None) 
         finish_reason=choice.finish_reason.value,
         temperature=order.sampling.temperature or 1.0,
         epoch=answer.completion.epoch,
+    )
+
+
+def shown_problem(order: PromptOrder, answers: Sequence[Answer]) -> ShownProblem:
+    """The problem of an order with its first answers."""
+    prompt = "\n".join(f"{message.role}: {message.content}" for message in order.problem.messages)
+    return ShownProblem(
+        problem_id=order.problem.problem_id,
+        prompt=shortened(prompt, MOST_CHARACTERS),
+        ground_truth=order.problem.ground_truth[:MOST_SHOWN],
+        answers=[_shown(answer) for answer in answers[:_MOST_ANSWERS]],
+    )
+
+
+def _shown(answer: Answer) -> ShownAnswer:
+    choice, verdict = answer.choice, answer.verdict
+    return ShownAnswer(
+        text=shortened(choice.message.content, MOST_CHARACTERS),
+        outcome=verdict.outcome.value,
+        reward=verdict.reward if math.isfinite(verdict.reward) else 0.0,
+        reason=shortened(verdict.reason, MOST_SHOWN),
+        finish_reason=choice.finish_reason.value,
+        num_tokens=len(choice.token_ids or ()),
+        spans=[(version, tokens) for version, tokens in choice.version_spans or ()],
     )

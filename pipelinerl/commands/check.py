@@ -9,13 +9,10 @@ from collections.abc import Iterator
 from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs, Overdue
-from pipelinerl.commands.findings.adapters import adapter_findings
-from pipelinerl.commands.findings.experts import expert_findings, refuse_experts
-from pipelinerl.commands.findings.instructions import instruction_findings
 from pipelinerl.commands.findings.mini_batches import mini_batch_finding
-from pipelinerl.commands.findings.prompts import prompt_findings
-from pipelinerl.commands.findings.trainer_mesh import mesh_findings
-from pipelinerl.commands.verifier_trial import filter_tried, tried
+from pipelinerl.commands.findings.model import adapter_findings, expert_findings, mesh_findings, refuse_experts
+from pipelinerl.commands.findings.problems import instruction_findings, prompt_findings
+from pipelinerl.commands.findings.verifier_trial import filter_tried, tried
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection

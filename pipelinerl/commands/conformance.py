@@ -1,4 +1,4 @@
-"""`pipelinerl conformance`: run a contract's kit against a live engine or a trainer class, and tell what was found."""
+"""The commands `pipelinerl conformance …`: a contract's kit against a live engine or a class, and what it finds."""
 
 from __future__ import annotations
 
@@ -6,14 +6,37 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import httpx
+import typer
 
 from pipelinerl import registry
+from pipelinerl.config.recipe import MODELS
 from pipelinerl.errors import AddressError, ModelError
 from pipelinerl.system import http_client
 from trainer_contract.types import TrainerSpec
+
+conformance_app = typer.Typer(help="Check an engine or a trainer against its contract.", no_args_is_help=True)
+
+
+@conformance_app.command("engine")
+def conformance_engine(
+    url: Annotated[str, typer.Argument(help="Base URL of the engine, such as http://127.0.0.1:8001.")],
+    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token.")] = None,
+) -> None:
+    """Run the inference contract's kit against a live engine. It leaves other weights behind."""
+    from pipelinerl.roles.process import read_token
+
+    raise typer.Exit(0 if check_engine(url.rstrip("/"), token=read_token(token_file), say=typer.echo) else 1)
+
+
+@conformance_app.command("trainer")
+def conformance_trainer(
+    target: Annotated[str, typer.Argument(help="module:Class, or the name of a registered trainer.")],
+    model: Annotated[Path, typer.Option(help="Model directory for it to train.")] = MODELS / "tiny_speller",
+) -> None:
+    """Run the trainer contract's kit against a class."""
+    raise typer.Exit(0 if check_trainer(target, model, say=typer.echo) else 1)
 
 
 def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> bool:
@@ -22,6 +45,8 @@ def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> 
     Raises:
         AddressError: nobody answers there.
     """
+    import httpx
+
     from inference_contract import conformance
 
     try:

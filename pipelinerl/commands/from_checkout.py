@@ -1,15 +1,36 @@
-"""What is part of a checkout, and not of the installed package, is run from there: tests and benchmarks."""
+"""The commands `pipelinerl bench` and `chaos`: they run what is part of a checkout, and not of an installed package."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
+
+import typer
 
 from pipelinerl.errors import UserError
 
 _CHECKOUT: Final = Path(__file__).resolve().parents[2]
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help="A benchmark's name, or `all`.")] = "all",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes.")] = False,
+) -> None:
+    """Run benchmarks and write their records (from a checkout)."""
+    raise typer.Exit(run_in_checkout("benchmarks", name, *(["--quick"] if quick else []), what="benchmarks are"))
+
+
+def chaos(
+    seed: Annotated[int, typer.Option(help="What dies, and when, follows from it.")] = 0,
+    scenario: Annotated[str, typer.Option(help="A scenario's name, or `all`.")] = "all",
+    count: Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on.")] = 1,
+    list_only: Annotated[bool, typer.Option("--list", help="Say which scenarios there are.")] = False,
+) -> None:
+    """Kill, fence and starve runs by seed, and check that nothing is lost (from a checkout)."""
+    words = ["--seed", str(seed), "--scenario", scenario, "--count", str(count), *(["--list"] if list_only else [])]
+    raise typer.Exit(run_in_checkout("tests.faults.scenarios", *words, what="the fault scenarios are"))
 
 
 def run_in_checkout(module: str, *words: str, what: str) -> int:

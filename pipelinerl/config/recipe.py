@@ -23,7 +23,6 @@ from pipelinerl import registry
 from pipelinerl.config.beside_recipe import resolved_beside
 from pipelinerl.config.curation import CurationSection
 from pipelinerl.config.domains import DomainSection
-from pipelinerl.config.elastic import ElasticSection
 from pipelinerl.config.evaluation import EvaluationSection, EvaluationSetSection, HeldOutSet
 from pipelinerl.config.layers import merged, overridden
 from pipelinerl.config.learning import (
@@ -36,6 +35,7 @@ from pipelinerl.config.sections import (
     MODELS,
     ActorSection,
     CheckpointSection,
+    ElasticSection,
     EngineSection,
     LaunchSection,
     ModelSection,
@@ -49,9 +49,8 @@ from pipelinerl.config.sections import (
     TrainerSection,
     WeightsSection,
 )
-from pipelinerl.config.trackers import TrackersSection
 from pipelinerl.config.verification import VerificationSection
-from pipelinerl.config.watching import FiguresSection, SamplesSection
+from pipelinerl.config.watching import FiguresSection, SamplesSection, TrackersSection
 from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.messages import LAYOUT, layout_refusal

@@ -7,7 +7,7 @@ page loads nothing from anywhere, works in light and dark, on a phone and on pap
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -32,7 +32,6 @@ from pipelinerl.observability.samples.reading import read_samples
 from pipelinerl.observability.samples.record import SampleGroup
 from pipelinerl.observability.status import format_duration
 from pipelinerl.observability.summary import outcome, summary_rows
-from pipelinerl.observability.updates import update_charts
 
 _PAGE = Path(__file__).with_name("report_page.html")
 
@@ -190,6 +189,30 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
         ("Trainer − sampler, max |Δp| of a response", Chart(lines=_causes(history, "response_max"), x_label=x)),
     ]
     return [(title, chart) for title, chart in figures if any(line.series for line in chart.lines)]
+
+
+def update_charts(history: RunHistory) -> Iterator[tuple[str, Chart]]:
+    """(title, chart) of how far each optimizer step was from π_old, and what it clipped, where a step is several; those
+    of runs without such steps are empty."""
+    kl, clipped = (_by_update(history, name) for name in ("kl_old", "clip_fraction"))
+    yield "KL from π_old at each optimizer step", Chart(lines=(Line(series=kl),), x_label="step", unit=" nats")
+    yield (
+        "Share of tokens clipped at each optimizer step",
+        Chart(lines=(Line(series=clipped),), x_label="step", percent=True),
+    )
+    made = history.by_step("optimizer_steps")
+    yield "Optimizer steps of a step", Chart(lines=(Line(series=made),), x_label="step")
+
+
+def _by_update(history: RunHistory, name: str) -> Series:
+    """The n-th of N optimizer steps of step v lies at v − 1 + n/N."""
+    points = [
+        (float(event["step"]) - 1 + number / len(event["updates"]), float(update[name]))
+        for event in history.steps
+        for number, update in enumerate(event.get("updates", ()), start=1)
+        if name in update
+    ]
+    return Series(tuple(x for x, _ in points), tuple(y for _, y in points))
 
 
 def _causes(history: RunHistory, figure: str) -> tuple[Line, ...]:

@@ -1,9 +1,16 @@
-"""`SimulatedGroup`: an order on its way from the controller to its end."""
+"""`SimulatedGroup`: an order on its way from the controller to its end; `WaitingGroups`, those that may be trained.
+
+The choice among them is `training/rollouts/batcher.py`'s, to which a test holds it: the freshest go first (newest
+oldest-version, then lowest index); what is too old for the step is dropped then.
+"""
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 from typing import final
+
+from pipelinerl.staleness import StalenessBounds
 
 
 @final
@@ -32,3 +39,43 @@ class SimulatedGroup:
     def tokens(self) -> int:
         """Sampled, once all answers have ended."""
         return sum(self.lengths)
+
+
+@final
+@dataclass(slots=True)
+class WaitingGroups:
+    """`rollouts` counts those of the groups that wait; `dropped` are groups that were found stale, in order."""
+
+    rollouts: int = 0
+    dropped: list[SimulatedGroup] = field(default_factory=list)
+    _by_version: dict[int, list[tuple[int, SimulatedGroup]]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_version.values()))
+
+    def offer(self, group: SimulatedGroup) -> None:
+        """A group has come."""
+        heapq.heappush(self._by_version.setdefault(group.oldest, []), (group.index, group))
+        self.rollouts += group.size
+
+    def take(self, rollouts: int, *, producing: int, bounds: StalenessBounds) -> list[SimulatedGroup] | None:
+        """The groups of the step that makes version `producing`; None while too few are fresh."""
+        for version in [each for each in self._by_version if not bounds.accepts(producing=producing, oldest=each)]:
+            stale = [group for _, group in sorted(self._by_version.pop(version), key=lambda each: each[0])]
+            self.dropped += stale
+            self.rollouts -= sum(group.size for group in stale)
+        if self.rollouts < rollouts:
+            return None
+        chosen: list[SimulatedGroup] = []
+        taken = 0
+        for version in sorted(self._by_version, reverse=True):
+            groups = self._by_version[version]
+            while groups and taken < rollouts:
+                chosen.append(heapq.heappop(groups)[1])
+                taken += chosen[-1].size
+            if not groups:
+                del self._by_version[version]
+            if taken >= rollouts:
+                break
+        self.rollouts -= taken
+        return chosen

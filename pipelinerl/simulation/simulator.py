@@ -3,7 +3,7 @@
     controller   issues orders within j and k     `StalenessBounds`, `FilteredShare`: the run's own decisions
     actors       request, judge, deliver          `actors.py`
     engines      decode, commit                   `engine.py`
-    trainer      takes the freshest, computes     `waiting_groups.py`, `trainer.py`
+    trainer      takes the freshest, computes     `group.py`, `agenda.py`
     publication  beside the next step's passes    as `training/publish/publishing.py` orders it
 
 What a step does, in order: it ends, but not before the publication under way; it is reported; the controller issues
@@ -21,15 +21,13 @@ from pipelinerl import rng
 from pipelinerl.actor.freshness import can_be_fresh
 from pipelinerl.controller.state.filtered_share import FilteredShare
 from pipelinerl.simulation.actors import SimulatedActors
-from pipelinerl.simulation.agenda import Agenda
+from pipelinerl.simulation.agenda import Agenda, SimulatedTrainer
 from pipelinerl.simulation.engine import SimulatedEngine
-from pipelinerl.simulation.group import SimulatedGroup
+from pipelinerl.simulation.group import SimulatedGroup, WaitingGroups
 from pipelinerl.simulation.hardware import Hardware
 from pipelinerl.simulation.lengths import drawing
 from pipelinerl.simulation.prediction import FILLS, Account, Prediction, SimulatedStep, cost, staleness_of
 from pipelinerl.simulation.setting import SimulatedSetting
-from pipelinerl.simulation.trainer import SimulatedTrainer
-from pipelinerl.simulation.waiting_groups import WaitingGroups
 
 
 @final

@@ -1,4 +1,5 @@
 """`in_background`: a blocking call (rendezvous, collective, disk) on a daemon thread of its own; `tell`: the way back.
+`to_its_end`: what has to be done whoever is cancelled.
 
 A shared executor would do for the work but not for its failures: a call that waits out its deadline would hold one of
 a few slots, and the interpreter's exit would wait for it. There are as many threads as calls under way; one that has
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -122,8 +123,20 @@ def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *argu
             raise
 
 
+async def to_its_end(work: Awaitable[T]) -> T:
+    """The result of `work`; who is cancelled meanwhile waits for it nevertheless, and is cancelled then."""
+    end = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(end)
+    except asyncio.CancelledError:
+        await end
+        raise
+
+
 async def settled(future: Future[Any], *, timeout_s: float) -> bool:
     """Wait until `future` has a result or an exception, which stays with the future; False after `timeout_s`."""
+    if future.done():
+        return True
     waiter = asyncio.wrap_future(future)
     try:
         await asyncio.wait({waiter}, timeout=timeout_s)

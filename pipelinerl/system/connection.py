@@ -36,6 +36,8 @@ HEAD_TIMEOUT_S: Final = 20.0
 #: Longer than a client keeps an idle connection, so that it is the client that closes it and no request meets a close.
 KEEP_ALIVE_S: Final = 75
 MAX_CONNECTIONS: Final = 4096
+#: From this size on what is written is sent at once: to be sent apart costs it nothing.
+_LARGE_WRITE: Final = 2**14
 
 
 def max_connections() -> int:
@@ -81,12 +83,13 @@ class LimitedConnection:
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Serve the connection, unless there are too many."""
+        joined: Any = _JoinedWrites(transport)
         if len(self._http.connections) >= max_connections():
-            transport.write(_answer(503, "too_many_connections", "this server has all the connections that it serves"))
-            transport.close()
+            joined.write(_answer(503, "too_many_connections", "this server has all the connections that it serves"))
+            joined.close()
             return
         self._is_served = True
-        self._http.connection_made(transport)
+        self._http.connection_made(joined)
         self._arm()
 
     def data_received(self, data: bytes) -> None:
@@ -195,6 +198,61 @@ class LimitedConnection:
         if self._is_answered or not self._http.cycle.response_started:
             self._http.transport.write(_answer(status, code, message))
         self._http.transport.close()
+
+
+@final
+class _JoinedWrites:
+    """A transport whose small writes wait for the next one, or for the event loop's next turn, whichever comes first.
+
+    uvicorn writes the head of an answer and its body one after the other, and uvloop sends each at once: two packets,
+    for each of which the client is woken.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._held = b""
+        self._soon: asyncio.Handle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """See `asyncio.Transport`."""
+        return self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Send `data` after what waits, and both at once; alone it waits, unless it is large."""
+        if not data:
+            return
+        if self._held:
+            self._transport.writelines((self._taken(), data))
+        elif len(data) >= _LARGE_WRITE:
+            self._transport.write(data)
+        else:
+            self._held, self._soon = data, self._loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        """Close the connection once everything is sent."""
+        self._flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close it at once."""
+        self._taken()
+        self._transport.abort()
+
+    def _flush(self) -> None:
+        held = self._taken()
+        if held and not self._transport.is_closing():
+            self._transport.write(held)
+
+    def _taken(self) -> bytes:
+        held, self._held = self._held, b""
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
+        return held
 
 
 def _answer(status: int, code: str, message: str) -> bytes:

@@ -23,13 +23,15 @@ from urllib.parse import urlsplit
 
 import uvicorn
 import uvloop
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelinerl.errors import AddressError
+from pipelinerl.system.background import to_its_end
 from pipelinerl.system.connection import KEEP_ALIVE_S, LimitedConnection
 
 GRACE_S: Final = 3
@@ -60,7 +62,7 @@ class BodyRule(Enum):
     STREAMED = "the route, which takes it as it comes"
 
 
-def guard(app: FastAPI, *, token: str | None, puts: BodyRule = BodyRule.JSON) -> None:
+def guard(app: Starlette, *, token: str | None, puts: BodyRule = BodyRule.JSON) -> None:
     """Put the gate in front of everything that the application does.
 
     Args:
@@ -182,7 +184,7 @@ def refusal(status: int, message: str, *, code: str, param: str | None = None) -
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
 
 
-def refuse_in_one_shape(app: FastAPI) -> None:
+def refuse_in_one_shape(app: Starlette) -> None:
     """Make the framework's own refusals, and what nobody foresaw, answer as `refusal` does."""
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -265,7 +267,7 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
     )
 
 
-async def serve_until(app: FastAPI, listener: socket.socket, *, over: asyncio.Future[Any] | None = None) -> None:
+async def serve_until(app: Starlette, listener: socket.socket, *, over: asyncio.Future[Any] | None = None) -> None:
     """Serve a guarded application on `listener` until `over` completes, a signal comes or this task is cancelled.
 
     Raises:
@@ -288,24 +290,18 @@ async def serve_until(app: FastAPI, listener: socket.socket, *, over: asyncio.Fu
 
 
 @asynccontextmanager
-async def _up(app: FastAPI) -> AsyncIterator[None]:
+async def _up(app: Starlette) -> AsyncIterator[None]:
     """The application from its start to its end. uvicorn would log what the start raises, and exit."""
     lifespan = app.router.lifespan_context(app)
     await lifespan.__aenter__()
     try:
         yield
     finally:
-        end = asyncio.ensure_future(lifespan.__aexit__(None, None, None))
-        try:
-            await asyncio.shield(end)
-        except (
-            asyncio.CancelledError
-        ):  # the signal that ended the server cancels its task, too: put things in order first
-            await end
-            raise
+        # The signal that ended the server cancels its task, too: things are put in order first.
+        await to_its_end(lifespan.__aexit__(None, None, None))
 
 
-def serve(app: FastAPI, listener: socket.socket) -> None:
+def serve(app: Starlette, listener: socket.socket) -> None:
     """`serve_until` as the whole work of a process: blocks until SIGTERM or SIGINT."""
 
     async def until_signalled() -> None:

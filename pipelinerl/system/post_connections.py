@@ -3,7 +3,9 @@
 A call of an HTTP library makes a request anew for each peer, with everything that requests can have. Here a request is
 bytes that are written as they are: the head differs by the peer's name alone, the body not at all. Promises: one call
 at a time on each connection; a connection is used again only after a whole answer, and never after a call that was
-given up; every call has a deadline; an answer is `MOST_ANSWER_BYTES` at most.
+given up; every call has a deadline; an answer is `MOST_ANSWER_BYTES` at most, its head included. A peer may close a
+connection at the moment at which it is used again: what it has not begun to answer there is asked once more on another.
+So a call may reach its peer twice, and is for what twice does as once, which weight updates and polls do.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -15,9 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final, final
 from urllib.parse import urlsplit
 
@@ -28,26 +27,30 @@ MOST_ANSWER_BYTES: Final = 2**20
 _SAY_WHERE_IT_ENDS: Final = frozenset({b"content-length", b"transfer-encoding"})
 
 
-@dataclass(frozen=True, slots=True)
+@final
 class _Peer:
-    host: str
-    port: int
-    secure: bool
-    name: str
-    prefix: str
+    """Where the server at one base URL is, the connections to it that are kept, and the heads that it was sent."""
 
+    def __init__(self, url: str) -> None:
+        """Raises ValueError for what is no URL of a server."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"expected http://host:port, got {url[:80]!r}")
+        self.secure = parts.scheme == "https"
+        self.host, self.port = parts.hostname, parts.port or (443 if self.secure else 80)
+        self._name, self._prefix = parts.netloc.rpartition("@")[2], parts.path.rstrip("/")
+        if not (self._name + parts.path).isascii() or any(each <= " " for each in self._name + parts.path):
+            raise ValueError(f"expected an address in ASCII without blanks, got {url[:80]!r}")
+        self.idle: list[_Line] = []
+        self._heads: dict[tuple[str, str], bytes] = {}
 
-@lru_cache(maxsize=8192)
-def _peer(url: str) -> _Peer:
-    """Raises ValueError for what is no URL of a server."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"expected http://host:port, got {url[:80]!r}")
-    secure = parts.scheme == "https"
-    name = parts.netloc.rpartition("@")[2]
-    if not (name + parts.path).isascii() or any(character <= " " for character in name + parts.path):
-        raise ValueError(f"expected an address in ASCII without blanks, got {url[:80]!r}")
-    return _Peer(parts.hostname, parts.port or (443 if secure else 80), secure, name, parts.path.rstrip("/"))
+    def head(self, method: str, path: str, headers: str) -> bytes:
+        """The first lines of a request, but for its own; `headers` are always the same."""
+        known = self._heads.get((method, path))
+        if known is None:
+            line = f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._name}\r\n{headers}"
+            known = self._heads[method, path] = line.encode()
+        return known
 
 
 @final
@@ -60,8 +63,9 @@ class PostConnections:
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._keep_alive_s = keep_alive_s
         self._connect_s = connect_s
-        self._idle: dict[_Peer, list[_Line]] = defaultdict(list)
+        self._peers: dict[str, _Peer] = {}
         self._lines: set[_Line] = set()
+        self._is_closed = False
 
     async def post(self, url: str, path: str, body: bytes, *, timeout_s: float) -> tuple[int, bytes]:
         """Status and body of the answer to `body`, sent to `path` below `url`.
@@ -71,49 +75,63 @@ class PostConnections:
             TimeoutError: no whole answer within `timeout_s`.
             ValueError: `url` is none.
         """
-        return await self._asked(url, "POST", path, f"content-length: {len(body)}\r\n", body, timeout_s)
+        own = b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        return await self._asked(url, "POST", path, own, timeout_s)
 
     async def get(self, url: str, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         """Status and body of what is at `path` below `url`; raises as `post`."""
-        return await self._asked(url, "GET", path, "", b"", timeout_s)
+        return await self._asked(url, "GET", path, b"\r\n", timeout_s)
 
-    async def _asked(
-        self, url: str, method: str, path: str, more: str, body: bytes, timeout_s: float
-    ) -> tuple[int, bytes]:
-        peer, due = _peer(url), time.monotonic() + timeout_s
-        line = self._idle_line(peer) or await self._connected(peer, timeout_s)
-        head = f"{method} {peer.prefix}{path} HTTP/1.1\r\nhost: {peer.name}\r\n{self._headers}{more}\r\n"
+    async def _asked(self, url: str, method: str, path: str, own: bytes, timeout_s: float) -> tuple[int, bytes]:
+        peer = self._peers.get(url)
+        if peer is None:
+            peer = self._peers[url] = _Peer(url)
+        due = (now := time.monotonic()) + timeout_s
+        request = peer.head(method, path, self._headers) + own
+        if (kept := self._kept(peer, now)) is not None:
+            try:
+                return await self._asked_on(kept, peer, request, timeout_s)
+            except _NotAnswered:
+                if self._is_closed:
+                    raise
+        line = await self._connected(peer, due)
+        return await self._asked_on(line, peer, request, due - time.monotonic())
+
+    async def _asked_on(self, line: _Line, peer: _Peer, request: bytes, timeout_s: float) -> tuple[int, bytes]:
+        answer = line.begin(request)
+        due = answer.get_loop().call_later(max(timeout_s, 0.0), line.fail, TimeoutError())
         try:
-            answer = await line.ask(head.encode(), body, due - time.monotonic())
+            return await answer
         finally:
+            due.cancel()
             if line.is_free:
-                self._idle[peer].append(line)
+                peer.idle.append(line)
             else:
                 line.drop()
-        return answer
 
     async def close(self) -> None:
         """Close every connection, and wait until the sockets are."""
+        self._is_closed = True
         for line in (lines := list(self._lines)):
             line.drop()
         async with asyncio.timeout(self._connect_s):  # the event loop's next turn
             for line in lines:
                 await line.closed.wait()
 
-    def _idle_line(self, peer: _Peer) -> _Line | None:
-        idle = self._idle[peer]
-        while idle:
-            line = idle.pop()
-            if line.is_free and time.monotonic() - line.since < self._keep_alive_s:
+    def _kept(self, peer: _Peer, now: float) -> _Line | None:
+        """A connection to it that waits for a request, and has not waited for long."""
+        while peer.idle:
+            line = peer.idle.pop()
+            if line.is_free and now - line.since < self._keep_alive_s:
                 return line
             line.drop()
         return None
 
-    async def _connected(self, peer: _Peer, timeout_s: float) -> _Line:
+    async def _connected(self, peer: _Peer, due: float) -> _Line:
         loop, line, secure = asyncio.get_running_loop(), _Line(self._lines), True if peer.secure else None
         protocol: Any = line
         try:
-            async with asyncio.timeout(min(self._connect_s, timeout_s)):
+            async with asyncio.timeout(min(self._connect_s, due - time.monotonic())):
                 await loop.create_connection(lambda: protocol, peer.host, peer.port, ssl=secure)
         except TimeoutError:
             raise ConnectionError(f"no connection to {peer.host}:{peer.port} came about in time") from None
@@ -121,6 +139,11 @@ class PostConnections:
             reason = error.strerror or str(error)
             raise ConnectionError(f"cannot connect to {peer.host}:{peer.port}: {reason}") from error
         return line
+
+
+@final
+class _NotAnswered(ConnectionError):
+    """The connection ended before the first byte of an answer."""
 
 
 @final
@@ -133,23 +156,21 @@ class _Line:
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
         self._parser: Any = None
         self._body = b""
+        self._num_bytes = 0
         self._has_end = self._to_the_end = False
         self.since = 0.0
         self.closed = asyncio.Event()
 
-    async def ask(self, head: bytes, body: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """Send a request and await its answer; see `PostConnections.post`."""
-        loop = asyncio.get_running_loop()
-        answer = self._answer = loop.create_future()
+    def begin(self, request: bytes) -> asyncio.Future[tuple[int, bytes]]:
+        """Send a request; its answer comes, or `ConnectionError` does. `fail` ends the wait."""
+        answer = self._answer = asyncio.get_running_loop().create_future()
+        self._parser, self._body, self._num_bytes = httptools.HttpResponseParser(self), b"", 0
+        self._has_end = self._to_the_end = False
         if self._transport is None:
-            raise ConnectionError("the connection was closed")
-        self._begin()
-        self._transport.write(head + body)
-        due = loop.call_later(max(timeout_s, 0.0), self._fail, TimeoutError())
-        try:
-            return await answer
-        finally:
-            due.cancel()
+            self.fail(_NotAnswered("the connection was closed"))
+        else:
+            self._transport.write(request)
+        return answer
 
     @property
     def is_free(self) -> bool:
@@ -161,11 +182,8 @@ class _Line:
         if self._transport is not None:
             self._transport.abort()
 
-    def _begin(self) -> None:
-        self._parser, self._body = httptools.HttpResponseParser(self), b""
-        self._has_end = self._to_the_end = False
-
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """End the wait for the answer."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
 
@@ -181,12 +199,13 @@ class _Line:
         if self._answer is None or self._answer.done():
             self.drop()
             return
+        self._num_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(ConnectionError(f"the answer is not HTTP: {str(error) or type(error).__name__}"))
-        if len(self._body) > MOST_ANSWER_BYTES:
-            self._fail(ConnectionError(f"the answer is longer than {MOST_ANSWER_BYTES} bytes"))
+            self.fail(ConnectionError(f"the answer is not HTTP: {str(error) or type(error).__name__}"))
+        if self._num_bytes > MOST_ANSWER_BYTES:
+            self.fail(ConnectionError(f"the answer is longer than {MOST_ANSWER_BYTES} bytes"))
 
     def eof_received(self) -> bool:
         """The peer sends nothing more: the connection is closed."""
@@ -199,7 +218,8 @@ class _Line:
         self.closed.set()
         if self._to_the_end and error is None and self._answer is not None and not self._answer.done():
             self._answer.set_result((self._parser.get_status_code(), self._body))
-        self._fail(ConnectionError(f"the connection ended before the answer{f': {error}' if error else ''}"))
+        kind = ConnectionError if self._num_bytes else _NotAnswered
+        self.fail(kind(f"the connection ended before the answer{f': {error}' if error else ''}"))
 
     def pause_writing(self) -> None:
         """The peer reads slowly: what was written waits, bounded by the one request that it is."""

@@ -52,13 +52,12 @@ from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.controller_link import RESEND_S, ControllerLink, Question
 from pipelinerl.training.publish.canary_check import CanaryChecker
 from pipelinerl.training.publish.publishing import Publishing
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage, SolvedProblems
 from pipelinerl.training.rollouts.batch import TrainBatch, build, teacher
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.mini_batches import ONE_STEP, MiniBatching
 from pipelinerl.training.rollouts.overdue import OverdueWait, awaited
 from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
-from pipelinerl.training.rollouts.solved import SolvedProblems
 from pipelinerl.training.step.adaptive import AdaptiveObjective
 from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.schedule import LearningRateSchedule

@@ -12,7 +12,7 @@ is free. Of those that wait, groups with the fewest slow questions so far come f
 hostile answers do not hold up their siblings or other groups until their deadlines.
 
 What is promised of an answer that hangs, from the question to its verdict: the deadline, and four times what those take
-that came before it, each of which holds one of `workers` places for a tenth of a processor second at the most (or four
+that came before it, each of which holds one of `workers` places for a fiftieth of a processor second at most (or four
 times the mean). How many come before it is for who asks to bound: no pool can judge any number of answers at once, and
 one that refused them would mask honest ones.
 
@@ -38,12 +38,13 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from pipelinerl.system import tied_process
+from pipelinerl.system.background import to_its_end
 
 _STARTUP_S: Final = 60.0
 #: The kernel ends at once what is killed, as soon as it has a core for it.
 _END_S: Final = 60.0
 #: An answer that takes less processor time, or less on the clock, is never slow.
-_LEAST_SLOW_CPU_S: Final = 0.1
+_LEAST_SLOW_CPU_S: Final = 0.02
 _LEAST_SLOW_S: Final = 1.0
 _TIMES_THE_MEAN: Final = 4.0
 #: Weight of the newest answer in the mean.
@@ -436,9 +437,9 @@ class _Forker:
         self._control.close()
 
     async def close(self) -> None:
-        """End it, and wait for that."""
+        """End it, and wait for that, cancelled or not: nobody else would."""
         self.kill()
-        await asyncio.wait_for(self._process.wait(), _END_S)
+        await to_its_end(asyncio.wait_for(self._process.wait(), _END_S))
 
 
 async def _line(control: socket.socket) -> Any:

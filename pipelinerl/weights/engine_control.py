@@ -1,8 +1,11 @@
-"""The two control routes of the contract as publishers call them, and PREPARE with the layout sent once per engine."""
+"""How publishers reach engines: by the contract's two control routes, one by one, or many at once by an announcement.
+
+PREPARE carries the layout once to each engine (`Preparation`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 from inference_contract.errors import NotPrepared
@@ -13,6 +16,7 @@ from inference_contract.weights import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
+from pipelinerl.weights.fan_out import Failure
 
 
 class EngineControl(Protocol):
@@ -27,6 +31,30 @@ class EngineControl(Protocol):
 
     async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
         """POST /request_weight_update."""
+        ...
+
+
+class Announcer(Protocol):
+    """Tells many engines at once that there is a version to pull, without a request to each.
+
+    Whom it reaches, and who says nothing, is told by what `tell` returns; the others are asked one by one.
+    """
+
+    async def tell(
+        self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
+    ) -> dict[str, WeightUpdateResponse | Failure]:
+        """Announce the version that `prepare` is about, and wait for the engines that follow announcements.
+
+        Args:
+            prepare: by the transport `pull`, with the layout's id alone; each engine begins with another of its
+                sources.
+            engines: base URLs of those who are to serve it.
+            left_out: of those who follow announcements, too, and are not to.
+            deadline: in monotonic seconds.
+
+        Returns:
+            By base URL, what each of them serves now, or why it does not. Who has said nothing is not among them.
+        """
         ...
 
 

@@ -66,7 +66,7 @@ BASES_ALLOWED: dict[str, frozenset[str]] = {
     "pipelinerl/trainers/torch/packed_model.py": frozenset({"Module"}),
     "pipelinerl/trainers/torch/packed/segments.py": frozenset({"Function"}),
     "pipelinerl/trainers/torch/packed/sequence_parallel.py": frozenset({"Function"}),
-    "pipelinerl/trainers/torch/packed/shared_prompts.py": frozenset({"Function"}),
+    "pipelinerl/trainers/torch/packed/shared_beginnings.py": frozenset({"Function"}),
     "pipelinerl/trainers/torch/value_model.py": frozenset({"Module"}),
 }
 

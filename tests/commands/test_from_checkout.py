@@ -35,6 +35,6 @@ def test_an_unknown_scenario_is_named(capfd: pytest.CaptureFixture[str]) -> None
 def test_an_installation_without_tests_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checkout, "_CHECKOUT", tmp_path)
     with pytest.raises(UserError, match="the fault scenarios are part of a checkout"):
-        cli.chaos()
+        checkout.chaos()
     with pytest.raises(UserError, match="benchmarks are part of a checkout"):
-        cli.bench()
+        checkout.bench()

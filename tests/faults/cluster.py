@@ -101,9 +101,11 @@ class Cluster:
         for name in self._roles[1:]:
             self.start(name)
 
-    def start(self, name: str) -> None:
-        """Start a process, which must not be alive."""
+    def start(self, name: str, *, stopped_at: str = "") -> None:
+        """Start a process, which must not be alive; it stops itself when it comes to the operation `stopped_at`."""
         self.fuses[name].put_out()
+        if stopped_at:
+            self.fuses[name].light(stopped_at, 0, signal.SIGSTOP)
         self.processes[name] = _FORKS.Process(target=play_role, args=(self.seats[name],), name=name)
         self.processes[name].start()
 

@@ -3,7 +3,8 @@
 The role, its streams and its recipe are the real ones. Between it and the stream server stands `Mortal`: before and
 after each operation the process passes a point, at which its fuse may have burnt down; that is a `kill -9`, or a
 `kill -STOP`, of which nothing but the place was chosen. There are such points around each phase of a weight update and
-each checkpoint, too. What happened is written down in files that outlive the process:
+each checkpoint, and after a trainer's claim to them, too. What happened is written down in files that outlive the
+process:
 
     made.jsonl      a group was appended, and the server has answered: whoever made it may rely on it from here on
     trained.jsonl   a step is about to be reported, and these are the groups behind it
@@ -20,6 +21,7 @@ import json
 import mmap
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,7 +44,10 @@ from pipelinerl.training.rollouts import admission, rollout_reader
 from pipelinerl.types import Outcome, Problem, RolloutGroup, Verdict
 from pipelinerl.weights.broadcast import collective  # noqa: F401  likewise, with torch
 
-OPERATIONS = ("none", "append", "read", "claim", "acknowledge", "trim", "renew", "last_id", "update", "checkpoint")
+OPERATIONS = (
+    *("none", "append", "read", "claim", "acknowledge", "trim", "renew", "last_id", "update", "checkpoint"),
+    "claimed",
+)
 VERIFIER = "coin"
 TOKEN = "of this test"
 
@@ -83,7 +88,8 @@ class Fuse:
         if self._shared[0] and OPERATIONS[self._shared[0]] == operation:
             if self._shared[1] == 0:
                 self.put_out()
-                os.kill(os.getpid(), self._shared[2])
+                # A signal to the process could be taken by another thread, while this one goes on for a moment.
+                signal.pthread_kill(threading.get_ident(), self._shared[2])
                 return
             self._shared[1] -= 1
 
@@ -290,6 +296,7 @@ def play_role(seat: GroupEndpoint) -> None:
 
     process.open_stream, loop.build = opened, noted
     update, sync = EngineClient.request_weight_update, checkpoint._sync_tree
+    claim = checkpoint.CheckpointStore.claim
 
     async def updated(*arguments: Any, **named: Any) -> Any:
         fuse.point("update")
@@ -302,7 +309,12 @@ def play_role(seat: GroupEndpoint) -> None:
         sync(directory)
         fuse.point("checkpoint")  # before it is put in place
 
+    def claimed(store: checkpoint.CheckpointStore, epoch: int) -> None:
+        claim(store, epoch)
+        fuse.point("claimed")
+
     EngineClient.request_weight_update, checkpoint._sync_tree = updated, synced  # type: ignore[method-assign]
+    checkpoint.CheckpointStore.claim = claimed  # type: ignore[method-assign]
     MUTANTS[seat.mutant]()
     identity = process.Identity(
         config=parse(seat.recipe),

@@ -72,10 +72,9 @@ def test_an_acknowledgement_is_no_offset(tmp_path: Path, mutant: str, figure: st
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_without_a_fence_the_first_trainers_checkpoint_is_put_in_place(tmp_path: Path) -> None:
-    def attempt(seed: int) -> Verdict:
-        return two_trainers.play(seed, tmp_path / str(seed), mutant="unfenced", take_overs=3)
-
-    assert "in place" in " ".join(first_that_fails(attempt, "writes after fencing").broken)
+    for seed in range(2):
+        verdict = two_trainers.play(seed, tmp_path / str(seed), mutant="unfenced", take_overs=1)
+        assert "in place" in " ".join(verdict.broken), f"seed {seed} shows nothing: {verdict}"
 
 
 def test_a_watchdog_that_takes_a_filtered_group_for_progress_is_silent(

@@ -60,6 +60,12 @@ def test_every_process_is_a_role_with_the_same_words() -> None:
         assert spec.env["OMP_NUM_THREADS"] == "1"
 
 
+def test_threads_that_work_together_do_not_sleep_at_once() -> None:
+    for spec in _plan(_config(launch={"threads": 2})).specs:
+        assert spec.env["OMP_NUM_THREADS"] == "2"
+        assert "OMP_WAIT_POLICY" not in spec.env and int(spec.env["GOMP_SPINCOUNT"]) > 0
+
+
 def test_where_weights_are_pulled_servers_start_before_the_trainer_which_is_told_of_them() -> None:
     config = _config(weights={"transport": "pull"}, parameter_server={"replicas": 2})
     assert Ports.count(config) == 5

@@ -1,4 +1,4 @@
-"""Whom a health check takes for healthy."""
+"""Whom a health check takes for healthy; a crash loop ends soon, and unlucky kills end nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from urllib.parse import quote
 import pytest
 
 from launch.plan import ProcessSpec
-from launch.process import Process
+from launch.process import Process, RestartBudget
+from pipelinerl.observability.progress import line
+from pipelinerl.observability.restarts import FORGIVEN_EVERY_S, read_restarts, write_restarts
+from pipelinerl.observability.status import RestartStatus, RunStatus
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 
 
@@ -47,3 +50,42 @@ def test_one_that_only_accepts_is_not_healthy(tmp_path: Path, said: bytes) -> No
         answering.start()
         assert not healthy(listening.getsockname()[1], tmp_path / "password")
         answering.join()
+
+
+def test_a_crash_loop_ends_and_backs_off_before() -> None:
+    budget, waits = RestartBudget(3), []
+    while not budget.is_spent_by(1.0):
+        waits.append(budget.died(1.0))
+    assert waits == [0.5, 1.0, 2.0] and budget.deaths == 3
+
+
+@pytest.mark.parametrize("up_s", [FORGIVEN_EVERY_S, 600.0, 900.0])
+def test_unlucky_kills_end_nothing_however_many(up_s: float) -> None:
+    """The fourth of an hour would have been the last, if none of the lives before was 300 s long."""
+    budget = RestartBudget(3)
+    for _ in range(100):
+        assert not budget.is_spent_by(up_s)
+        assert budget.died(up_s) == 0.5
+    assert budget.deaths == 100 and budget.unforgiven < 2.0
+
+
+def test_deaths_that_come_faster_than_they_are_forgiven_are_a_crash_loop() -> None:
+    budget = RestartBudget(3)
+    while not budget.is_spent_by(FORGIVEN_EVERY_S / 2):
+        budget.died(FORGIVEN_EVERY_S / 2)
+    assert budget.deaths == 5
+
+
+def test_without_a_budget_the_first_death_is_the_last() -> None:
+    assert RestartBudget(0).is_spent_by(1e6)
+
+
+def test_who_looks_at_the_run_sees_them(tmp_path: Path) -> None:
+    assert read_restarts(tmp_path) == ()
+    write_restarts(tmp_path, (RestartStatus(name="trainer", deaths=5, unforgiven=1.0, limit=3),))
+    (read,) = read_restarts(tmp_path)
+    assert (read.name, read.deaths, read.limit) == ("trainer", 5, 3) and 0.9 < read.unforgiven <= 1.0
+    assert "deaths: trainer 5 (1.0 of 3 unforgiven)" in line(RunStatus(run="x", restarts=(read,)))
+    assert "deaths" not in line(RunStatus(run="x"))
+    (tmp_path / "restarts.json").write_text("{")
+    assert read_restarts(tmp_path) == ()

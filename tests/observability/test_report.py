@@ -15,7 +15,7 @@ from rich.console import Console
 from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg, ticks
 from pipelinerl.observability.evaluations import evaluation_rows, group_rows
 from pipelinerl.observability.events import Event
-from pipelinerl.observability.report import render, write_report
+from pipelinerl.observability.report import render, update_charts, write_report
 from pipelinerl.observability.run_history import Series, tell
 from pipelinerl.observability.summary import outcome, summary, summary_rows
 from tests.observability.synthetic import events
@@ -264,3 +264,23 @@ def test_evaluation_sets_are_told_apart_and_the_recipes_first_comes_first() -> N
     rows = dict(summary_rows(history))
     assert rows["<aime>"] == "12.5% → 12.5%"
     assert "Held-out accuracy by set" not in " ".join(Page(render(alone, "")).text), "one set is in the curve above"
+
+
+def step(number: int, *updates: dict[str, float]) -> dict[str, Any]:
+    event = {"kind": "step", "time": 0.0, "elapsed_s": float(number), "step": number}
+    return event | ({"updates": list(updates), "optimizer_steps": float(len(updates))} if updates else {})
+
+
+def test_each_optimizer_step_lies_within_its_step() -> None:
+    events = [
+        step(1, {"kl_old": 0.0, "clip_fraction": 0.1}, {"kl_old": 0.5, "clip_fraction": 0.2}),
+        step(2, {"clip_fraction": 0.3}),
+    ]
+    kl, clipped, made = [chart.lines[0].series for _, chart in update_charts(tell(events))]
+    assert (kl.x, kl.y) == ((0.5, 1.0), (0.0, 0.5))
+    assert (clipped.x, clipped.y) == ((0.5, 1.0, 2.0), (0.1, 0.2, 0.3))
+    assert made.y == (2.0, 1.0)
+
+
+def test_a_run_of_one_optimizer_step_a_batch_has_no_such_chart() -> None:
+    assert not any(line.series for _, chart in update_charts(tell([step(1), step(2)])) for line in chart.lines)

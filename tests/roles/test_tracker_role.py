@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import pytest
 
 from pipelinerl.commands.check import refuse
-from pipelinerl.commands.exports.track import track_run
+from pipelinerl.commands.exports import track_run
 from pipelinerl.config.recipe import RunConfig, load, parse
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events

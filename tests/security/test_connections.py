@@ -245,3 +245,13 @@ def test_four_hundred_that_never_end_are_gone(engine: str, monkeypatch: pytest.M
     finally:
         for each in held:
             each.close()
+
+
+def test_an_answer_is_one_packet(url: str) -> None:
+    """Else whoever asks a thousand engines is woken twice by each."""
+    with connect(url) as line:
+        for _ in range(8):
+            line.sendall(ALIVE + b"\r\n")
+            heard = line.recv(65536)
+            head, _, body = heard.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200") and body, "the body came with the head"

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.commands.hidden_arguments import without_password
-from pipelinerl.commands.processes.role_options import RoleOptions
+from pipelinerl.commands.processes.role_options import RoleOptions, without_password
 from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import EventLog

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.system.background import in_background, tell
+from pipelinerl.system.background import in_background, tell, to_its_end
 from tests.patience import PATIENCE_S
 
 
@@ -83,3 +83,22 @@ def test_any_other_refusal_is_raised() -> None:
     refusing: Any = Refusing(closes=False)
     with pytest.raises(RuntimeError, match="takes no call"):
         tell(refusing, print)
+
+
+async def test_who_is_cancelled_while_something_ends_waits_for_it_first() -> None:
+    gate, ended = asyncio.Event(), []
+
+    async def work() -> str:
+        await gate.wait()
+        ended.append(True)
+        return "done"
+
+    waiting = asyncio.create_task(to_its_end(work()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert ended and await to_its_end(work()) == "done"

@@ -19,8 +19,9 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 class Peer:
     """A server that answers each request with the next of `answers`, as bytes; None: it closes; an empty one: never."""
 
-    def __init__(self, *answers: bytes | None) -> None:
+    def __init__(self, *answers: bytes | None, in_pieces: bool = False) -> None:
         self._answers = list(answers)
+        self._in_pieces = in_pieces
         self.heard: list[bytes] = []
         self.connections = 0
 
@@ -34,13 +35,20 @@ class Peer:
                 answer = self._answers.pop(0)
                 if answer is None:
                     break
-                writer.write(answer)
+                for piece in _pieces(answer) if self._in_pieces else [answer]:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
                 if b"connection: close" in answer:
                     break
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             writer.close()
+
+
+def _pieces(answer: bytes) -> list[bytes]:
+    return [answer[at : at + 1] for at in range(len(answer))]
 
 
 @asynccontextmanager
@@ -91,8 +99,9 @@ async def test_a_request_is_whole_and_its_connection_used_again() -> None:
     ],
     ids=["closed", "ends with the connection", "in pieces"],
 )
-async def test_every_way_to_end_an_answer_ends_it(answer: bytes) -> None:
-    async with talking(Peer(answer, OK)) as (posts, url):
+@pytest.mark.parametrize("in_pieces", [False, True], ids=["at once", "byte by byte"])
+async def test_every_way_to_end_an_answer_ends_it(answer: bytes, in_pieces: bool) -> None:
+    async with talking(Peer(answer, OK, in_pieces=in_pieces)) as (posts, url):
         assert await _post(posts, url) == (200, b"hi")
         assert await _post(posts, url) == (200, b"hi")
 
@@ -104,8 +113,9 @@ async def test_every_way_to_end_an_answer_ends_it(answer: bytes) -> None:
         (b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 9\r\n\r\nhi", "ended before the answer"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", "the answer is not HTTP"),
         (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (MOST_ANSWER_BYTES + 1), "longer than"),
+        (b"HTTP/1.1 200 OK\r\nx-endless: " + b"x" * (MOST_ANSWER_BYTES + 1), "longer than"),
     ],
-    ids=["nothing", "cut", "another protocol", "too long"],
+    ids=["nothing", "cut", "another protocol", "too long", "a head without an end"],
 )
 async def test_half_an_answer_is_none_and_its_connection_is_not_used_again(answer: bytes | None, words: str) -> None:
     peer = Peer(answer, OK)
@@ -114,6 +124,41 @@ async def test_half_an_answer_is_none_and_its_connection_is_not_used_again(answe
             await _post(posts, url)
         assert await _post(posts, url) == (200, b"hi")
     assert peer.connections == 2
+
+
+async def test_a_kept_connection_that_closes_as_it_is_used_is_one_more_request_and_no_failure() -> None:
+    peer = Peer(OK, None, OK)
+    async with talking(peer) as (posts, url):
+        assert [await _post(posts, url), await _post(posts, url)] == [(200, b"hi")] * 2
+    assert (peer.connections, peer.heard[1]) == (2, peer.heard[2])
+
+
+@pytest.mark.parametrize(
+    ("answers", "heard"),
+    [((OK, None, None), 3), ((OK, b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 9\r\n\r\nhi"), 2)],
+    ids=["not twice", "not once an answer has begun"],
+)
+async def test_what_is_not_asked_again(answers: tuple[bytes | None, ...], heard: int) -> None:
+    peer = Peer(*answers)
+    async with talking(peer) as (posts, url):
+        assert await _post(posts, url) == (200, b"hi")
+        with pytest.raises(ConnectionError, match="ended before the answer"):
+            await _post(posts, url)
+    assert len(peer.heard) == heard
+
+
+async def test_who_closes_its_connections_opens_no_other() -> None:
+    peer = Peer(OK, b"")
+    async with talking(peer) as (posts, url):
+        assert await _post(posts, url) == (200, b"hi")
+        call = asyncio.create_task(_post(posts, url))
+        async with asyncio.timeout(PATIENCE_S):
+            while len(peer.heard) < 2:
+                await asyncio.sleep(0.005)
+        await posts.close()
+        with pytest.raises(ConnectionError, match="ended before the answer"):
+            await call
+    assert peer.connections == 1
 
 
 async def test_a_peer_that_does_not_answer_ends_at_the_deadline_and_its_late_answer_is_nobodys() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool, _Places, default_workers
+from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool, _Forker, _Places, default_workers
 from tests.patience import PATIENCE_S
 
 SLEEPER = f"{Path(__file__).with_name('slow_worker.py')}:open_sleeper"
@@ -196,6 +196,16 @@ async def test_workers_that_die_leave_no_open_file(pool: Callable[..., WorkerPoo
 
     open_files = [await dies() for _ in range(4)]
     assert max(open_files[1:]) <= open_files[0]
+
+
+async def test_one_that_is_killed_is_waited_for_by_who_is_cancelled_meanwhile() -> None:
+    forker = await _Forker.start(SLEEPER, "")
+    closing = asyncio.create_task(forker.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert forker.ended
 
 
 async def test_a_question_that_is_given_up_leaves_no_answer_behind(pool: Callable[..., WorkerPool]) -> None:

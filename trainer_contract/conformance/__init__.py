@@ -21,8 +21,7 @@ from typing import Final
 import numpy as np
 
 from trainer_contract.conformance.fall_checks import fall_is_clipped, fall_is_of_the_gradient
-from trainer_contract.conformance.forward_checks import FORWARD_AT
-from trainer_contract.conformance.head_checks import steps_may_stand_still, values_precede_their_tokens
+from trainer_contract.conformance.forward_checks import FORWARD_AT, values_precede_their_tokens
 from trainer_contract.conformance.measure_checks import MEASURES, VALUE_MEASURES
 from trainer_contract.conformance.probes import (
     LINEAR,
@@ -43,7 +42,7 @@ from trainer_contract.conformance.probes import (
     stepped,
     weights_of,
 )
-from trainer_contract.conformance.reading_checks import reads_are_of_the_last_step
+from trainer_contract.conformance.step_checks import reads_are_of_the_last_step, steps_may_stand_still
 from trainer_contract.errors import BatchError, NonFiniteError, ProtocolError, SpecError, StateError
 from trainer_contract.types import Head, MicroBatch
 

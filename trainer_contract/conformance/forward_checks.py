@@ -1,4 +1,4 @@
-"""Checks of the conformance kit on `forward_at`: what it computes, and what it leaves alone."""
+"""Checks of the conformance kit on predictions: what a value is of, what `forward_at` computes and leaves alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from trainer_contract.conformance.probes import (
     LINEAR,
     Subject,
     pack,
+    practised,
     require,
     require_equal,
     require_raises,
@@ -26,6 +27,17 @@ from trainer_contract.errors import BatchError, StateError
 from trainer_contract.host_weights import copied
 
 _TOLERANCE: Final = 2e-4
+
+
+def values_precede_their_tokens(subject: Subject, _: Path) -> None:
+    """A value is of the state before its token: neither that token nor the temperature changes it."""
+    trainer, (rollout, *_rest) = practised(subject), rollouts_of(subject.vocab_size, lengths=(8,))
+    values = trainer.forward([pack([rollout])])[0]
+    require(float(np.ptp(values[1:])) > 0, "three steps left the same value for every state")
+    other = [*rollout[:-1], (rollout[-1] + 1) % subject.vocab_size]
+    require_equal(trainer.forward([pack([other])])[0], values, _TOLERANCE, "values after only the last token changed")
+    cooled = trainer.forward([pack([rollout], temperature=0.5)])[0]
+    require_equal(cooled, values, _TOLERANCE, "values at temperature 0.5")
 
 
 def forward_at_is_of_the_weights_given(subject: Subject, _: Path) -> None:

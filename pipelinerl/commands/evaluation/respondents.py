@@ -33,6 +33,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.models.checkpoint import check_directory
 from pipelinerl.roles.engine_role import build_engine
 from pipelinerl.roles.process import Identity
+from pipelinerl.system.background import to_its_end
 from pipelinerl.types import Answered, PromptOrder
 
 #: What others write behind the base of a server's URL.
@@ -170,12 +171,7 @@ async def _made_here(config: RunConfig) -> AsyncIterator[Engine]:
         raise UserError(f"the engine for {config.model.resolved} has failed: {error}") from error
     finally:
         # Ctrl-C cancels whoever waits here, too: the engine's processes and threads end first.
-        end = asyncio.ensure_future(engine.close())
-        try:
-            await asyncio.shield(end)
-        except asyncio.CancelledError:
-            await end
-            raise
+        await to_its_end(engine.close())
 
 
 @final

@@ -6,16 +6,16 @@ kind, a server that runs already) is left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-from pipelinerl.commands.memory.engine_memory import EngineMemory
 from pipelinerl.commands.memory.trainer_memory import TrainerMemory
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.models import bigram
 from pipelinerl.models.checkpoint import model_type
-from pipelinerl.models.model_shape import ModelShape, read_shape
+from pipelinerl.models.model_shape import BYTES, ModelShape, read_shape
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of, share_of
@@ -26,6 +26,46 @@ from trainer_contract.types import Precision, WeightDType
 
 _ENGINES: Final = frozenset({"torch", "jax", "vllm"})
 _SHARDS: Final = (2, 4, 8, 16, 32, 64)
+#: Bits of a quantised weight, by the format's name; rows have scales besides, which are few.
+_BITS: Final = {"int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """An engine on `devices`, with `slots` sequences of `context` tokens at once: weights, the buffer that the next
+    version comes into, keys and values."""
+
+    shape: ModelShape
+    dtype: WeightDType
+    wire: WeightDType
+    slots: int
+    context: int
+    weights: str = "native"
+    devices: int = 1
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Bytes on each device, by what they are of."""
+        shape, size = self.shape, BYTES[self.dtype]
+        linear = sum(map(math.prod, shape.linear.values()))
+        saved = linear * (8 * size - _BITS[self.weights]) // 8 if self.weights in _BITS else 0
+        cache = 2 * shape.layers * self.slots * self.context * shape.kv_heads * shape.head_dim * size
+        found = {
+            "weights": shape.count * size - saved,
+            "receive buffer": shape.count * BYTES[self.wire],
+            "keys and values": cache,
+        }
+        return {name: -(-each // self.devices) for name, each in found.items()}
+
+    @property
+    def total(self) -> int:
+        """Bytes on each device."""
+        return sum(self.parts.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes on the host that are counted apart: none."""
+        return 0
 
 
 class Footprint(Protocol):

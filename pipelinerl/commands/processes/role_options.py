@@ -4,12 +4,18 @@
     def actor(options: RoleOptions) -> None: …
 
 makes a command with these options, then those that the function declares beside `options`, then `--set`.
+
+A password on a role's command line is in every user's process list; in the environment it is not. A role that is given
+one that way starts itself again at once (`hide_password`), as the same process, with the address in
+`$PIPELINERL_REDIS_URL`. Until then, some tenths of a second, and in the shell's history, it is seen all the same.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+import os
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
@@ -18,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 import typer
 
 from pipelinerl.config import recipe as recipes
+from pipelinerl.observability.redaction import without_secrets
 
 if TYPE_CHECKING:  # it imports the streams, for which `pipelinerl --help` need not wait
     from pipelinerl.roles.process import Identity
@@ -25,6 +32,9 @@ if TYPE_CHECKING:  # it imports the streams, for which `pipelinerl --help` need 
 ROLES: Final = "Roles (each is one process; `run` starts them all)"
 LOCAL_REDIS: Final = "redis://127.0.0.1:6379/0"
 LOCAL_CONTROLLER: Final = "http://127.0.0.1:8000"
+_REDIS_OPTION: Final = "--redis-url"
+#: Where a password is in nobody's process list.
+_REDIS_VARIABLE: Final = "PIPELINERL_REDIS_URL"
 
 RoleRecipe = Annotated[str, typer.Option("--recipe", help="Recipe of the run; the same for every role.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the recipe: section.key=value.")]
@@ -42,8 +52,8 @@ class RoleOptions:
     redis_url: Annotated[
         str | None,
         typer.Option(
-            "--redis-url",
-            envvar="PIPELINERL_REDIS_URL",  # where a password is in nobody's process list
+            _REDIS_OPTION,
+            envvar=_REDIS_VARIABLE,
             help="Where the streams are (default: by the recipe, else redis://127.0.0.1:6379/0).",
         ),
     ] = None
@@ -130,3 +140,29 @@ def _parameters(defaults: dict[str, Any], left_out: frozenset[str]) -> list[insp
         for field in fields(RoleOptions)
         if field.name not in left_out
     ]
+
+
+def hide_password() -> None:
+    """Replace this process by one whose arguments hold no password, if its own do; else return."""
+    moved = without_password(sys.orig_argv, os.environ)
+    if moved is not None:
+        arguments, environment = moved
+        os.execve(sys.executable, [sys.executable, *arguments[1:]], dict(environment))
+
+
+def without_password(
+    arguments: Sequence[str], environment: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]] | None:
+    """Arguments and environment that say the same, with the address where nobody sees it; None for harmless ones."""
+    kept, address, rest = list[str](), "", iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name == _REDIS_OPTION:
+            value = value if equals else next(rest, "")
+            if value != without_secrets(value):
+                address = value
+                continue
+            kept += [argument] if equals else [argument, value]
+        else:
+            kept.append(argument)
+    return (kept, {**environment, _REDIS_VARIABLE: address}) if address else None

@@ -1,16 +1,19 @@
 """`Feed`: what has just happened in a run, for all who listen; bounded, however slow one of them is.
 
-A listener holds a place in it and nothing else. Whoever comes back says where they were; what they have missed is told
-while it is held, and else they are told that they are behind.
+A listener holds a place in it, and a bell that rings when there is more. Whoever comes back says where they were; what
+they have missed is told while it is held, and else they are told that they are behind. The bells ring at one moment for
+all: pages then ask the same at the same time, of which much is worked out once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, final
@@ -45,8 +48,10 @@ class Feed:
         self._run = run
         self._life = f"{time.time_ns():x}"  # no other server's
         self._entries: deque[FeedEntry] = deque(maxlen=_MOST)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a listener that is collected as garbage lets go within whatever runs
         self._number = 0
+        self._rung = 0
+        self._bells: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     @property
     def place(self) -> str:
@@ -54,13 +59,33 @@ class Feed:
         return f"{self._life}-{self._number}"
 
     def put(self, name: str, told: Mapping[str, Any], *, step: int | None = None) -> None:
-        """Tell everybody."""
+        """Have it told to everybody when `ring` is called next."""
         data = as_json({**told, "run": self._run})
         if len(data) > _MOST_BYTES:
             data = as_json({"kind": told.get("kind"), "time": told.get("time"), "run": self._run})
         with self._lock:
             self._number += 1
             self._entries.append(FeedEntry(self.place, _frame(name, data, self.place), step))
+
+    def ring(self) -> None:
+        """Wake those who listen, if anything was put since the last time."""
+        with self._lock:
+            bells = list(self._bells.items()) if self._number > self._rung else []
+            self._rung = self._number
+            for bell, loop in bells:
+                loop.call_soon_threadsafe(bell.set)
+
+    @contextmanager
+    def listener(self) -> Iterator[asyncio.Event]:
+        """A bell, which is set in the running loop whenever there is more."""
+        bell = asyncio.Event()
+        with self._lock:
+            self._bells[bell] = asyncio.get_running_loop()
+        try:
+            yield bell
+        finally:
+            with self._lock:
+                del self._bells[bell]
 
     def after(self, place: str) -> Sequence[FeedEntry] | None:
         """What came after that place; None where it is not known, or too long ago."""

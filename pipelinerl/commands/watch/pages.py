@@ -16,7 +16,8 @@ from pipelinerl.commands.watch.feed import as_json
 from pipelinerl.commands.watch.steering import Steering
 from pipelinerl.commands.watch.watched_run import WatchedRun
 
-_STATE_S: Final = 2.0
+#: Whether a controller answers is asked so often while somebody listens.
+STATE_S: Final = 2.0
 
 #: Which of the runs a question is about.
 RunNumber = Annotated[int, Query(alias="run", ge=0, le=10_000)]
@@ -51,14 +52,19 @@ class Pages:
     @property
     def states_are_old(self) -> bool:
         """Has nobody asked for a while whose controllers answer?"""
-        return time.monotonic() - self._noted_at >= _STATE_S
+        return time.monotonic() - self._noted_at >= STATE_S
 
     def note_states(self) -> None:
         """Ask whose controllers answer."""
         self._noted_at = time.monotonic()
         for watched in self.all:
             over = bool(watched.run.view.state)
-            watched.run.note_state(answers=not over and watched.steering.status() is not None)
+            watched.run.note_state(answers=not over and watched.steering.status(max_age_s=STATE_S) is not None)
+
+    def close(self) -> None:
+        """Close what is open to the controllers."""
+        for watched in self.all:
+            watched.steering.close()
 
 
 def answer(value: Any) -> Response:

@@ -1,4 +1,4 @@
-"""Routes that tell what a run is and was: `/api/run`, `/api/steps`, `/api/now`, `/api/compare`."""
+"""Routes that tell what a run is and was: `/api/run`, `/api/steps`, `/api/now`, `/api/compare`, `/api/timeline`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,28 @@ from typing import Annotated, Any, Final
 import msgspec
 from fastapi import FastAPI, Query
 from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from pipelinerl.commands.watch.pages import Pages, RunNumber, StepNumber, Watched, answer
+from pipelinerl.commands.watch.feed import as_json
+from pipelinerl.commands.watch.pages import STATE_S, Pages, RunNumber, StepNumber, Watched, answer
+from pipelinerl.commands.watch.watched_run import WatchedRun
 from pipelinerl.observability.page.now import overview
-from pipelinerl.observability.page.step_table import StepRows, plain
+from pipelinerl.observability.page.step_table import StepRows, plain, plain_columns
 from pipelinerl.observability.samples.record import SampleKind
+from pipelinerl.observability.status import RunStatus
 
 _MOST_METRICS: Final = 64
+#: What the controller says may be that old: those who listen have it asked more often.
+_STATUS_S: Final = STATE_S + 1.0
+#: Means and rows of so many steps take a few milliseconds, for which others can wait.
+_FEW: Final = 100
 _SHOWN: Final = "reward,entropy,length_mean,grad_norm,staleness_mean,wait_s,step_s"
 
 _Metrics = Annotated[str, Query(max_length=10_000)]
 _Points = Annotated[int, Query(ge=2, le=4000)]
+#: Seconds since the run began.
+_Moment = Annotated[float | None, Query(ge=0, le=1e12, allow_inf_nan=False)]
 
 
 class Axis(StrEnum):
@@ -36,6 +46,7 @@ _PLACES: Final = {Axis.STEP: "step", Axis.SECONDS: "elapsed_s", Axis.SAMPLES: "s
 
 def add_reading(app: FastAPI, pages: Pages) -> None:
     """Add them."""
+    _add_now(app, pages)
 
     @app.get("/api/run")
     def run(number: RunNumber = 0) -> Response:
@@ -54,31 +65,8 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         last: Annotated[int, Query(alias="to", ge=0, le=2**53)] = 2**53,
         since: StepNumber = None,
     ) -> Response:
-        watched = pages.of(number).run
-        with watched.lock:
-            table, bounds = watched.view.steps, watched.view.steps.bounds
-            rows = table.rows(
-                _names(metrics), points=points, first=first, last=last, since=-1 if since is None else since
-            )
-            count, marks = table.count, list(watched.view.marks)
-            complete = "events" in watched.loaded
-        places = {name: plain(column, 12) for name, column in rows.places.items()}
-        told = {"complete": complete, "count": count, "first": bounds[0], "last": bounds[1], "each": rows.each}
-        return answer({**told, "x": places, "y": _columns(rows), "marks": marks})
-
-    @app.get("/api/now")
-    def now(number: RunNumber = 0, window: Annotated[int, Query(ge=1, le=500)] = 20) -> Response:
-        watched = pages.of(number)
-        status = None if watched.run.view.state else watched.steering.status()
-        with watched.run.lock:
-            told = overview(watched.run.view, window=window) | {"state": watched.run.state, "waiting_for": ""}
-            engines = [dict(engine) for engine in watched.run.view.engines.values()]
-            fleet = {name: watched.run.view.fleet.get(name) for name in ("tokens_per_s", "occupancy")}
-            pauses = watched.run.view.pauses_s
-            told["fleet"] = fleet | {"update_pause_s": pauses[-1] if pauses else None, "engines": engines}
-        if status is not None:
-            told |= {"waiting_for": status.waiting_for, "ledger": status.ledger, "fleet": status.fleet}
-        return answer(told)
+        run, names = pages.of(number).run, _names(metrics)
+        return answer(_steps(run, names, points=points, first=first, last=last, since=since))
 
     @app.get("/api/compare")
     def compare(
@@ -91,6 +79,57 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         told = [_overlaid(watched, _names(metrics), x, points) for watched in chosen]
         recipes = [watched.run.recipe() for watched in chosen]
         return answer({"x": x, "runs": told, "differences": differences(recipes)})
+
+
+def _add_now(app: FastAPI, pages: Pages) -> None:
+    """The question of every page that is looked at, again and again: several ask the same at one moment, so that the
+    last answer is kept; and what is asked of the newest steps is small, and answered without another thread."""
+    latest: dict[int, tuple[object, bytes]] = {}
+
+    @app.get("/api/now")
+    async def now(
+        number: RunNumber = 0,
+        window: Annotated[int, Query(ge=1, le=500)] = 20,
+        metrics: _Metrics = "",
+        points: _Points = 1000,
+        since: StepNumber = None,
+        marked: Annotated[int, Query(ge=0, le=2**53)] = 0,
+    ) -> Response:
+        run, steering = pages.of(number).run, pages.of(number).steering
+        names = _names(metrics)
+        status = None
+        if not run.view.state:
+            known = steering.known(max_age_s=_STATUS_S)
+            status = known[0] if known else await run_in_threadpool(steering.status)
+        asked = (window, names, points, since, marked, run.changes, status)
+        kept, told = latest.get(number, (None, b""))
+        if kept != asked:
+
+            def work_out() -> bytes:
+                with run.lock:
+                    steps = _steps(run, names, points=points, since=since, marked=marked) if names else None
+                    return as_json(_now(run, status, window) | ({"steps": steps} if steps else {}))
+
+            is_short = since is not None and run.view.step - since <= _FEW and window <= _FEW
+            if is_short and run.lock.acquire(blocking=False):
+                try:
+                    told = work_out()
+                finally:
+                    run.lock.release()
+            else:
+                told = await run_in_threadpool(work_out)
+            latest[number] = (asked, told)
+        return Response(told, media_type="application/json")
+
+
+def _now(run: WatchedRun, status: RunStatus | None, window: int) -> dict[str, Any]:
+    view = run.view
+    told = overview(view, window=window) | {"state": run.state, "waiting_for": ""}
+    if status is not None:
+        return told | {"waiting_for": status.waiting_for, "ledger": status.ledger, "fleet": status.fleet}
+    fleet = {name: view.fleet.get(name) for name in ("tokens_per_s", "occupancy")}
+    pause, engines = view.pauses_s[-1] if view.pauses_s else None, list(view.engines.values())
+    return told | {"fleet": fleet | {"update_pause_s": pause, "engines": engines}}
 
 
 def _told(watched: Watched) -> dict[str, Any]:
@@ -123,6 +162,35 @@ def _told(watched: Watched) -> dict[str, Any]:
     }
 
 
+def _steps(
+    run: WatchedRun,
+    names: Sequence[str],
+    *,
+    points: int,
+    first: int = 0,
+    last: int = 2**53,
+    since: int | None = None,
+    marked: int = 0,
+) -> dict[str, Any]:
+    """Columns of the steps above `since`, and the marks after the first `marked`."""
+    with run.lock:
+        view, table = run.view, run.view.steps
+        rows = table.rows(names, points=points, first=first, last=last, since=-1 if since is None else since)
+        bounds, known = table.bounds, len(table.figures)
+        told: dict[str, Any] = {
+            "complete": "events" in run.loaded,
+            "count": table.count,
+            "first": bounds[0],
+            "last": bounds[1],
+            "marks": view.marks_after(marked),
+            "marked": view.mark_count,
+            "figures": known,
+            "each": rows.each,
+        }
+    places = {name: plain(column, 12) for name, column in rows.places.items()}
+    return {**told, "x": places, "y": _columns(rows)}
+
+
 def _names(metrics: str) -> list[str]:
     """The figures that a question names; in a name, `%2C` stands for a comma."""
     names = [name.replace("%2C", ",") for name in metrics.split(",") if name]
@@ -132,11 +200,10 @@ def _names(metrics: str) -> list[str]:
 
 
 def _columns(rows: StepRows) -> dict[str, dict[str, list[float | None]]]:
-    told = {name: {"mean": plain(rows.means[name])} for name in rows.means}
+    parts = {"mean": plain_columns(rows.means)}
     if rows.each > 1:
-        for name, column in told.items():
-            column |= {"low": plain(rows.lows[name]), "high": plain(rows.highs[name])}
-    return told
+        parts |= {"low": plain_columns(rows.lows), "high": plain_columns(rows.highs)}
+    return {name: {part: column[name] for part, column in parts.items()} for name in rows.means}
 
 
 def _chosen(pages: Pages, runs: str) -> list[Watched]:
@@ -182,3 +249,19 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     for name, each in value.items():
         yield from _flat(each, f"{path}.{name}" if path else name)
+
+
+def add_timeline(app: FastAPI, pages: Pages) -> None:
+    """Add the route that tells a run as lanes over time, of a window, in as many pieces as it has pixels."""
+
+    @app.get("/api/timeline")
+    def timeline(
+        number: RunNumber = 0,
+        first: Annotated[_Moment, Query(alias="from")] = None,
+        last: Annotated[_Moment, Query(alias="to")] = None,
+        points: Annotated[int, Query(ge=2, le=8000)] = 1500,
+    ) -> Response:
+        watched = pages.of(number).run
+        with watched.lock:
+            window = watched.view.timeline.window(first, last, points=points)
+        return answer(window)

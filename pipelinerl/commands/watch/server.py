@@ -18,11 +18,10 @@ from starlette.exceptions import HTTPException
 
 from pipelinerl.commands.watch.access import PageLinks, admit
 from pipelinerl.commands.watch.pages import Pages, answer
-from pipelinerl.commands.watch.read_routes import add_reading
+from pipelinerl.commands.watch.read_routes import add_reading, add_timeline
 from pipelinerl.commands.watch.sample_routes import add_samples, add_tokens
 from pipelinerl.commands.watch.steer_routes import add_steering
 from pipelinerl.commands.watch.stream_route import add_stream
-from pipelinerl.commands.watch.timeline_route import add_timeline
 from pipelinerl.commands.watch.watched_run import Follower, WatchedRun
 from pipelinerl.observability import page
 from pipelinerl.system.http_service import guard, refuse_in_one_shape
@@ -54,9 +53,10 @@ def create_page(
             yield
         finally:
             follower.close()
+            pages.close()
 
-    app = FastAPI(title="pipelinerl watch", openapi_url=None, lifespan=following)
     pages = Pages(runs, read_only=read_only)
+    app = FastAPI(title="pipelinerl watch", openapi_url=None, lifespan=following)
     app.get("/health")(lambda: answer({"state": "ready"}))
     _add_files(app)
     add_reading(app, pages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 from fastapi import Body, FastAPI, Request
@@ -13,6 +12,7 @@ from pipelinerl import registry
 from pipelinerl.commands.watch.pages import Pages, RunNumber, Watched, answer
 from pipelinerl.commands.watch.steering import GRACE_S, described, flat, fleet_told, sort_of
 from pipelinerl.errors import UserError
+from pipelinerl.observability.status import RunStatus
 from pipelinerl.staleness import PRESETS
 from pipelinerl.system.http_service import refusal
 
@@ -92,14 +92,14 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
     @app.get("/api/engines")
     def engines(number: RunNumber = 0) -> Response:
         watched = pages.of(number)
-        steered = _steered(watched)
-        if not steered["why_silent"]:
-            told = fleet_told(watched.steering.fleet()) | {"source": "controller"}
+        steered, status = _steered(watched)
+        if status is not None:
+            told = fleet_told(status.fleet) | {"source": "controller"}
         else:
             with watched.run.lock:
                 told = {"engines": [dict(each) for each in watched.run.view.engines.values()], "source": "events"}
             told |= {"requested": [], "to_stop": [], "tokens_per_s": None, "occupancy": None, "update_pause_s": None}
-        return answer(told | {"types": sorted(registry.ENGINES), **_may(steered)})
+        return answer(told | {"types": sorted(registry.ENGINES), **steered})
 
     @app.post("/api/engines/add")
     def add(wanted: EngineWanted, number: RunNumber = 0) -> Response:
@@ -125,25 +125,22 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
         return answer({"state": "removed"})
 
 
-def _steered(watched: Watched) -> dict[str, Any]:
-    """Whether the run can be steered from here, and whether its controller can be asked at all."""
-    silent = "the run is over" if watched.run.view.state else ""
-    if not silent and watched.steering.status() is None:
-        silent = "no controller answers: the run is not live, or is just starting"
-    return {"why_silent": silent, "why_not": silent or watched.steering.obstacle()}
-
-
-def _may(steered: Mapping[str, Any]) -> dict[str, Any]:
-    return {"may_steer": not steered["why_not"], "why_not": steered["why_not"]}
+def _steered(watched: Watched) -> tuple[dict[str, Any], RunStatus | None]:
+    """Whether the run can be steered from here; and what its controller says, None where it cannot be asked."""
+    if watched.run.view.state:
+        status, why_not = None, "the run is over"
+    else:
+        status, why_not = watched.steering.status(), watched.steering.obstacle()
+    return {"may_steer": not why_not, "why_not": why_not}, status
 
 
 def _knobs(watched: Watched) -> dict[str, Any]:
-    steered = _steered(watched)
-    if not steered["why_silent"]:
+    steered, status = _steered(watched)
+    if status is not None:
         known = watched.steering.knobs()
         values, log, source = known.knobs, list[Any](known.log), "controller"
     else:
         with watched.run.lock:
             values, log, source = dict(watched.run.view.knobs), list(watched.run.view.knob_log), "events"
     told = [described(name, value, watched.steering.steps_of(name)) for name, value in flat(values).items()]
-    return {"knobs": told, "presets": sorted(PRESETS), "log": log, "source": source, **_may(steered)}
+    return {"knobs": told, "presets": sorted(PRESETS), "log": log, "source": source, **steered}

@@ -57,25 +57,46 @@ class CannotSteer(UserError):
 @final
 @dataclass(slots=True)
 class Steering:
-    """Of the run in a directory; used from any thread."""
+    """Of the run in a directory; used from any thread. Close it: it keeps the connection that it asks by."""
 
     run_dir: Path
     read_only: bool = False
     _status: RunStatus | None = None
     _asked_at: float = -math.inf
+    _asking: ControllerClient | None = None
+    """Kept while it answers; `_lock` lets one thread at a time have it."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def status(self) -> RunStatus | None:
-        """What the controller says, at most a second old; None where nobody answers."""
+    def status(self, *, max_age_s: float = _STATUS_S) -> RunStatus | None:
+        """What the controller says, at most so old; None where nobody answers."""
         with self._lock:
-            if time.monotonic() - self._asked_at >= _STATUS_S:
-                try:
-                    with controller_of(self.run_dir, timeout_s=_TIMEOUT_S) as controller:
-                        self._status = controller.status()
-                except UserError:
-                    self._status = None
+            if time.monotonic() - self._asked_at >= max_age_s:
+                self._status = self._asked()
                 self._asked_at = time.monotonic()
             return self._status
+
+    def known(self, *, max_age_s: float) -> tuple[RunStatus | None] | None:
+        """What `status` would answer without asking anybody; None where it would ask. It never waits."""
+        return (self._status,) if time.monotonic() - self._asked_at < max_age_s else None
+
+    def close(self) -> None:
+        """Close the connection; a later question opens another."""
+        with self._lock:
+            self._hang_up()
+
+    def _asked(self) -> RunStatus | None:
+        try:
+            if self._asking is None:
+                self._asking = controller_of(self.run_dir, timeout_s=_TIMEOUT_S)
+            return self._asking.status()
+        except UserError:
+            self._hang_up()  # it may come back elsewhere: the next question reads the address anew
+            return None
+
+    def _hang_up(self) -> None:
+        if self._asking is not None:
+            self._asking.close()
+            self._asking = None
 
     def obstacle(self) -> str:
         """Why nothing can be steered, in a sentence; empty where it can."""
@@ -86,10 +107,6 @@ class Steering:
     def knobs(self) -> KnobsAnswer:
         """The knobs, and who changed them."""
         return self._reading(lambda controller: controller.knobs())
-
-    def fleet(self) -> FleetStatus:
-        """The engines."""
-        return self._reading(lambda controller: controller.engines())
 
     def change(self, changes: dict[str, Any]) -> KnobsAnswer:
         """Change knobs."""
@@ -146,7 +163,11 @@ class Steering:
     def _changing(self, call: Callable[[ControllerClient], T]) -> T:
         if self.read_only:
             raise CannotSteer(_READ_ONLY)
-        return self._reading(call)
+        try:
+            return self._reading(call)
+        finally:
+            with self._lock:
+                self._asked_at = -math.inf  # what was said before is no longer so
 
     def _recipe_knobs(self) -> Knobs:
         try:

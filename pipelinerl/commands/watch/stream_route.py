@@ -1,9 +1,9 @@
 """`/api/stream`: what happens in a run, as server-sent events, for as many listeners as there are seats.
 
-A listener that is too slow holds its connection and its place in the feed, nothing else; one that comes back says by
-`Last-Event-ID` where it was. The bytes of an event are made once, by the feed, however many listen. (A generator that
-FastAPI turns into events itself makes a model of each for each listener, and dies loudly when one hangs up in the
-middle of an event.)
+A listener sleeps until the feed's bell rings. One that is too slow holds its connection and its place in the feed,
+nothing else; one that comes back says by `Last-Event-ID` where it was. The bytes of an event are made once, by the
+feed, however many listen. (A generator that FastAPI turns into events itself makes a model of each for each listener,
+and dies loudly when one hangs up in the middle of an event.)
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Annotated, Final
 
 from fastapi import Depends, FastAPI, Header
@@ -20,11 +21,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from pipelinerl.commands.watch.feed import FeedEntry, frame, summarised
-from pipelinerl.commands.watch.pages import Pages, RunNumber
+from pipelinerl.commands.watch.pages import STATE_S, Pages, RunNumber
 
 #: So many pages may listen at once.
 SEATS: Final = 32
-_POLL_S: Final = 0.2
 #: A connection over which nothing is sent for so long may be cut off by what lies between.
 _SILENCE_S: Final = 15.0
 
@@ -49,26 +49,32 @@ def add_stream(app: FastAPI, pages: Pages) -> None:
 async def _told(pages: Pages, number: int, last_event_id: str) -> AsyncIterator[bytes]:
     """Frames, as they come, without an end."""
     run = pages.of(number).run
-    place, sent_at = run.feed.place, time.monotonic()
-    yield frame("hello", {"cursor": place, "step": run.view.step, "run": number}, place)
-    if last_event_id and run.feed.after(last_event_id) is None:
-        yield _behind(0, run.view.step, number, place)
-    elif last_event_id:
-        place = last_event_id
-    while True:
-        if pages.states_are_old:
-            await run_in_threadpool(pages.note_states)
-        entries = run.feed.after(place)
-        if entries is None:
-            place = run.feed.place
+    with run.feed.listener() as bell:
+        place, sent_at = run.feed.place, time.monotonic()
+        loaded = {"events", "samples"} <= run.loaded
+        hello = {"cursor": place, "step": run.view.step, "run": number, "state": run.state, "loaded": loaded}
+        yield frame("hello", hello, place)
+        if last_event_id and run.feed.after(last_event_id) is None:
             yield _behind(0, run.view.step, number, place)
-        elif entries:
-            yield _frames(entries, number)
-            place, sent_at = entries[-1].place, time.monotonic()
-        elif time.monotonic() - sent_at >= _SILENCE_S:
-            yield KEEPALIVE_COMMENT
-            sent_at = time.monotonic()
-        await asyncio.sleep(_POLL_S)
+        elif last_event_id:
+            place = last_event_id
+        while True:
+            bell.clear()
+            if pages.states_are_old:
+                await run_in_threadpool(pages.note_states)
+            entries = run.feed.after(place)
+            if entries is None:
+                place = run.feed.place
+                yield _behind(0, run.view.step, number, place)
+            elif entries:
+                yield _frames(entries, number)
+                place, sent_at = entries[-1].place, time.monotonic()
+            elif time.monotonic() - sent_at >= _SILENCE_S:
+                yield KEEPALIVE_COMMENT
+                sent_at = time.monotonic()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STATE_S):
+                    await bell.wait()
 
 
 def _frames(entries: Sequence[FeedEntry], run: int) -> bytes:

@@ -26,7 +26,8 @@ from pipelinerl.observability.samples.reading import FOLDER
 
 log = logging.getLogger("pipelinerl")
 
-_POLL_S: Final = 0.3
+#: Between two looks at the files: what is shown is that old at most, and a page is told so often at most.
+_POLL_S: Final = 0.5
 #: Between two pieces of a long log, others get their turn.
 _BREATH_S: Final = 0.001
 #: A controller writes an event at least that often while it lives.
@@ -48,6 +49,8 @@ class WatchedRun:
     state: str = "starting"
     trouble: str = ""
     """Why its files cannot be read."""
+    changes: int = 0
+    """Rises with whatever `view` and `state` are told."""
     _tail: EventTail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,18 +78,20 @@ class WatchedRun:
         return plain
 
     def advance(self) -> bool:
-        """Read a piece more of what there is; was there anything?"""
+        """Read a piece more of what there is, and wake those who listen; is there yet more?"""
         with self.lock:
             try:
-                came = self._read_events()
-                came = self._read_samples() or came
+                more = self._read_events()
+                more = self._read_samples() or more
             except OSError as error:
                 if not self.trouble:
                     log.warning("%s cannot be read: %s", self.run_dir, error.strerror)
                 self.trouble = f"{self.run_dir} cannot be read: {error.strerror}"
                 return False
+            finally:
+                self.feed.ring()
             self.trouble = ""
-            return came
+            return more
 
     def note_state(self, *, answers: bool) -> None:
         """What the run is at, from its log and from whether its controller `answers`; changes are told."""
@@ -94,7 +99,9 @@ class WatchedRun:
             state = self.view.state or ("live" if answers else self._silent_state())
             if state != self.state:
                 self.state = state
+                self.changes += 1
                 self.feed.put("state", {"state": state})
+                self.feed.ring()
 
     def _silent_state(self) -> str:
         newest = self.view.newest.get("time")
@@ -103,6 +110,7 @@ class WatchedRun:
 
     def _read_events(self) -> bool:
         piece = self._tail.read()
+        self.changes += piece.anew or bool(piece.events)
         if piece.anew:
             self.view = RunView()
             self.feed.put("rewound", {"to": 0})
@@ -114,8 +122,9 @@ class WatchedRun:
                 log.exception("%s has an event that cannot be told; it is left out", self.run_dir)
         if not live and not self._tail.is_behind:
             self.loaded.add("events")
+            self.changes += 1
             self.feed.put("loaded", {"what": "events"})
-        return bool(piece.events) or self._tail.is_behind
+        return self._tail.is_behind
 
     def _read_samples(self) -> bool:
         came = self.samples.read()
@@ -124,7 +133,7 @@ class WatchedRun:
         if "samples" not in self.loaded and not self.samples.unread_bytes:
             self.loaded.add("samples")
             self.feed.put("loaded", {"what": "samples"})
-        return bool(came) or (self.samples.unread_bytes > 0 and "samples" not in self.loaded)
+        return self.samples.unread_bytes > 0 and (came > 0 or "samples" not in self.loaded)
 
     def _take(self, event: Event, *, live: bool) -> None:
         rewound = self.view.take(event)
@@ -169,8 +178,8 @@ class Follower:
 
     def _follow(self) -> None:
         while not self._closed.is_set():
-            came = [run.advance() for run in self._runs]
-            self._closed.wait(_BREATH_S if any(came) else _POLL_S)
+            more = [run.advance() for run in self._runs]
+            self._closed.wait(_BREATH_S if any(more) else _POLL_S)
 
 
 def _plain(value: Any) -> Any:

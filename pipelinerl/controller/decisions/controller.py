@@ -30,7 +30,7 @@ import msgspec
 
 from pipelinerl.choices import Overdue
 from pipelinerl.controller.decisions import elastic, engine_decisions, reported
-from pipelinerl.controller.decisions.directives import directive, ending
+from pipelinerl.controller.decisions.directives import Recipients, directive, ending
 from pipelinerl.controller.decisions.engine_decisions import engine_input
 from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
 from pipelinerl.controller.decisions.giving_up import finish, give_up, refused, suspend
@@ -211,7 +211,7 @@ class Controller:
             self.state.stop_reason = reason
         if self.state.phase in (RunPhase.STARTING, RunPhase.FINISHED) or self.state.trainer.stop_sent:
             return []
-        return [Send(self._directive(f"stop-e{self.state.epoch}", publish=True))]
+        return [Send(self._directive(f"stop-e{self.state.epoch}", publish=Recipients.EVERYBODY))]
 
     def tick(self, *, now: float) -> list[Effect]:
         """Time has passed: publish to engines that wait for weights, give up on answers that do not come, and say it
@@ -235,10 +235,11 @@ class Controller:
         return ending(self.state, self.settings)
 
     def reload_if_due(self) -> list[Effect]:
-        """Ask the trainer to publish between steps when an engine waits for weights; once for each membership. So, too,
-        when a publication was postponed and the evaluation that it waited for has ended."""
+        """Ask the trainer to publish between steps to engines that wait for weights; once for each membership. What
+        the others serve stays. To all, when a publication was postponed and the evaluation that it waited for has
+        ended."""
         key = (self.state.epoch, self.state.fleet.membership)
-        waits = key != self.state.trainer.reload_asked and self.state.fleet.awaits_weights()
+        waits = key != self.state.trainer.reload_asked and bool(self.state.fleet.without_weights())
         if (
             self.state.phase in (RunPhase.STARTING, RunPhase.FINISHED)
             or holds_updates(self.state)
@@ -246,7 +247,8 @@ class Controller:
         ):
             return []
         self.state.trainer.reload_asked = key
-        return [Send(self._directive(f"reload-e{self.state.epoch}-{self.state.version}-m{key[1]}", publish=True))]
+        name = f"reload-e{self.state.epoch}-{self.state.version}-m{key[1]}"
+        return [Send(self._directive(name, publish=Recipients.JOINING))]
 
     def issue(self) -> list[Effect]:
         """Prompt orders that can still be fresh at their earliest step (RLAX §3.1; pacing before dropping)."""
@@ -337,7 +339,7 @@ class Controller:
         self.state.trainer.first_version = self.state.version
         self.state.trainer.training_since = now
         self.state.trainer.reload_asked = (self.state.epoch, self.state.fleet.membership)
-        return [*effects, self._answer(report.report_id, publish=True)]
+        return [*effects, self._answer(report.report_id, publish=Recipients.EVERYBODY)]
 
     def _step_done(self, report: StepDone, *, now: float) -> list[Effect]:
         if report.report_id in self.state.trainer.answers:
@@ -358,7 +360,9 @@ class Controller:
         due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
         if self.ending is None:
             self._evaluator.want_by_interval(self.state)
-        publish = due or self.state.fleet.awaits_weights() or self._evaluator.needs_weights(self.state)
+        publish = Recipients.JOINING if self.state.fleet.without_weights() else Recipients.NOBODY
+        if due or self._evaluator.needs_weights(self.state):
+            publish = Recipients.EVERYBODY
         if self.settings.overdue is Overdue.WAIT:  # the answer must know of what is issued now
             effects += self.issue()
         effects.append(self._answer(report.report_id, publish=publish))
@@ -373,14 +377,14 @@ class Controller:
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
             self.state.stop_reason = f"step {step} was not finite {report.in_a_row} times in a row: {report.what}"
         skipped = reported.step_skipped(report, step=step)
-        return [skipped, self._answer(report.report_id, publish=False), *self.issue()]
+        return [skipped, self._answer(report.report_id, publish=Recipients.NOBODY), *self.issue()]
 
     def _trainer_leaving(self, report: TrainerLeaving) -> list[Effect]:
         """Its process is about to end, and another will begin where this one has saved its state."""
         if report.report_id in self.state.trainer.answers:
             return [Send(self.state.trainer.answers[report.report_id])]
         self.state.account.update(report.consumed)
-        return [self._answer(report.report_id, publish=False, leave=True)]
+        return [self._answer(report.report_id, publish=Recipients.NOBODY, leave=True)]
 
     def _published(self, report: Published) -> list[Effect]:
         lost = engine_decisions.published(self.state, report)
@@ -464,7 +468,7 @@ class Controller:
             effects += self.stop(f"held-out accuracy {reached:.3f}{of} has reached {target:g}")
         return effects + self.reload_if_due() + self.issue()
 
-    def _answer(self, report_id: str, *, publish: bool, leave: bool = False) -> Send:
+    def _answer(self, report_id: str, *, publish: Recipients, leave: bool = False) -> Send:
         """The directive that a report asks for; the last is kept, since the trainer asks one question at a time."""
         directive = self._directive(report_id, publish=publish, leave=leave)
         self.state.trainer.answers = {report_id: directive}
@@ -474,12 +478,15 @@ class Controller:
         """What the trainer has to hear while it waits for a step; once it was told to stop, it waits for none."""
         if self.state.phase is not RunPhase.TRAINING or self.ending is not None:
             return []
-        return [Send(self._directive(name, publish=False))]
+        return [Send(self._directive(name, publish=Recipients.NOBODY))]
 
-    def _directive(self, answers: str, *, publish: bool, leave: bool = False) -> Directive:
-        wanted = not leave and (publish or self.state.evaluations.postponed)
+    def _directive(self, answers: str, *, publish: Recipients, leave: bool = False) -> Directive:
+        if self.state.evaluations.postponed:
+            publish = Recipients.EVERYBODY
+        wanted = not leave and publish is not Recipients.NOBODY
         held = holds_updates(self.state)
         self.state.evaluations.postponed = wanted and held
-        made = directive(self.state, self.settings, answers=answers, publish=wanted and not held, leave=leave)
+        to = publish if wanted and not held else Recipients.NOBODY
+        made = directive(self.state, self.settings, answers=answers, publish=to, leave=leave)
         self.state.trainer.stop_sent = self.state.trainer.stop_sent or made.stop
         return made

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 
 from pipelinerl.choices import Overdue
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.messages import Directive, TrainerKnobs
+
+
+class Recipients(StrEnum):
+    """Which engines the trainer is to give its weights to."""
+
+    NOBODY = "nobody"
+    JOINING = "joining"
+    """Those that are alive and have none of this epoch; what others serve is no concern of theirs."""
+    EVERYBODY = "everybody"
 
 
 def ending(state: RunState, settings: ControllerSettings) -> str | None:
@@ -18,7 +28,7 @@ def ending(state: RunState, settings: ControllerSettings) -> str | None:
 
 
 def directive(
-    state: RunState, settings: ControllerSettings, *, answers: str, publish: bool, leave: bool = False
+    state: RunState, settings: ControllerSettings, *, answers: str, publish: Recipients, leave: bool = False
 ) -> Directive:
     """The answer to the report `answers`, or what is said unasked under that name.
 
@@ -26,9 +36,11 @@ def directive(
     """
     ends = ending(state, settings) is not None
     stop, last = ends or leave, ends and not (leave or state.failing.reason)
-    members: list[str] = []
-    if publish or last:  # the last weights are for all
-        members = sorted([*state.fleet.members(), *(state.fleet.pinned() if last else [])])
+    recipients: list[str] = []
+    if publish is Recipients.EVERYBODY or last:  # the last weights are for all
+        recipients = sorted([*state.fleet.members(), *(state.fleet.pinned() if last else [])])
+    elif publish is Recipients.JOINING:
+        recipients = state.fleet.without_weights()
     stepped = answers.startswith(f"e{state.epoch}-step-")
     checkpoint = stop or (stepped and state.version % settings.checkpoint_interval_steps == 0)
     return Directive(
@@ -39,8 +51,8 @@ def directive(
             learning_rate=state.knobs.learning_rate,
             rollouts_per_step=state.knobs.rollouts_per_step,
         ),
-        publish_to=members,
-        to_verify=state.fleet.to_verify() if publish or last else [],
+        publish_to=recipients,
+        to_verify=[url for url in state.fleet.to_verify() if url in recipients],
         membership=state.fleet.membership,
         failed=state.account.unsettled,
         stale=state.account.unsettled_stale,

@@ -10,7 +10,7 @@
 Each transition has the verb of the table in `state/fleet.py`: `drain`, `_expel`, `_publish_failed`, `_answered`.
 
 A swap requests an engine that `replaces` another: the old one is drained when the new one serves, so the run
-always has the engine it had. Nothing here sends: that weights are due follows from the fleet (`awaits_weights`).
+always has the engine it had. Nothing here sends: that weights are due follows from the fleet (`without_weights`).
 """
 
 from __future__ import annotations

@@ -161,9 +161,10 @@ class Fleet:
         proven = (each.loaded for each in self.by_url.values() if each.lifecycle in _VERIFIED and not each.pinned)
         return min(proven, default=None)
 
-    def awaits_weights(self) -> bool:
-        """Is an engine alive that has no weights of this epoch?"""
-        return any(r.lifecycle is EngineLifecycle.JOINING and r.loaded < 0 for r in self.by_url.values())
+    def without_weights(self) -> list[str]:
+        """Engines that are alive and have no weights of this epoch."""
+        joining = (each for each in self.by_url.values() if each.lifecycle is EngineLifecycle.JOINING)
+        return sorted(each.url for each in joining if each.loaded < 0)
 
     # --- coming ----------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from pipelinerl.engines.batching.sample_loop import (
     sampled,
 )
 from pipelinerl.engines.batching.scheduler import Admission, Moves, Scheduler
-from pipelinerl.engines.batching.sequence import Request, extend
+from pipelinerl.engines.batching.sequence import Request, Sequence, extend
 
 
 @dataclass(slots=True)
@@ -335,8 +335,7 @@ class DecodeLoop:
         if not self._cache_is_finite and not running:
             self._overwrite_nonfinite_cache([])  # the weights before may have been to blame
         if recomputes and running:
-            rows = enumerate(running)
-            self._runner.prefill([Prefill(sequence.context[:-1], [row]) for row, sequence in rows])
+            self._runner.prefill(_held(running))
         with self._changed:
             self._commit = None
         commit.pause_s.set_result(time.perf_counter() - start)
@@ -365,6 +364,14 @@ class DecodeLoop:
 def _prefill(admission: Admission) -> Prefill:
     """All but the last token, which is fed next."""
     return Prefill(admission.sequences[0].context[:-1], admission.rows)
+
+
+def _held(running: Iterable[Sequence]) -> list[Prefill]:
+    """What the rows of those that run hold: once, however many hold the same."""
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for row, sequence in enumerate(running):
+        rows.setdefault(tuple(sequence.context[:-1]), []).append(row)
+    return [Prefill(context, of) for context, of in rows.items() if context]
 
 
 def _keep_routing_of_prompts(computed: Iterable[Admission], routes: RouteLog) -> None:

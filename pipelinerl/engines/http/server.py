@@ -3,8 +3,9 @@
 Promises: every answer that is not a success has OpenAI's error shape, whatever went wrong; no error repeats the body;
 every route is behind `http_service`'s gate; a client that goes away cancels what it asked for.
 
-The POSTs are plain ASGI on bytes, for they are the hot path: one validation of the body, one serialisation of the
-answer, nothing between.
+Everything is plain ASGI on bytes, for every engine of a fleet is asked again and again: one validation of the body, one
+serialisation of the answer, nothing between. With FastAPI's layers a phase of an update takes 71 µs of the engine's
+processor and not 45, beside what the sockets take, and a poll 127 and not 55.
 """
 
 from __future__ import annotations
@@ -16,16 +17,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final, TypeVar
 
-from fastapi import FastAPI, Response
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_contract import routes
 from inference_contract.engine import Engine
 from inference_contract.errors import ContractError, EngineStopped, InvalidRequest
-from inference_contract.schemas import ChatCompletionRequest, Health, ModelList
+from inference_contract.schemas import ChatCompletionRequest, ModelList
 from inference_contract.weights import InitProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.observability.metrics import PROMETHEUS_TYPE, prometheus_text
 from pipelinerl.system.http_service import guard, refuse_in_one_shape
@@ -33,6 +33,7 @@ from pipelinerl.system.http_service import guard, refuse_in_one_shape
 Body = TypeVar("Body", bound=BaseModel)
 
 METRICS_PREFIX: Final = "pipelinerl_engine"
+_JSON: Final = "application/json"
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class _Disconnected(Exception):
     """The client went away; nobody is there to answer."""
 
 
-def create_app(engine: Engine, *, token: str | None) -> FastAPI:
+def create_app(engine: Engine, *, token: str | None) -> Starlette:
     """The application that serves `engine`; it starts the engine when it starts and closes it when it stops.
 
     Args:
@@ -49,53 +50,38 @@ def create_app(engine: Engine, *, token: str | None) -> FastAPI:
     """
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await engine.start()
         try:
             yield
         finally:
             await engine.close()
 
-    app = FastAPI(title="pipelinerl inference contract", lifespan=lifespan, openapi_url=None)
     chat = _Chat(engine)
-    for path in (routes.CHAT_COMPLETIONS, routes.CHAT_COMPLETION_ALIAS):
-        app.router.routes.append(_post(path, chat))
-    app.router.routes.append(
-        _post(routes.INIT_PROCESS_GROUP, _Call(InitProcessGroupRequest, engine.init_process_group))
-    )
-    app.router.routes.append(
-        _post(routes.REQUEST_WEIGHT_UPDATE, _Call(WeightUpdateRequest, engine.request_weight_update))
-    )
-    app.router.routes.extend(_state_routes(engine))
+    endpoints: list[tuple[str, str, ASGIApp]] = [
+        ("POST", routes.CHAT_COMPLETIONS, chat),
+        ("POST", routes.REQUEST_WEIGHT_UPDATE, _Call(WeightUpdateRequest, engine.request_weight_update)),
+        ("GET", routes.METRICS, _State(PROMETHEUS_TYPE, lambda: _metrics(engine))),
+        ("GET", routes.HEALTH, _State(_JSON, lambda: engine.health().model_dump_json())),
+        ("GET", routes.MODELS, _State(_JSON, lambda: _models(engine))),
+        ("POST", routes.INIT_PROCESS_GROUP, _Call(InitProcessGroupRequest, engine.init_process_group)),
+        ("POST", routes.CHAT_COMPLETION_ALIAS, chat),
+    ]
+    # Starlette takes an instance for an ASGI application and then filters no method unless told to.
+    found = [Route(path, endpoint, methods=[method]) for method, path, endpoint in endpoints]
+    app = Starlette(routes=found, lifespan=lifespan)
     refuse_in_one_shape(app)
     app.add_middleware(_Refusals)
     guard(app, token=token)
     return app
 
 
-def _state_routes(engine: Engine) -> list[APIRoute]:
-    async def health() -> Health:
-        return engine.health()
-
-    async def models() -> ModelList:
-        return ModelList(data=[engine.model_card()])
-
-    async def metrics() -> Response:
-        return Response(
-            prometheus_text(engine.metrics().model_dump(), prefix=METRICS_PREFIX),
-            media_type=PROMETHEUS_TYPE,
-        )
-
-    return [
-        APIRoute(routes.HEALTH, health, methods=["GET"]),
-        APIRoute(routes.MODELS, models, methods=["GET"], response_model_exclude_none=True),
-        APIRoute(routes.METRICS, metrics, methods=["GET"]),
-    ]
+def _metrics(engine: Engine) -> str:
+    return prometheus_text(engine.metrics().model_dump(), prefix=METRICS_PREFIX)
 
 
-def _post(path: str, endpoint: ASGIApp) -> Route:
-    # Starlette takes an instance for an ASGI application and then filters no method unless told to.
-    return Route(path, endpoint, methods=["POST"])
+def _models(engine: Engine) -> str:
+    return ModelList(data=[engine.model_card()]).model_dump_json(exclude_none=True)
 
 
 # --- requests ----------------------------------------------------------------------------------------------------
@@ -165,6 +151,17 @@ class _Call:
         await _answer(send, 200, answer.model_dump_json(exclude_none=True).encode())
 
 
+class _State:
+    """A GET that tells what is so now."""
+
+    def __init__(self, media_type: str, text: Callable[[], str]) -> None:
+        self._media_type = media_type
+        self._text = text
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _answer(send, 200, self._text().encode(), media_type=self._media_type)
+
+
 class _Chat:
     """`/v1/chat/completions`, whole or streamed."""
 
@@ -205,8 +202,8 @@ def _head(status: int, media_type: bytes, *headers: tuple[bytes, bytes]) -> Mess
     return {"type": "http.response.start", "status": status, "headers": [(b"content-type", media_type), *headers]}
 
 
-async def _answer(send: Send, status: int, body: bytes) -> None:
-    await send(_head(status, b"application/json", (b"content-length", str(len(body)).encode())))
+async def _answer(send: Send, status: int, body: bytes, *, media_type: str = _JSON) -> None:
+    await send(_head(status, media_type.encode(), (b"content-length", str(len(body)).encode())))
     await send({"type": "http.response.body", "body": body})
 
 

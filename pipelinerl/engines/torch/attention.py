@@ -63,8 +63,12 @@ def attend_decode(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """One query per row [B, Hq, 1, D] over what its row holds [B, H, L, D] → [B, 1, Hq, D]."""
+    """One query per fed row [K, Hq, 1, D] over what the rows hold [B, H, L, D] → [K, 1, Hq, D]."""
     mask = plan.mask(window, query.dtype)
+    if plan.gathers_fed:
+        key, value, mask = (plan.to_fed(tensor) for tensor in (key, value, mask))
+    else:
+        query = plan.to_rows(query)
     batch, q_heads, _, head_dim = query.shape
     heads, common = key.shape[1], plan.common_length
     # The queries that share a key head are the rows of one product.
@@ -74,7 +78,8 @@ def attend_decode(
         rows = plan.long_rows
         few = [tensor.index_select(0, rows) for tensor in (grouped, key, value, mask)]
         out.index_copy_(0, rows, _attend_rows(few[0], few[1], few[2], few[3], scale, softcap))
-    return out.reshape(batch, 1, q_heads, value.shape[-1])
+    out = out if plan.gathers_fed else plan.to_fed(out)
+    return out.reshape(-1, 1, q_heads, value.shape[-1])
 
 
 def _attend_rows(
@@ -91,15 +96,22 @@ def _attend_rows(
 def attend_prefill(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Causal attention within prompts: query [P, Hq, T, D], key and value [P, H, T, D] → [P, T, Hq, D]."""
-    length, shared = query.shape[2], query.shape[1] // key.shape[1]
-    windowed = window is not None and length > window
-    if softcap is None and not windowed:
+    """Causal attention of prompts: the last T of L tokens, query [P, Hq, T, D], over key and value [P, H, L, D].
+
+    Returns:
+        [P, T, Hq, D].
+    """
+    length, before, shared = query.shape[2], key.shape[2] - query.shape[2], query.shape[1] // key.shape[1]
+    windowed = window is not None and before + length > window
+    if softcap is None and not windowed and before == 0:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared > 1)
         return out.transpose(1, 2)
-    entries = torch.arange(length, device=query.device)
-    distance = entries[:, None] - entries[None, :]
+    entries = torch.arange(before + length, device=query.device)
+    distance = entries[before:, None] - entries[None, :]
     hidden = (distance < 0) | (distance >= window) if window is not None else distance < 0
+    if softcap is None and not windowed:
+        out = scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=scale, enable_gqa=shared > 1)
+        return out.transpose(1, 2)
     key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
     scores = _capped((torch.matmul(query, key.transpose(2, 3)) * scale).float(), softcap)
     out = torch.matmul(scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1).to(value.dtype), value)

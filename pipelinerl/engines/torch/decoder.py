@@ -93,7 +93,7 @@ class LlamaForward:
         self._hidden(token_ids, positions, cache, plan)
 
     def logits(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: DecodePlan) -> Tensor:
-        """Logits [B, V] after one token for each row [B, 1]."""
+        """Logits [K, V] after one token for each row that is fed [K, 1]."""
         x = self._hidden(token_ids, positions, cache, plan)
         hidden = rms_norm(x, (x.shape[1],), self._norm.float(), self._eps)
         return self._head(hidden if isinstance(self._head, Fp32Head) else hidden.to(self._norm.dtype))

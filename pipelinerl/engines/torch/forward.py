@@ -29,7 +29,7 @@ class Forward(Protocol):
         ...
 
     def logits(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: DecodePlan) -> Tensor:
-        """Logits [B, V] after one token for each row [B, 1]."""
+        """Logits [K, V] after one token for each row that is fed [K, 1]."""
         ...
 
 
@@ -60,7 +60,7 @@ class ModuleForward:
         self._backbone(input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan)
 
     def logits(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: DecodePlan) -> Tensor:
-        """Logits [B, V] after one token for each row [B, 1]."""
+        """Logits [K, V] after one token for each row that is fed [K, 1]."""
         output: Any = self._model(
             input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan
         )

@@ -3,24 +3,35 @@
 A model calls `update` per layer and gets back what to attend to; `torch_attention` then attends. What a forward does
 with the cache is said beforehand by a plan:
 
-    PrefillPlan   prompts [P, T], padded on the right; each one's keys and values go to its rows; attention is causal
-    DecodePlan    rows 0..B-1, one token each, at their own positions; attention sees a row's first position+1 entries
+    PrefillPlan   prompts [P, T], padded on the right, from a position on before which their rows have them already;
+                  each one's keys and values go to its rows; attention is causal
+    DecodePlan    rows 0..B-1, one token each, at their own positions; attention sees a row's first position+1 entries;
+                  of rows that are alike the model computes one, and all keep what it makes of its token
 
 Rows in use are the first ones, so what a decode step attends to is a view. Only when a few rows are much longer than
 the others are those few gathered, so that the many do not read as far as the longest.
+
+`RowBeginnings` knows which tokens the caches of rows begin with, so that a prompt need not be computed again where it
+begins as another did: few-shot examples and system prompts, the questions of an evaluation, answers that go on.
+
+`AlikeRows` knows which rows hold the same tokens, so that a decode step computes the next one once. The answers of a
+group begin alike more often than not, and the more so the surer a policy is. Each row keeps a cache of its own, so that
+nothing is to be done where answers part; only linear layers, most of a step on a processor, see fewer tokens. The
+trainer does the same to a micro-batch (`trainers.torch.packed.shared_beginnings`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipelinerl.engines.batching.model_runner import Prefill
 from pipelinerl.engines.options import EngineOptions
 
 #: Attended lengths are rounded up to a multiple of it, so that masks and kernels see few different shapes.
@@ -31,16 +42,31 @@ _LEAST_LENGTH = 32
 _GATHER_COST = 3
 #: Gathering must save this part of what is read, or it is not worth its calls.
 _GATHER_GAIN = 0.25
+#: Beginnings are shared by whole steps of so many tokens: shorter ones cost as much to look up and copy as to compute,
+#: and prompts of like beginnings are computed together only where they go on from one position.
+STEP: Final = 32
+
+_NOTHING: Final = np.zeros(0, dtype=np.int32)
+
+#: Of the rows that decode so many at most may be left for it to be worth its copies.
+_MOST_LEFT: Final = 7 / 8
+#: Beginnings of rows that are told apart at one time: many more than begin between two steps.
+_BEGINNINGS: Final = 2**20
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """`rows` take the keys and values of prompts `sources` i64 [R]; `length` T is the padded one."""
+    """`rows` take the keys and values of prompts `sources` i64 [R]; `length` T is the padded one.
+
+    Tokens come after `start` others, which a prompt reads in a row of its own, `own_rows` i64 [P].
+    """
 
     rows: slice | Tensor
     sources: Tensor
+    start: int
     length: int
+    own_rows: Tensor
 
 
 @final
@@ -49,7 +75,8 @@ class DecodePlan:
     """One token for each of B rows, at `positions` i64 [B, 1]; `length` bounds what any of them sees.
 
     `entries` i64 [B · H] addresses what this step writes, in a layer's cache seen as [rows · H · capacity, D]. Rows in
-    `long_rows` i64 [R] see more than `common_length` entries; the others do not.
+    `long_rows` i64 [R] see more than `common_length` entries; the others do not. The model is fed the K rows `first`
+    i64 [K], and `of_row` i64 [B] says which of these each row is; both None: all B are fed.
     """
 
     positions: Tensor
@@ -57,7 +84,28 @@ class DecodePlan:
     length: int
     common_length: int
     long_rows: Tensor | None
+    first: Tensor | None = None
+    of_row: Tensor | None = None
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    @property
+    def gathers_fed(self) -> bool:
+        """Are the caches of the rows that are fed gathered to be attended to, rather than those of all rows read?"""
+        few = self.first is not None and _GATHER_COST * len(self.first) <= len(self.positions)
+        return few and self.long_rows is None
+
+    @property
+    def fed_positions(self) -> Tensor:
+        """i64 [K, 1], of the rows that the model is fed."""
+        return self.positions if self.first is None else self.positions.index_select(0, self.first)
+
+    def to_rows(self, fed: Tensor) -> Tensor:
+        """[K, …] → [B, …]."""
+        return fed if self.of_row is None else fed.index_select(0, self.of_row)
+
+    def to_fed(self, rows: Tensor) -> Tensor:
+        """[B, …] → [K, …]."""
+        return rows if self.first is None else rows.index_select(0, self.first)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, 1, length]: -inf on what comes after a row's position or before its window."""
@@ -120,20 +168,26 @@ class RowCache:
         self._row_heads = torch.arange(shape.rows * shape.heads, device=device).view(shape.rows, shape.heads)
         self.plan: PrefillPlan | DecodePlan
 
-    def plan_prefill(self, rows: list[int], sources: list[int], length: int) -> PrefillPlan:
-        """The next forward runs prompts of `length` tokens; each of `rows` keeps the prompt in `sources`, pairwise."""
-        self._reserve(length)
-        pairs = sorted(zip(rows, sources, strict=True))
+    def plan_prefill(self, rows: Sequence[Sequence[int]], start: int, length: int) -> PrefillPlan:
+        """The next forward runs `length` tokens of prompts from position `start` on; of each, its `rows` keep them."""
+        self._reserve(start + length)
+        pairs = sorted((row, source) for source, of in enumerate(rows) for row in of)
         ordered = [row for row, _ in pairs]
         device = self._row_heads.device
         target: slice | Tensor = slice(ordered[0], ordered[-1] + 1)
         if ordered[-1] - ordered[0] + 1 != len(ordered):
             target = torch.tensor(ordered, device=device)
-        self.plan = PrefillPlan(target, torch.tensor([source for _, source in pairs], device=device), length)
+        self.plan = PrefillPlan(
+            rows=target,
+            sources=torch.tensor([source for _, source in pairs], device=device),
+            start=start,
+            length=length,
+            own_rows=torch.tensor([of[0] for of in rows], device=device),
+        )
         return self.plan
 
-    def plan_decode(self, positions: NDArray[np.int64]) -> DecodePlan:
-        """The next forward feeds rows 0..B-1 at `positions` [B]."""
+    def plan_decode(self, positions: NDArray[np.int64], alike: Alike | None = None) -> DecodePlan:
+        """The next forward feeds rows 0..B-1 at `positions` [B], one of those that are `alike`."""
         device = self._row_heads.device
         rounded = (int(positions.max()) // _LENGTH_STEP + 1) * _LENGTH_STEP
         length = min(self._shape.context, max(_LEAST_LENGTH, rounded))
@@ -146,22 +200,26 @@ class RowCache:
             length=length,
             common_length=common,
             long_rows=None if long_rows is None else torch.from_numpy(long_rows).to(device),
+            first=None if alike is None else torch.from_numpy(alike.first).to(device),
+            of_row=None if alike is None else torch.from_numpy(alike.of_row).to(device),
         )
         return self.plan
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values [.., H, T, D] as planned; returns those to attend to."""
+        """Store a layer's new keys and values [.., H, T, D] as planned; returns those to attend to, of all rows."""
         keys, values, plan = self._keys[layer_idx], self._values[layer_idx], self.plan
         if isinstance(plan, PrefillPlan):
-            keys[plan.rows, :, : plan.length] = key_states.index_select(0, plan.sources)
-            values[plan.rows, :, : plan.length] = value_states.index_select(0, plan.sources)
-            return key_states, value_states
-        head_dim = self._shape.head_dim
-        keys.view(-1, head_dim).index_copy_(0, plan.entries, key_states.reshape(-1, head_dim))
-        values.view(-1, head_dim).index_copy_(0, plan.entries, value_states.reshape(-1, head_dim))
-        batch = key_states.shape[0]
+            end = plan.start + plan.length
+            keys[plan.rows, :, plan.start : end] = key_states.index_select(0, plan.sources)
+            values[plan.rows, :, plan.start : end] = value_states.index_select(0, plan.sources)
+            if plan.start == 0:
+                return key_states, value_states
+            return keys[:, :, :end].index_select(0, plan.own_rows), values[:, :, :end].index_select(0, plan.own_rows)
+        head_dim, batch = self._shape.head_dim, len(plan.positions)
+        keys.view(-1, head_dim).index_copy_(0, plan.entries, plan.to_rows(key_states).reshape(-1, head_dim))
+        values.view(-1, head_dim).index_copy_(0, plan.entries, plan.to_rows(value_states).reshape(-1, head_dim))
         return keys[:batch, :, : plan.length], values[:batch, :, : plan.length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -200,3 +258,114 @@ def _split(positions: NDArray[np.int64], length: int) -> tuple[int, NDArray[np.i
     if cost[best] > (1 - _GATHER_GAIN) * len(positions) * length:
         return length, None
     return int(candidates[best]), np.flatnonzero(positions >= candidates[best])
+
+
+class Continued(NamedTuple):
+    """Prompts that go on after their first `start` tokens, which `sources` have, a row for each; unused at 0."""
+
+    start: int
+    prefills: list[Prefill]
+    sources: list[int]
+
+
+@final
+class RowBeginnings:
+    """Of each row the tokens that its cache begins with.
+
+    Only what the weights that serve have computed counts; whoever swaps them forgets all.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._of: list[NDArray[np.int32]] = [_NOTHING] * rows
+
+    def forget(self) -> None:
+        """Other weights serve."""
+        self._of = [_NOTHING] * len(self._of)
+
+    def note(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """The cache of these `rows` has been computed for `tokens`."""
+        beginning = np.asarray(tokens, dtype=np.int32)
+        for row in rows:
+            self._of[row] = beginning
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Rows `targets` have become the first `length` entries of rows `sources`, pairwise."""
+        for target, beginning in zip(targets, [self._of[source][:length] for source in sources], strict=True):
+            self._of[target] = beginning
+
+    def next_of(self, waiting: list[Prefill]) -> Continued:
+        """Take from `waiting`, which is not empty, those to compute next, all after the same beginning.
+
+        Those with the longest beginnings go first, before what they share is overwritten. Of several that would share
+        what none of them finds yet one goes ahead.
+        """
+        tokens = [np.asarray(prefill.token_ids, dtype=np.int32) for prefill in waiting]
+        found = [self._longest(each) for each in tokens]
+        start = max(count for _, count in found)
+        taken: list[int] = []
+        for index, (_, count) in enumerate(found):
+            if count == start and not any(_shared(tokens[other], tokens[index]) > start for other in taken):
+                taken.append(index)
+        chosen = Continued(start, [waiting[index] for index in taken], [found[index][0] for index in taken])
+        waiting[:] = [prefill for index, prefill in enumerate(waiting) if index not in set(taken)]
+        return chosen
+
+    def _longest(self, tokens: NDArray[np.int32]) -> tuple[int, int]:
+        """(a row, how many of its tokens `tokens` begin with, in whole steps and short of the last)."""
+        most = (0, 0)
+        seen: set[int] = set()
+        for row, beginning in enumerate(self._of):
+            if len(beginning) >= most[1] + STEP and id(beginning) not in seen:
+                seen.add(id(beginning))
+                most = max(most, (row, _shared(beginning, tokens)), key=lambda each: each[1])
+        return most
+
+
+def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many tokens both begin with, in whole steps, and at least one is left of `other`."""
+    shorter = min(len(one), len(other) - 1)
+    if shorter < STEP:
+        return 0
+    (differ,) = np.nonzero(one[:shorter] != other[:shorter])
+    return (int(differ[0]) if len(differ) else shorter) // STEP * STEP
+
+
+class Alike(NamedTuple):
+    """B rows that stand for K different ones: `first` i64 [K] are these, `of_row` i64 [B] which of them each row is."""
+
+    first: NDArray[np.int64]
+    of_row: NDArray[np.int64]
+
+
+@final
+class AlikeRows:
+    """Of each row, which others hold what it holds.
+
+    A lineage is the number of the first row that has it, or, before its first step, one beyond all rows.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._lineage: NDArray[np.int64] = np.arange(rows)
+        self._begun = 0
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """These rows hold the same, and what no other row is known to hold."""
+        self._lineage[list(rows)] = len(self._lineage) + self._begun
+        self._begun = (self._begun + 1) % _BEGINNINGS
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Rows `targets` become rows `sources`, pairwise."""
+        self._lineage[list(targets)] = self._lineage[list(sources)]
+
+    def step(self, feeds: NDArray[Any], positions: NDArray[Any]) -> Alike | None:
+        """Rows 0..B-1 are fed the tokens `feeds` [B] at `positions` [B]; None where too few of them are alike."""
+        count = len(feeds)
+        order = np.lexsort((positions, feeds, self._lineage[:count]))
+        columns = np.stack((self._lineage[:count], feeds, positions))[:, order]
+        differs = np.append(True, (columns[:, 1:] != columns[:, :-1]).any(axis=0))
+        classes = np.empty(count, dtype=np.int64)
+        classes[order] = np.cumsum(differs) - 1
+        first = np.full(int(differs.sum()), count, dtype=np.int64)
+        np.minimum.at(first, classes, np.arange(count))
+        self._lineage[:count] = first[classes]
+        return Alike(first, classes) if len(first) <= _MOST_LEFT * count else None

@@ -20,7 +20,7 @@ from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.forward import ForwardKind, forward_of
 from pipelinerl.engines.torch.quantized import QuantizedWeights
-from pipelinerl.engines.torch.row_cache import CacheShape, RowCache
+from pipelinerl.engines.torch.row_cache import AlikeRows, CacheShape, RowBeginnings, RowCache
 from pipelinerl.engines.torch.sampling import sample
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.models import torch_routers
@@ -62,6 +62,9 @@ class TorchRunner:
         self._cache_bytes = shape.num_bytes(parameter.dtype)
         self._prefill_tokens = prefill_tokens
         self._rows = RowTable(options.slots)
+        self._beginnings = RowBeginnings(options.slots)
+        # An accelerator reads its weights as long for one row as for all.
+        self._alike = AlikeRows(options.slots) if self._device.type == "cpu" else None
 
     @property
     def layout(self) -> WeightLayout:
@@ -78,38 +81,65 @@ class TorchRunner:
     def place(self, states: Sequence[RowState]) -> None:
         """Set what the named rows feed next and how they sample."""
         self._rows.place(states)
+        self._begin([state.row for state in states if state.position == 0])  # of these nothing was prefilled
 
     @torch.inference_mode()
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move whole rows; no row is both a source and a target."""
-        self._cache.copy(sources, targets, self._rows.move(sources, targets))
+        length = self._rows.move(sources, targets)
+        self._cache.copy(sources, targets, length)
+        self._beginnings.copy(sources, targets, length)
+        if self._alike is not None:
+            self._alike.move(sources, targets)
 
     @torch.inference_mode()
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
         """Give each of `rows` the first `num_tokens` of the cache of row `source`."""
-        self._cache.copy([source] * len(rows), rows, num_tokens)
+        sources = [source] * len(rows)
+        self._cache.copy(sources, rows, num_tokens)
+        self._beginnings.copy(sources, rows, num_tokens)
+        self._begin(rows)
 
     # --- forward -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
-        """Fill the cache of the named rows, prompts of like length together."""
+        """Fill the cache of the named rows: prompts of like length together, each from where no row has it yet."""
+        if self.route_log is not None and self.route_log.is_on:  # of every token, so every token is computed
+            self._prefill_told(prefills, self.route_log)
+            return
+        waiting = list(prefills)
+        while waiting:
+            after = self._beginnings.next_of(waiting)
+            if after.start:
+                sources = [
+                    source for source, each in zip(after.sources, after.prefills, strict=True) for _ in each.rows
+                ]
+                self._cache.copy(sources, [row for each in after.prefills for row in each.rows], after.start)
+            for batch in _batches(after.prefills, self._prefill_tokens, after.start):
+                self._fill(batch, after.start)
+
+    def _prefill_told(self, prefills: Sequence[Prefill], log: torch_routers.TorchRouteLog) -> None:
+        """As `prefill`, and what the log says of each prompt."""
         routed: dict[int, Experts] = {}
         for batch in _batches(prefills, self._prefill_tokens):
-            length = max(len(prefill.token_ids) for prefill in batch)
-            token_ids = np.zeros((len(batch), length), dtype=np.int64)
-            for index, prefill in enumerate(batch):
-                token_ids[index, : len(prefill.token_ids)] = prefill.token_ids
-            sources = [index for index, prefill in enumerate(batch) for _ in prefill.rows]
-            rows = [row for prefill in batch for row in prefill.rows]
-            positions = torch.arange(length, device=self._device)[None, :].expand(len(batch), -1)
-            plan = self._cache.plan_prefill(rows, sources, length)
-            self._forward.fill(self._on_device(token_ids), positions, self._cache, plan)
-            if self.route_log is not None and self.route_log.is_on:
-                of_prompts = self.route_log.take().reshape(len(batch), length, *self.route_log.shape[::2])
-                routed |= {id(each): of[: len(each.token_ids)] for each, of in zip(batch, of_prompts, strict=True)}
-        if self.route_log is not None and self.route_log.is_on:
-            self.route_log.prefilled = [routed[id(each)] for each in prefills]
+            length = self._fill(batch)
+            of_prompts = log.take().reshape(len(batch), length, *log.shape[::2])
+            routed |= {id(each): of[: len(each.token_ids)] for each, of in zip(batch, of_prompts, strict=True)}
+        log.prefilled = [routed[id(each)] for each in prefills]
+
+    def _fill(self, batch: Sequence[Prefill], start: int = 0) -> int:
+        """Compute the prompts together, from position `start`; returns how many tokens of each, padding included."""
+        length = max(len(prefill.token_ids) for prefill in batch) - start
+        token_ids = np.zeros((len(batch), length), dtype=np.int64)
+        for index, prefill in enumerate(batch):
+            token_ids[index, : len(prefill.token_ids) - start] = prefill.token_ids[start:]
+            self._beginnings.note(prefill.rows, prefill.token_ids)
+            self._begin(prefill.rows)
+        positions = torch.arange(start, start + length, device=self._device)[None, :].expand(len(batch), -1)
+        plan = self._cache.plan_prefill([prefill.rows for prefill in batch], start, length)
+        self._forward.fill(self._on_device(token_ids), positions, self._cache, plan)
+        return length
 
     def warm_up(self) -> None:
         """Run each kind of forward once, so that a model that does not fit fails when it is loaded, not when it serves.
@@ -125,19 +155,28 @@ class TorchRunner:
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
         """One step of rows 0..num_rows-1."""
         rows, used = self._rows, slice(0, num_rows)
-        plan = self._cache.plan_decode(rows.positions[used])
+        feeds, positions = rows.feeds[used], rows.positions[used]
+        alike = None if self._alike is None else self._alike.step(feeds, positions)
+        plan = self._cache.plan_decode(positions, alike)
+        fed = self._on_device((feeds if alike is None else feeds[alike.first])[:, None])
         token_ids, logprobs = sample(
-            self._forward.logits(self._on_device(rows.feeds[used, None]), plan.positions, self._cache, plan),
+            plan.to_rows(self._forward.logits(fed, plan.fed_positions, self._cache, plan)),
             temperature=torch.from_numpy(rows.temperature[used]),
             top_k=torch.from_numpy(rows.top_k[used]),
             top_p=torch.from_numpy(rows.top_p[used]),
             noise=torch.from_numpy(rows.noise(used)),
         )
         if self.route_log is not None and self.route_log.is_on:
-            self.route_log.decoded = self.route_log.take()
+            routed = self.route_log.take()
+            self.route_log.decoded = routed if alike is None else routed[alike.of_row]
         sampled = token_ids.cpu()
         rows.advance(used, sampled.numpy())
         return sampled.tolist(), logprobs.tolist()
+
+    def _begin(self, rows: Sequence[int]) -> None:
+        """These rows hold one beginning."""
+        if self._alike is not None:
+            self._alike.begin(rows)
 
     def _on_device(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -155,13 +194,14 @@ class TorchRunner:
     def swap(self) -> None:
         """Make the staged weights current."""
         self._weights.swap()
+        self._beginnings.forget()
 
 
-def _batches(prefills: Sequence[Prefill], limit: int) -> Iterator[list[Prefill]]:
-    """Prefills of like length together, of at most `limit` padded tokens each."""
+def _batches(prefills: Sequence[Prefill], limit: int, start: int = 0) -> Iterator[list[Prefill]]:
+    """Prefills of like length together, of at most `limit` padded tokens after position `start` each."""
     batch: list[Prefill] = []
     for prefill in sorted(prefills, key=lambda each: len(each.token_ids)):
-        if batch and len(prefill.token_ids) * (len(batch) + 1) > limit:
+        if batch and (len(prefill.token_ids) - start) * (len(batch) + 1) > limit:
             yield batch
             batch = []
         batch.append(prefill)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final, final
 
 from pipelinerl.observability.events import Event
@@ -58,6 +59,7 @@ class RunView:
     Attributes:
         started, ended: the first `run_started`; the last event that ends the run, None while it goes on.
         recent: the last `step` events. pauses_s: engines' pauses for the last updates.
+        marks, mark_count: the last marks, and how many there were in all.
         evaluations: the newest of each set. alarms: those that stand. engines: by URL.
         ended_groups: orders that ended without a step, by cause.
     """
@@ -70,6 +72,7 @@ class RunView:
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
     pauses_s: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
     marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
+    mark_count: int = 0
     incidents: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_INCIDENTS))
     knob_log: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_CHANGES))
     knobs: dict[str, Any] = field(default_factory=dict)
@@ -117,9 +120,16 @@ class RunView:
             self._take_engine(_LIFECYCLES[kind], event)
         if kind in _MARKS:
             self.marks.append(self._mark(kind, event))
+            self.mark_count += 1
         if kind in _INCIDENTS:
             self.incidents.append({"time": event.get("time"), "kind": kind, "what": sentence(event)})
         return rewound
+
+    def marks_after(self, number: int) -> list[dict[str, Any]]:
+        """The marks after the first so many that there were; all that are held where there were not so many."""
+        new = self.mark_count - number
+        kept = len(self.marks)
+        return list(islice(self.marks, kept - min(kept, new) if new >= 0 else 0, None))
 
     def _take_step(self, event: Event) -> bool:
         rewound = self.steps.add(event)

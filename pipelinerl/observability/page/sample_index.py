@@ -217,11 +217,13 @@ class SampleIndex:
             if inode != found.st_ino or found.st_size < offset:
                 self._forget(path.name)
                 offset = 0
-            self.total_bytes += found.st_size
-            if found.st_size > offset and not came:
-                offset, came = self._read_piece(path, offset, found.st_size)
+            size = found.st_size
+            if size > offset and not came:
+                offset, came, torn = self._read_piece(path, offset, size)
+                size -= torn
             self._offsets[path.name] = (found.st_ino, offset)
-            self.unread_bytes += max(0, found.st_size - offset)
+            self.total_bytes += size
+            self.unread_bytes += max(0, size - offset)
         for name in self._offsets.keys() - there:
             self._forget(name)
             del self._offsets[name]
@@ -303,8 +305,8 @@ class SampleIndex:
             suits &= samples["outcome"] == self._reasons.known(wanted.outcome)
         return suits
 
-    def _read_piece(self, path: Path, offset: int, size: int) -> tuple[int, int]:
-        """The offset after what was read, and how many samples it was."""
+    def _read_piece(self, path: Path, offset: int, size: int) -> tuple[int, int, int]:
+        """The offset after what was read, how many samples it was, and the bytes of a line that is not whole yet."""
         piece, data = _PIECE_BYTES, b""
         with path.open("rb") as file:
             while piece <= _MOST_LINE:
@@ -318,7 +320,10 @@ class SampleIndex:
         for line in data[:whole].split(b"\n")[:-1]:
             came += self._add(line, number, at)
             at += len(line) + 1
-        return (offset + whole if whole else size), came
+        if not whole and piece > _MOST_LINE:  # no line of ours
+            return size, 0, 0
+        rest = len(data) - whole
+        return at, came, rest if offset + len(data) >= size else 0
 
     def _add(self, line: bytes, file: int, offset: int) -> int:
         try:

@@ -6,6 +6,7 @@ and a file that the writer removes meanwhile is none.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -108,7 +109,12 @@ class SampleReader:
 
 def sample_files(run_dir: Path) -> list[Path]:
     """The files of a run's sample log; of each kind of samples the newest comes last."""
-    return sorted((run_dir / FOLDER).glob("*.jsonl"), key=lambda path: (path.stem.rpartition("-")[2], path.name))
+    try:
+        names = os.listdir(run_dir / FOLDER)  # whoever follows a run asks again and again: `glob` takes five times this
+    except OSError:
+        return []
+    kept = [name for name in names if name.endswith(".jsonl")]
+    return [run_dir / FOLDER / name for name in sorted(kept, key=lambda name: (name[:-6].rpartition("-")[2], name))]
 
 
 def read_samples(run_dir: Path) -> list[SampleGroup]:

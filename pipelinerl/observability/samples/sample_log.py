@@ -5,7 +5,7 @@
 Promises: `put` never waits, not for the disk either; what comes faster than it is written is left out and counted. All
 files of one name together never exceed `max_bytes`: the oldest goes before the next begins. A line is written at once
 and never changed; a writer that was killed in the middle of one leaves a torn tail, which readers skip, and whoever
-comes after begins a file of its own. A disk that is full, or cannot be written to, costs samples and nothing else.
+comes after begins a file of its own. A full disk, or a text that cannot be made, costs samples and nothing else.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ log = logging.getLogger("pipelinerl")
 _FILES: Final = 8
 #: So many puts may wait to be written.
 _WAITING: Final = 256
+
+#: What a tokenizer raises, whosever it is; pyo3's, that it is borrowed, too.
+_CANNOT_BE_TOLD: Final = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 #: Makes what is to be written; called on the log's thread.
 Make = Callable[[], Iterable[SampleGroup]]
@@ -69,11 +72,16 @@ class SampleLog:
                 for group in make():
                     self._write(group)
             except OSError as error:
-                self.left_out += 1
-                if not self._warned:
-                    log.warning("samples cannot be written to %s: %s; the run goes on", self._directory, error)
-                self._warned = True
+                self._leave_out("samples cannot be written to %s: %s; the run goes on", self._directory, error)
+            except _CANNOT_BE_TOLD as error:
+                self._leave_out("a sample cannot be told: %s: %s; the run goes on", type(error).__name__, error)
         self._close_file()
+
+    def _leave_out(self, why: str, *told: object) -> None:
+        self.left_out += 1
+        if not self._warned:
+            log.warning(why, *told, exc_info=log.isEnabledFor(logging.DEBUG))
+        self._warned = True
 
     def _write(self, group: SampleGroup) -> None:
         line = encode(group, most_bytes=self._file_bytes)

@@ -4,7 +4,7 @@ the model's parameters lie."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup, SequencePart
-from pipelinerl.trainers.torch.packed.shared_prompts import Distinct, Reading
+from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import Bool, Float32, HeadMeasure, LossStats, MicroBatch, Objective, measures_of
 
@@ -65,19 +65,38 @@ def _computed(
     tokens = np.append(batch.token_ids, np.zeros(len(positions) - batch.num_tokens, np.int32))
     kept = distinct.kept if own is None else distinct.kept[own]
     computed = np.stack((tokens, positions))[:, kept].astype(np.int64)
-    temperatures = batch.temperatures[asked]
-    return cast(
-        Tensor,
-        model(
-            torch.from_numpy(computed).to(device),
-            SegmentPlan.of(positions, device, distinct, group),
-            Reading.of(distinct, asked - 1, device, own),
-            torch.from_numpy(batch.token_ids[asked].astype(np.int64)).to(device),
-            None if (temperatures == 1.0).all() else torch.from_numpy(temperatures).to(device),
-            measures,
-            None if batch.routed_experts is None else torch.from_numpy(_routed(batch, kept)).to(device),
-        ),
+    chosen, which = _choices(batch, distinct, asked)
+    temperatures = batch.temperatures[chosen]
+    predictions: Tensor = model(
+        torch.from_numpy(computed).to(device),
+        SegmentPlan.of(positions, device, distinct, group),
+        Reading.of(distinct.place[chosen - 1] - (0 if own is None else own.start), len(kept), device),
+        torch.from_numpy(batch.token_ids[chosen].astype(np.int64)).to(device),
+        None if (temperatures == 1.0).all() else torch.from_numpy(temperatures).to(device),
+        measures,
+        None if batch.routed_experts is None else torch.from_numpy(_routed(batch, kept)).to(device),
     )
+    if len(chosen) == len(asked):
+        return predictions
+    return Reading.of(which, len(chosen), device)(predictions.T).T
+
+
+def _choices(
+    batch: MicroBatch, distinct: Distinct, asked: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of equal predictions among the `asked` one; and for each that is asked for, which of these it is.
+
+    They are equal where a token is one with another, and so what led to it, if both were sampled at one temperature.
+    """
+    place, temperatures = distinct.place[asked], batch.temperatures[asked]
+    if (temperatures == temperatures[:1]).all():
+        _, first, which = np.unique(place, return_index=True, return_inverse=True)
+    else:
+        pairs = np.stack((place.astype(np.float64), temperatures))
+        _, first, which = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
+    if len(first) == len(asked):
+        return asked, np.arange(len(asked))
+    return asked[first], which.reshape(-1)
 
 
 def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
-from pipelinerl.trainers.torch.packed.shared_prompts import Reading
+from pipelinerl.trainers.torch.packed.shared_beginnings import Reading
 from pipelinerl.trainers.torch.packed_model import (
     computing_in,
     hidden_states,

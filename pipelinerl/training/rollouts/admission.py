@@ -5,11 +5,15 @@ a step that was skipped since something was not finite), stale; an order that fa
 duplicate of one that already ended, or is waiting, counts nowhere; nor does a group that abandoned weights have
 sampled, whose order is issued again. What ended is remembered as a frontier and a sparse set, so that the memory is
 bounded by how far groups overtake one another.
+
+Which groups were all right is kept until the controller has heard of it, who passes such problems over for a while
+(`controller/state/cooldown.py`). What it has not answered for lies in the checkpoint, so that a run that goes on from
+there knows as much as it did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final, Self, final
@@ -20,13 +24,15 @@ from pipelinerl.choices import StalenessScope
 from pipelinerl.messages import has_ended
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.packing import alone, with_columns
-from pipelinerl.types import Rollout, RolloutGroup, Turn
+from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn
 from trainer_contract.batch import check
 from trainer_contract.errors import BatchError
 from trainer_contract.types import RoutingShape
 
 #: So many rollouts of a group at least are left when others of it are too old.
 LEAST_LEFT: Final = 2
+#: By domain, the order and the problem's id.
+Pairs = dict[str, list[tuple[int, str]]]
 
 
 class Fate(StrEnum):
@@ -112,6 +118,43 @@ class ConsumedLedger:
         """Inverse of `to_record`."""
         counts = {fate: int(record["counts"].get(str(fate), 0)) for fate in Fate}
         return cls(int(record["frontier"]), set(record["beyond"]), counts)
+
+
+@final
+class SolvedProblems:
+    """The orders of the groups that were all right, in the order in which they ended."""
+
+    def __init__(self, restored: Mapping[str, Sequence[Sequence[Any]]] | None = None) -> None:
+        """`restored` is what a checkpoint holds."""
+        self._waiting: list[tuple[str, int, str]] = [
+            (domain, int(order), str(name)) for domain, pairs in (restored or {}).items() for order, name in pairs
+        ]
+        self._reported: tuple[str, int] = ("", 0)
+
+    def note(self, groups: Iterable[RolloutGroup]) -> None:
+        """Groups have ended, trained or filtered. One with an answer that nobody judged is not all right."""
+        for group in groups:
+            if group.problem.problem_id and all(each.verdict.outcome is Outcome.CORRECT for each in group.rollouts):
+                self._waiting.append((group.domain, group.index, group.problem.problem_id))
+
+    @property
+    def pending(self) -> Pairs:
+        """What the controller may not know of."""
+        pairs: Pairs = {}
+        for domain, order, name in self._waiting:
+            pairs.setdefault(domain, []).append((order, name))
+        return pairs
+
+    def report(self, report_id: str) -> Pairs:
+        """What is pending, for the report of this name."""
+        self._reported = (report_id, len(self._waiting))
+        return self.pending
+
+    def answered(self, report_id: str) -> None:
+        """The controller has answered a report: it knows what that report said."""
+        if report_id == self._reported[0]:
+            del self._waiting[: self._reported[1]]
+            self._reported = ("", 0)
 
 
 def has_signal(group: RolloutGroup) -> bool:

@@ -25,8 +25,7 @@ import torch.distributed
 
 from inference_contract.weights import Backend, Connections
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
-from pipelinerl.system.addresses import address_towards
-from pipelinerl.system.name_servers import without_name_servers
+from pipelinerl.system.addresses import address_towards, without_name_servers
 
 #: A wait at the store cannot be interrupted: it is made of waits as long as this.
 _SLICE_S: Final = 0.1

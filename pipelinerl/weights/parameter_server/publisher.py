@@ -26,8 +26,7 @@ from inference_contract.errors import ContractError, DeadlineExceeded, DigestMis
 from inference_contract.weights import Transport, UpdatePhase, UpdateStatus, WeightUpdateRequest, WeightUpdateResponse
 from pipelinerl.errors import DeadlineError, PipelineError, ReachedNoEngine, UpdateError
 from pipelinerl.system.background import in_background, settled
-from pipelinerl.weights.announcer import Announcer
-from pipelinerl.weights.engine_control import EngineControl, Preparation
+from pipelinerl.weights.engine_control import Announcer, EngineControl, Preparation
 from pipelinerl.weights.fan_out import Failure, each, lasting
 from pipelinerl.weights.parameter_server.retention import Key
 from pipelinerl.weights.parameter_server.upload import Uploaded, Uploader
@@ -39,6 +38,8 @@ log = logging.getLogger("pipelinerl")
 _SERVER_FAILED: Final = (PeerLost, DeadlineExceeded, DigestMismatch)
 #: How often an engine is tried in one publication.
 _ATTEMPTS: Final = 3
+#: So many engines at most are asked one by one where more than they would read an announcement that is not for them.
+_FEW: Final = 64
 #: Longest wait to tell servers who serves what; they hear it again with the next publication.
 _CONFIRM_S: Final = 5.0
 
@@ -144,6 +145,8 @@ class PullPublisher:
             return {}
         publication = progress.publication
         left_out, self._known = self._known - set(publication.engines), self._known | set(publication.engines)
+        if len(progress.targets) <= min(_FEW, len(left_out) - 1):
+            return {}  # to one that joins, for example
         prepare = self._request(
             progress, uploaded, UpdatePhase.PREPARE, layout_id=publication.layout.layout_id, **_turned(uploaded, 0)
         )

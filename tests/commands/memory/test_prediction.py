@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from benchmarks.memory_prediction import MemoryCase, measured
-from pipelinerl.commands.memory.engine_memory import EngineMemory
-from pipelinerl.commands.memory.prediction import MemoryPrediction, lines, predict, trainable
+from pipelinerl.commands.memory.prediction import EngineMemory, MemoryPrediction, lines, predict, trainable
 from pipelinerl.commands.memory.trainer_memory import LOGITS_AT_ONCE, TrainerMemory
 from pipelinerl.config.recipe import load
 from pipelinerl.models.model_shape import read_shape

@@ -87,6 +87,21 @@ def test_now_has_intervals_ages_and_waits(page: ServedPage) -> None:
     assert any(each["kind"] == "engine_lost" for each in now["incidents"])
 
 
+def test_now_brings_the_steps_and_marks_that_somebody_has_not(page: ServedPage) -> None:
+    names = "reward,domain/long_words/reward"
+    whole = page.get("/api/now", metrics=names)["steps"]
+    assert whole == page.get("/api/steps", metrics=names) and whole["last"] == 40
+    assert whole["figures"] == len(page.get("/api/run")["metrics"]) and whole["marked"] == len(whole["marks"]) > 4
+    later = page.get("/api/now", metrics=names, since=38, marked=whole["marked"] - 1)["steps"]
+    assert later["x"]["step"] == [39, 40] and later["marks"] == whole["marks"][-1:]
+    assert later["y"] == {name: {"mean": whole["y"][name]["mean"][-2:]} for name in names.split(",")}
+    nothing = page.get("/api/now", metrics=names, since=40, marked=whole["marked"])["steps"]
+    assert nothing["x"]["step"] == [] and nothing["marks"] == [] and nothing["last"] == 40
+    assert "steps" not in page.get("/api/now")
+    for wrong in ({"since": -1}, {"marked": "x"}, {"points": 1}):
+        assert page.http.get("/api/now", params={"metrics": "reward", **wrong}).status_code == 422, wrong
+
+
 def test_samples_are_sorted_filtered_and_gone_through(page: ServedPage) -> None:
     first = page.get("/api/samples", sort="length", limit=30)
     assert first["matched"] == 80 and first["complete"] and first["samples"][0]["length"] == 7
@@ -197,10 +212,13 @@ async def test_what_happens_is_told_and_who_comes_back_misses_nothing(tmp_path: 
                 assert stream.headers["content-type"].startswith("text/event-stream")
                 lines = stream.aiter_lines()
                 assert (await heard(lines, "hello"))[-1]["step"] == 5
+                assert page.get("/api/now", metrics="reward", since=5)["steps"]["x"]["step"] == []
                 write(log, more[0])
                 log.write("alarm", alarm="stale", domain="x", step=6, what="too old")
                 keep(run_dir, [sampled(6)])
                 told = await heard(lines, "step", "event", "samples")
+                asked_again = page.get("/api/now", metrics="reward", since=5)
+                assert asked_again["steps"]["x"]["step"] == [6] and asked_again["step"] == 6, "it is no old answer"
             assert {each["step"] for each in told if each["event"] == "step"} == {6}
             assert all("by_domain" not in each for each in told)
             write(log, more[1])
@@ -214,3 +232,16 @@ async def test_what_happens_is_told_and_who_comes_back_misses_nothing(tmp_path: 
             async with http.stream("GET", "/api/stream", headers={"last-event-id": "0-0"}) as stream:
                 assert (await heard(stream.aiter_lines(), "behind"))[-1]["to"] == 6
         assert page.get("/api/steps")["last"] == 6
+
+
+def test_a_window_is_told_as_lanes(tmp_path: Path) -> None:
+    with served_page(written_run(tmp_path / "run", steps=10)) as page:
+        loaded(page)
+        whole = page.get("/api/timeline")
+        assert {"trainer", "publication"} <= {lane["lane"] for lane in whole["lanes"]}
+        steps = next(lane for lane in whole["lanes"] if lane["kind"] == "trainer")["tracks"][0]
+        assert steps["kind"] == "step" and steps["value"] == list(range(1, 11))
+        part = page.get("/api/timeline", **{"from": 4.0, "to": 6.0, "points": 100})
+        assert (part["from"], part["to"]) == (4.0, 6.0) and part["resolution"] == 0.02
+        for wrong in ("from=nan", "to=-1", "points=1", "from=x"):
+            assert page.http.get(f"/api/timeline?{wrong}").status_code == 422

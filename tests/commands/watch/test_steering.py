@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from pipelinerl.choices import HOTTEST
-from pipelinerl.commands.watch.steering import described
+from pipelinerl.commands.watch.steering import Steering, described
 from pipelinerl.controller.service.api import create_api
+from pipelinerl.observability.status import RunStatus
 from pipelinerl.system.http_service import listen, serve_until, url_of
 from tests.commands.watch.run_files import TOKEN, ServedPage, served_page, written_run
 from tests.controller.service.test_service import running
 from tests.controller.world import ENGINE
+from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
 
@@ -126,6 +131,42 @@ async def test_without_a_controller_nothing_can_be_steered(tmp_path: Path) -> No
     with served_page(written_run(tmp_path / "run", steps=3)) as page:
         for path, body in (("/api/stop", {}), ("/api/knobs/check", {"k": 1})):
             assert refusal_of(await ask(page, "POST", path, body)) == (409, "no_controller"), path
+
+
+@contextmanager
+def status_only(run_dir: Path) -> Iterator[list[Any]]:
+    """What answers for a controller's status, at a port of its own that the run's directory names; yields who asked,
+    by connection."""
+    asked_by: list[Any] = []
+    status = msgspec.json.encode(RunStatus(run="x", step=1, total_steps=2, model_version=1))
+
+    async def answers(scope: Any, _: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            asked_by.append(scope["client"])
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": status})
+
+    with in_thread(answers) as url:
+        (run_dir / "controller.json").write_text(json.dumps({"url": url, "token": None}))
+        yield asked_by
+
+
+def test_a_controller_is_asked_once_for_all_over_one_connection_and_found_again_elsewhere(tmp_path: Path) -> None:
+    run_dir = written_run(tmp_path / "run", steps=1, end=False)
+    steering = Steering(run_dir)
+    try:
+        with status_only(run_dir) as asked_by:
+            assert all(steering.status(max_age_s=PATIENCE_S) is not None for _ in range(3)) and len(asked_by) == 1
+            assert steering.status(max_age_s=0.0) is not None and len(asked_by) == 2
+            assert len(set(asked_by)) == 1, "the connection was kept"
+            steering.close()
+            assert steering.status(max_age_s=0.0) is not None and len(set(asked_by)) == 2
+        assert steering.status(max_age_s=0.0) is None
+        with status_only(run_dir) as asked_by:
+            assert steering.status(max_age_s=0.0) is not None and len(asked_by) == 1
+            steering.close()
+    finally:
+        steering.close()
 
 
 @pytest.mark.parametrize(

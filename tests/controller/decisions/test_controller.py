@@ -286,10 +286,41 @@ def test_an_engine_that_joins_late_is_given_weights_without_waiting_for_a_step()
     effects = run.controller.decide(EngineRegistered(now=0.0, url="http://engine-1"))
     directives = [effect.directive for effect in effects if isinstance(effect, Send)]
     assert len(directives) == 1
-    assert directives[0].publish_to == [ENGINE, "http://engine-1"]
+    assert directives[0].publish_to == ["http://engine-1"], "what the others serve is no concern of its"
     assert directives[0].to_verify == ["http://engine-1"], "who serves has proven its weights"
     assert run.controller.state.fleet.serving() == [ENGINE], "unverified engines get no work"
     assert run.controller.reload_if_due() == [], "asked once for each membership"
+
+
+def test_an_engine_that_waits_for_weights_as_a_step_ends_has_no_other_reloaded_before_its_time() -> None:
+    run = world(evaluation_problems=0, j=3, k=4)
+    run.begin()
+    run.publish()
+    run.give(EngineRegistered(now=0.0, url="http://engine-1"))
+    sent: list[list[str]] = []
+    while run.version < 3:
+        before = run.version
+        run.publications.clear()  # they do not get through: engine-1 waits still
+        run.sample()
+        run.answer()
+        run.train()
+        if run.version > before and run.directive is not None:
+            sent.append(run.directive.publish_to)
+    assert sent == [["http://engine-1"], ["http://engine-1"], [ENGINE, "http://engine-1"]], "j = 3: due at the third"
+
+
+def test_what_was_postponed_for_an_evaluation_goes_to_all_whoever_joins_meanwhile() -> None:
+    run = world(pin=Pin.GATE, evaluation_interval_steps=1, steps=9)
+    run.begin()
+    while not run.controller.state.evaluations.postponed:
+        run.act()
+    sent = len(run.publications)
+    run.give(EngineRegistered(now=0.0, url="http://engine-1"))
+    assert len(run.publications) == sent, "the gate holds for engine-1, too"
+    while run.controller.state.evaluations.postponed:
+        run.sample()
+        run.answer()
+    assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-1"]
 
 
 def test_knobs_reach_a_trainer_that_waits_for_a_step() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.decisions.directives import Recipients
 from pipelinerl.controller.decisions.engine_decisions import removal_reason, to_stop
 from pipelinerl.controller.state.effects import Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle
@@ -101,7 +102,7 @@ def test_an_engine_that_gives_no_proof_is_tried_again_once_it_answers(run: World
     give_weights(run, ENGINE, NEW)
     assert told(made, proof(run, failed={NEW: "gone"})) == [("engine_lost", {"url": NEW, "reason": "gone"})]
     sent = [effect.directive for effect in made.decide(EngineAnswered(now=0.0, url=NEW)) if isinstance(effect, Send)]
-    assert [(directive.publish_to, directive.to_verify) for directive in sent] == [([ENGINE, NEW], [NEW])]
+    assert [(directive.publish_to, directive.to_verify) for directive in sent] == [([NEW], [NEW])]
 
 
 def test_a_swap_drains_the_old_engine_when_the_new_one_has_proven_itself(run: World) -> None:
@@ -142,7 +143,7 @@ def test_who_joins_meanwhile_does_not_have_a_refuted_engine_asked_again(run: Wor
     run.give(EngineAnswered(now=0.0, url=NEW))
     run.give(EngineRegistered(now=0.0, url="http://engine-2", incarnation="1"))
     assert run.directive is not None
-    assert (run.directive.publish_to, run.directive.to_verify) == ([ENGINE, "http://engine-2"], ["http://engine-2"])
+    assert (run.directive.publish_to, run.directive.to_verify) == (["http://engine-2"], ["http://engine-2"])
     assert lifecycle(made, NEW) is EngineLifecycle.DIRTY
 
 
@@ -264,5 +265,5 @@ def test_an_order_that_was_given_up_is_stale_and_another_is_issued(run: World) -
     assert run.issued[-1] == before
     run.give(heard(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))
     assert made.state.account.ledger()["stale"] == 1, "it ends once"
-    directive: Directive = made._directive("x", publish=False)
+    directive: Directive = made._directive("x", publish=Recipients.NOBODY)
     assert directive.stale == [3]

@@ -199,9 +199,9 @@ def test_one_engine_has_one_url(named: str, known: str) -> None:
 
 def test_only_a_publication_and_its_proof_make_healthy(fleet: Fleet) -> None:
     assert (fleet.members(), fleet.serving(), fleet.to_verify()) == ([A, B], [A], [B])
-    assert fleet.awaits_weights() and fleet.oldest_loaded() == 3
+    assert fleet.without_weights() == [B] and fleet.oldest_loaded() == 3
     fleet.on_published(B, 5, membership=fleet.membership)
-    assert fleet.serving() == [A] and not fleet.awaits_weights(), "it has them; it has not proven them"
+    assert fleet.serving() == [A] and not fleet.without_weights(), "it has them; it has not proven them"
     assert not fleet.on_verified(B, 4, membership=fleet.membership), "of other weights"
     assert fleet.on_verified(B, 5, membership=fleet.membership)
     assert fleet.serving() == [A, B] and fleet.oldest_loaded() == 3
@@ -214,7 +214,7 @@ def test_a_report_of_an_older_set_says_nothing_of_an_engine_that_joined_later(fl
     fleet.join(B, "2")
     fleet.on_published(B, 5, membership=before)
     assert not fleet.on_verified(B, 5, membership=before) and not fleet.publish_failed(B, "gone", membership=before)
-    assert fleet.awaits_weights() and lifecycle(fleet, B) is EngineLifecycle.JOINING
+    assert fleet.without_weights() == [B] and lifecycle(fleet, B) is EngineLifecycle.JOINING
 
 
 def test_a_refuted_engine_waits_for_other_weights_and_is_out_the_second_time(fleet: Fleet) -> None:
@@ -224,7 +224,8 @@ def test_a_refuted_engine_waits_for_other_weights_and_is_out_the_second_time(fle
     assert not fleet.answered(B, version=3), "the same weights again would be no update"
     fleet.join("http://c", "1")
     assert (fleet.members(), fleet.to_verify()) == ([A, "http://c"], ["http://c"]), "whoever else is given them now"
-    assert fleet.answered(B, version=4) and fleet.members() == [A, B, "http://c"] and fleet.awaits_weights()
+    assert fleet.answered(B, version=4) and fleet.members() == [A, B, "http://c"]
+    assert fleet.without_weights() == [B, "http://c"]
     fleet.on_published(B, 4, membership=fleet.membership)
     assert fleet.canary_failed(B, 4, "0.5 nats off", membership=fleet.membership)
     assert lifecycle(fleet, B) is EngineLifecycle.EXPELLED
@@ -235,7 +236,7 @@ def test_a_refuted_engine_is_asked_at_once_when_nobody_else_serves(fleet: Fleet)
     fleet.canary_failed(B, 3, "x", membership=fleet.membership)
     assert not fleet.answered(B, version=3)
     fleet.on_timeout(A, "gone")
-    assert fleet.answered(B, version=3) and fleet.awaits_weights()
+    assert fleet.answered(B, version=3) and fleet.without_weights() == [B]
 
 
 def test_a_refuted_engine_is_asked_at_once_by_a_new_trainer(fleet: Fleet) -> None:

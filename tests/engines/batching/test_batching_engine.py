@@ -360,6 +360,19 @@ async def test_continue_keeps_the_cache_and_recompute_rebuilds_it(engine: Batchi
     assert len((await task).choices) == 2
 
 
+async def test_what_several_rows_hold_is_recomputed_once(engine: BatchingEngine, gate: GatedRunner) -> None:
+    task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12, temperature=0.0))
+    await _steps(engine, gate, 1)
+    _stage(engine, seed=1)
+    commit = await _commit(engine, OnUpdate.RECOMPUTE_KV, 1)
+    await _steps(engine, gate, 1)
+    await commit
+    assert gate.log == ["prefill 2 tokens to rows [0, 1]", "swap", "prefill 4 tokens to rows [0, 1]"]
+    gate.open()
+    one, other = (await task).choices
+    assert one.token_ids == other.token_ids
+
+
 @pytest.mark.parametrize(
     ("on_update", "joins"),
     [

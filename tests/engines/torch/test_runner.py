@@ -191,6 +191,97 @@ def test_a_group_shares_its_prefill(directories: dict[str, Path]) -> None:
     _agree(path, rows)
 
 
+def _computed(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[int, ...]]:
+    """Of each forward of a prefill: prompts, and tokens of each."""
+    forward, shapes = runner._forward, []
+
+    class Counting:
+        logits = forward.logits
+
+        def fill(self, token_ids, *rest):
+            shapes.append(tuple(token_ids.shape))
+            forward.fill(token_ids, *rest)
+
+    runner._forward = Counting()
+    runner.prefill(prefills)
+    runner._forward = forward
+    return shapes
+
+
+@pytest.mark.parametrize("forward", ForwardKind)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_prompt_goes_on_from_where_another_began_alike(
+    directories: dict[str, Path], name: str, forward: ForwardKind
+) -> None:
+    """70 tokens in common: the first of them is computed whole, the others from the 64th token on, in one forward."""
+    runner, common = _runner(directories[name], forward), _prompt(0, 70)
+    rows = [Row(common + _prompt(i, 3 + i), noise_key=i) for i in range(1, 5)]
+    rows += [Row(_prompt(9, 12), noise_key=9)]
+    prefills = [Prefill(row.prompt[:-1], [index]) for index, row in enumerate(rows)]
+    assert _computed(runner, prefills) == [(2, 73), (3, 76 - 64)]
+    runner.place([row.state(index) for index, row in enumerate(rows)])
+    _decode(runner, rows, 4)
+    _agree(directories[name], rows)
+
+    late = Row(common + _prompt(7, 2), noise_key=7)  # a row that still decodes began so; a row that was moved, too
+    runner.move([4], [1])
+    assert _computed(runner, [Prefill(late.prompt[:-1], [4, 5])]) == [(1, 7)]
+    runner.place([late.state(4)])
+    kept = [rows[0], rows[4], *rows[2:4], late]
+    _decode(runner, kept, 3)
+    _agree(directories[name], kept)
+
+
+def test_other_weights_have_computed_nothing(directories: dict[str, Path]) -> None:
+    runner, prompt = _runner(directories["llama"]), _prompt(0, 70)
+    assert _computed(runner, [Prefill(prompt, [0])]) == [(1, 70)]
+    assert _computed(runner, [Prefill(prompt, [1])]) == [(1, 6)]
+    runner.swap()
+    assert _computed(runner, [Prefill(prompt, [2])]) == [(1, 70)]
+
+
+@pytest.mark.parametrize("forward", ForwardKind)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_rows_that_are_alike_are_computed_once_until_they_part(
+    directories: dict[str, Path], name: str, forward: ForwardKind
+) -> None:
+    """Two groups, one of an empty prompt, at temperatures that keep them together for a while; others beside."""
+    runner = _runner(directories[name], forward)
+    one, other = _prompt(1, 9), _prompt(2, 1)
+    rows = [Row(one, 0.0)] + [Row(one, 0.3, noise_key=i) for i in range(3)]
+    rows += [Row(other, 0.3, noise_key=i) for i in range(2)] + [Row(_prompt(3, 9), noise_key=9)]
+    runner.prefill([Prefill(one[:-1], range(4)), Prefill(rows[6].prompt[:-1], [6])])
+    runner.place([row.state(index) for index, row in enumerate(rows)])
+    fed = _fed(runner)
+    _decode(runner, rows, 6)
+    late = Row(one, noise_key=5)
+    runner.copy_cache(0, [7], 8)
+    runner.place([late.state(7)])
+    rows.append(late)
+    runner.move([7], [3])  # row 3 has ended
+    kept = [*rows[:3], late, *rows[4:7]]
+    _decode(runner, kept, 5)
+    _agree(directories[name], rows)
+    assert fed[0] == 3 and max(fed) <= 7
+    prefixes = [len({(*row.prompt, *row.token_ids[:step]) for row in rows[:7]}) for step in range(6)]
+    assert fed[:6] == [count if count <= 6 else 7 for count in prefixes]
+
+
+def _fed(runner: TorchRunner) -> list[int]:
+    """How many rows the model is fed at each step from now on."""
+    forward, counts = runner._forward, []
+
+    class Counting:
+        fill = forward.fill
+
+        def logits(self, token_ids, *rest):
+            counts.append(len(token_ids))
+            return forward.logits(token_ids, *rest)
+
+    runner._forward = Counting()
+    return counts
+
+
 def test_prefills_may_name_rows_in_any_order_and_leave_gaps(directories: dict[str, Path]) -> None:
     path = directories["llama"]
     runner = _runner(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -387,11 +388,14 @@ async def test_the_loop_is_free_while_a_join_waits(setting: Setting) -> None:
 
 
 class _Pull:
-    """A source of weights that fills the buffer, fails, or waits until it is given up."""
+    """A source of weights that fills the buffer, fails, or waits until it is given up; never before `gate` opens."""
 
-    def __init__(self, failure: Exception | None = None, *, waits: bool = False) -> None:
+    def __init__(
+        self, failure: Exception | None = None, *, waits: bool = False, gate: threading.Event | None = None
+    ) -> None:
         self._failure = failure
         self._waits = waits
+        self._gate = gate
         self.orders: list[PullOrder] = []
 
     def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None]) -> str:
@@ -400,6 +404,8 @@ class _Pull:
         on_progress(len(into) // 2)
         if self._waits and order.given_up.wait(order.deadline - time.monotonic()):
             raise UpdateError("it was given up")
+        if self._gate is not None:
+            assert self._gate.wait(PATIENCE_S)
         if self._failure is not None:
             raise self._failure
         into[:] = BYTES
@@ -510,14 +516,17 @@ async def test_a_later_epoch_ends_what_an_earlier_has_under_way_and_shuts_it_out
 
 async def test_a_prepare_that_replaces_an_update_takes_its_commit_away(setting: Setting) -> None:
     """Both at once: were the commit let through, what is received next would land in the weights that it serves."""
-    setting.receiver = WeightReceiver(setting.target, pull=_Pull())
-    await setting.phase(UpdatePhase.PREPARE, timeout_s=0.05, **PULL)
-    await asyncio.sleep(0.1)
-    committed, prepared = await asyncio.gather(
+    gate = threading.Event()
+    setting.receiver = WeightReceiver(setting.target, pull=_Pull(gate=gate))
+    await setting.phase(UpdatePhase.PREPARE, **PULL)
+    both = asyncio.gather(
         setting.phase(UpdatePhase.COMMIT),
         setting.phase(UpdatePhase.PREPARE, version=2, **PULL),
         return_exceptions=True,
     )
+    await asyncio.sleep(0)  # the one waits for the bytes now, the other for the end of their coming
+    gate.set()
+    committed, prepared = await both
     assert isinstance(committed, NotPrepared) and prepared is UpdateStatus.PREPARED
     assert setting.target.serving() == (0, 0) and not setting.target.current.any()
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED

@@ -11,6 +11,10 @@ tries until then nothing may come into effect:
     trims         it trims no stream: what it asks for is refused
 
 Each seed is one run with three take-overs, each by a trainer that the next one fences.
+
+A first that was stopped with a checkpoint about to be put in place can be made to go on at the one instant at which
+nothing but the fence keeps it from that: the second has claimed the directory, and stands still before it clears away
+what others have begun there.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +38,7 @@ from pipelinerl.training.checkpoints.checkpoint import load
 from pipelinerl.training.checkpoints.fence import CheckpointFence
 from tests.faults.cluster import Cluster, running
 from tests.faults.scenarios.scenario import Verdict
+from tests.patience import PATIENCE_S
 
 SHORT = range(1)
 LONG = range(34)
@@ -57,15 +62,15 @@ class TakeOver:
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE_OVERS) -> Verdict:
-    """One run with take-overs; a mutant is always stopped where its checkpoint is about to be put in place."""
+    """One run with take-overs; a mutant always goes on at the instant at which nothing but the fence could hold it."""
     broken: list[str] = []
-    figures = Counter({"take-overs": 0, "in the middle of a write": 0, "writes after fencing": 0})
+    figures = Counter({"take-overs": 0, "in the middle of a write": 0, "held by the fence alone": 0})
+    figures["writes after fencing"] = 0
     with running(directory, seed=seed, mutant=mutant) as cluster:
         cluster.supervised.add("trainer")  # one that began while a later checkpoint was put in place starts again
         try:
             for number in range(take_overs):
-                points = ("checkpoint",) if mutant else POINTS
-                found = take_over(cluster, generator(seed, "take-over", number), points, figures)
+                found = take_over(cluster, generator(seed, "take-over", number), figures, mutant=mutant)
                 figures["take-overs"] += 1
                 figures["writes after fencing"] += len(found)
                 broken += [f"take-over {number}: {sentence}" for sentence in found]
@@ -74,21 +79,39 @@ def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE
     return Verdict(dict(figures), tuple(broken))
 
 
-def take_over(cluster: Cluster, random: Generator, points: Sequence[str], figures: Counter[str]) -> list[str]:
+def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mutant: str) -> list[str]:
     """Stop the trainer, start another, let the first go on; what it wrote all the same."""
     steps_are(cluster, 3, "three steps before a take-over")
     first = cluster.processes.pop("trainer")
-    in_a_write = stop(cluster, first.pid, operation=str(random.choice(points)), points=int(random.integers(6)))
-    figures["in the middle of a write"] += in_a_write
-    epoch = len(cluster.events("trainer_ready"))
-    cluster.start("trainer")
-    cluster.until(lambda: len(cluster.events("trainer_ready")) > epoch, f"epoch {epoch + 1}")
-    head_start(cluster, up_to_s=float(random.choice([0.0, 0.1, 2.0])))
-    seen = before(cluster, epoch)
-    os.kill(first.pid, signal.SIGCONT)
-    cluster.until(lambda: first.exitcode is not None, "the fenced trainer to end")
+    try:
+        operation = "checkpoint" if mutant else str(random.choice(POINTS))
+        patience_s = PATIENCE_S if mutant else 2.0
+        points = int(random.integers(6))
+        in_a_write = stop(cluster, first.pid, operation=operation, points=points, up_to_s=patience_s)
+        figures["in the middle of a write"] += in_a_write
+        # Stopped anywhere else it may hold the fence's lock, for which the second would wait.
+        by_the_fence = in_a_write and operation == "checkpoint" and bool(mutant or random.integers(2))
+        figures["held by the fence alone"] += by_the_fence
+        epoch = len(cluster.events("trainer_ready"))
+        cluster.start("trainer", stopped_at="claimed" if by_the_fence else "")
+        if by_the_fence:
+            cluster.until(
+                lambda: _is_stopped(cluster.processes["trainer"].pid), f"epoch {epoch + 1} to claim the checkpoints"
+            )
+        else:
+            cluster.until(lambda: len(cluster.events("trainer_ready")) > epoch, f"epoch {epoch + 1}")
+            head_start(cluster, up_to_s=float(random.choice([0.0, 0.1, 2.0])))
+        seen = before(cluster, epoch)
+        os.kill(first.pid, signal.SIGCONT)
+        cluster.until(lambda: first.exitcode is not None, "the fenced trainer to end")
+        written = list(put_in_place(cluster, seen))  # before the second replaces it: it makes that step's, too
+        if by_the_fence:
+            os.kill(cluster.processes["trainer"].pid, signal.SIGCONT)
+    finally:
+        first.kill()
+        first.join()
     steps_are(cluster, 3, f"three steps of epoch {epoch + 1}")
-    written = list(after(cluster, seen, pid=first.pid))
+    written += after(cluster, seen, pid=first.pid)
     if first.exitcode != 2 or WORDS not in (cluster.directory / "trainer.log").read_text():
         written.append(f"the fenced trainer must end with status 2 and say so, it ended with {first.exitcode}")
     return written
@@ -107,10 +130,10 @@ def steps_are(cluster: Cluster, more: int, what: str) -> None:
     cluster.until(lambda: len(cluster.events("step")) >= steps + more, what)
 
 
-def stop(cluster: Cluster, pid: int, *, operation: str, points: int) -> bool:
+def stop(cluster: Cluster, pid: int, *, operation: str, points: int, up_to_s: float) -> bool:
     """Stop the trainer at that point, or after a while wherever it is; True when it was at the point."""
     cluster.fuses["trainer"].light(operation, points, signal.SIGSTOP)
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + up_to_s
     while time.monotonic() < deadline:
         if _is_stopped(pid):
             return True
@@ -121,7 +144,10 @@ def stop(cluster: Cluster, pid: int, *, operation: str, points: int) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):  # it has ended, which whoever waits for it is told
+        return False
 
 
 def before(cluster: Cluster, epoch: int) -> TakeOver:
@@ -139,8 +165,16 @@ def before(cluster: Cluster, epoch: int) -> TakeOver:
     )
 
 
-def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Any:
-    """What the fenced trainer has written since, in words."""
+def put_in_place(cluster: Cluster, seen: TakeOver) -> Iterator[str]:
+    """Checkpoints of the fenced trainer that are there since, in words."""
+    for name, inode in _checkpoints(cluster).items():
+        path = cluster.directory / "checkpoints" / name
+        if seen.claimed and seen.checkpoints.get(name) != inode and _epoch_of(path) == seen.epoch:
+            yield f"it put {name} in place"
+
+
+def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Iterator[str]:
+    """What else the fenced trainer has done since, in words."""
     told = _told(cluster)[seen.events :]  # read first: what it tells of was witnessed before
     reported = {(step["epoch"], step["version"]) for step in cluster.witnessed("trained")}
     for event in told:
@@ -152,10 +186,6 @@ def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Any:
     for group in cluster.witnessed("made"):
         if group["epoch"] <= seen.epoch and group["newest"] > seen.newest_weights and group["time"] > seen.at:
             yield f"an engine sampled order {group['index']} with its weights {group['epoch']}.{group['newest']}"
-    for name, inode in _checkpoints(cluster).items():
-        path = cluster.directory / "checkpoints" / name
-        if seen.claimed and seen.checkpoints.get(name) != inode and _epoch_of(path) == seen.epoch:
-            yield f"it put {name} in place"
     for trim in cluster.witnessed("trimmed"):
         if trim["pid"] == pid and trim["asked"] > seen.at and trim["stream"].startswith(ROLLOUTS):
             yield f"it trimmed {trim['stream']}"

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
-from tests.commands.watch.run_files import ServedPage, loaded, served_page, written_run
+from benchmarks.open_pages import now_question, run_question
+from pipelinerl.observability.events import EventLog
+from tests.commands.watch.run_files import ServedPage, loaded, served_page, write, written_run
 from tests.fakes.live_run import endless_run, launched
 from tests.observability.page.browser import MISSING, a_browser, opened
 from tests.observability.page.hostile_run import HOSTILE, hostile_run, long_silent
+from tests.observability.synthetic import events
+from tests.patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -60,6 +66,16 @@ UNSEEN_FOCUS: Final = """() => {
 #: The step that the page tells.
 STEP: Final = "Number(document.querySelector('.facts').textContent.match(/step ([\\d,]+)/)[1].replaceAll(',', ''))"
 
+#: Makes the page believe that it is hidden, or that somebody looks at it.
+VISIBILITY: Final = """(hidden) => {
+  Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+#: What was asked last: address, from and to so many milliseconds of the page's life, and the status.
+ASKED: Final = """() => performance.getEntriesByType("resource").slice(-20)
+  .map((each) => [each.name, Math.round(each.startTime), Math.round(each.responseEnd), each.responseStatus])"""
+
 #: Has the canvas a point that is not its ground?
 DRAWN: Final = """(canvas) => {
   const { width, height } = canvas;
@@ -84,6 +100,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
         yield served
 
 
+@contextmanager
+def troubled(browser: Browser, server: ServedPage) -> Iterator[Page]:
+    """A page with a key that is about to meet trouble: what its console says of that is not looked at."""
+    context = browser.new_context()
+    context.set_default_timeout(PATIENCE_S * 1e3)
+    context.add_cookies([{"name": "pipelinerl", "value": server.http.cookies["pipelinerl"], "url": server.url}])
+    try:
+        yield context.new_page()
+    finally:
+        context.close()
+
+
 def go(page: Page, url: str, screen: str) -> None:
     """To a screen, by its permanent link, until it shows what it has."""
     page.goto(f"{url}/#/{screen}")
@@ -92,6 +120,8 @@ def go(page: Page, url: str, screen: str) -> None:
 
 def shown(page: Page, screen: str) -> None:
     """Wait for what only this screen shows, and only with data."""
+    from playwright.sync_api import TimeoutError as NotShown
+
     main = page.locator("main")
     wanted = {
         "now": lambda: main.get_by_role("img", name=re.compile("^Gradient norm over step; newest: grad norm 0")),
@@ -102,7 +132,11 @@ def shown(page: Page, screen: str) -> None:
         "tokens": lambda: main.get_by_role("button", pressed=True).first,
         "compare": lambda: main.get_by_role("heading", name="Where the recipes differ"),
     }
-    wanted[screen]().wait_for()
+    try:
+        wanted[screen]().wait_for()
+    except NotShown as error:
+        asked = page.evaluate(ASKED)
+        raise AssertionError(f"{screen} did not come; it shows\n{main.inner_text()}\nand has asked {asked}") from error
 
 
 def group_of(server: ServedPage, run: int = 0, **query: Any) -> str:
@@ -236,6 +270,52 @@ def test_the_wheel_zooms_into_the_timeline(browser: Browser, server: ServedPage)
         expect(heading).to_have_text(whole)
 
 
+def test_a_page_asks_only_for_what_is_new_as_the_benchmarks_do_and_nothing_while_it_is_hidden(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run_dir = written_run(tmp_path / "live", steps=40, end=False)
+    last = next(event for event in reversed(events(40)) if event["kind"] == "step")
+
+    def gradient(value: str) -> Any:
+        return page.get_by_role("img", name=re.compile(f"^Gradient norm over step; newest: grad norm {value}"))
+
+    with served_page(run_dir) as server, EventLog(run_dir / "events.jsonl") as log:
+        facts = loaded(server)
+        rows = server.get(now_question(facts)[0], **now_question(facts)[1])["steps"]
+        with opened(browser, server.url) as page:
+            shown(page, "now")
+            page.locator("[data-heard=open]").wait_for()
+            asked: list[Any] = []
+            page.on("request", lambda sent: asked.append(question_of(sent.url)))
+            write(log, last | {"step": 41, "grad_norm": 9.5})
+            gradient("9.5").wait_for()
+            expected = now_question(facts, rows)
+            assert next(each for each in asked if each[0] == "/api/now") == expected and expected[1]["since"] == "40"
+            assert {path for path, _ in asked} <= {"/api/now", "/api/run"}
+            for step, norm in ((30, 1.5), (42, 8.5)):  # it was resumed: what is here is no more, though it goes on
+                write(log, last | {"step": step, "grad_norm": norm})
+            gradient("8.5").wait_for()
+            assert now_question(facts) in asked
+            while run_question() not in asked:  # the test's own time limit ends it
+                page.wait_for_timeout(20)
+            with page.expect_event("requestfailed", lambda sent: "/api/stream" in sent.url):
+                page.evaluate(VISIBILITY, True)
+            hidden_at = len(asked)
+            write(log, last | {"step": 43, "grad_norm": 7.5})
+            while server.runs[0].view.step != 43:  # the test's own time limit ends it
+                page.wait_for_timeout(20)
+            assert asked[hidden_at:] == []
+            page.evaluate(VISIBILITY, False)
+            gradient("7.5").wait_for()
+            assert asked[hidden_at][0] == "/api/stream"
+
+
+def question_of(url: str) -> tuple[str, dict[str, str]]:
+    """Path and query."""
+    parts = urlsplit(url)
+    return parts.path, dict(parse_qsl(parts.query))
+
+
 def test_a_link_that_is_followed_while_the_page_begins_is_followed(browser: Browser, server: ServedPage) -> None:
     """After the first drawing, and before what follows it."""
     with opened(browser, server.url) as page:
@@ -245,31 +325,43 @@ def test_a_link_that_is_followed_while_the_page_begins_is_followed(browser: Brow
 
 
 def test_a_connection_that_is_lost_is_shown_and_comes_back_by_itself(browser: Browser, server: ServedPage) -> None:
-    context = browser.new_context()
-    try:
-        context.add_cookies([{"name": "pipelinerl", "value": server.http.cookies["pipelinerl"], "url": server.url}])
-        page = context.new_page()
+    with troubled(browser, server) as page:
         page.route("**/api/stream*", lambda route: route.abort())
         page.goto(server.url)
         page.locator("[data-heard=lost]").wait_for()
         page.unroute_all()
         page.locator("[data-heard=open]").wait_for()
-    finally:
-        context.close()
+
+
+def test_an_answer_that_is_lost_is_asked_for_again(browser: Browser, server: ServedPage) -> None:
+    """Though the stream is heard all the while, and has nothing to tell."""
+    with troubled(browser, server) as page:
+        page.route("**/api/samples*", lambda route: route.abort())
+        page.goto(f"{server.url}/#/samples")
+        page.get_by_role("alert").get_by_text("does not answer").wait_for()
+        page.locator("[data-heard=open]").wait_for()
+        page.unroute_all()
+        shown(page, "samples")
+        page.get_by_role("alert").wait_for(state="detached")
+
+
+def test_what_was_read_before_the_stream_was_heard_is_not_missed(browser: Browser, server: ServedPage) -> None:
+    """The first answer is of a run whose files are being read; by the time that the stream is open they have been."""
+    early = server.get("/api/run") | {"loading": {"events": 0.5, "samples": 0.25}}
+    with troubled(browser, server) as page:
+        page.route("**/api/run*", lambda route: route.fulfill(json=early), times=1)
+        page.goto(server.url)
+        page.get_by_text("The run's files are being read, 25 %").wait_for()
+        page.get_by_text("The run's files are being read").wait_for(state="detached")
 
 
 def test_who_has_no_key_is_told_what_to_do(browser: Browser, server: ServedPage) -> None:
-    context = browser.new_context()
-    try:
-        context.add_cookies([{"name": "pipelinerl", "value": server.http.cookies["pipelinerl"], "url": server.url}])
-        page = context.new_page()
+    with troubled(browser, server) as page:
         page.goto(server.url)
         shown(page, "now")
-        context.clear_cookies()
+        page.context.clear_cookies()
         page.goto(f"{server.url}/#/samples")
         page.get_by_role("alert").filter(has_text="open the link that").first.wait_for()
-    finally:
-        context.close()
 
 
 def test_two_hundred_hostile_texts_are_shown_and_none_runs(browser: Browser, server: ServedPage) -> None:
@@ -327,6 +419,8 @@ def test_k_is_moved_by_its_slider_while_the_run_lives(browser: Browser, tmp_path
             step = newest(run.steps)
             run.until_step(step + 2)
             page.wait_for_function(f"(step) => {STEP} > step", arg=step)  # by itself, from the stream
+            # The trainer's thread of samples first reads the tokenizer, which takes longer than some steps.
+            run.until(lambda live: list(live.directory.glob("samples/training-*.jsonl")), "a sample of a step")
     with served_page(directory) as server, opened(browser, server.url) as page:
         go(page, server.url, "now")
         expect(page.locator("main")).to_contain_text("ended without a word")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -37,6 +38,14 @@ def test_alarms_stand_until_they_are_cleared_and_knobs_as_last_changed() -> None
     assert made.knobs == {"k": 8} and made.marks[-1]["what"] == "k = 8 by ann" and made.knob_log[0]["who"] == "ann"
     made.take(alarm | {"kind": "alarm_cleared"})
     assert overview(made, window=5)["alarms"] == []
+
+
+def test_marks_are_told_from_where_somebody_was_though_the_oldest_have_gone() -> None:
+    made = RunView(marks=deque(maxlen=3))
+    for version in range(5):
+        made.take({"kind": "checkpoint", "model_version": version, "path": "x"})
+    told = {number: [mark["step"] for mark in made.marks_after(number)] for number in (0, 1, 3, 5, 9)}
+    assert told == {0: [2, 3, 4], 1: [2, 3, 4], 3: [3, 4], 5: [], 9: [2, 3, 4]} and made.mark_count == 5
 
 
 def test_stale_groups_are_told_by_who_gave_them_up() -> None:

@@ -81,6 +81,18 @@ def test_only_the_newest_are_held_where_there_are_too_many(tmp_path: Path) -> No
     assert sorted(steps(index, SampleFilter())) == list(range(16, 26))
 
 
+def test_a_line_that_is_being_written_is_read_once_it_is_whole(tmp_path: Path) -> None:
+    kept(tmp_path, group(1), group(2))
+    (path,) = (tmp_path / "samples").iterdir()
+    whole = path.read_bytes()
+    index = SampleIndex(tmp_path)
+    for end in (10, len(whole) // 2 + 10, len(whole) - 1, len(whole)):
+        path.write_bytes(whole[:end])
+        read(index)
+        assert index.share == 1.0, "what is not whole is not there yet"
+    assert index.count == len(group(1).answers) * 2 and steps(index, SampleFilter(limit=9))[-1] == 1
+
+
 def test_lines_of_others_and_torn_ones_are_no_samples(tmp_path: Path) -> None:
     kept(tmp_path, group(1))
     (path,) = (tmp_path / "samples").iterdir()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.observability.page.step_table import MOST_FIGURES, StepTable, plain
+from pipelinerl.observability.page.step_table import MOST_FIGURES, StepTable, plain, plain_columns
 from pipelinerl.rng import generator
 
 
@@ -53,6 +53,22 @@ def test_a_step_that_is_taken_again_takes_what_followed_away() -> None:
     assert not made.add({"step": 4001, "reward": 8.0})
     assert made.rows([], points=10, since=3999).places["samples"].tolist() == [16000.0, 16000.0]
     assert made.add({"step": 1, "reward": 1.0}) and made.count == 1
+
+
+def test_what_is_asked_for_since_a_step_is_the_end_of_what_is_asked_for_whole() -> None:
+    made = table(4099)  # more than one piece of it
+    whole = made.rows(["reward"], points=4100)
+    for since in (0, 4095, 4096, 4098, 4099, 9999):
+        rows = made.rows(["reward", "nothing"], points=4100, since=since)
+        assert rows.each == 1 and set(rows.means) == {"reward"}
+        assert np.array_equal(rows.means["reward"], whole.means["reward"][since:]), since
+        assert np.array_equal(rows.places["samples"], whole.places["samples"][since:]), since
+
+
+def test_columns_are_plain_as_each_of_them_is() -> None:
+    columns = {"a": np.array([1.23456789, np.nan]), "b": np.array([-1e-9, 12345678.0])}
+    assert plain_columns(columns) == {name: plain(column) for name, column in columns.items()}
+    assert plain_columns({}) == {} and plain_columns({"a": np.zeros(0)}) == {"a": []}
 
 
 def test_windows_and_what_there_is_not() -> None:

@@ -6,6 +6,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from pipelinerl.observability.samples.reading import read_samples
 from pipelinerl.observability.samples.record import SampleGroup
 from pipelinerl.observability.samples.sample_log import SampleLog
@@ -94,6 +96,21 @@ def test_a_directory_that_cannot_be_made_costs_samples_and_nothing_else(tmp_path
     log.put(lambda: [group(2)])
     log.close()
     assert log.left_out == 2
+
+
+def test_a_sample_that_cannot_be_told_costs_none_of_the_later_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = log_in(tmp_path)
+
+    def make() -> list[SampleGroup]:
+        raise RuntimeError("the tokenizer is borrowed")
+
+    log.put(make)
+    log.put(lambda: [group(2)])
+    log.close()
+    assert log.left_out == 1 and [each.step for each in read_samples(tmp_path)] == [2]
+    assert "RuntimeError: the tokenizer is borrowed" in caplog.text
 
 
 def test_files_are_their_owners_only(tmp_path: Path) -> None:

@@ -254,16 +254,19 @@ async def test_who_follows_announcements_is_not_asked_and_who_lacks_the_layout_i
 ) -> None:
     follows, asked = engines
     served = WeightUpdateResponse(status=UpdateStatus.COMMITTED, version=1, epoch=1, pause_s=0.5)
-    announcer = Announcing({follows: served, asked: NotPrepared("which layout?", param="layout_id")})
+    other = "http://127.0.0.1:1"  # nobody is there: a request to it would be a failure
+    announcer = Announcing({follows: served, other: served, asked: NotPrepared("which?", param="layout_id")})
     publisher = PullPublisher(control, Uploader(servers, token=TOKEN), announcer=announcer)
     try:
-        report = await publisher.publish(publication(1, engines))
-        assert (report.failed, report.pauses_s[follows], set(report.pauses_s)) == ({}, 0.5, set(engines))
+        report = await publisher.publish(publication(1, [*engines, other]))
+        assert (report.failed, report.pauses_s[follows], set(report.pauses_s)) == ({}, 0.5, {*engines, other})
         assert {url for url, _ in control.updates} == {asked}
-        await publisher.publish(publication(2, [asked]))
+        assert (await publisher.publish(publication(2, [asked]))).failed == {}
+        assert len(announcer.told) == 1, "two would read in vain what one is to take"
+        await publisher.publish(publication(3, engines))
     finally:
         await publisher.close()
     (prepare, told, left_out), (_, _, then_left_out) = announcer.told
     assert (prepare.phase, prepare.layout_id, prepare.digest) == (UpdatePhase.PREPARE, LAYOUT.layout_id, report.digest)
     assert set(prepare.sources or ()) == set(servers) and prepare.layout is None
-    assert (sorted(told), left_out, then_left_out) == (sorted(engines), [], [follows])
+    assert (sorted(told), left_out, then_left_out) == (sorted([*engines, other]), [], [other])

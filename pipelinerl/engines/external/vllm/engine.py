@@ -12,6 +12,7 @@ import importlib.metadata
 import logging
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from inference_contract.engine import Engine
@@ -20,7 +21,6 @@ from inference_contract.weights import Backend
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.sample_loop import LoopBuilder
 from pipelinerl.engines.batching.scheduler import Capacity
-from pipelinerl.engines.cpu_arithmetic import slow_here
 from pipelinerl.engines.external.core_loop import CoreLoop
 from pipelinerl.engines.external.engine_core import CoreModel, EngineCore
 from pipelinerl.engines.external.vllm.limits import check_experts_on_cpu
@@ -39,6 +39,13 @@ SERIES: Final = "0.32."
 
 #: vLLM's own default on CPU, in tokens.
 _BLOCK: Final = 128
+
+_CPUINFO: Final = Path("/proc/cpuinfo")
+#: Any of these flags multiplies pairs of the dtype; Arm names its own `bf16` and `asimdhp`.
+_FLAGS: Final = {
+    "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
+    "float16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
+}
 
 
 def from_options(options: EngineOptions) -> Engine:
@@ -92,6 +99,31 @@ def _built_for_cpu() -> bool:
 def slow_on_cpu(dtype: str) -> str | None:
     """Why the installed vLLM is slow in `dtype` on this machine; None when it is not, or runs on something else."""
     return slow_here(dtype) if _built_for_cpu() else None
+
+
+def slow_here(dtype: str, *, cpuinfo: Path = _CPUINFO) -> str | None:
+    """Why an engine on this CPU is slow in `dtype`, and what to say instead; None when it is not, or unknown.
+
+    A model in bfloat16 is half as large and may still be many times slower: without AVX512-BF16 or AMX every product is
+    made of float32 ones, after a conversion of both factors.
+    """
+    wanted, known = _FLAGS.get(dtype), _flags(cpuinfo)
+    if wanted is None or not known or wanted & known:
+        return None
+    return (
+        f"this machine's CPU has no instructions for {dtype} and imitates it, many times slower: say "
+        "engine.dtype=float32, which takes the same weights"
+    )
+
+
+def _flags(cpuinfo: Path) -> frozenset[str]:
+    """The flags of the first CPU; none where the system does not list them."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    named = (line.partition(":")[2] for line in lines if line.split(":")[0].strip().lower() in ("flags", "features"))
+    return frozenset(next(named, "").split())
 
 
 def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBuilder:

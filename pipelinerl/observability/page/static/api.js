@@ -37,14 +37,12 @@ async function answerOf(response) {
 }
 
 async function asked(url, options) {
-  let response;
   try {
-    response = await fetch(url, options);
+    return await answerOf(await fetch(url, options));
   } catch (error) {
-    if (error.name === "AbortError") throw error;
+    if (error instanceof Refused || error.name === "AbortError") throw error;
     throw new Refused(0, LOST, "lost");
   }
-  return answerOf(response);
 }
 
 export function get(path, query, signal) {
@@ -59,8 +57,8 @@ export function send(method, path, body, query) {
   });
 }
 
-// Hears the run's stream for as long as the page is open, and opens it again whenever it ends. `told(kind, data)` has
-// every event; `link(state)` has `open`, `lost` or `no_key`.
+// Hears the run's stream for as long as somebody looks at the page, and opens it again whenever it ends. `told(kind, data)`
+// has every event; `link(state)` has `opening`, `open`, `lost` or `no_key`.
 export function hear(run, told, link) {
   const kinds = ["hello", "step", "behind", "event", "samples", "state", "loaded", "rewound"];
   let source = null;
@@ -72,6 +70,7 @@ export function hear(run, told, link) {
     try {
       await get("run", { run });
     } catch (error) {
+      if (over || document.hidden) return;
       link(error.code === "no_key" ? "no_key" : "lost");
       pause = Math.min(8000, pause * 2);
       timer = setTimeout(again, pause);
@@ -80,7 +79,7 @@ export function hear(run, told, link) {
     open();
   };
   const open = () => {
-    if (over) return;
+    if (over || source || document.hidden) return;
     source = new EventSource(address("stream", { run }));
     source.onopen = () => {
       pause = 500;
@@ -88,18 +87,28 @@ export function hear(run, told, link) {
     };
     source.onerror = () => {
       link("lost");
-      source.close();
-      clearTimeout(timer);
+      close();
       timer = setTimeout(again, pause);
     };
     for (const kind of kinds) {
       source.addEventListener(kind, (event) => told(kind, JSON.parse(event.data)));
     }
   };
+  const close = () => {
+    clearTimeout(timer);
+    source?.close();
+    source = null;
+  };
+  const looked = () => {
+    if (document.hidden) return close();
+    link("opening");
+    return open(); // what was missed meanwhile is asked for at its `hello`
+  };
+  document.addEventListener("visibilitychange", looked);
   open();
   return () => {
     over = true;
-    clearTimeout(timer);
-    source?.close();
+    document.removeEventListener("visibilitychange", looked);
+    close();
   };
 }

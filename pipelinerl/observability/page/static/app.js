@@ -3,7 +3,7 @@ import { hear } from "./api.js";
 import { Compare } from "./compare.js";
 import { clock, duration, number, runName } from "./format.js";
 import { Group } from "./group.js";
-import { tell, useAnswer } from "./live.js";
+import { tell, useAnswer, useStream } from "./live.js";
 import { Now } from "./now.js";
 import { link, useRoute } from "./route.js";
 import { Samples } from "./samples.js";
@@ -21,6 +21,8 @@ const SCREENS = [
   ["compare", "Compare", Compare],
 ];
 const PARTS = { group: ["samples", Group, "Group"], tokens: ["samples", Tokens, "Tokens"] };
+// What a run has, such as its domains and metrics, is mostly there by then: it is asked for less often after.
+const YOUNG = 20;
 const STATES = {
   starting: ["live", "starting"],
   live: ["live", "live"],
@@ -35,21 +37,27 @@ function Page() {
   const { screen, rest, query } = useRoute();
   const run = query.run ?? "0";
   const [heard, setHeard] = useState("opening");
+  const [greeting, setGreeting] = useState(null);
   const [, redraw] = useState(0);
   const main = useRef(null);
+  const known = useRef(0);
   const about = useAnswer(
     "run",
     { run },
-    { matters: (kind) => kind === "state" || kind === "step" || kind === "behind", pauseMs: 2000 },
+    {
+      matters: (kind) => ["state", "step", "behind", "samples"].includes(kind),
+      pauseMs: known.current < YOUNG || screen === "compare" ? 2000 : 15000, // of other runs no stream tells
+    },
   );
   useEffect(() => {
     let before = false;
     return hear(
       run,
       (kind, data) => {
-        if (kind === "hello" && !before)
-          before = true; // what is shown was just asked for
-        else tell(kind, data);
+        if (kind === "hello" && !before) {
+          before = true;
+          setGreeting(data); // what is shown was just asked for
+        } else tell(kind, data);
       },
       setHeard,
     );
@@ -59,6 +67,15 @@ function Page() {
     ...(PARTS[screen] ? [PARTS[screen][2], PARTS[screen][1]] : ["Now", Now]),
   ];
   const facts = about.value ?? about.old;
+  known.current = facts?.step ?? 0;
+  useEffect(() => {
+    if (!greeting || !about.value) return;
+    const { state, loading } = about.value;
+    // It may have changed after that was answered and before the stream was heard: nobody tells of it then.
+    if (state !== greeting.state || (greeting.loaded && Math.min(loading.events, loading.samples) < 1))
+      tell("hello", greeting);
+    setGreeting(null);
+  }, [greeting, about.value]);
   useEffect(() => {
     document.title = `${name} · ${facts?.name ?? "pipelinerl"}`;
   }, [name, facts?.name]);
@@ -101,7 +118,7 @@ function Page() {
         facts &&
         html`<${Ended} facts=${facts} />
         ${facts.runs.length > 1 && screen !== "compare" && html`<${Runs} facts=${facts} screen=${screen} />`}
-        <${Screen} key=${`${run}/${place}`} run=${run} facts=${facts} query=${query} rest=${rest} />`
+        <${Screen} key=${`${run}/${place}`} run=${run} facts=${facts} query=${query} rest=${rest} refresh=${about.again} />`
       }
       ${!facts && !about.error && html`<p class="none">Reading the run…</p>`}
     </main>`;
@@ -110,9 +127,19 @@ function Page() {
 function State({ facts }) {
   if (!facts) return null;
   const [look, words] = STATES[facts.state] ?? ["plain", facts.state];
+  return html`<span class=${`pill ${look}`}>${words}</span><${Progress} key=${facts.run} facts=${facts} />`;
+}
+
+// Told by the stream itself; nothing is asked for it.
+function Progress({ facts }) {
+  const [newest, setNewest] = useState(null);
+  useStream((kind, data) => {
+    if (kind === "step" && data.run === facts.run) setNewest(data);
+    if (kind === "rewound" || kind === "behind") setNewest(null);
+  });
+  const { step, elapsed_s } = newest?.step > facts.step ? newest : facts;
   const of = facts.total_steps ? ` of ${number(facts.total_steps)}` : "";
-  return html`<span class=${`pill ${look}`}>${words}</span>
-    <span class="facts">step ${number(facts.step)}${of} · ${duration(facts.elapsed_s)}</span>`;
+  return html`<span class="facts">step ${number(step)}${of} · ${duration(elapsed_s)}</span>`;
 }
 
 function Heard({ state, over }) {

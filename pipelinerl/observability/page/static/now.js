@@ -2,9 +2,14 @@
 // measure over the steps.
 import { Bars, Chart, sharedWindow } from "./charts.js";
 import { clock, duration, number, percent, words } from "./format.js";
-import { useAnswer } from "./live.js";
+import { useAnswer, useStream } from "./live.js";
 import { settle } from "./route.js";
-import { html, useEffect, useMemo, useState } from "./view.js";
+import { html, useEffect, useMemo, useRef, useState } from "./view.js";
+
+// Rows of steps that a chart has at most; of longer runs each is several steps.
+const ROWS = 1000;
+// So many newer steps are put behind the rows before all are asked for anew.
+const NEWER = 250;
 
 const CHARTS = [
   ["Staleness, in versions", ["staleness_mean", "staleness_max"]],
@@ -19,14 +24,15 @@ const CHARTS = [
   ["Learning rate", ["learning_rate"]],
 ];
 
-export function Now({ run, facts, query }) {
+export function Now({ run, facts, query, refresh }) {
   const wide = query.window ?? "20";
-  const now = useAnswer(
-    "now",
-    { run, window: wide },
-    { matters: (kind) => ["step", "behind", "state", "event"].includes(kind), pauseMs: 1500 },
-  );
+  const shown = shownFigures(facts, query);
+  const now = useNow(run, wide, shown.metrics);
   const state = now.value ?? now.old;
+  const figures = state?.steps?.figures ?? facts.metrics.length;
+  useEffect(() => {
+    if (figures !== facts.metrics.length) refresh(); // the run has begun to measure something
+  }, [figures]);
   if (!state)
     return html`<p class=${now.error ? "note bad" : "none"}>${now.error?.message ?? "Asking how the run does…"}</p>`;
   return html`<div class="stack">
@@ -42,7 +48,7 @@ export function Now({ run, facts, query }) {
     }
     <${Tiles} state=${state} wide=${wide} />
     <${Shares} state=${state} />
-    <${Charts} run=${run} facts=${facts} query=${query} />
+    <${Charts} run=${run} facts=${facts} coarse=${state.steps} ...${shown} />
     <${Domains} state=${state} wide=${wide} />
     <${Incidents} incidents=${state.incidents ?? []} />
   </div>`;
@@ -86,8 +92,68 @@ function Tiles({ state, wide }) {
   )}</dl>`;
 }
 
-// The rows of /api/steps for these metrics; what is zoomed into is asked anew, so that it gets finer.
-function useSteps(run, metrics, shared) {
+// What is drawn over the steps: names of metrics, of domains, and of what was chosen besides.
+function shownFigures(facts, query) {
+  const known = new Set(facts.metrics);
+  const extra = (query.charts ?? "").split(",").filter(Boolean);
+  const domains = facts.domains.slice(0, 8);
+  const metrics = [
+    "reward",
+    "accuracy",
+    ...CHARTS.flatMap(([, names]) => names),
+    ...domains.flatMap((name) => [`domain/${name}/accuracy`, `domain/${name}/reward`]),
+    ...extra,
+  ].filter((name, index, all) => known.has(name) && all.indexOf(name) === index);
+  return { metrics, domains, extra };
+}
+
+// How the run does and what its steps were, by one question; of the steps, and of the marks beside them, only what is
+// newer than what is here.
+function useNow(run, wide, metrics) {
+  const of = `${run}?${metrics.join(",")}`;
+  const held = useRef({ of: "", rows: null, turn: 0, rowsTurn: -1, askedTurn: 0 }).current;
+  useStream((kind) => {
+    if (["hello", "rewound", "behind", "loaded"].includes(kind)) held.turn += 1; // the rows may be others now
+  });
+  return useAnswer(
+    "now",
+    { run, window: wide, metrics: metrics.join(",") || "reward", points: ROWS },
+    {
+      matters: (kind) => ["step", "behind", "state", "event"].includes(kind),
+      pauseMs: 1500,
+      more: () => {
+        held.askedTurn = held.turn;
+        const { rows } = held;
+        const fits = held.of === of && held.rowsTurn === held.turn && rows.count > 0;
+        return fits && rows.x.step.length < ROWS + NEWER ? { since: rows.last, marked: rows.marked } : {};
+      },
+      taken: (answer, said) => {
+        const rows = said.since === undefined ? answer.steps : joined(held.rows, answer.steps);
+        if (rows) Object.assign(held, { of, rows, rowsTurn: held.askedTurn });
+        else held.turn += 1;
+        return { ...answer, steps: held.rows };
+      },
+    },
+  );
+}
+
+// These rows and newer ones behind them; null where they do not follow.
+function joined(rows, newer) {
+  if (newer.each > 1 || newer.last < rows.last) return null;
+  const lengths = [rows.x.step.length, newer.x.step.length];
+  const column = (values, which) => values ?? Array(lengths[which]).fill(null);
+  const y = {};
+  for (const name of new Set([...Object.keys(rows.y), ...Object.keys(newer.y)])) {
+    const more = column(newer.y[name]?.mean, 1);
+    const parts = rows.each > 1 ? ["mean", "low", "high"] : ["mean"];
+    y[name] = Object.fromEntries(parts.map((part) => [part, [...column(rows.y[name]?.[part], 0), ...more]]));
+  }
+  const x = Object.fromEntries(Object.entries(rows.x).map(([name, values]) => [name, [...values, ...newer.x[name]]]));
+  return { ...newer, each: rows.each, x, y, marks: [...rows.marks, ...newer.marks] };
+}
+
+// The rows over all steps, and in their place finer ones of what is zoomed into.
+function useSteps(run, metrics, shared, all) {
   const [range, setRange] = useState(shared.range);
   useEffect(() => {
     let timer = 0;
@@ -100,12 +166,6 @@ function useSteps(run, metrics, shared) {
       clearTimeout(timer);
     };
   }, [shared]);
-  const coarse = useAnswer(
-    "steps",
-    { run, metrics: metrics.join(","), points: 1000 },
-    { matters: (kind) => kind === "step" || kind === "behind" || kind === "event", pauseMs: 2500 },
-  );
-  const all = coarse.value ?? coarse.old;
   const merged = (all?.each ?? 1) > 1;
   const span = range ? range[1] - range[0] : 0;
   const fine = useAnswer(
@@ -118,8 +178,7 @@ function useSteps(run, metrics, shared) {
       to: Math.ceil(range[1] + span / 2),
     },
   );
-  const used = range && merged && fine.value ? fine.value : all;
-  return { rows: used, error: coarse.error };
+  return range && merged && fine.value ? fine.value : all;
 }
 
 function lineOf(rows, metric, label, colour, more) {
@@ -128,23 +187,11 @@ function lineOf(rows, metric, label, colour, more) {
   return { label, values: column.mean, low: column.low, high: column.high, colour, ...more };
 }
 
-function Charts({ run, facts, query }) {
+function Charts({ run, facts, coarse, metrics, domains, extra }) {
   const shared = useMemo(sharedWindow, [run]);
-  const known = useMemo(() => new Set(facts.metrics), [facts.metrics.join()]);
-  const extra = (query.charts ?? "").split(",").filter(Boolean);
-  const domains = facts.domains.slice(0, 8);
-  const metrics = [
-    "reward",
-    "accuracy",
-    ...CHARTS.flatMap(([, names]) => names),
-    ...domains.flatMap((name) => [`domain/${name}/accuracy`, `domain/${name}/reward`]),
-    ...extra,
-  ].filter((name, index, all) => known.has(name) && all.indexOf(name) === index);
-  const { rows, error } = useSteps(run, metrics, shared);
+  const rows = useSteps(run, metrics, shared, coarse);
   const figures = useMemo(() => (rows ? figuresOf(rows, domains, extra) : []), [rows, extra.join()]);
-  if (error && !rows) return html`<p class="note bad">${error.message}</p>`;
-  if (!rows || rows.count === 0)
-    return html`<p class="none">${rows ? "No steps to draw." : "Asking for the steps…"}</p>`;
+  if (!rows || rows.count === 0) return html`<p class="none">No steps to draw.</p>`;
   const all = [rows.first, rows.last];
   return html`<section aria-label="Over the steps">
     <div class="row"><h2>Over the steps</h2>

@@ -13,7 +13,13 @@ export function Steer({ run, facts }) {
   const asked = useAnswer(
     "knobs",
     { run },
-    { matters: (kind, data) => kind === "state" || (kind === "event" && data.kind === "knobs") },
+    {
+      matters: (kind, data) =>
+        kind === "state" ||
+        (kind === "event" && data.kind === "knobs") ||
+        (kind === "step" && state?.may_steer !== facts.may_steer), // the controller was too busy to answer one of them
+      pauseMs: 1500,
+    },
   );
   const state = asked.value;
   return html`<div class="stack">

@@ -5,6 +5,9 @@
     merged     W + (alpha / rank) · B A, made for one parameter when it is asked for, in fp32; the base never changes
 
 What is read beside passes is the base's own storage, so that weights lent to the passes meanwhile are not seen.
+
+The policy, a critic and a reference that begin from one directory compute with one copy of it, once per process and
+device: each has a model of its own, whose frozen parameters are views of the same memory (`SharedBase`).
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, cast, final
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError
@@ -23,9 +28,8 @@ from transformers.pytorch_utils import Conv1D
 
 from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions
-from pipelinerl.trainers.torch.lora.shared_base import SharedBase, shared
 from pipelinerl.trainers.torch.lora.targets import last_names, target_modules
-from pipelinerl.trainers.torch.packed_model import PackedModel
+from pipelinerl.trainers.torch.packed_model import PackedModel, hold
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import SpecError, StateError
 
@@ -229,3 +233,36 @@ class Adapters:
     def of(cls, packed: PackedModel | PackedValueModel, options: LoraOptions | None) -> Self | None:
         """Adapters, if the options ask for them. Raises as the class does."""
         return None if options is None else cls(packed, options)
+
+
+@final
+@dataclass(slots=True, weakref_slot=True)
+class SharedBase:
+    """The frozen weights of a model directory, held by each who computes with them; the last to be dropped frees them.
+
+    Promise: whoever takes them up never writes to them.
+    """
+
+    weights: dict[str, Tensor]
+
+    def take_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Give what is not here yet, once it is on the device; take what is."""
+        for name, parameter in parameters.items():
+            parameter.data = self.weights.setdefault(name, parameter.data)
+
+
+_BASES: Final[WeakValueDictionary[tuple[str, ...], SharedBase]] = WeakValueDictionary()
+
+
+def shared(parameters: Mapping[str, nn.Parameter], *, digest: str, device: torch.device) -> SharedBase:
+    """The base from the directory with this digest; what of it is on the device takes the parameters' place there.
+
+    Args:
+        parameters: by the names that they have in the layers alone, without what is before these in a language model.
+    """
+    dtypes = {str(parameter.dtype) for parameter in parameters.values()}
+    base = _BASES.setdefault((digest, str(device), *sorted(dtypes)), SharedBase({}))
+    for name, parameter in parameters.items():
+        if (own := base.weights.get(name)) is not None and own.dtype == parameter.dtype:
+            hold(parameter, own)
+    return base

@@ -2,9 +2,9 @@
 
 Inside the attention alone, segments are laid out in buckets of similar length, padded to the longest of their bucket,
 and attend causally; everything else in the model works on the packed tokens. Padding comes after a segment's end, so
-causal attention hides it without a mask, which leaves the fast kernels usable. A prompt that several segments share is
-one in the packed layout and stands before each of them in the padded one. Both directions of the re-layout are gathers,
-or sums in a fixed order, so gradients are deterministic on every device.
+causal attention hides it without a mask, which leaves the fast kernels usable. Tokens that several segments begin with
+are there once in the packed layout and stand in each of these segments in the padded one. Both directions of the
+re-layout are gathers, or sums in a fixed order, so gradients are deterministic on every device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
-from pipelinerl.trainers.torch.packed.shared_prompts import Distinct, added, rounds_of
+from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Sums
 from trainer_contract.errors import SpecError
 
 #: Under this name models find `attend`.
@@ -41,7 +41,7 @@ class SegmentPlan:
         buckets: (segments, padded length) of each bucket; the products sum to P.
         token_of_row: i64 [P], the token in each row (of a padding row: some token of its segment).
         row_of_token: i64 [K], the first row of each.
-        copies: the other rows of tokens that several segments share, and these tokens, in rounds without a token twice.
+        sums: over the rows of tokens that several segments share; None where none is shared.
         is_first: bool [P, 1, 1], False for padding and copies; None when the packed layout is the padded one already.
         group: the processes among which the K tokens are divided outside attention, if there are several.
     """
@@ -49,7 +49,7 @@ class SegmentPlan:
     buckets: tuple[tuple[int, int], ...]
     token_of_row: Tensor
     row_of_token: Tensor
-    copies: tuple[tuple[Tensor, Tensor], ...]
+    sums: Sums | None
     is_first: Tensor | None
     group: SequenceGroup | None = None
 
@@ -76,12 +76,9 @@ class SegmentPlan:
         token_of_row, is_token = np.concatenate(rows), np.concatenate(real)
         row_of_token = np.empty(len(position_ids), dtype=np.int64)
         row_of_token[token_of_row[is_token]] = np.flatnonzero(is_token)
-        copies: tuple[tuple[Tensor, Tensor], ...] = ()
+        sums = None
         if distinct is not None and len(distinct.kept) < len(position_ids):
-            again = np.flatnonzero(distinct.copy)
-            rounds = rounds_of(distinct.place[again], distinct.copy[again], device)
-            of_copies = torch.from_numpy(row_of_token[again]).to(device)
-            copies = tuple((of_copies[which], tokens) for which, tokens in rounds)
+            sums = Sums.of(distinct.place, device, rows=row_of_token)
             row_of_token, token_of_row = row_of_token[distinct.kept], distinct.place[token_of_row]
         is_first = np.zeros(len(token_of_row), dtype=bool)
         is_first[row_of_token] = True
@@ -90,7 +87,7 @@ class SegmentPlan:
             buckets=tuple(buckets),
             token_of_row=torch.from_numpy(token_of_row).to(device),
             row_of_token=torch.from_numpy(row_of_token).to(device),
-            copies=copies,
+            sums=sums,
             is_first=None if packed else torch.from_numpy(is_first).to(device)[:, None, None],
             group=group,
         )
@@ -114,7 +111,8 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return added(grad.index_select(0, ctx.plan.row_of_token), grad, ctx.plan.copies), None
+        found, sums = grad.index_select(0, ctx.plan.row_of_token), ctx.plan.sums
+        return found if sums is None else sums.put(found, grad), None
 
 
 class _Unpad(torch.autograd.Function):
@@ -161,29 +159,34 @@ def attend(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if segments.group is not None:
         q, k, v = segments.group.to_heads(q, k, v)
-    has_groups = q.shape[1] != k.shape[1]
-    q, k, v = (segments.pad(x) for x in (q, k, v))
-    outputs, start = [], 0
-    for count, length in segments.buckets:
-        rows = slice(start, start + count * length)
-        bucket_q, bucket_k, bucket_v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
-        whole = sliding_window is None or length <= sliding_window
-        out = torch.nn.functional.scaled_dot_product_attention(
-            bucket_q,
-            bucket_k,
-            bucket_v,
-            attn_mask=None if whole else _band(length, sliding_window, q.device),
-            is_causal=whole,
-            scale=scaling,
-            enable_gqa=has_groups,
-        )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-        start = rows.stop
-    padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    padded = _by_buckets(segments, *(segments.pad(x) for x in (q, k, v)), window=sliding_window, scale=scaling)
     attended = segments.unpad(padded)
     if segments.group is not None:
         attended = segments.group.to_tokens(attended)
     return attended[None], None
+
+
+def _by_buckets(
+    segments: SegmentPlan, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float | None
+) -> Tensor:
+    """Causal attention [P, H, d] of the padded rows, bucket by bucket."""
+    outputs, start, has_groups = [], 0, q.shape[1] != k.shape[1]
+    for count, length in segments.buckets:
+        rows = slice(start, start + count * length)
+        bucket_q, bucket_k, bucket_v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+        whole = window is None or length <= window
+        out = torch.nn.functional.scaled_dot_product_attention(
+            bucket_q,
+            bucket_k,
+            bucket_v,
+            attn_mask=None if whole else _band(length, window, q.device),
+            is_causal=whole,
+            scale=scale,
+            enable_gqa=has_groups,
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+        start = rows.stop
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor:

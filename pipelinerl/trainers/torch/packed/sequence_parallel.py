@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.trainers.torch.mesh import refuse_heads
-from pipelinerl.trainers.torch.packed.shared_prompts import Distinct
+from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 
 dist: Any = torch.distributed
 

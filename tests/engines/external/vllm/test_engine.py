@@ -28,7 +28,7 @@ from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.choices import WeightFormat
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.sequence import Request
-from pipelinerl.engines.external.vllm.engine import check_version, from_options
+from pipelinerl.engines.external.vllm.engine import check_version, from_options, slow_here
 from pipelinerl.engines.external.vllm.limits import check_experts_on_cpu, check_request
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.http.server import create_app
@@ -380,3 +380,27 @@ def _core_of_this_process() -> psutil.Process:
     """The engine core that was started last."""
     cores = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
     return max(cores, key=lambda core: core.create_time())
+
+
+@pytest.mark.parametrize(
+    ("line", "slow"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_vnni", {"bfloat16", "float16"}),
+        ("flags\t\t: fpu avx512f avx512_bf16", {"float16"}),
+        ("flags : amx_bf16 amx_tile avx512_fp16", set()),
+        ("Features\t: fp asimd asimdhp bf16", set()),
+        ("model name : flags are not listed", set()),
+    ],
+)
+def test_the_flags_decide(tmp_path: Path, line: str, slow: set[str]) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor : 0\n{line}\n\nprocessor : 1\nflags : avx512_bf16 avx512_fp16\n")
+    found = {dtype for dtype in ("float32", "bfloat16", "float16") if slow_here(dtype, cpuinfo=cpuinfo)}
+    assert found == slow
+    if found:
+        said = slow_here(min(found), cpuinfo=cpuinfo)
+        assert said is not None and "say engine.dtype=float32" in said
+
+
+def test_where_the_system_says_nothing_nothing_is_said(tmp_path: Path) -> None:
+    assert slow_here("bfloat16", cpuinfo=tmp_path / "nowhere") is None

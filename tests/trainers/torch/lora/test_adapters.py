@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.objective.presets import resolve
-from pipelinerl.trainers.torch.lora import shared_base
+from pipelinerl.trainers.torch.lora import adapters
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import Learns, Subject
@@ -168,7 +168,7 @@ def test_policy_critic_and_reference_compute_with_one_base(model_path, micro_bat
     for each in (policy, critic, reference):
         each.close()
     gc.collect()
-    assert not list(shared_base._BASES)
+    assert not list(adapters._BASES)
 
 
 def test_dropout_is_of_backward_alone_and_goes_on_exactly(model_path, micro_batch, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from pipelinerl.trainers.torch.mesh import refuse_heads
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup, SequencePart, repeats_of
-from pipelinerl.trainers.torch.packed.shared_prompts import Distinct
+from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from trainer_contract.conformance.probes import pack
 from trainer_contract.errors import SpecError
 

@@ -1,1 +1,0 @@
-"""A run for other tools: a trace for Perfetto, event files for TensorBoard."""

@@ -1,0 +1,93 @@
+"""What `check` finds of how the model is computed: its experts, its adapters, the trainer's mesh.
+
+Who can compute a mixture of experts, and whose routers choose; which layers get adapters, and how much of the model
+trains; how many processes a torch trainer makes, and whether heads divide among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipelinerl import registry
+from pipelinerl.choices import RoutingReplay
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.errors import RecipeError
+from pipelinerl.models.checkpoint import model_type
+from pipelinerl.models.model_shape import read_shape
+from pipelinerl.models.routing import REPLAYED, mixture_of
+from pipelinerl.roles.wiring import routing_of
+from trainer_contract.errors import SpecError
+
+
+def refuse_experts(config: RunConfig) -> None:
+    """Raise RecipeError for experts that somebody cannot compute, or whose choice cannot be replayed."""
+    routing_of(config)
+    for part, chosen in (("engine", config.engine.type), ("trainer", config.trainer.type)):
+        if chosen == "jax" and mixture_of(config.model.resolved) is not None:
+            raise RecipeError(
+                f'{part}.type "jax" computes no mixture of experts, and the model in {config.model.resolved} is one; '
+                f'use {part}.type = "torch"'
+            )
+
+
+def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Nothing of a model without experts."""
+    shape = mixture_of(config.model.resolved)
+    if shape is None:
+        return
+    sizes = f"{shape.layers} layers of {shape.experts} experts, {shape.top_k} for each token"
+    if config.trainer.routing_replay is RoutingReplay.ROLLOUT:
+        yield "experts", f"{sizes}; their choice is replayed, {shape.bytes_per_token} bytes of a token beside its 8"
+        return
+    yield "experts", f"{sizes}; the trainer's routers choose by themselves"
+    tells = config.engine.type in registry.TELLS_ROUTING and config.trainer.type in registry.REPLAYS_ROUTING
+    if tells and model_type(config.model.resolved) in REPLAYED:
+        yield (
+            "warning",
+            'with trainer.routing_replay = "off" engine and trainer choose experts apart, and not always the same: '
+            '"rollout" replays the engine\'s choice (docs/mixtures.md)',
+        )
+
+
+def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Nothing where every weight trains.
+
+    Raises:
+        RecipeError: the model has no such layers.
+    """
+    if config.trainer.type != "torch" or config.trainer.options.get("lora") is None:
+        return
+    from pipelinerl.trainers.torch.lora.lora_options import lora_of
+    from pipelinerl.trainers.torch.lora.targets import described
+
+    try:
+        options = lora_of(config.trainer.options)
+        if options is not None:
+            yield "adapters", described(config.model.resolved, options)
+    except SpecError as error:
+        raise RecipeError(f"trainer.{error}") from error
+
+
+def mesh_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Nothing of a trainer of one process.
+
+    Raises:
+        RecipeError: attention's heads cannot be divided among the processes that share tokens.
+    """
+    if config.trainer.type != "torch" or config.trainer.options.get("mesh") is None:
+        return
+    from pipelinerl.trainers.torch.mesh import refuse_heads
+    from pipelinerl.trainers.torch.options import mesh_of
+
+    mesh = mesh_of({"mesh": config.trainer.options["mesh"]})
+    if mesh.size == 1:
+        return
+    try:
+        refuse_heads(read_shape(config.model.resolved).heads, mesh.cp)
+    except SpecError as error:
+        raise RecipeError(f"trainer.{error}") from error
+    shared = f", each computed by {mesh.cp} processes" if mesh.cp > 1 else ""
+    yield (
+        "mesh",
+        f"{mesh.size} processes, a copy of the model over {mesh.shards}; {mesh.width} micro-batches at once{shared}",
+    )

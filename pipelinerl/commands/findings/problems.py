@@ -1,0 +1,159 @@
+"""What `pipelinerl check` says of problems: a prompt as the model sees it, the context's room, instructions to follow.
+
+Promises that a run whose prompts and answers mostly have no room is refused before it starts. Where few have none, as
+in most large data sets, the share is told: an engine refuses a prompt that fills the context, and cuts the answer
+where its room ends.
+
+An unknown instruction or a wrong parameter is told before a run, too, with the problem that names it: each row of data
+is looked at, and so many of the problems of a generator.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.data.mixture import Mixture
+from pipelinerl.data.problems import Split, open_source
+from pipelinerl.errors import ModelError, RecipeError
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.roles.verification import names_of
+from pipelinerl.types import Problem
+from pipelinerl.verifiers.instruction_following import instructions_of_problem
+
+#: Training problems that are looked at, for instructions where their source has no end; of the evaluation's, all are.
+LOOKED_AT: Final = 256
+#: Larger shares without room are no exception, but the data's rule.
+MOST_WITHOUT_ROOM: Final = 0.1
+_FOLLOWS_INSTRUCTIONS: Final = "instruction_following"
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """Lengths of a domain's prompts in tokens, and the room that its answers leave them."""
+
+    lengths: list[int]
+    room: int
+
+    @property
+    def without_room(self) -> float:
+        """The share that does not fit."""
+        return sum(length > self.room for length in self.lengths) / len(self.lengths)
+
+
+def prompt_findings(
+    config: RunConfig, tokenizer: ChatTokenizer, *, training: Mixture, held_out: Mapping[str, Mixture]
+) -> Iterator[tuple[str, str]]:
+    """(part, finding): a prompt of each domain, whole, and how long those are to train on, and of each evaluation set.
+
+    Raises:
+        RecipeError: a problem cannot be made, there are fewer than the evaluation asks, or too many have no room.
+    """
+    domains = {domain.name: domain for domain in config.domains}
+    parts: list[tuple[str, Mixture, int, Callable[[DomainSection], int]]] = [
+        ("training", training, LOOKED_AT, config.max_tokens_of)
+    ]
+    for asked in config.evaluation_sets:
+        name = "held out" if len(held_out) == 1 else f"held out, {asked.name}"
+        most = partial(config.evaluation_max_tokens_of, asked=asked)
+        parts.append((name, held_out[asked.name], asked.problems, most))
+    for name, mixture, count, most_tokens in parts:
+        problems = [mixture.problem(index) for index in range(count)]
+        if not problems:
+            yield name, "no problems"
+            continue
+        if name == "training":
+            yield from _shown(problems, domains, tokenizer)
+        measured = _measured(problems, domains, tokenizer, most_tokens, config.engine.context_length)
+        longest = max(max(prompts.lengths) for prompts in measured.values())
+        first = problems[0]
+        yield name, f"{first.messages[-1].content!r} → {first.ground_truth!r}; prompts of up to {longest} tokens"
+        yield from (("warning", f"{name}: {said}") for said in _without_room(measured))
+
+
+def _shown(
+    problems: list[Problem], domains: dict[str, DomainSection], tokenizer: ChatTokenizer
+) -> Iterator[tuple[str, str]]:
+    """The first problem of each domain as the model sees it."""
+    firsts = {problem.domain: problem for problem in reversed(problems)}
+    for name in (name for name in domains if name in firsts):
+        ids = _encoded(firsts[name], domains[name], tokenizer)
+        yield "prompt", f"of domain {name}, {len(ids)} tokens:\n{tokenizer.decode(ids)}"
+
+
+def _encoded(problem: Problem, domain: DomainSection, tokenizer: ChatTokenizer) -> list[int]:
+    try:
+        return tokenizer.encode_chat(problem.messages, domain.chat_template_kwargs)
+    except ModelError as error:
+        raise RecipeError(f"domains.{domain.name}: {problem.problem_id}: {error}") from None
+
+
+def _measured(
+    problems: list[Problem],
+    domains: dict[str, DomainSection],
+    tokenizer: ChatTokenizer,
+    most_tokens: Callable[[DomainSection], int],
+    context_length: int,
+) -> dict[str, _Prompts]:
+    measured: dict[str, _Prompts] = {}
+    for problem in problems:
+        domain = domains[problem.domain]
+        own = measured.setdefault(domain.name, _Prompts([], context_length - most_tokens(domain)))
+        own.lengths.append(len(_encoded(problem, domain, tokenizer)))
+    return measured
+
+
+def _without_room(measured: dict[str, _Prompts]) -> Iterator[str]:
+    for name, prompts in measured.items():
+        share, longest = prompts.without_room, max(prompts.lengths)
+        if share > MOST_WITHOUT_ROOM:
+            raise RecipeError(
+                f"engine.context_length leaves {prompts.room} tokens for a prompt beside max_tokens for its answer, "
+                f"and a prompt of {longest} tokens was found: {share:.0%} of {len(prompts.lengths)} prompts of domain "
+                f"{name} do not fit; raise it, or lower max_tokens"
+            )
+        if share:
+            yield (
+                f"{share:.1%} of {len(prompts.lengths)} prompts of domain {name} do not fit, the longest with "
+                f"{longest} tokens where engine.context_length and max_tokens leave {prompts.room}: their answers are "
+                "cut short, or their orders fail; raise engine.context_length, or leave such problems out"
+            )
+
+
+def instruction_findings(config: RunConfig, domain: DomainSection) -> Iterator[tuple[str, str]]:
+    """(part, finding): which instructions the domain's problems give, where they are judged by them.
+
+    Raises:
+        RecipeError: a problem names no instruction, an unknown one, or a wrong parameter.
+    """
+    if _FOLLOWS_INSTRUCTIONS not in {name for _, name in names_of(domain)}:
+        return
+    counts: Counter[str] = Counter()
+    looked_at = 0
+    evaluated = [Split(config.evaluation.split)] if config.evaluation.problems else []
+    for split in (Split.TRAIN, *evaluated):
+        source = open_source(
+            domain.source,
+            domain=domain.name,
+            split=split,
+            seed=config.run.seed,
+            parameters=domain.parameters,
+            prompts=domain.prompts,
+        )
+        length = getattr(source, "__len__", None)
+        count = length() if length else LOOKED_AT if split is Split.TRAIN else config.evaluation.problems
+        for index in range(count):
+            problem = source.problem(index)
+            try:
+                asked = instructions_of_problem(problem)
+            except RecipeError as error:
+                raise RecipeError(f"domains.{domain.name}: {problem.problem_id}: {error}") from None
+            counts.update({each.id for each in asked})
+            looked_at += 1
+    most = ", ".join(f"{id} {count / looked_at:.0%}" for id, count in counts.most_common())
+    yield "instructions", f"domains.{domain.name}: of {looked_at} problems, {most}"

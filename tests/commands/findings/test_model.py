@@ -1,0 +1,87 @@
+"""What `check` says of mixtures of experts, and what it refuses before a run begins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.commands.check import refuse
+from pipelinerl.commands.findings.model import expert_findings
+from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.errors import RecipeError
+from pipelinerl.roles.trainer_role import canary_of, loop_settings
+from pipelinerl.training.publish.canary_check import ROUTED_APART, TOLERANCES
+from trainer_contract.types import RoutingShape
+
+QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "dtype": "bfloat16",
+    "vocab_size": 64,
+}
+REPLAYED = "trainer.routing_replay=rollout"
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def recipe(path: Path | None, overrides: Sequence[str]) -> RunConfig:
+    return load("tiny", [*([] if path is None else [f"model.path={path}"]), *overrides])
+
+
+def test_replay_says_what_it_costs_and_reaches_the_loop(mixture: Path) -> None:
+    config = recipe(mixture, [REPLAYED])
+    refuse(config)
+    (finding,) = expert_findings(config)
+    assert finding == (
+        "experts",
+        "48 layers of 128 experts, 8 for each token; their choice is replayed, 384 bytes of a token beside its 8",
+    )
+    assert loop_settings(config).routing == RoutingShape(48, 128, 8)
+    assert loop_settings(recipe(mixture, [])).routing is None
+
+
+def test_routers_that_choose_apart_are_a_warning(mixture: Path) -> None:
+    (part, said), (kind, warned) = expert_findings(recipe(mixture, []))
+    assert (part, kind) == ("experts", "warning")
+    assert said.endswith("the trainer's routers choose by themselves") and '"rollout" replays' in warned
+    assert list(expert_findings(recipe(None, []))) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["engine.type=jax"], r'engine\.type "jax" computes no mixture of experts, .* use engine\.type = "torch"'),
+        (["trainer.type=jax"], r'trainer\.type "jax" computes no mixture of experts'),
+        ([REPLAYED, "engine.type=jax"], r"which is torch; engine\.type is 'jax'"),
+        ([REPLAYED, "trainer.type=jax"], r"needs trainer\.type torch, got 'jax'"),
+    ],
+)
+def test_who_computes_no_experts_is_refused(overrides: list[str], said: str, mixture: Path) -> None:
+    with pytest.raises(RecipeError, match=said):
+        refuse(recipe(mixture, overrides))
+
+
+def test_a_replay_of_no_experts_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r'routing_replay = "rollout": the model in .* has no experts'):
+        refuse(recipe(None, [REPLAYED]))
+
+
+def test_experts_that_are_equal_but_for_rounding_refute_no_weights(mixture: Path) -> None:
+    """A proof compares the arithmetic: with the engine's experts where they are replayed, by the mean where not."""
+    exact = ["engine.dtype=float32", "weights.dtype=float32"]
+    replayed, apart = canary_of(recipe(mixture, [*exact, REPLAYED])), canary_of(recipe(mixture, exact))
+    assert (replayed.tolerance, apart.tolerance) == (TOLERANCES["float32"], ROUTED_APART)
+    assert (replayed.request(1).return_routed_experts, apart.request(1).return_routed_experts) == (True, False)
+    assert canary_of(recipe(mixture, [])).tolerance == TOLERANCES["bfloat16"]

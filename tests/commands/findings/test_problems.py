@@ -1,0 +1,62 @@
+"""`pipelinerl check` looks at every instruction that problems name, before one of them is asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.commands.findings.problems import instruction_findings
+from pipelinerl.config.recipe import RunConfig, load, parse, to_table
+from pipelinerl.errors import RecipeError
+
+NO_COMMA = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+
+
+def config_of(**domain: object) -> RunConfig:
+    table = to_table(load("tiny", ["evaluation.problems=4"]))
+    return parse(table | {"domains": [{"name": "d", "verifier": "instruction_following", **domain}]})
+
+
+def of_rows(folder: Path, *last: dict[str, object]) -> RunConfig:
+    rows: list[dict[str, object]] = [{"key": n, "prompt": f"say {n}", **NO_COMMA} for n in range(300)]
+    rows += [{"key": 300, "prompt": "x", **each} for each in last]
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    fields = {"answer_field": "key", "metadata_fields": ["instruction_id_list", "kwargs"]}
+    return config_of(source="files", parameters={"path": str(path), **fields})
+
+
+def test_the_public_layout_is_read_and_counted(tmp_path: Path) -> None:
+    config = of_rows(tmp_path)
+    ((part, said),) = instruction_findings(config, config.domains[0])
+    assert part == "instructions" and said.endswith("problems, punctuation:no_comma 100%")
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"instruction_id_list": ["punctuation:no_coma"], "kwargs": [{}]}, "no instruction 'punctuation:no_coma'"),
+        ({"instruction_id_list": ["startend:end_checker"], "kwargs": [{}]}, "missing required field `end_phrase`"),
+        ({}, "the problem names no instructions"),
+    ],
+)
+def test_one_wrong_row_among_hundreds_is_named(tmp_path: Path, row: dict[str, object], sentence: str) -> None:
+    config = of_rows(tmp_path, row)
+    refused = []
+    for seed in range(8):  # the hash puts the row into one split, and two of three are looked at
+        row_config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+        try:
+            list(instruction_findings(row_config, config.domains[0]))
+        except RecipeError as error:
+            refused.append(str(error))
+    assert len(refused) == 8 and all(sentence in said for said in refused)
+
+
+def test_a_generator_is_looked_at_and_other_verifiers_are_not() -> None:
+    config = config_of(source="instructions", parameters={"kinds": ["punctuation:no_comma", "startend:quotation"]})
+    ((_, said),) = instruction_findings(config, config.domains[0])
+    assert "of 260 problems" in said and "startend:quotation" in said
+    other = config_of(source="addition", verifier="math_answer")
+    assert list(instruction_findings(other, other.domains[0])) == []

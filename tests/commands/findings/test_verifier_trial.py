@@ -1,0 +1,43 @@
+"""`pipelinerl check` tries a domain's verifier: a judge, which may cost, once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from pipelinerl.commands.findings.verifier_trial import tried
+from pipelinerl.config.recipe import load, parse, to_table
+from pipelinerl.errors import RecipeError
+from pipelinerl.roles.wiring import training_problems
+from tests.fakes.openai_server import OpenAIFake
+from tests.fakes.scripted_judge import scripted_judge
+from tests.fakes.served import in_thread
+
+
+async def trial(**domain: Any) -> str:
+    config = parse(to_table(load("tiny")) | {"domains": [{"name": "d", "source": "instructions", **domain}]})
+    return await tried(config.domains[0], training_problems(config))
+
+
+async def test_a_judge_is_asked_once_and_its_words_are_shown() -> None:
+    fake = OpenAIFake(scripted_judge())
+    with in_thread(fake.app) as url:
+        said = await trial(verifier="judge", judge={"url": url, "votes": 3, "temperature": 1.0})
+    assert len(fake.bodies) == 1
+    assert said.startswith("of the reference answer, by one vote, partial, reward 0.111111 (judge 0.111111) in")
+    assert said.endswith("the judge said 2: so it seems")
+
+
+async def test_a_judge_that_cannot_judge_is_refused() -> None:
+    fake = OpenAIFake(lambda body: "I like it")
+    sentence = "domains.d.judge cannot judge: the judge said no score: 'I like it'"
+    with in_thread(fake.app) as url, pytest.raises(RecipeError, match=re.escape(sentence)):
+        await trial(verifier="judge", judge={"url": url})
+
+
+async def test_instructions_need_no_reference_answer() -> None:
+    said = await trial(verifier="instruction_following")
+    assert said.startswith("of the reference answer correct, reward 1")
+    assert "of an empty answer wrong, reward 0" in said

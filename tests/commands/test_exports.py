@@ -1,0 +1,71 @@
+"""`pipelinerl trace`: a whole file of any run, and a sentence where there is none to be had. For `track` see
+`tests/roles/test_tracker_role.py`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.commands.exports import trace_run
+from pipelinerl.errors import UserError
+from pipelinerl.observability.timeline import chrome_trace, groups
+from tests.observability.timeline.events_of_a_run import publish, run, step
+
+
+def _leave(run_dir: Path, events: Iterable[dict[str, Any]], *, torn: str = "") -> Path:
+    run_dir.mkdir(exist_ok=True)
+    with (run_dir / "events.jsonl").open("w") as file:
+        file.writelines(json.dumps(each) + "\n" for each in events)
+        file.write(torn)
+    return run_dir
+
+
+def test_a_crashed_run_with_a_torn_log_gives_a_whole_trace(tmp_path: Path) -> None:
+    made = _leave(tmp_path / "run", run(5, ended=False), torn='{"time":1,"kind":"st')
+    said = trace_run(made, None)
+    trace = json.loads(gzip.decompress((made / "trace.json.gz").read_bytes()))
+    assert {"step 5", "publish 5"} <= {each["name"] for each in trace["traceEvents"]}
+    assert said.startswith(f"{made / 'trace.json.gz'}: {len(trace['traceEvents'])} trace events")
+    assert [path.name for path in made.iterdir() if path.suffix == ".part"] == []
+
+
+def test_a_name_without_gz_is_plain_json(tmp_path: Path) -> None:
+    made = _leave(tmp_path / "run", run(2))
+    trace_run(made, tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())["otherData"] == {"run": "run"}
+
+
+def test_memory_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_ORDERS", 64)  # in a run so short, as many as are kept would be all
+    monkeypatch.setattr(chrome_trace, "_STEPS", 64)
+
+    def peak(steps: int) -> int:
+        events = (each for number in range(1, steps + 1) for each in (step(number, number), publish(number, number)))
+        made = _leave(tmp_path / f"run-{steps}", events)
+        tracemalloc.start()
+        try:
+            trace_run(made, None)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(1_000) < peak(500) + 200_000
+
+
+def test_what_cannot_be_traced_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no run: it has no events"):
+        trace_run(tmp_path, None)
+    made = _leave(tmp_path / "run", run(1))
+    with pytest.raises(UserError, match="cannot be written: No such file or directory"):
+        trace_run(made, tmp_path / "nowhere" / "trace.json")
+    with (made / "events.jsonl").open("a") as file:
+        file.write("no json\n")
+    with pytest.raises(UserError, match="expected one JSON object, got b'no json'"):
+        trace_run(made, None)
+    assert not (made / "trace.json.gz").exists()

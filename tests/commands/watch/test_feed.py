@@ -1,0 +1,39 @@
+"""The feed: its bells ring for all who listen, once for all that was put, and for nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pipelinerl.commands.watch.feed import Feed
+from tests.patience import PATIENCE_S
+
+
+async def test_a_bell_rings_for_what_was_put_and_only_then() -> None:
+    feed = Feed(0)
+    with feed.listener() as first, feed.listener() as second:
+        feed.ring()
+        await asyncio.sleep(0)
+        assert not first.is_set() and not second.is_set(), "nothing was put"
+        place = feed.place
+        feed.put("event", {"kind": "x"})
+        feed.put("event", {"kind": "y"})
+        assert not first.is_set(), "what was put is told when it rings"
+        await asyncio.to_thread(feed.ring)
+        await asyncio.wait_for(asyncio.gather(first.wait(), second.wait()), PATIENCE_S)
+        told = feed.after(place)
+        assert told is not None and len(told) == 2
+        first.clear()
+        feed.ring()
+        await asyncio.sleep(0)
+        assert not first.is_set(), "it has rung for that already"
+
+
+async def test_who_has_gone_hears_no_more() -> None:
+    feed = Feed(0)
+    with feed.listener() as gone:
+        pass
+    with feed.listener() as there:
+        feed.put("event", {"kind": "x"})
+        await asyncio.to_thread(feed.ring)
+        await asyncio.wait_for(there.wait(), PATIENCE_S)
+    assert not gone.is_set()

@@ -1,0 +1,150 @@
+"""Beginnings that segments share: which tokens are computed, and that nothing else about a pass changes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl.objective.presets import resolve
+from pipelinerl.trainers.torch.packed.segments import SegmentPlan, attend
+from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
+from tests.trainers.torch.test_trainer import gradients, padded_twin, started
+from trainer_contract.types import Head
+
+OBJECTIVE = resolve("pipelinerl")
+#: Answers to two prompts of 6 and 9 tokens, one to a third, and one rollout that has no sampled token.
+LENGTHS = (12, 30, 9, 10, 12, 7, 40, 5, 16)
+PROMPTS = (6, 6, 6, 9, 6, 6, 9, 5, 4)
+
+
+@pytest.fixture
+def shared(micro_batch):
+    """Prompts of one length are equal; after them every token is sampled."""
+    batch = micro_batch(LENGTHS)
+    tokens, mask = batch.token_ids.copy(), np.zeros(batch.num_tokens, dtype=bool)
+    for segment, prompt in enumerate(PROMPTS):
+        (where,) = np.nonzero(batch.segment_ids == segment)
+        tokens[where[:prompt]] = 3 + np.arange(prompt) * (prompt + 1) % 40
+        mask[where[prompt:]] = True
+    return replace(batch, token_ids=tokens, loss_mask=mask)
+
+
+@pytest.fixture
+def branching(micro_batch):
+    """A system prompt that all have, two prompts after it, and answers that part at different tokens or never."""
+    common, prompts = [3, 4, 5, 6], ([7, 8, 9], [7, 8, 10, 11])
+    answers = ([20, 21, 22], [20, 21, 23, 24], [20, 21, 22], [25], [20, 21])
+    texts = [(common + prompt, answer) for prompt in prompts for answer in answers]
+    batch = micro_batch([len(prompt) + len(answer) for prompt, answer in texts])
+    return replace(
+        batch,
+        token_ids=np.concatenate([prompt + answer for prompt, answer in texts]).astype(np.int32),
+        loss_mask=np.concatenate([[False] * len(prompt) + [True] * len(answer) for prompt, answer in texts]),
+    )
+
+
+def texts_of(batch, which):
+    """Of these tokens, the segment up to each."""
+    start = np.maximum.accumulate(np.where(batch.position_ids == 0, np.arange(batch.num_tokens), 0))
+    return [tuple(batch.token_ids[start[token] : token + 1]) for token in which]
+
+
+def test_of_equal_beginnings_one_is_kept(shared, branching):
+    for batch in (shared, branching):
+        distinct, texts = Distinct.of(batch), texts_of(batch, np.arange(batch.num_tokens))
+        assert len(distinct.kept) == len(set(texts)), "each node of the tree once"
+        assert [texts[distinct.kept[place]] for place in distinct.place] == texts
+
+
+def test_a_tree_of_ten_answers_is_small(branching):
+    of_system, of_prompts, of_answers = 4, 1 + 1 + 1 + 2, 2 * 6
+    assert len(Distinct.of(branching).kept) == of_system + of_prompts + of_answers
+
+
+def test_replayed_answers_stay_apart(micro_batch):
+    batch = micro_batch((8, 8), select=[0, 0])
+    first = int(np.flatnonzero(batch.loss_mask)[0])
+    assert len(Distinct.of(batch).kept) == 8, "one answer twice"
+    routed = replace(batch, routed_experts=np.zeros((16, 2, 1), np.int32))
+    assert len(Distinct.of(routed).kept) == 16 - first, "two samplers may have sent it to different experts"
+
+
+def test_one_token_in_common_is_not_worth_it(micro_batch):
+    batch = micro_batch((40, 40, 9))
+    tokens = batch.token_ids.copy()
+    tokens[[0, 40, 80]] = 7, 7, 8
+    assert len(Distinct.of(replace(batch, token_ids=tokens)).kept) == 89
+
+
+@pytest.mark.parametrize("place", [[0], [0, 1, 2], [1, 0, 1], [3] * 7, [2, 5, 2, 2, 0, 5, 2, 2, 2, 2, 2, 2]])
+def test_what_came_from_one_place_adds_up_there(place):
+    grad, device = torch.randn(len(place), 3, dtype=torch.float64), torch.device("cpu")
+    index = torch.tensor(place)
+    read = Reading.of(np.array(place), 6, device)
+    computed = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    (got,) = torch.autograd.grad(read(computed), computed, grad)
+    torch.testing.assert_close(got, torch.zeros_like(computed).index_add_(0, index, grad))
+    assert len(read.sums.rounds) == int(np.ceil(np.log2(np.bincount(place).max()))), "as many as doublings"
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_attention_is_that_of_whole_segments(shared, window):
+    distinct, device = Distinct.of(shared), torch.device("cpu")
+    draw = torch.Generator().manual_seed(0)
+    size = (1, 2, len(distinct.kept), 8)
+    computed = [torch.randn(size, dtype=torch.float64, generator=draw, requires_grad=True) for _ in range(3)]
+    place = torch.from_numpy(distinct.place)
+    whole = [each[:, :, place] for each in computed]
+    plan = SegmentPlan.of(shared.position_ids, device)
+    wanted = attend(torch.nn.Identity(), *whole, None, segments=plan, sliding_window=window)[0][0, distinct.kept]
+    cotangent = torch.randn(wanted.shape, dtype=torch.float64, generator=draw)
+    expected = torch.autograd.grad(wanted, computed, cotangent)
+
+    plan = SegmentPlan.of(shared.position_ids, device, distinct)
+    got = attend(torch.nn.Identity(), *computed, None, segments=plan, sliding_window=window)[0][0]
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+    for ours, theirs in zip(torch.autograd.grad(got, computed, cotangent), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2"])
+def test_a_step_is_the_padded_one(name, model_path, shared):
+    is_the_padded_one(model_path(name), shared)
+
+
+@pytest.mark.parametrize("hot", [1.0, 0.7])
+def test_a_step_over_a_tree_is_the_padded_one(hot, model_path, branching):
+    """Also where equal answers were sampled at several temperatures, so that their log-probs differ."""
+    temperatures = np.where(branching.segment_ids == 2, np.float32(hot), np.float32(1.0))
+    is_the_padded_one(model_path("qwen3"), replace(branching, temperatures=temperatures))
+
+
+def is_the_padded_one(path, batch):
+    """Log-probs, loss and gradient are those of a batch of padded rows that nobody shares."""
+    loss, logprobs, expected = padded_twin(path, batch)
+    trainer = started(path)
+    np.testing.assert_allclose(trainer.forward([batch])[0], logprobs, atol=2e-5)
+    np.testing.assert_allclose(trainer.backward([batch], OBJECTIVE)[0].loss, loss, rtol=1e-4)
+    got = gradients(trainer)
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(got[parameter], gradient, rtol=1e-3, atol=2e-5, msg=parameter)
+
+
+def test_values_are_those_of_each_rollout_alone(model_path, shared, micro_batch):
+    trainer = started(model_path("qwen2"), head=Head.VALUE)
+    with torch.no_grad():
+        for parameter in trainer._worker.unwrapped.value_head.parameters():
+            parameter.fill_(0.1)
+    together = trainer.forward([shared])[0]
+    for segment in range(shared.num_segments):
+        inside = shared.segment_ids == segment
+        columns = {name: value[inside] for name, value in vars_of(shared).items()}
+        alone = replace(shared, **columns, segment_ids=np.zeros(inside.sum(), np.int32), num_segments=1)
+        np.testing.assert_allclose(trainer.forward([alone])[0], together[inside], atol=1e-5)
+
+
+def vars_of(batch):
+    """The columns that it has, but for the segments."""
+    columns = {name: getattr(batch, name) for name in batch.__dataclass_fields__ if name != "segment_ids"}
+    return {name: value for name, value in columns.items() if isinstance(value, np.ndarray)}

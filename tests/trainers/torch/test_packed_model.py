@@ -1,0 +1,38 @@
+"""Fused experts in a trainer: products in autocast's dtype, gradients of the fp32 parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from pipelinerl.models.routing import REPLAYED
+from pipelinerl.trainers.torch.packed_model import follow_autocast
+from tests.fakes.mixtures import mixture_config
+
+
+def experts_of(model: Any) -> Any:
+    return next(module for module in model.modules() if type(module).__name__.endswith("Experts"))
+
+
+@pytest.mark.parametrize("kind", sorted(REPLAYED))
+def test_products_are_those_of_a_model_in_bf16_and_masters_learn(kind: str) -> None:
+    torch.manual_seed(1)
+    model = AutoModel.from_config(mixture_config(kind, 16)).eval()
+    experts, hidden = experts_of(model), torch.randn(6, 32)
+    index, weights = torch.tensor([[0, 2], [1, 3], [3, 0]] * 2), torch.full((6, 2), 0.5)
+    exact = experts(hidden, index, weights)
+    follow_autocast(model)
+    torch.testing.assert_close(experts(hidden, index, weights), exact, rtol=0, atol=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = experts(hidden, index, weights.bfloat16())
+    got.float().sum().backward()
+    for name, parameter in experts.named_parameters():
+        assert parameter.dtype is torch.float32 and parameter.grad.dtype is torch.float32, name
+        assert parameter.grad.abs().max() > 0
+    with torch.no_grad():
+        expected = experts_of(model.bfloat16())(hidden.bfloat16(), index, weights.bfloat16())
+    assert got.dtype is torch.bfloat16 and torch.equal(got, expected)
+    assert not torch.equal(got.float(), exact)

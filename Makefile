@@ -6,6 +6,9 @@ VLLM   ?= .venv-vllm
 RECIPE ?= tiny
 # Test processes at once; a file's tests stay together. One more than two cores: many wait for processes to start.
 WORKERS ?= 3
+# Up to so many that fail beside others are tried once more, alone, and count if they fail again. All are named in the
+# last lines either way: one that fails so is a fault of its own, and none that needs to stop who changes something else.
+AGAIN ?= 10
 # Which build of vLLM: cuda where there is an NVIDIA driver, else cpu.
 VLLM_FOR ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # vLLM's part of the suite, in short, belongs to `make test` where vLLM's CPU build can be had. WITH_VLLM= leaves it out.
@@ -31,10 +34,11 @@ CHECKED  := --ignore=tests/architecture
 # it took. `$(TOLD)` prints the notes and ends with 1 if a part failed.
 part = began=$$(date +%s); $(2); ended=$$?; [ $$ended = 0 ] || failed=1; \
   notes="$$notes\nmake test: $(1): $$([ $$ended = 0 ] && echo passed || echo "FAILED, status $$ended") in $$(($$(date +%s) - began)) s";
-TOLD = printf "$$notes\n"; exit $${failed:-0}
+TOLD = printf "$$notes\n"; sed 's/^/make test: failed beside others: /' $$failures; exit $${failed:-0}
 , := ,
 # vLLM's part, its installation first, goes on beside the other, since both wait for processes most of their time; what
 # it prints comes after. (A recipe with MAKE's own name in it would be run by `make -n`.)
+ALL_BUT_VLLM = $(QUIET_THREADS) $(BIN)/python -m pytest -m "$(SHORT) and not vllm"
 WITHOUT_VLLM = $(or $(ARGS),$(if $(WITH_VLLM),,1))
 VLLM_PART    = $(MAKE) --no-print-directory test-vllm MARK="vllm and $(SHORT)"
 
@@ -50,12 +54,16 @@ run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 	@$(BIN)/pipelinerl run $(RECIPE) $(ARGS)
 
 test: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) $(if $(BROWSER),browser) ## the test suite; with ARGS="-m slow", what it leaves out
-	@$(if $(WITHOUT_VLLM),,said=$$(mktemp); trap 'kill $$vllm 2>/dev/null; rm -f $$said' EXIT; \
-	  $(VLLM_PART) >$$said 2>&1 & vllm=$$!;) \
-	$(call part,all but vLLM,$(QUIET_THREADS) $(BIN)/python -m pytest $(PARALLEL) -m "$(SHORT) and not vllm" $(or $(ARGS),$(CHECKED))) \
+	@said=$$(mktemp); failures=$$(mktemp); trap 'kill $$vllm 2>/dev/null; rm -f $$said $$failures' EXIT; \
+	$(if $(WITHOUT_VLLM),,$(VLLM_PART) >$$said 2>&1 & vllm=$$!;) \
+	$(call part,all but vLLM,$(ALL_BUT_VLLM) --failures $$failures $(PARALLEL) $(or $(ARGS),$(CHECKED))) \
+	beside=$$ended; failed=; \
 	$(if $(WITHOUT_VLLM),\
 	  notes="$$notes\nmake test: left out: vLLM's part ($(if $(ARGS),ARGS is for the other,WITH_VLLM is empty here, $$(uname -sm)))";,\
 	  $(call part,vLLM$(,) beside it,wait $$vllm; ended=$$?; cat $$said; (exit $$ended))) \
+	if [ $$beside = 1 ] && [ -s $$failures ] && [ $$(wc -l <$$failures) -le $(if $(ARGS),0,$(AGAIN)) ]; then \
+	  cut -f1 $$failures >$$said; $(call part,what failed beside others$(,) alone,$(ALL_BUT_VLLM) @$$said) \
+	elif [ $$beside != 0 ]; then failed=1; fi; \
 	$(if $(ARGS),,notes="$$notes\nmake test: left out: architecture (make check), slow (make test ARGS='-m slow'; make test-vllm), chaos (make chaos), gpu (make gpu-check)";) \
 	$(TOLD)
 

@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 
 from pipelinerl.system.addresses import address_towards
+from tests.failures import pytest_addoption, pytest_terminal_summary  # noqa: F401  hooks
 from tests.open_sessions import left_open
 
 #: Read when JAX is first used in a process: as many CPU devices, so that meshes can be tried, and machine code that is

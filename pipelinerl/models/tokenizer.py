@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 #: More undecided tokens than any character has bytes: then the bytes are not text, and are shown as they are.
 _MAX_UNDECIDED = 16
+#: A directory of such a model, whose tokenizer_config.json names the plain class, is read by that class at once:
+#: `AutoTokenizer` would take it for the same, and to ask it costs each role two seconds of processor, and torch in its
+#: memory. Of other types it may know better than the directory.
+_TAKEN_AT_THEIR_WORD: Final = frozenset({"bigram", "gpt2", "llama", "qwen3", "qwen3_moe"})
+_PLAIN_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 _NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -64,10 +69,8 @@ class ChatTokenizer:
                 f"expected a tokenizer.json in the model directory {path}, found none; give a local Hugging Face model "
                 "directory with a fast tokenizer"
             )
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            tokenizer: Any = _reader(path).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"the tokenizer of {path} cannot be read: {error}; copy it again") from error
         ids = _declared_eos(path) | ({tokenizer.eos_token_id} - {None})
@@ -217,16 +220,36 @@ def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
     return lambda token_ids: decode()(token_ids)
 
 
+def _reader(path: Path) -> Any:
+    """The class of transformers that reads the tokenizer of `path`."""
+    plain = _named(path / "tokenizer_config.json", "tokenizer_class") in _PLAIN_CLASSES
+    if plain and _named(path / "config.json", "model_type") in _TAKEN_AT_THEIR_WORD:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _named(file: Path, name: str) -> Any:
+    """What the JSON object in `file` says under `name`; None where there is no such file.
+
+    Raises:
+        ModelError: it is no JSON object.
+    """
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text()).get(name)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{file} is not a JSON object: {error}; copy it again") from error
+
+
 def _declared_eos(path: Path) -> set[int]:
     """`eos_token_id` of generation_config.json, else of config.json; it may be absent, one id or a list."""
     for name in ("generation_config.json", "config.json"):
-        file = path / name
-        if not file.is_file():
-            continue
-        try:
-            declared = json.loads(file.read_text()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise ModelError(f"{file} is not a JSON object: {error}; copy it again") from error
+        declared = _named(path / name, "eos_token_id")
         if declared is not None:
             return set(declared) if isinstance(declared, list) else {int(declared)}
     return set()

@@ -2,17 +2,20 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from inference_contract.schemas import ChatMessage
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.errors import ModelError
+from pipelinerl.models import tokenizer
 from pipelinerl.models.checkpoint import check_directory, load_model, save_model, vocab_size
 from pipelinerl.models.tiny_decoder import (
     CHAT_TEMPLATE,
@@ -26,6 +29,7 @@ from pipelinerl.models.tiny_decoder import (
 from pipelinerl.models.tokenizer import ChatTokenizer, decoder_of
 from pipelinerl.models.warmstart import Demonstrations, WarmStartSettings, accuracies, warm_start
 from pipelinerl.types import Message
+from tests.patience import PATIENCE_S
 
 SHAPE = DecoderShape(hidden=32, layers=1, heads=2, intermediate=48, vocab=64)
 SHIPPED = MODELS / "tiny_speller"
@@ -40,6 +44,10 @@ def chat_tokenizer(**options):
 def directory(tmp_path):
     save_model(random_decoder(SHAPE, seed=1), chat_tokenizer(), tmp_path / "model")
     return tmp_path / "model"
+
+
+def rewrite(file, **changes):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def byte_level():
@@ -98,10 +106,44 @@ def test_weights_that_do_not_fit_the_config_are_refused(directory):
 
 
 def test_the_tokenizer_round_trips_text_exactly(directory):
-    tokenizer = ChatTokenizer.load(directory)  # by AutoTokenizer, which replaces the tokenizer of some model types
+    tokenizer = ChatTokenizer.load(directory)
     for text in ("abc", " a  b\n", "1+2=3, (x) > y.", ""):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode(tokenizer.encode("é")) == "<|unk|>"
+
+
+@pytest.mark.parametrize("declared", sorted(tokenizer._PLAIN_CLASSES))
+@pytest.mark.parametrize("model_type", sorted(tokenizer._TAKEN_AT_THEIR_WORD))
+def test_what_is_taken_at_its_word_is_what_transformers_would_take_it_for(directory, model_type, declared):
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
+    rewrite(directory / "tokenizer_config.json", tokenizer_class=declared)
+    taken, asked = (reader.from_pretrained(str(directory)) for reader in (tokenizer._reader(directory), AutoTokenizer))
+    assert tokenizer._reader(directory) is PreTrainedTokenizerFast and type(taken) is type(asked)
+    assert taken.backend_tokenizer.to_str() == asked.backend_tokenizer.to_str()
+    assert taken.special_tokens_map == asked.special_tokens_map and taken.chat_template == asked.chat_template
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "phi3", "mistral", "of_a_fork"])
+def test_of_other_types_transformers_is_asked(directory, model_type):
+    rewrite(directory / "config.json", model_type=model_type)
+    assert tokenizer._reader(directory) is AutoTokenizer
+
+
+def test_so_is_it_of_a_class_of_the_models_own(directory):
+    rewrite(directory / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    assert tokenizer._reader(directory) is AutoTokenizer
+
+
+def test_a_role_without_a_model_encodes_chats_without_torch():
+    """An actor's memory would be three times as much, and its start two seconds later."""
+    program = (
+        "import sys; from pathlib import Path; from pipelinerl.models.tokenizer import ChatTokenizer\n"
+        "from pipelinerl.types import Message\n"
+        f"tokenizer = ChatTokenizer.load(Path({str(SHIPPED)!r}))\n"
+        "assert tokenizer.decode(tokenizer.encode_chat([Message('user', 'ab')]))\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)
 
 
 def test_the_chat_template_marks_roles_and_opens_the_answer(directory):

@@ -22,6 +22,9 @@ BIN    := $(VENV)/bin
 PROJECT := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
 SITE   := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
+# Where the environment forbids it (images of containers do), each of a run's processes would compile all sources anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 # On few cores, threads of numerical libraries that spin while they wait take the core from those that work.
 QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 

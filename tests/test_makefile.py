@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 #: An interpreter that says what it is asked for. When its environment's name is in the file `fails` it fails `failing`
 #: tests where it is to write down what failed; once more and alone they fail where `alone` is in there.
 INTERPRETER = """#!/bin/sh
+[ -z "$PYTHONDONTWRITEBYTECODE" ] || exit 9
 echo "$0 $*" >> "{folder}/asked"
 grep -qx "{name}" "{folder}/fails" || exit 0
 while [ $# -gt 0 ] && [ "$1" != --failures ]; do shift; done
@@ -45,7 +46,8 @@ def made(folder: Path, *words: str, fails: str = "", failing: int = 0) -> tuple[
         text=True,
         timeout=PATIENCE_S,
         check=False,
-        env={"PATH": os.environ["PATH"]},  # not what a `make` around this test was told
+        # Not what a `make` around this test was told, but what images of containers say.
+        env={"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
     )
     return done.returncode, done.stdout, (folder / "asked").read_text() if (folder / "asked").exists() else done.stderr
 

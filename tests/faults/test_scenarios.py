@@ -60,7 +60,9 @@ def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
     raise AssertionError(f"no seed shows {figure!r}; the last said {verdict}")
 
 
+#: In short both designs are shown wrong in tests/faults/test_exactly_once.py, without processes.
 @pytest.mark.parametrize(("mutant", "figure"), [("ack_before", "lost"), ("ack_after", "trained twice")])
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 def test_an_acknowledgement_is_no_offset(tmp_path: Path, mutant: str, figure: str) -> None:
     def attempt(seed: int) -> Verdict:

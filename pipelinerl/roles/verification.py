@@ -17,7 +17,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.roles.judging import Purse, open_judge
 from pipelinerl.system.references import is_reference
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.service.server import ServedDomain
+from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded
 from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier
 from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum

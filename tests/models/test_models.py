@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -29,7 +27,6 @@ from pipelinerl.models.tiny_decoder import (
 from pipelinerl.models.tokenizer import ChatTokenizer, decoder_of
 from pipelinerl.models.warmstart import Demonstrations, WarmStartSettings, accuracies, warm_start
 from pipelinerl.types import Message
-from tests.patience import PATIENCE_S
 
 SHAPE = DecoderShape(hidden=32, layers=1, heads=2, intermediate=48, vocab=64)
 SHIPPED = MODELS / "tiny_speller"
@@ -132,18 +129,6 @@ def test_of_other_types_transformers_is_asked(directory, model_type):
 def test_so_is_it_of_a_class_of_the_models_own(directory):
     rewrite(directory / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
     assert tokenizer._reader(directory) is AutoTokenizer
-
-
-def test_a_role_without_a_model_encodes_chats_without_torch():
-    """An actor's memory would be three times as much, and its start two seconds later."""
-    program = (
-        "import sys; from pathlib import Path; from pipelinerl.models.tokenizer import ChatTokenizer\n"
-        "from pipelinerl.types import Message\n"
-        f"tokenizer = ChatTokenizer.load(Path({str(SHIPPED)!r}))\n"
-        "assert tokenizer.decode(tokenizer.encode_chat([Message('user', 'ab')]))\n"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)
 
 
 def test_the_chat_template_marks_roles_and_opens_the_answer(directory):

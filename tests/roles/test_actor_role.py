@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -29,7 +31,8 @@ from pipelinerl.streams.stream import START, Stream
 from pipelinerl.system.http_service import guard, listen, serve_until
 from pipelinerl.system.ports import free_ports
 from pipelinerl.types import Message, Outcome, Problem, PromptOrder, Purpose, Sampling
-from pipelinerl.verifiers.service.server import ServedDomain, create_app as create_service_app
+from pipelinerl.verifiers.service.served_domain import ServedDomain
+from pipelinerl.verifiers.service.server import create_app as create_service_app
 from tests.fakes import verifier_service
 from tests.fakes.scripted_engine import ScriptedEngine, create_app
 from tests.fakes.served import in_thread
@@ -229,3 +232,22 @@ async def test_answers_are_judged_by_the_services_that_the_controller_names(iden
     outcomes = [rollout.verdict.outcome for rollout in decode_group(entry.payload).rollouts]
     assert outcomes == [Outcome.WRONG, Outcome.WRONG], "by the function of the service, and by no worker of ours"
     await stream.close()
+
+
+_LIGHT = """
+import sys
+from pathlib import Path
+from pipelinerl.config.recipe import MODELS
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.roles import actor_role
+from pipelinerl.types import Message
+
+tokenizer = ChatTokenizer.load(MODELS / "tiny_speller")
+assert tokenizer.decode(tokenizer.encode_chat([Message("user", "ab")]))
+assert not (heavy := {"torch", "fastapi", "uvicorn", "matplotlib"} & sys.modules.keys()), heavy
+"""
+
+
+def test_it_is_light() -> None:
+    """There may be one beside each engine; with torch its memory would be three times as much."""
+    subprocess.run([sys.executable, "-c", _LIGHT], check=True, timeout=PATIENCE_S)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final, final
 
@@ -29,6 +28,7 @@ from pipelinerl.system.http_service import guard, refuse_in_one_shape
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.service import wire
 from pipelinerl.verifiers.service.beating import Beating, RequestRefused
+from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.service.verdict_cache import VerdictCache, keys_of
 from pipelinerl.verifiers.service.wire import (
     DomainStatus,
@@ -38,26 +38,10 @@ from pipelinerl.verifiers.service.wire import (
     VerifyAnswer,
     VerifyRequest,
 )
-from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, start
+from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, start
 
 #: Answers that a service holds at most; whoever asks for more is sent to another, or waits.
 MOST_WAITING: Final = 65_536
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedDomain:
-    """A domain as it is judged here.
-
-    Attributes:
-        rules: digest of the part of the recipe that says how, so that nobody is judged by another recipe's.
-        kept: whether equal answers have equal verdicts, which then need not be reached again.
-        tier: of the sandbox, where there is one.
-    """
-
-    verifier: GroupVerifier
-    rules: str
-    kept: bool
-    tier: str = ""
 
 
 @final

@@ -19,7 +19,8 @@ from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.service import wire
 from pipelinerl.verifiers.service.asking import ServicePatience
 from pipelinerl.verifiers.service.client import RemoteVerifier, VerifierServices
-from pipelinerl.verifiers.service.server import ServedDomain, create_app
+from pipelinerl.verifiers.service.served_domain import ServedDomain
+from pipelinerl.verifiers.service.server import create_app
 from pipelinerl.verifiers.service.wire import VerifyRequest
 from pipelinerl.verifiers.verifier import EachAlone, SampledAnswer, correct, wrong
 from tests.fakes.served import in_thread

@@ -12,7 +12,8 @@ import pytest
 
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.service import beating, wire
-from pipelinerl.verifiers.service.server import ServedDomain, VerifierService, create_app
+from pipelinerl.verifiers.service.served_domain import ServedDomain
+from pipelinerl.verifiers.service.server import VerifierService, create_app
 from pipelinerl.verifiers.service.wire import ServiceStatus, VerifyAnswer, VerifyRequest
 from pipelinerl.verifiers.verifier import EachAlone, SampledAnswer, correct, failed, wrong
 from tests.fakes.verifier_service import RULES, TOKEN, problem, service

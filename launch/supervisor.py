@@ -308,7 +308,7 @@ class Supervisor:
         for process in self._processes.values():
             if process is died or died.spec.group is None or process.spec.group != died.spec.group:
                 continue
-            if process.pid is not None:
+            if process.pid is not None or process.state is State.ENDED:  # one was told that all was done, as it was not
                 self._announce(f"{process.spec.name} is started again with it")
                 self._forget(process)
                 process.state, process.due = State.BACKING_OFF, died.due

@@ -24,6 +24,7 @@ from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, dealing_of, objective_of, routing_of, training_problems
 from pipelinerl.roles.workers import started
 from pipelinerl.streams.stream import Stream
+from pipelinerl.trainers.ranks.rank0 import leave_undone
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.publish.canary_check import ROUTED_APART, TOLERANCES, Canary, LogprobCanaryChecker
 from pipelinerl.training.publish.stream_announcer import StreamAnnouncer
@@ -73,6 +74,9 @@ async def run(identity: Identity) -> None:
         await loop.run()
         if notice.was_given:
             raise asyncio.CancelledError  # its work is not done
+    except BaseException:
+        leave_undone()
+        raise
     finally:
         await loop.close()
         if samples is not None:

@@ -26,7 +26,7 @@ def test_a_run_goes_on_from_one_process_to_two_to_one(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     recipe = directory / "recipe.toml"
     saved = []
-    with launched(new_run(directory, "run.steps=100000"), directory) as run:
+    with launched(new_run(directory, "run.steps=100000", "figures.exact_entropy_interval=2"), directory) as run:
         run.until_step(3)
         saved.append(suspended(run))
     alone = recipe.read_text()
@@ -39,6 +39,8 @@ def test_a_run_goes_on_from_one_process_to_two_to_one(tmp_path: Path) -> None:
             saved.append(suspended(run))
     steps = run.steps()
     assert steps == list(range(1, len(steps) + 1)), "each once"
+    measured = [event["step"] for event in run.events("step") if "exact_entropy" in event]
+    assert measured == steps[1::2], "by one process as by two"
     states = [directory / "checkpoints" / f"step-{version:06d}" / "trainer" for version in saved]
     divided = {
         version: (state / "shards").is_dir() for version, state in zip(saved, states, strict=True) if state.is_dir()

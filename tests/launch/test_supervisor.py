@@ -128,6 +128,29 @@ def test_those_of_one_group_live_and_die_together(tmp_path: Path) -> None:
     assert (tmp_path / "apart").read_text() == "x"
 
 
+def test_one_that_was_done_begins_again_with_its_group(tmp_path: Path) -> None:
+    """It was sent home by one that met an error of its own."""
+    here = f"import pathlib, time; d = pathlib.Path({str(tmp_path)!r})\n"
+    done = here + "with (d / 'home').open('a') as file: file.write('x')"
+    sends = here + (
+        "first = not (d / 'me').exists(); (d / 'me').touch()\n"
+        "while not (d / 'home').exists(): time.sleep(0.02)\n"
+        "if first: time.sleep(1.0); raise SystemExit(1)\n"
+        "while len((d / 'home').read_text()) < 2: time.sleep(0.02)"
+    )
+    group = {"on_exit": OnExit.DONE, "group": "trainer"}
+    main = here + "while not (d / 'home').exists() or len((d / 'home').read_text()) < 2: time.sleep(0.02)"
+    specs = [
+        _spec("rank-0", sends, **group),
+        _spec("rank-1", done, **group),
+        _spec("main", main, on_exit=OnExit.COMPLETE),
+    ]
+    result, said = _run(specs, tmp_path)
+    assert result.outcome is RunOutcome.COMPLETED
+    died = "rank-0 ended (exit status 1); starting it again in 0.5 s (1 of 3)"
+    assert said == [died, "rank-1 is started again with it"]
+
+
 def test_one_that_is_done_is_left_in_peace(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     done = _spec("trainer", f"open({str(starts)!r}, 'a').write('x')", on_exit=OnExit.DONE)

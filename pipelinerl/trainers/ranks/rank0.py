@@ -94,6 +94,7 @@ class Ranks:
         self._pending: dict[int, _Pending] = {}
         self._given = 0
         self._lost: RankError | None = None
+        self._left_for = ""
         self._lanes: dict[Lane, queue.SimpleQueue[_Pending]] = {lane: queue.SimpleQueue() for lane in Lane}
         for lane in Lane:
             threading.Thread(target=self._execute, args=(lane,), name=f"ranks-{lane}", daemon=True).start()
@@ -129,12 +130,16 @@ class Ranks:
         with suppress(RankError):  # lost ranks hold nothing
             self.together(lambda _: Close(trainer), lambda: None, lane=Lane.PASSES)
 
+    def leave(self, reason: str) -> None:
+        """This process is about to end before its work is done: `end` says so."""
+        self._left_for = reason
+
     def end(self) -> None:
-        """Tell the others that the work is done."""
+        """Tell the others that the work is done; where it is left undone they end as failed, to be begun again."""
         with self._changed:
             lost, self._lost = self._lost, self._lost or RankError("the ranks of this trainer have been sent home")
         if lost is None:
-            self._dismiss(RanksEnd())
+            self._dismiss(RanksEnd(reason=self._left_for))
 
     def _outcome(self, pending: _Pending) -> Any:
         verb, error = pending.verb, pending.result.exception()
@@ -241,6 +246,12 @@ def lead(distributed: Distributed, join: Join) -> Ranks:
     if _led[0] != distributed:
         raise SpecError("options.distributed must be the same for every trainer of a process; give them one recipe")
     return _led[1]
+
+
+def leave_undone() -> None:
+    """This process ends before its work is done, and its ranks with it, which whoever started them begins again."""
+    if _led is not None:
+        _led[1].leave("rank 0 has ended before its work was done; see its log")
 
 
 def _leave(error: RankError) -> None:

@@ -4,10 +4,6 @@ One rollout in 16 is computed once more for it, forwards and backwards with a gr
 default interval 0.6 % of the trainer's work. The step itself is the same to the bit with and without. Up to half of
 these rollouts are answers that the sample log keeps, so that a reader finds the entropy of each of their tokens at no
 further cost; the others are evenly spaced. Which groups are kept is drawn by seed, so the mean stays one over the step.
-
-Entropy over the whole vocabulary is a `HeadMeasure`, which a trainer computes for the objective that needs it, here
-`EntropyProbe`: so every trainer can tell it, and none has to learn a verb for it. Next to the surprisal of the sampled
-tokens it shows what the sampler's own choice hides: a policy that is sure, or a sampler that is cold.
 """
 
 from __future__ import annotations
@@ -19,54 +15,17 @@ from typing import Final, final
 
 import numpy as np
 
-from pipelinerl.arrays import Array, namespace, on_host, stop_gradient
+from pipelinerl.numerics.entropy_probe import EntropyProbe
 from pipelinerl.training.rollouts.batch import TrainBatch
 from pipelinerl.training.rollouts.packing import alone
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
-from trainer_contract.types import Columns, Float32, HeadMeasure, MicroBatch
+from trainer_contract.types import Float32, MicroBatch
 
 #: One rollout in so many is measured.
 _ONE_IN: Final = 16
 #: The figure.
 EXACT_ENTROPY: Final = "exact_entropy"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class EntropyProbe:
-    """An objective whose value is the mean entropy of the policy's distributions, and whose gradient is 0.
-
-    Satisfies `trainer_contract.types.Objective`, and `MeasuringObjective`.
-
-    Attributes:
-        seen: the entropies over the loss mask of each micro-batch that was evaluated in this process, f32 [N] each. A
-            trainer that compiles the objective, or evaluates it elsewhere, leaves none. All probes are one program.
-    """
-
-    seen: list[Float32] = field(default_factory=list, compare=False)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The entropies."""
-        return frozenset({HeadMeasure.ENTROPY})
-
-    def evaluate(self, predictions: Array, columns: Columns) -> Array:
-        """Mean entropy over the loss mask in nats, a scalar that depends on the predictions and moves with none."""
-        xp, mask = namespace(predictions), columns["loss_mask"]
-        known = on_host(columns[HeadMeasure.ENTROPY])
-        if known is not None:
-            self.seen.append(known[on_host(mask)].astype(np.float32))
-        entropies = stop_gradient(xp.where(mask, columns[HeadMeasure.ENTROPY], 0.0))
-        return entropies.sum() / mask.sum() + 0.0 * xp.where(mask, predictions, 0.0).sum()
-
-    def prediction_gradient(self, predictions: Array, columns: Columns) -> Array:
-        """0, [T]."""
-        return namespace(predictions).zeros_like(predictions)
-
-    def measure_gradients(self, predictions: Array, columns: Columns) -> Mapping[HeadMeasure, Array]:
-        """0, [T]."""
-        return {HeadMeasure.ENTROPY: namespace(predictions).zeros_like(predictions)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,49 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.rollouts.batch import TrainBatch, build
-from pipelinerl.training.step.entropy_meter import EXACT_ENTROPY, EntropyMeter, EntropyProbe
+from pipelinerl.training.step.entropy_meter import EXACT_ENTROPY, EntropyMeter
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
 from tests.fakes.rollouts import group
-from trainer_contract.types import HeadMeasure, MeasuringObjective, OptimizerSpec, TrainerSpec, measures_of
+from trainer_contract.types import OptimizerSpec, TrainerSpec
 
-ENTROPIES = np.array([0.5, np.nan, 1.5, 1.0], np.float32)
-LOGPROBS = np.array([-1.0, np.nan, -2.0, -3.0], np.float32)
-MASK = np.array([True, False, True, True])
 VOCAB = 7
 OBJECTIVE = resolve("grpo")
-
-
-def test_the_value_is_the_mean_over_the_mask() -> None:
-    columns = {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK}
-    assert EntropyProbe().evaluate(LOGPROBS, columns) == 1.0
-    assert measures_of(EntropyProbe()) == (HeadMeasure.ENTROPY,) and isinstance(EntropyProbe(), MeasuringObjective)
-    assert not EntropyProbe().prediction_gradient(LOGPROBS[MASK], columns).any()
-    assert not EntropyProbe().measure_gradients(LOGPROBS[MASK], columns)[HeadMeasure.ENTROPY].any()
-
-
-def test_what_was_seen_is_of_the_mask_alone_and_makes_no_other_program_of_it() -> None:
-    numpys, torchs = EntropyProbe(), EntropyProbe()
-    numpys.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
-    columns = {HeadMeasure.ENTROPY: torch.from_numpy(ENTROPIES), "loss_mask": torch.from_numpy(MASK)}
-    torchs.evaluate(torch.from_numpy(LOGPROBS), columns)
-    for (seen,) in (numpys.seen, torchs.seen):
-        assert seen.dtype == np.float32 and seen.tolist() == [0.5, 1.5, 1.0]
-    assert numpys == EntropyProbe() and hash(numpys) == hash(EntropyProbe())
-
-
-def test_no_gradient_comes_of_it() -> None:
-    logprobs, entropies = (torch.from_numpy(each[MASK]).requires_grad_() for each in (LOGPROBS, ENTROPIES))
-    columns = {HeadMeasure.ENTROPY: entropies, "loss_mask": torch.ones(3, dtype=torch.bool)}
-    value = EntropyProbe().evaluate(logprobs, columns)
-    value.backward()
-    assert value.item() == 1.0 and logprobs.grad is not None and not logprobs.grad.any() and entropies.grad is None
 
 
 @pytest.fixture

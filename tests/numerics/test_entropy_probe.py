@@ -1,0 +1,47 @@
+"""The probe's value is a mean over the mask, in numpy and torch, and neither predictions nor entropies move it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pipelinerl.numerics.entropy_probe import EntropyProbe
+from pipelinerl.trainers.ranks.commands import decode_objective, encode_objective
+from trainer_contract.types import HeadMeasure, MeasuringObjective, measures_of
+
+ENTROPIES = np.array([0.5, np.nan, 1.5, 1.0], np.float32)
+LOGPROBS = np.array([-1.0, np.nan, -2.0, -3.0], np.float32)
+MASK = np.array([True, False, True, True])
+
+
+def test_the_value_is_the_mean_over_the_mask() -> None:
+    columns = {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK}
+    assert EntropyProbe().evaluate(LOGPROBS, columns) == 1.0
+    assert measures_of(EntropyProbe()) == (HeadMeasure.ENTROPY,) and isinstance(EntropyProbe(), MeasuringObjective)
+    assert not EntropyProbe().prediction_gradient(LOGPROBS[MASK], columns).any()
+    assert not EntropyProbe().measure_gradients(LOGPROBS[MASK], columns)[HeadMeasure.ENTROPY].any()
+
+
+def test_what_was_seen_is_of_the_mask_alone_and_makes_no_other_program_of_it() -> None:
+    numpys, torchs = EntropyProbe(), EntropyProbe()
+    numpys.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
+    columns = {HeadMeasure.ENTROPY: torch.from_numpy(ENTROPIES), "loss_mask": torch.from_numpy(MASK)}
+    torchs.evaluate(torch.from_numpy(LOGPROBS), columns)
+    for (seen,) in (numpys.seen, torchs.seen):
+        assert seen.dtype == np.float32 and seen.tolist() == [0.5, 1.5, 1.0]
+    assert numpys == EntropyProbe() and hash(numpys) == hash(EntropyProbe())
+
+
+def test_no_gradient_comes_of_it() -> None:
+    logprobs, entropies = (torch.from_numpy(each[MASK]).requires_grad_() for each in (LOGPROBS, ENTROPIES))
+    columns = {HeadMeasure.ENTROPY: entropies, "loss_mask": torch.ones(3, dtype=torch.bool)}
+    value = EntropyProbe().evaluate(logprobs, columns)
+    value.backward()
+    assert value.item() == 1.0 and logprobs.grad is not None and not logprobs.grad.any() and entropies.grad is None
+
+
+def test_a_trainers_other_processes_make_it_too() -> None:
+    probe = EntropyProbe()
+    probe.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
+    made = decode_objective(encode_objective(probe))
+    assert made == probe and isinstance(made, EntropyProbe) and made.seen == []

@@ -52,9 +52,11 @@ from pipelinerl.weights.parameter_server.upload import Uploader
 
 FLEETS: Final = (128, 256, 512, 1024)
 QUICK: Final = (16, 32)
-_ACTORS: Final = 4
-_GROUP: Final = 8
-_STEP: Final = 256
+ACTORS: Final = 4
+GROUP: Final = 8
+STEP: Final = 256
+#: How long answers take.
+PACE: Final = Pace(median_s=8.0, spread=0.4, full=0.002)
 _PATIENCE_S: Final = 300.0
 _DYING_A_MINUTE: Final = 0.05
 _ROUNDS: Final = 9
@@ -109,7 +111,7 @@ class _Times:
     dying_s: float
 
 
-_WHOLE: Final = _Times(pace=Pace(median_s=8.0, spread=0.4, full=0.002), warm_s=20.0, window_s=24.0, dying_s=60.0)
+_WHOLE: Final = _Times(pace=PACE, warm_s=20.0, window_s=24.0, dying_s=60.0)
 _BRIEF: Final = _Times(pace=Pace(median_s=0.5, spread=0.4, full=0.002), warm_s=2.0, window_s=3.0, dying_s=3.0)
 _SPAWN: Final = multiprocessing.get_context("spawn")
 
@@ -141,10 +143,10 @@ class _Run:
 @contextmanager
 def _processes(engines: int, times: _Times, folder: Path) -> Iterator[_Run]:
     recipe, token, started = folder / "scale.toml", f"{key(os.getpid(), 'scale'):x}", list[Any]()
-    held = -(-3 * engines // (2 * _ACTORS))
+    held = -(-3 * engines // (2 * ACTORS))
     recipe.write_text(
         _RECIPE.format(
-            engines=engines, group=_GROUP, step=min(_STEP, engines * _GROUP // 4), actors=_ACTORS, held=held,
+            engines=engines, group=GROUP, step=min(STEP, engines * GROUP // 4), actors=ACTORS, held=held,
             interval=times.pace.median_s / 3,
         )
     )  # fmt: skip
@@ -166,7 +168,7 @@ def _processes(engines: int, times: _Times, folder: Path) -> Iterator[_Run]:
             with mock_fleet(engines, pace=times.pace, controller_url=url, redis_url=redis.url, token=token) as fleet:
                 actors = [
                     start(actor_process, recipe, folder, f"actor-{number}", redis.url, url, token)
-                    for number in range(_ACTORS)
+                    for number in range(ACTORS)
                 ]
 
                 def issued() -> Mapping[int, float]:
@@ -202,7 +204,7 @@ async def _measure(run: _Run, engines: int, times: _Times, *, dying: bool) -> di
     async with EngineClient(token=run.token) as client:
         announcer = StreamAnnouncer(stream, quiet_s=_PATIENCE_S)
         publisher = PullPublisher(client, Uploader([run.server_url], token=run.token), announcer=announcer)
-        trainer = StandInTrainer(stream, publisher, rollouts_per_step=min(_STEP, engines * _GROUP // 4))
+        trainer = StandInTrainer(stream, publisher, rollouts_per_step=min(STEP, engines * GROUP // 4))
         training = asyncio.create_task(trainer.run())
         try:
             began = time.monotonic()
@@ -253,7 +255,7 @@ async def _deaths(
     for number in order:
         await asyncio.to_thread(run.fleet.die, [number])
         await asyncio.sleep(times.dying_s / count)
-    rate = (trainer.ledger.counts[Fate.TRAINED] - trained) * _GROUP / (time.monotonic() - began)
+    rate = (trainer.ledger.counts[Fate.TRAINED] - trained) * GROUP / (time.monotonic() - began)
     last = len(await asyncio.to_thread(run.issued))
     await _until(lambda: trainer.ledger.frontier >= last, "the end of every order", training)
     events = list(read_events(run.folder / "events.jsonl"))

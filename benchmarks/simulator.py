@@ -5,6 +5,7 @@
     tiny    the `tiny` recipe, whose engine and trainer share two cores with all else; then the ages of what trains
             under the pairs (j, k) of `benchmarks staleness`, against its record
     fleet   no run: 128 to 1,024 engines, simulated on the paced hardware; how long 100 steps of 1,024 engines take
+    mocks   no run: rollouts a second of the fleets of `benchmarks scale`, which docs/clusters.md has as measured
 
 Both are calibrated on the synchronous arm and, for what engine and trainer suffer beside each other, on the one in
 flight; the rest is predicted. An arm differs in the schedule's flags alone. Each is told with the error of its step's
@@ -29,23 +30,26 @@ from typing import Any, Final
 
 from benchmarks.measure import RESULTS, write_record
 from benchmarks.paced import ENGINE, TRAINER
+from benchmarks.scale import ACTORS, FLEETS, GROUP, PACE, STEP
 from inference_contract.weights import OnUpdate
 from pipelinerl.commands.simulation.from_recipe import observed, setting_of
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
 from pipelinerl.observability.run_history import tell
 from pipelinerl.simulation.calibration import ObservedRun, calibrate
-from pipelinerl.simulation.hardware import Hardware
+from pipelinerl.simulation.hardware import EngineTimes, Hardware, TrainerTimes
 from pipelinerl.simulation.lengths import HeavyTailedLengths, ObservedLengths
 from pipelinerl.simulation.measured import TRUSTED, Measured, measure
 from pipelinerl.simulation.prediction import Prediction
+from pipelinerl.simulation.repetition import simulated_like
 from pipelinerl.simulation.setting import SimulatedSetting
 from pipelinerl.simulation.simulator import simulate
 from pipelinerl.staleness import StalenessBounds
 
 _DEADLINE_S: Final = 1200.0
 _TINY: Final = "tiny"
-_SIMULATED_STEPS: Final = 200
+#: So finely the simulated time of a mock's answer is cut.
+_MOCK_STEP_S: Final = 0.01
 _SYNCHRONOUS, _IN_FLIGHT, _AGAIN = "conventional G = 1", "in flight", "conventional G = 1, again"
 _ON_POLICY: Final = ("staleness.j=1", "staleness.k=1")
 #: Arms by what they change; how many batches' worth a generation is.
@@ -173,7 +177,7 @@ def predicted_cells(bed: Bed, runs: Mapping[str, ObservedRun]) -> tuple[list[Cel
     found = []
     for arm, run in runs.items():
         measured = measure(run.events)
-        predicted = simulate(replace(run.setting, steps=_SIMULATED_STEPS), hardware)
+        predicted = simulated_like(run.events, run.setting, hardware)
         error = measured.errors(predicted)["step_s"]
         found.append(
             Cell(
@@ -244,7 +248,29 @@ def fleet(*, steps: int, sizes: Sequence[int] = (128, 256, 512, 1024)) -> list[d
     return rows
 
 
-def run(quick: bool, beds: Sequence[str] = ("paced", "tiny", "fleet")) -> dict[str, Any]:
+def mocks(sizes: Sequence[int] = FLEETS) -> list[dict[str, float]]:
+    """Rollouts per second of mock engines, which answer a group as a whole, however many they have."""
+    rows = []
+    for engines in sizes:
+        setting = SimulatedSetting(
+            steps=engines // 2,
+            engines=engines,
+            slots=64,
+            bounds=StalenessBounds(1, float("inf")),
+            on_update=OnUpdate.CONTINUE,
+            rollouts_per_step=STEP // GROUP,
+            group_size=1,
+            lengths=HeavyTailedLengths(PACE.median_s / _MOCK_STEP_S, PACE.spread, 1 << 16),
+            actors=ACTORS,
+            groups_in_flight=engines,
+            max_groups=engines,
+        )
+        times = Hardware(engine=EngineTimes(step_s=_MOCK_STEP_S), trainer=TrainerTimes(token_s=1e-12))
+        rows.append({"engines": engines, "rollouts_per_s": GROUP * simulate(setting, times).rollouts_per_s})
+    return rows
+
+
+def run(quick: bool, beds: Sequence[str] = ("paced", "tiny", "fleet", "mocks")) -> dict[str, Any]:
     """Measure, simulate, print; but for `quick`, record."""
     record: dict[str, Any] = {"quick": quick, "trusted": TRUSTED}
     with tempfile.TemporaryDirectory(prefix="pipelinerl-simulator-") as folder:
@@ -259,10 +285,14 @@ def run(quick: bool, beds: Sequence[str] = ("paced", "tiny", "fleet")) -> dict[s
                 f"{row['engines']:6.0f} engines {row['tokens_per_s']:12,.0f} tokens/s, idle {row['engine_idle']:.0%}; "
                 f"{row['steps']:.0f} steps of {row['rollouts']:,.0f} rollouts: {row['processor_s']:.1f} processor s"
             )
+    if "mocks" in beds:
+        record["mocks"] = mocks(FLEETS[:2] if quick else FLEETS)
+        told_of = ", ".join(f"{row['engines']:.0f}: {row['rollouts_per_s']:.1f}" for row in record["mocks"])
+        print(f"\nsimulator: rollouts/s of so many mock engines, {told_of}")
     if not quick:
         known = RESULTS / "simulator.json"
         before = json.loads(known.read_text()) if known.exists() else {}
-        kept = {name: before[name] for name in ("paced", "tiny", "ages", "fleet") if name in before}
+        kept = {name: before[name] for name in ("paced", "tiny", "ages", "fleet", "mocks") if name in before}
         write_record("simulator", kept | record)  # what was not run now stays as it was
     return record
 
@@ -316,9 +346,9 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few arms and steps; leaves no record")
-    parser.add_argument("beds", nargs="*", help="paced, tiny, fleet (default: all)")
+    parser.add_argument("beds", nargs="*", help="paced, tiny, fleet, mocks (default: all)")
     given = parser.parse_args()
-    run(given.quick, given.beds or ("paced", "tiny", "fleet"))
+    run(given.quick, given.beds or ("paced", "tiny", "fleet", "mocks"))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ a process of its own on each and no more: no role imports ray, and nothing of a 
 |---------------------------------------|-------------------|--------------------------------------------------------|
 | a placement group                     | `PLACED_S`        | refuses, and says what each host takes                 |
 | the head's node                       | –                 | ends with its status                                   |
-| a node that died to be there again    | `_ASK_S`          | fails; the run goes on meanwhile                       |
-| … on a machine of another address     | the same          | begins all nodes anew: the run goes on from checkpoint |
+| a node that died to be there again    | –                 | the run goes on meanwhile, as without any host         |
+| … on a machine of another address     | –                 | begins all nodes anew: the run goes on from checkpoint |
 | Ctrl-C: the run to be saved           | `launch.save_s`   | kills                                                  |
 
-A node may die `launch.restarts` times.
+A node may die `launch.restarts` times. Ray notices after some seconds that a machine is lost; until then it sends an
+actor there, which never runs: another is asked for until one answers.
 
 What it needs: the run's directory and the model on a file system that all machines see, and this project on each.
 """
@@ -37,6 +38,8 @@ from pipelinerl.system import tied_process
 PLACED_S: Final = 120.0
 _ASK_S: Final = 60.0
 _LOOK_S: Final = 1.0
+#: Until an actor is asked for again whose machine was lost before it ran.
+_AGAIN_S: Final = 2.0
 #: On top of `launch.save_s`: for stopping what then runs.
 _STOP_S: Final = 10.0
 
@@ -113,7 +116,9 @@ class _Nodes:
         self._left = dict.fromkeys((host.name for host in members.hosts), config.launch.restarts)
         self._actors: dict[str, Any] = {}
         self._hosts: dict[str, Host] = {}
+        self._asked: dict[Any, str] = {}
         self._serving: dict[Any, str] = {}
+        self._due: dict[str, float] = {}
         self._interrupts = 0
         self._kill_at = float("inf")
 
@@ -123,11 +128,16 @@ class _Nodes:
         try:
             self._begin_all()
             while True:
-                done, _ = self._ray.wait(list(self._serving), num_returns=1, timeout=_LOOK_S)
-                for reference in done:
-                    status = self._ended(self._serving.pop(reference), reference)
-                    if status is not None:
-                        return status
+                for reference in self._news():
+                    if reference in self._asked:
+                        self._answered(self._asked.pop(reference), reference)
+                    elif reference in self._serving:  # not, if all have been begun anew meanwhile
+                        status = self._ended(self._serving.pop(reference), reference)
+                        if status is not None:
+                            return status
+                for name in [name for name, due in self._due.items() if due <= time.monotonic()]:
+                    del self._due[name]
+                    self._begin(name)
                 if self._interrupts and self._kill_at == float("inf"):
                     self._suspend()
                 if self._interrupts > 1 or time.monotonic() > self._kill_at:
@@ -152,29 +162,56 @@ class _Nodes:
             "--hosts or --gpus"
         )
 
+    def _news(self) -> list[Any]:
+        """Answers and ends, if any have come within `_LOOK_S`."""
+        awaited = [*self._asked, *self._serving]
+        if not awaited:  # Ray refuses to wait for nothing
+            time.sleep(_LOOK_S)
+            return []
+        done, _ = self._ray.wait(awaited, num_returns=1, timeout=_LOOK_S)
+        return list(done)
+
     def _begin_all(self) -> None:
         for actor in self._actors.values():
             self._ray.kill(actor)
-        self._actors, self._serving = {}, {}
-        for number, host in enumerate(self._members.hosts):
-            self._actors[host.name] = self._actor(number)
-            self._hosts[host.name] = self._located(host)
+        self._actors, self._hosts, self._asked, self._serving, self._due = {}, {}, {}, {}, {}
         for host in self._members.hosts:
-            self._serve(host.name)
+            self._begin(host.name)
 
-    def _actor(self, bundle: int) -> Any:
-        takes = bundles_of(self._members)[bundle]
+    def _begin(self, name: str) -> None:
+        """Ask for an actor on the host's machine; what runs there is begun once it says where that is."""
+        takes = bundles_of(self._members)[self._number(name)]
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._number(name))
         remote = self._ray.remote(NodeProcess)
-        return remote.options(num_cpus=takes["CPU"], num_gpus=takes.get("GPU", 0), scheduling_strategy=where).remote()
+        actor = remote.options(num_cpus=takes["CPU"], num_gpus=takes.get("GPU", 0), scheduling_strategy=where).remote()
+        self._actors[name] = actor
+        self._asked[actor.address.remote()] = name
 
-    def _located(self, host: Host) -> Host:
-        return replace(host, address=self._ray.get(self._actors[host.name].address.remote(), timeout=_ASK_S))
+    def _answered(self, name: str, reference: Any) -> None:
+        """An actor says where it is, or has none to be: its machine was lost, and Ray has not noticed yet."""
+        try:
+            address = str(self._ray.get(reference, timeout=_ASK_S))
+        except self._ray.exceptions.RayActorError:
+            self._due[name] = time.monotonic() + _AGAIN_S
+            return
+        before = self._hosts.get(name)
+        if before is not None and before.address != address:
+            self._announce(f"{name} is on another machine now: all nodes begin anew, from the checkpoint")
+            self._begin_all()
+            return
+        self._hosts[name] = replace(self._members.hosts[self._number(name)], address=address)
+        if len(self._hosts) == len(self._members.hosts):  # each is told of all
+            for each in set(self._actors) - {*self._serving.values(), *self._asked.values(), *self._due}:
+                self._serve(each)
+
+    def _number(self, name: str) -> int:
+        return [host.name for host in self._members.hosts].index(name)
 
     def _serve(self, name: str) -> None:
-        hosts = [word for host in self._hosts.values() for word in ("--host", host.word)]
+        located = [self._hosts[host.name] for host in self._members.hosts]
+        hosts = [word for host in located for word in ("--host", host.word)]
         words = [str(self._run_dir), "--name", name, "--first-port", str(self._members.first_port), *hosts]
         output = self._run_dir / "cluster" / f"node-{name}.out"
         self._announce(f"{name} is {self._hosts[name].address}; it writes to {output}")
@@ -189,6 +226,7 @@ class _Nodes:
             status = 128 + signal.SIGKILL
         status = 128 - status if status < 0 else status
         if status <= 2 or status == 130:
+            del self._actors[name]
             if status and name != head:
                 self._announce(f"{name} ended with status {status}; it says why in {self._run_dir / 'cluster'}")
             return status if name == head else None
@@ -198,14 +236,7 @@ class _Nodes:
             return 1
         self._announce(f"{name} died; beginning it again")
         self._ray.kill(self._actors[name])
-        number = [host.name for host in self._members.hosts].index(name)
-        self._actors[name] = self._actor(number)
-        located = self._located(self._hosts[name])
-        if located.address == self._hosts[name].address:
-            self._serve(name)
-        else:
-            self._announce(f"{name} is on another machine now: all nodes begin anew, from the checkpoint")
-            self._begin_all()
+        self._begin(name)
         return None
 
     def _interrupted(self, _number: int, _frame: object) -> None:

@@ -30,6 +30,10 @@ def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         RecipeError: a few-shot file is missing, or holds no messages.
     """
     resolved = _with_references(table, folder)
+    elastic = resolved.get("elastic")
+    if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):  # parts that are named by keys
+        types = {anchored(type, folder): limits for type, limits in elastic["types"].items()}
+        resolved["elastic"] = {**elastic, "types": types}
     domains = resolved.get("domains")
     if isinstance(domains, list):
         resolved["domains"] = [_with_files(domain, folder) for domain in domains]

@@ -112,6 +112,7 @@ def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
     for where, entries, name in (
         ("engine.type", registry.ENGINES, config.engine.type),
         ("trainer.type", registry.TRAINERS, config.trainer.type),
+        *(("elastic.types", registry.ENGINES, type) for type in config.elastic.types if type != config.engine.type),
     ):
         if registry.is_user_code(entries, name):
             yield where, name

@@ -159,9 +159,12 @@ def elastic_of(config: RunConfig) -> ElasticRule | None:
         RecipeError: a type cannot be started by name, or the run begins with fewer engines, or more, than there may be.
     """
     for type, limits in config.elastic.types.items():
-        if type not in registry.ENGINES or type in registry.SERVER_ENGINES:
+        own = registry.is_user_code(registry.ENGINES, type)
+        if not own and (type not in registry.ENGINES or type in registry.SERVER_ENGINES):
             started = ", ".join(name for name in registry.ENGINES if name not in registry.SERVER_ENGINES)
-            raise RecipeError(f"elastic.types must name engines that can be started: {started}, got {type!r}")
+            raise RecipeError(
+                f"elastic.types must name engines that can be started: {started}, or code of your own; got {type!r}"
+            )
         count = config.engine.count
         if type == config.engine.type and not limits.min <= count <= limits.max:
             raise RecipeError(

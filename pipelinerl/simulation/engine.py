@@ -27,8 +27,6 @@ _SLACK: Final = 1e-9
 class EngineNews(NamedTuple):
     """What a boundary between two steps brought."""
 
-    begun: list[SimulatedGroup]
-    """Groups whose first answer has been given a row."""
     ended: list[SimulatedGroup]
     """Groups whose last answer has ended."""
     aborted: list[SimulatedGroup]
@@ -137,10 +135,11 @@ class SimulatedEngine:
             elif self.on_update is OnUpdate.RECOMPUTE_KV:
                 context = sum(self.prompt_tokens + steps - row[2] for row in rows)
                 self._at += context * self.times.prompt_token_s
-        begun = self._admitted() if self._waiting and self._commit is None else []
+        if self._waiting and self._commit is None:
+            self._admit()
         self._step_s = self._decode_s()
-        if ended or begun or aborted or committed is not None:
-            return EngineNews(begun, ended, aborted, committed)
+        if ended or aborted or committed is not None:
+            return EngineNews(ended, aborted, committed)
         return None
 
     def slow(self, factor: float, now: float) -> None:
@@ -171,9 +170,8 @@ class SimulatedEngine:
     def _book(self, now: float) -> None:
         self.busy_s, self._seen = self.busy_until(now), now
 
-    def _admitted(self) -> list[SimulatedGroup]:
-        """Free rows go to those that wait, in their order; returns the groups of which these are the first."""
-        begun: list[SimulatedGroup] = []
+    def _admit(self) -> None:
+        """Free rows go to those that wait, in their order."""
         prompts = 0
         while self._waiting and len(self._rows) < self.slots:
             group = self._waiting[0]
@@ -181,7 +179,6 @@ class SimulatedEngine:
                 prompts += 1
             count = min(self.slots - len(self._rows), group.size - group.started)
             if group.oldest < 0:
-                begun.append(group)
                 group.oldest = self.version
             group.versions[self.version] = group.versions.get(self.version, 0) + count
             for length in group.lengths[group.started : group.started + count]:
@@ -192,7 +189,6 @@ class SimulatedEngine:
                 self._waiting.popleft()
         prefill_s = prompts * self.prompt_tokens * self.times.prompt_token_s * self._slowness
         self._at += prefill_s
-        return begun
 
     def _cut_short(self, version: int) -> list[SimulatedGroup]:
         """All rows end; returns the groups that have to be asked for again. Whoever still waits here stays and waits.

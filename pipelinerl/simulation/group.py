@@ -32,8 +32,9 @@ class SimulatedGroup:
     """The oldest version that has sampled one of its tokens; −1: none has."""
     versions: dict[int, int] = field(default_factory=dict)
     """How many of its answers have begun with each version."""
+    heard: int = -1
+    """The version of which its actor heard first since it asked for it; −1: none yet."""
     attempts: int = 0
-    given_up: bool = False
 
     @property
     def tokens(self) -> int:

@@ -13,9 +13,10 @@ engines' new version counts as loaded once all of them have committed it. The re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from pipelinerl import rng
 from pipelinerl.actor.freshness import can_be_fresh
@@ -28,6 +29,9 @@ from pipelinerl.simulation.hardware import Hardware
 from pipelinerl.simulation.lengths import drawing
 from pipelinerl.simulation.prediction import FILLS, Account, Prediction, SimulatedStep, cost, staleness_of
 from pipelinerl.simulation.setting import SimulatedSetting
+
+#: Actors ask what version there is so often (`REFRESH_S` of their role).
+HEARS_S: Final = 0.5
 
 
 @final
@@ -105,8 +109,8 @@ class _Run:
         # controller
         self._counts, self._filtered_share = _Counts(), FilteredShare()
         self._version = self._loaded = self._waiting_groups = self._filtered_since_step = 0
-        # actors' knowledge of versions: groups begun since the last one, and by the first one heard of since
-        self._begun: list[SimulatedGroup] = []
+        # actors' knowledge of versions: groups asked for since the last one, and by the first one heard of since
+        self._asked: list[SimulatedGroup] = []
         self._heard: dict[int, list[SimulatedGroup]] = {}
         # trainer
         self._groups, self._batch = WaitingGroups(), list[SimulatedGroup]()
@@ -174,7 +178,7 @@ class _Run:
         self._filtered_since_step = 0
         self._version += 1
         self._waiting_groups = len(self._groups)
-        self._give_up_outdated()
+        self._agenda.at(math.ceil(self._agenda.now / HEARS_S) * HEARS_S, self._give_up_outdated)
         due = self._setting.bounds.reload_due(current=self._version, loaded=self._loaded)
         self._issue()
         self._agenda.after(self._control.report_s / 2, self._directed, due)
@@ -189,6 +193,8 @@ class _Run:
     # --- actors and engines ----------------------------------------------------------------------------------------
 
     def _sample(self, group: SimulatedGroup) -> None:
+        group.heard = -1
+        self._asked.append(group)
         self._engines[group.place].submit(group)
         self._plan(group.place)
 
@@ -210,7 +216,6 @@ class _Run:
             self._slow_trainer()
         if news is None:
             return
-        self._begun += news.begun
         for group in news.ended:
             self._actors.answered(group)
         for group in news.aborted:
@@ -238,16 +243,20 @@ class _Run:
         self._collect()
 
     def _give_up_outdated(self) -> None:
-        """As the actors' `Freshness`: a group begun before version v was heard of counts as begun at v."""
-        self._heard[self._version], self._begun = self._begun, []
+        """As the actors' `Freshness`: a group asked for before they hear of version v counts as begun at v."""
+        asked, self._asked = self._asked, []
+        for group in asked:
+            group.heard = self._version
+        self._heard.setdefault(self._version, []).extend(asked)
         k = self._setting.bounds.k
         for version in [v for v in self._heard if not can_be_fresh(v, current=self._version, k=k)]:
             for group in self._heard.pop(version):
-                if group.left and group.place >= 0:
+                if group.heard == version and group.left and group.place >= 0:  # not asked for again since
                     self._engines[group.place].withdraw(group, self._agenda.now)
                     self._plan(group.place)
                     self._actors.gave_up(group)
                     self._stale([group])
+        self._issue()
 
     # --- trainer ---------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import exp
 from pathlib import Path
 
 import pytest
 
 from benchmarks.paced import ENGINE, TRAINER, paced_recipe
-from benchmarks.simulator import ARMS, Bed, fleet
+from benchmarks.scale import GROUP, PACE, STEP
+from benchmarks.simulator import ARMS, Bed, fleet, mocks
 from pipelinerl.commands.simulation.from_recipe import setting_of
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.simulation.hardware import Hardware
@@ -56,3 +58,10 @@ def test_a_fleet_of_eight_times_the_engines_makes_almost_eight_times_the_tokens(
     """Where nothing but the engines decides, and actors and trainer grow with them."""
     first, last = fleet(steps=5, sizes=(16, 128))
     assert 7.0 < last["tokens_per_s"] / first["tokens_per_s"] < 9.0
+
+
+def test_mock_engines_are_as_fast_as_their_answers_and_what_waits_for_a_step_allow() -> None:
+    """A group holds its place until it has trained: of 128, half a step's worth waits for the rest of the step."""
+    (found,) = mocks((128,))
+    answer_s = PACE.median_s * exp(PACE.spread**2 / 2)
+    assert found["rollouts_per_s"] == pytest.approx(GROUP * (128 - STEP / GROUP / 2) / answer_s, rel=0.05)

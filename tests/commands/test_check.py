@@ -87,7 +87,7 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
             "trainer.options.foo=1",
             "trainer.options.foo is unknown to the torch trainer; it knows mesh, gradients, lora, optimizer",
         ),
-        ("elastic.types.zzz.max=2", "elastic.types must name engines that can be started: .*torch.*, got 'zzz'"),
+        ("elastic.types.zzz.max=2", "elastic.types must name engines that can be started: .*torch.*; got 'zzz'"),
         ("elastic.types.vllm_server.max=2", "elastic.types must name engines that can be started"),
         ("elastic.types.torch={min=2, max=3}", r"engine.count \(1\) must be within elastic.types.torch, from 2 to 3"),
         ("engine.options.zzz=1", "engine.type 'torch' knows no options, got zzz; remove them"),

@@ -31,6 +31,14 @@ def test_a_path_is_meant_from_the_file_that_says_it(tmp_path: Path, monkeypatch:
     assert load(recipe).engine.type == f"{tmp_path}/engines/mine.py:open"
 
 
+def test_types_of_engines_that_come_and_go_are_meant_from_the_file_that_names_them(tmp_path: Path) -> None:
+    limits = '[elastic.types."mine.py:open"]\nmax = 3\n[elastic.types.torch]\nmax = 2\n'
+    config = load(write(tmp_path / "run.toml", f'base = "tiny"\n[engine]\ntype = "mine.py:open"\n{limits}'))
+    assert list(config.elastic.types) == [config.engine.type, "torch"] == [f"{tmp_path}/mine.py:open", "torch"]
+    save(config, tmp_path / "elsewhere.toml")
+    assert load(tmp_path / "elsewhere.toml") == config
+
+
 def test_the_saved_recipe_is_the_same_wherever_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = 'rewards = [{ function = "r.py:form", weight = 0.2 }, { function = "math_answer" }]'
     recipe = write(

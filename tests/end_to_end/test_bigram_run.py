@@ -6,7 +6,7 @@ The bigram model must learn to answer "b" from a uniform start; only the streams
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -100,8 +100,8 @@ def model(tmp_path: Path) -> Path:
     return model_in(tmp_path / "model")
 
 
-def model_in(path: Path) -> Path:
-    tokenizer = char_tokenizer(alphabet="abcdefghijklmnopqrstuvwxyz ")
+def model_in(path: Path, *, alphabet: str = "abcdefghijklmnopqrstuvwxyz ") -> Path:
+    tokenizer = char_tokenizer(alphabet=alphabet)
     BigramModel.random(len(tokenizer), seed=0, scale=0.0).save(path)
     tokenizer.save_pretrained(str(path), save_jinja_files=False)
     return path
@@ -117,8 +117,12 @@ async def run(
     restored: tuple[Path, TrainingState] | None = None,
     learning: Mapping[str, Any] = MappingProxyType({"objective": "pipelinerl"}),
     until: Callable[[Controller], bool] = lambda controller: False,
+    beside: Callable[[ControllerService, EnginePool], Awaitable[None]] | None = None,
 ) -> list[dict[str, object]]:
-    """Run to the end (or until `until`), and return the events. `learning` is a part of a recipe."""
+    """Run to the end (or until `until`), and return the events. `learning` is a part of a recipe.
+
+    `beside` goes on while the run does, and must not end before it without an error.
+    """
     config = parse(
         {
             "model": {"path": str(model)},
@@ -165,6 +169,8 @@ async def run(
     pool.update([url])
     await service.perform(EngineRegistered(now=0.0, url=url))
     tasks = [serving, asyncio.create_task(actor.run()), asyncio.create_task(loop.run())]
+    if beside is not None:
+        tasks.append(asyncio.ensure_future(beside(service, pool)))
     finished = asyncio.create_task(service.finished.wait())
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -172,8 +178,9 @@ async def run(
                 done, _ = await asyncio.wait([*tasks[:2], finished], timeout=0.05, return_when="FIRST_COMPLETED")
                 for task in done - {finished}:
                     task.result()
-                if tasks[2].done():
-                    tasks[2].result()
+                for task in tasks[2:]:
+                    if task.done():
+                        task.result()
     except Exception as error:
         error.add_note(service.status().to_json().decode())
         raise

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings as effort, strategies as st
 
 from inference_contract.weights import OnUpdate
+from pipelinerl.roles.actor_role import REFRESH_S
 from pipelinerl.simulation.hardware import Contention, ControlTimes, EngineTimes, Hardware, TrainerTimes, UpdateTimes
 from pipelinerl.simulation.lengths import HeavyTailedLengths
 from pipelinerl.simulation.prediction import Prediction
-from pipelinerl.simulation.simulator import simulate
+from pipelinerl.simulation.simulator import HEARS_S, simulate
 from tests.simulation.settings import BALANCED, WHOLE, fixed, setting
 
 BOUNDS = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32), (1, math.inf))
@@ -193,3 +194,11 @@ def test_heavy_tails_have_the_mean_of_what_is_drawn() -> None:
     assert law.mean == pytest.approx(drawn.mean(), rel=0.01)
     assert drawn.max() == 256
     assert np.median(drawn) == pytest.approx(30, abs=1)
+
+
+def test_a_group_is_as_old_as_its_request_however_long_it_waits_for_a_row() -> None:
+    """So the actors' `Freshness` counts: at an engine of few rows some are given up that nobody has begun."""
+    few, many = (simulate(setting(1, 8, slots=slots, steps=60), WHOLE) for slots in (8, 512))
+    assert few.account.stale > 0 and few.discarded == 0
+    assert many.account.stale == 0 or many.discarded > 0
+    assert HEARS_S == REFRESH_S

@@ -16,6 +16,7 @@ from pipelinerl.simulation.calibration import ObservedRun, calibrate
 from pipelinerl.simulation.hardware import Hardware
 from pipelinerl.simulation.lengths import LengthLaw
 from pipelinerl.simulation.measured import TRUSTED, measure
+from pipelinerl.simulation.repetition import simulated_like
 from pipelinerl.simulation.simulator import simulate
 from pipelinerl.simulation.sweep import Trial
 
@@ -67,8 +68,7 @@ def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
     held_back = simulate(replace(second.setting, steps=STEPS), calibrate([first]))
     checks[f"{run_dirs[0]}, second half from the first"] = measure(second.events).errors(held_back)
     for run_dir, run in zip(run_dirs, runs, strict=True):
-        predicted = simulate(replace(run.setting, steps=STEPS), hardware)
-        checks[str(run_dir)] = measure(run.events).errors(predicted)
+        checks[str(run_dir)] = measure(run.events).errors(simulated_like(run.events, run.setting, hardware))
     setting = runs[0].setting
     return Basis(
         hardware=hardware,

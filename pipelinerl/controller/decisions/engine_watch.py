@@ -23,7 +23,11 @@ _STEADY: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY)
 class EngineLoad:
     """Of one engine, by its last answer; rates are over the time between the last two.
 
-    `idle_since` is when it was first found with nothing to do; None while it has something.
+    Attributes:
+        occupancy: share of its slots that were at work, of the time too in which none was: rows that wait for orders,
+            for a verifier or for a trainer are no work. An engine that counts no busy seconds is taken to have none
+            of them to spare.
+        idle_since: when it was first found with nothing to do; None while it has something.
     """
 
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
@@ -69,8 +73,6 @@ class EngineWatch:
             metrics.generated_tokens_total < previous.generated_tokens_total
             or metrics.weight_updates_total < previous.weight_updates_total
         )
-        steps = metrics.decode_steps_total - previous.decode_steps_total
-        busy = metrics.occupied_slot_steps_total - previous.occupied_slot_steps_total
         fresh = restarted or known.polled_at == 0.0 or seconds <= 0
         rate = 0.0 if fresh else (metrics.generated_tokens_total - previous.generated_tokens_total) / seconds
         idle = not metrics.running_sequences and not metrics.waiting_sequences
@@ -79,7 +81,7 @@ class EngineWatch:
             idle_since=(known.idle_since or now) if idle else None,
             polled_at=now,
             tokens_per_s=rate,
-            occupancy=busy / (steps * metrics.slots) if steps > 0 and metrics.slots and not fresh else 0.0,
+            occupancy=0.0 if fresh else _occupancy(previous, metrics, seconds),
         )
         return restarted
 
@@ -93,3 +95,13 @@ class EngineWatch:
         """The engine is asked no more: it has no load."""
         self._loads.pop(url, None)
         self._asked_at.pop(url, None)
+
+
+def _occupancy(before: EngineMetrics, after: EngineMetrics, seconds: float) -> float:
+    """From 0 to 1, over `seconds`, in which counters rose from those before to those after."""
+    steps = after.decode_steps_total - before.decode_steps_total
+    if steps <= 0 or not after.slots:
+        return 0.0
+    rows = (after.occupied_slot_steps_total - before.occupied_slot_steps_total) / (steps * after.slots)
+    busy_s = after.busy_s_total - before.busy_s_total
+    return rows * min(1.0, busy_s / seconds) if after.busy_s_total else rows

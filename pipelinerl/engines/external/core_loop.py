@@ -76,6 +76,7 @@ class CoreLoop:
         self._stopping = False
         self._commit: Future[float] | None = None
         self._open: dict[str, Sequence] = {}  # the samples that the core works on; of the thread
+        self._counted_at = 0.0  # until when `totals.busy_s` is counted; of the thread
         self._sending: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # of whoever pauses the core
         self._core: EngineCore
@@ -211,6 +212,8 @@ class CoreLoop:
     def _admit(self, request: Request) -> None:
         request.epoch, version = self.serving
         self.totals.prompt_tokens += len(request.prompt_token_ids)
+        if not self._open:
+            self._counted_at = time.perf_counter()
         for sequence in request.sequences:
             self.totals.prompt_tokens += len(sequence.prefix)
             sequence.mark_version(version)
@@ -258,6 +261,9 @@ class CoreLoop:
         ended: list[str] = []
         surplus: list[str] = []
         known = [(self._open[sample.sample_id], sample) for sample in step.samples if sample.sample_id in self._open]
+        if known:
+            before, self._counted_at = self._counted_at, time.perf_counter()
+            self.totals.busy_s += self._counted_at - before
         for sequence, sample in known:
             request = sequence.request
             self.totals.generated_tokens += sample.arrived

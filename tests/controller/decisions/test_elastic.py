@@ -269,6 +269,15 @@ def test_an_engine_that_could_not_be_had_is_not_asked_for_again() -> None:
     assert set(site.pass_time(60)) == {1} and len(site.state.engine_requests) == 1
 
 
+def test_an_engine_that_served_and_is_beyond_help_is_replaced_down_to_the_least() -> None:
+    site = Site(RULE, work=0.1, least=2)
+    assert site.pass_time(20)[-1] == 2
+    site.tell(EngineRemoved(now=site.now, engine="engine-1"))  # its process died too often: the launcher says so
+    assert site.serving == 1
+    assert site.pass_time(20)[-1] == 2
+    assert [record.name for record in site.state.fleet.records() if not record.to_stop] == ["engine-0", "engine-2"]
+
+
 def test_a_run_that_ends_has_what_it_has() -> None:
     site = Site(RULE, work=5.0)
     site.tell(StopAsked(now=0.0, reason="enough"))

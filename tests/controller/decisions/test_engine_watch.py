@@ -12,7 +12,7 @@ from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 A = "http://a"
 
 
-def load(**totals: int) -> EngineMetrics:
+def load(**totals: float) -> EngineMetrics:
     return EngineMetrics(slots=4, **totals)
 
 
@@ -48,6 +48,16 @@ def test_rates_are_differences_over_time() -> None:
     assert (watch.load(A).tokens_per_s, watch.load(A).occupancy) == (150.0, 30 / (10 * 4))
     watch.answered(A, load(generated_tokens_total=400, decode_steps_total=20, occupied_slot_steps_total=50), 4.0)
     assert (watch.load(A).tokens_per_s, watch.load(A).occupancy) == (0.0, 0.0)
+
+
+def test_an_engine_that_waits_for_orders_is_not_busy_however_full_its_rows_are() -> None:
+    """Else a run whose verifier is slow would be given more engines, which wait with the others."""
+    watch = EngineWatch()
+    watch.answered(A, load(decode_steps_total=10, occupied_slot_steps_total=40, busy_s_total=1.0), 10.0)
+    watch.answered(A, load(decode_steps_total=30, occupied_slot_steps_total=120, busy_s_total=1.5), 12.0)
+    assert watch.load(A).occupancy == 0.25, "all four rows, a quarter of the time"
+    watch.answered(A, load(decode_steps_total=50, occupied_slot_steps_total=160, busy_s_total=3.6), 14.0)
+    assert watch.load(A).occupancy == 0.5, "half the rows, all the time: clocks of two machines may differ"
 
 
 def test_a_small_fleet_is_polled_whole() -> None:

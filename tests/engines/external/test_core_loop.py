@@ -161,6 +161,20 @@ async def test_the_epoch_is_that_of_the_first_token_of_any_sample() -> None:
         assert (await asyncio.wait_for(asked, PATIENCE_S)).epoch == 1
 
 
+async def test_it_is_busy_while_the_core_has_samples_and_not_between_them() -> None:
+    async with world() as made:
+        for number in (1, 2):
+            task = await made.asked(number)
+            await asyncio.sleep(0.02)
+            made.tell(Step((1, 57), [Sampled(sample_id(each), [STOP], [-1.0], 1, True) for each in made.core.begun]))
+            await task
+            made.core.begun.clear()
+            busy_s = made.engine.metrics().busy_s_total
+            assert busy_s >= number * 0.02
+            await asyncio.sleep(0.02)
+            assert made.engine.metrics().busy_s_total == busy_s
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
 async def test_a_dead_core_is_missed_at_once_however_long_it_takes_to_close() -> None:
     async with world() as made:

@@ -15,6 +15,8 @@ from launch.cluster.membership import Members
 from launch.hosts import numbered_devices, read_hosts
 from pipelinerl.config.recipe import parse
 from pipelinerl.errors import UserError
+from tests.fakes.live_run import CLI, LiveRun, endless_run, launched
+from tests.fakes.ray_cluster import ray_cluster
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,3 +99,29 @@ def test_a_real_cluster_of_two_nodes_runs_a_node_in_each_bundle(tmp_path: Path) 
     assert [path.read_text() for path in outputs] == ["the run is over: completed\n"] * 2
     assert "refused: Ray has no room for 3 hosts" in done.stdout
     assert "its machines have: CPU 1, GPU 0; CPU 1, GPU 0; add machines" in done.stdout
+
+
+def _served(run: LiveRun) -> int:
+    """How often an engine was found to compute what the trainer does."""
+    return len(run.events("engine_verified"))
+
+
+@pytest.mark.slow
+def test_a_lost_machine_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Ray chooses which host is on it: the head's, whose run goes on from the checkpoint, or the other."""
+    directory = tmp_path / "run"
+    words = [*endless_run(directory, "engine.count=2"), "--on", "ray", "--hosts", "2", "--first-port", "23000"]
+    with ray_cluster() as cluster, launched(words, directory, environment=cluster.environment) as run:
+        run.until(lambda run: _served(run) == 2, "an engine on both machines")
+        run.until_step(3)
+        cluster.lose()
+        run.until(lambda run: "died; beginning it again" in run.output, "the loss to be noticed")
+        cluster.replace()
+        verified = _served(run)
+        run.until(lambda run: _served(run) > verified, "an engine on the other machine")
+        run.until_step(max(run.steps()) + 3)
+        subprocess.run([*CLI, "stop", str(directory)], check=True, timeout=PATIENCE_S)
+        assert run.end() == 0, run.story()
+    ledger = run.events("run_finished")[-1]["ledger"]
+    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
+    assert ledger["trained"] == 8 * max(run.steps()) and not ledger["failed"]

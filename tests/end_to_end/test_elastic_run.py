@@ -1,0 +1,199 @@
+"""Engines come and go by a run's own figures while it trains: too slow an engine gets company, too many go again.
+
+The same twice: in one process, with the engines' servers on threads, and as a whole run in processes of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
+
+import pytest
+
+from inference_contract.engine import Engine
+from pipelinerl.choices import Elasticity
+from pipelinerl.controller.service.service import ControllerService
+from pipelinerl.controller.state.elastic import ElasticRule
+from pipelinerl.controller.state.inputs import EngineRegistered, KnobsPatched, StopAsked
+from pipelinerl.engines.http.pool import EnginePool
+from pipelinerl.engines.http.server import create_app
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.streams.memory_stream import MemoryStream
+from tests.end_to_end.test_bigram_run import model_in, new_controller, run
+from tests.fakes.live_fleet import assert_nothing_lost, engines, fleet, until_serving, until_steps
+from tests.fakes.live_run import CLI, LiveRun, launched, light_run
+from tests.fakes.paced_bigram import ENGINE, TRAINER, engine, set_pace
+from tests.fakes.served import in_thread
+from tests.patience import PATIENCE_S
+
+#: An engine that is waited for; a trainer that is.
+SLOW, FAST = {"decode_s": 0.02, "step_s": 0.0}, {"decode_s": 0.0, "step_s": 0.25}
+RULE: Final = ElasticRule(interval_s=0.3, patience=1, settle_s=0.0, waiting=0.5, content=0.4, busy=0.7)
+
+
+@final
+class Site:
+    """What starts and stops engines as the controller of a run in this process wants them."""
+
+    def __init__(self, model: Path) -> None:
+        self.options = EngineOptions(model_path=model, model_id="bigram", slots=8, max_waiting=4096, context_length=64)
+        self.gone: dict[str, int] = {}
+        """Tokens that each had sampled when it was stopped, in that order."""
+        self._up: dict[str, tuple[ExitStack, Engine]] = {}
+
+    def start(self, name: str) -> str:
+        """Serve an engine; its URL."""
+        self._up[name] = serving, made = ExitStack(), engine(self.options)
+        return serving.enter_context(in_thread(create_app(made, token=None)))
+
+    def stop(self, name: str) -> None:
+        """Its server is gone when this returns."""
+        serving, stopped = self._up.pop(name)
+        self.gone[name] = stopped.metrics().generated_tokens_total
+        serving.close()
+
+    async def follow(self, service: ControllerService, pool: EnginePool) -> None:
+        """What the launcher and an actor's role do all the time."""
+        seen, fleet = service.status().fleet, service.controller.state.fleet
+        pool.update(fleet.serving(), finishing=fleet.finishing())
+        for each in seen.requested:
+            if each.name not in (*self._up, *seen.to_stop, *self.gone):
+                offer = {"incarnation": "1", "name": each.name, "type": each.type}
+                url = await asyncio.to_thread(self.start, each.name)
+                await service.perform(EngineRegistered(now=await service.now(), url=url, **offer))
+        for name in seen.to_stop:
+            if name in self._up:
+                await asyncio.to_thread(self.stop, name)
+        await asyncio.sleep(0.02)
+
+
+async def _grows_and_shrinks(service: ControllerService, pool: EnginePool, *, site: Site, url: str) -> None:
+    """One engine at most, though it is busy; then a knob says two, at first in a dry run; then there is little to do.
+
+    A group fills an engine, so that its rows are full whenever it computes, if seldom in the end.
+    """
+    controller = service.controller
+    state = controller.state
+    await service.perform(EngineRegistered(now=0.0, url=url, incarnation="1", name="engine-0", type=ENGINE))
+    while state.version < 2:
+        await site.follow(service, pool)
+    changes = {f"engines_max.{ENGINE}": 2}
+    await service.perform(KnobsPatched(now=await service.now(), changes=changes, who="me", time=0.0))
+    while state.elastic.changed is None:
+        await site.follow(service, pool)
+    assert not state.engine_requests
+    controller.settings = replace(controller.settings, elastic=RULE)  # as a run that is begun again without it
+    while len(state.fleet.serving()) < 2:
+        await site.follow(service, pool)
+    reached = state.version
+    while state.version < reached + 2:
+        await site.follow(service, pool)
+    set_pace(site.options.model_path, **FAST)
+    while not site.gone:
+        await site.follow(service, pool)
+    await _stops(service, pool, site)
+
+
+async def _stops(service: ControllerService, pool: EnginePool, site: Site) -> None:
+    await service.perform(StopAsked(now=await service.now(), reason="seen enough"))
+    while True:
+        await site.follow(service, pool)
+
+
+def _scaled(events: Sequence[Mapping[str, Any]], kind: str = "engines_scaled") -> list[tuple[int, int]]:
+    return [(event["from"], event["to"]) for event in events if event["kind"] == kind]
+
+
+async def test_a_run_grows_under_need_and_shrinks_again(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "model", alphabet="ab")  # every fifth letter is right
+    set_pace(model, **SLOW)
+    site, made = Site(model), new_controller(steps=100_000)
+    made.settings = replace(made.settings, elastic=replace(RULE, mode=Elasticity.DRY_RUN))
+    limits: dict[str, Any] = {"engines_min": {ENGINE: 1}, "engines_max": {ENGINE: 1}}
+    made.state.knobs = replace(made.state.knobs, learning_rate=1e-9, **limits)
+    url = site.start("engine-0")
+    try:
+        events = await run(
+            tmp_path,
+            model,
+            url,
+            controller=made,
+            stream=MemoryStream(),
+            learning={"objective": "pipelinerl", "trainer": {"type": TRAINER}},
+            beside=partial(_grows_and_shrinks, site=site, url=url),
+        )
+    finally:
+        site.stop("engine-0")
+    kinds = [event["kind"] for event in events]
+    assert kinds.index("knobs") < kinds.index("engines_would_scale") < kinds.index("engines_scaled")
+    assert _scaled(events, "engines_would_scale")[0] == (1, 2) and _scaled(events) == [(1, 2), (2, 1)]
+    assert [*site.gone] == ["engine-1", "engine-0"], "the newest goes first"
+    assert min(site.gone.values()) > 8, "each has sampled more than its proof"
+    ledger, orders = made.state.account.ledger(), [order for event in events for order in event.get("orders", ())]
+    assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
+    assert ledger["failed"] == 0 and len(orders) == len(set(orders)) == ledger["trained"]
+
+
+# --- the same in processes of their own ------------------------------------------------------------------------------
+
+_LIVE: Final = (
+    f"engine.type={ENGINE}",
+    f"trainer.type={TRAINER}",
+    f'elastic.types={{"{ENGINE}" = {{min = 1, max = 2}}}}',
+    "elastic.interval_s=1.5",
+    "elastic.patience=1",
+    "elastic.settle_s=0.5",
+    "elastic.waiting=0.5",
+    "elastic.content=0.4",
+    "elastic.busy=0.7",
+    "engine.slots=16",
+    "actor.groups_in_flight=16",
+    "staleness.k=8",
+    "optimizer.learning_rate=1e-9",
+    "run.steps=100000",
+)
+
+
+def _turn(run: LiveRun, limit: str, number: int) -> None:
+    """Change a limit of the live run."""
+    words = [*CLI, "knobs", "set", str(run.directory), f"{limit}.{ENGINE}={number}"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+
+
+def _until_gone(run: LiveRun, name: str) -> None:
+    run.until(lambda run: fleet(run)[name].state == "expelled", f"{name} to be drained")
+
+
+@pytest.mark.slow
+def test_a_live_run_grows_shrinks_and_holds_its_least(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    arguments, model = light_run(directory, *_LIVE), tmp_path / "bigram" / "model"
+    set_pace(model, **SLOW)
+    with launched(arguments, directory) as run:
+        until_serving(run, "engine-0", "engine-1")
+        _turn(run, "engines_max", 3)
+        until_serving(run, "engine-0", "engine-1", "engine-2")
+        until_steps(run, 2)
+        _turn(run, "engines_min", 2)
+        set_pace(model, **FAST)
+        _until_gone(run, "engine-2")
+        run.role("engine-1").kill()
+        run.until(lambda run: fleet(run)["engine-1"].state != "healthy", "engine-1 to be missed")
+        until_serving(run, "engine-0", "engine-1")
+        until_steps(run, 2)
+        _turn(run, "engines_min", 1)
+        _until_gone(run, "engine-1")
+        until_steps(run, 2)
+        subprocess.run([*CLI, "stop", str(directory)], check=True, capture_output=True, timeout=PATIENCE_S)
+        assert run.end() == 0, run.story()
+        assert _scaled(run.events()) == [(1, 2), (2, 3), (3, 2), (2, 1)]
+        assert "1 → 2 engines" in engines(run, "elastic"), "the same figures say the same"
+    assert_nothing_lost(run)
+    assert not run.alive()

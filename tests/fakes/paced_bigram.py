@@ -1,0 +1,84 @@
+"""`engine`, `PacedTrainer`: the bigram's, as fast as the file `pace` in the model's directory says while they work.
+
+Code of a user's own for a run: a recipe names them as `tests.fakes.paced_bigram:engine` and `…:PacedTrainer`. They
+wait without computing, so that a test makes engines too slow, or too many, and costs no processor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+from inference_contract.engine import Engine
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from pipelinerl.engines.bigram.engine import BigramRunner
+from pipelinerl.engines.external.worker.own_process import endpoints_of
+from pipelinerl.engines.options import EngineOptions
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from trainer_contract.types import LossStats, MicroBatch, Objective, TrainerSpec
+
+ENGINE: Final = f"{__name__}:engine"
+TRAINER: Final = f"{__name__}:PacedTrainer"
+
+
+def set_pace(model: Path, *, decode_s: float, step_s: float) -> None:
+    """From now on a decode step takes so long, and a trainer's backward."""
+    (model / "pace.new").write_text(f"{decode_s} {step_s}")
+    (model / "pace.new").replace(model / "pace")
+
+
+def _pace(model: Path) -> tuple[float, float]:
+    decode_s, step_s = (model / "pace").read_text().split()
+    return float(decode_s), float(step_s)
+
+
+def engine(options: EngineOptions) -> Engine:
+    """The bigram engine at that pace."""
+
+    def load() -> _PacedRunner:
+        model = BigramModel.load(options.model_path)
+        runner = BigramRunner(model, rows=options.slots, context_length=options.context_length)
+        return _PacedRunner(runner, options.model_path)
+
+    tokenizer = ChatTokenizer.load(options.model_path)
+    return BatchingEngine(options, load=load, tokenizer=tokenizer, endpoints=endpoints_of(options))
+
+
+@final
+class _PacedRunner:
+    """A `ModelRunner`."""
+
+    def __init__(self, runner: BigramRunner, model: Path) -> None:
+        self._runner, self._model = runner, model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
+        time.sleep(_pace(self._model)[0])
+        return self._runner.decode(num_rows)
+
+
+@final
+class PacedTrainer:
+    """A `Trainer`."""
+
+    def __init__(self) -> None:
+        self._trainer, self._model = BigramTrainer(), Path()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def init_worker(self, spec: TrainerSpec) -> None:
+        """As the bigram's."""
+        self._model = spec.model_path
+        self._trainer.init_worker(spec)
+
+    def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
+        """The bigram's gradient, a while later."""
+        time.sleep(_pace(self._model)[1])
+        return self._trainer.backward(micro_batches, objective)

@@ -1,0 +1,82 @@
+"""`ray_cluster`: a real Ray of two nodes on this machine, of which one can be lost, for one test.
+
+It is in a process of its own, since Ray leaves threads behind, and ends with the test, whose end that process hears of.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.patience import PATIENCE_S
+
+_MAIN = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+try:
+    second = cluster.add_node(num_cpus=1)
+    print(cluster.address, flush=True)
+    for word in sys.stdin:
+        if word == "lose\\n":
+            cluster.remove_node(second, allow_graceful=False)
+        else:
+            second = cluster.add_node(num_cpus=1)
+        print("done", flush=True)
+finally:
+    cluster.shutdown()
+"""
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """One that is up; `environment` is that of whoever uses it."""
+
+    environment: dict[str, str]
+    process: subprocess.Popen[str]
+
+    def lose(self) -> None:
+        """Kill the second node, of which Ray is not told."""
+        self._do("lose")
+
+    def replace(self) -> None:
+        """Add another like it."""
+        self._do("replace")
+
+    def _do(self, word: str) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
+
+@contextmanager
+def ray_cluster() -> Iterator[RayCluster]:
+    """It lives as long as the block; without Ray the test is skipped, and says why."""
+    pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
+    with TemporaryDirectory(prefix="ray-") as short:  # its sockets' paths have 107 characters at most
+        told = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": short, "HOME": short}
+        process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN],
+            env={**os.environ, **told},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            address = process.stdout.readline().strip()
+            assert address, "the cluster has not come up"
+            yield RayCluster({**told, "RAY_ADDRESS": address}, process)
+        finally:
+            process.stdin.close()
+            process.wait(PATIENCE_S)
+            process.stdout.close()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipelinerl.trainers.torch.loading import load
 from pipelinerl.trainers.torch.packed.attention import attend
@@ -141,6 +142,20 @@ def test_processes_that_share_tokens_find_what_one_does(model_path, shared):
         torch.testing.assert_close(each, found, rtol=0, atol=1e-5)
     for one, other, whole in zip(ones, others, wanted, strict=True):
         torch.testing.assert_close(one + other, whole, rtol=0, atol=1e-5 * max(1, float(whole.abs().max())))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_torchs_kernel_takes_the_call_and_goes_back(window, branching):
+    """Torch's fake tensors compute nothing: it is arguments, shapes and dtypes that are tried."""
+    distinct = Distinct.of(branching)
+    plan = VarlenPlan.of(branching.position_ids, CPU, distinct, kernel=torch_kernel())
+    sizes = [(1, heads, len(distinct.kept), 8) for heads in (4, 2, 2)]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        drawn = [torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+        cotangent = torch.empty(1, len(distinct.kept), 4, 8, dtype=torch.bfloat16)
+        out, *gradients = attended(plan, drawn, cotangent, window)
+    assert (out.shape, out.dtype) == (cotangent.shape, torch.bfloat16)
+    assert [each.shape for each in gradients] == [each.shape for each in drawn]
 
 
 @pytest.mark.gpu

@@ -107,7 +107,7 @@ bench: $(VENV)/.installed-bench ## every benchmark, or make bench NAME=decode [A
 	@$(QUIET_THREADS) $(BIN)/python -m benchmarks $(or $(NAME),all) $(ARGS)
 
 gpu-check: $(VENV)/.installed-dev ## check every path that CUDA takes, on one large NVIDIA GPU
-	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
+	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)$(if $(ARGS),, && $(BIN)/python -m pytest -q -n 0 -m gpu tests/engines tests/trainers)
 
 lock: | $(BIN)/python ## write requirements/ anew: after a change of versions in pyproject.toml or constraints*.txt
 	@$(BIN)/python -m requirements.install --stale main dev bench

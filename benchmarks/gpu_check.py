@@ -2,9 +2,10 @@
 
 Plain torch and transformers, a random decoder of 0.87 billion parameters in bf16; nothing is downloaded. In turn:
 correctness, decode rate and in-flight updates of the torch engine (`gpu_engine`), throughput and MFU of the torch
-trainer, its parity with the engine and its optimizer's state on the host (`gpu_trainer`), the trainer's peak memory
-against what `pipelinerl check` predicts (`memory_prediction`), and a trainer of two processes over NCCL where there are
-two GPUs (`gpu_mesh`). A check that fails says why and the others go on.
+trainer, its parity with the engine and its optimizer's state on the host (`gpu_trainer`), its attention by a kernel and
+by buckets (`gpu_attention`), the trainer's peak memory against what `pipelinerl check` predicts (`memory_prediction`),
+and a trainer of two processes over NCCL where there are two GPUs (`gpu_mesh`). A check that fails says why and the
+others go on.
 
 Exit status: 0 all targets met, 1 something failed or missed its target, 3 there is no CUDA device and nothing was
 checked. The record is results/gpu_check.json.
@@ -28,7 +29,7 @@ from typing import Any, Final
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks import gpu_engine, gpu_mesh, gpu_trainer, memory_prediction
+from benchmarks import gpu_attention, gpu_engine, gpu_mesh, gpu_trainer, memory_prediction
 from benchmarks.gpu_device import FULL, QUICK, Scale, describe, save_model
 from benchmarks.measure import Row, print_table, write_record
 from inference_contract.errors import ContractError
@@ -43,6 +44,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "decode": gpu_engine.check_decode,
     "update": gpu_engine.check_update,
     "trainer": gpu_trainer.check_throughput,
+    "attention": gpu_attention.check_attention,
     "state": gpu_trainer.check_state,
     "memory": memory_prediction.check_memory,
     "mesh": gpu_mesh.check_mesh,

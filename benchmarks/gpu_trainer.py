@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -29,7 +30,9 @@ from benchmarks.measure import Row, paired, seconds_of
 from pipelinerl.numerics.mismatch import Mismatch, mismatch
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.torch.packed.segments import IMPLEMENTATION, SegmentPlan
+from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION
+from pipelinerl.trainers.torch.packed.segments import SegmentPlan
+from pipelinerl.trainers.torch.packed.varlen import VarlenPlan, torch_kernel
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec, WeightDType
 
@@ -107,7 +110,9 @@ def bare_step(folder: Path, batch: MicroBatch, device: torch.device) -> Callable
     tokens = torch.from_numpy(batch.token_ids.astype(np.int64)).to(device)
     positions = torch.from_numpy(batch.position_ids.astype(np.int64)).to(device)
     where = torch.from_numpy(inside).to(device)
-    segments = SegmentPlan.of(batch.position_ids, device)
+    is_cuda = device.type == "cuda"  # then the trainer attends by this kernel, too
+    plan_of = partial(VarlenPlan.of, kernel=torch_kernel()) if is_cuda else SegmentPlan.of
+    segments = plan_of(batch.position_ids, device)
     coefficients = torch.from_numpy((batch.weights * batch.advantages)[inside]).to(device)
     behavior = torch.from_numpy(batch.behavior_logprobs[inside]).to(device)
 

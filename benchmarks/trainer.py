@@ -24,7 +24,8 @@ from benchmarks.measure import Row, paired, print_table, seconds_of, write_recor
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.torch.packed.segments import IMPLEMENTATION, SegmentPlan
+from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION
+from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.types import Device, MicroBatch, TrainerSpec
 

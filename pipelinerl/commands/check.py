@@ -10,7 +10,13 @@ from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs, Overdue
 from pipelinerl.commands.findings.mini_batches import mini_batch_finding
-from pipelinerl.commands.findings.model import adapter_findings, expert_findings, mesh_findings, refuse_experts
+from pipelinerl.commands.findings.model import (
+    adapter_findings,
+    attention_findings,
+    expert_findings,
+    mesh_findings,
+    refuse_experts,
+)
 from pipelinerl.commands.findings.problems import instruction_findings, prompt_findings
 from pipelinerl.commands.findings.verifier_trial import filter_tried, tried
 from pipelinerl.config.domains import DomainSection
@@ -117,6 +123,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     )
     yield "trainer", f"{config.trainer.type}, {config.trainer.precision}, sends {dtypes.wire}"
     yield from adapter_findings(config)
+    yield from attention_findings(config)
     yield from mesh_findings(config)
     yield from expert_findings(config)
     if lacking := list(_not_here(config)):

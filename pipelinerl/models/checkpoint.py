@@ -9,7 +9,7 @@ import json
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -67,6 +67,19 @@ def model_type(path: Path) -> str:
         raise ModelError(
             f"{path / 'config.json'} must be a JSON object that names a model_type; copy it again"
         ) from None
+
+
+def text_config(path: Path) -> Mapping[str, Any]:
+    """What config.json says of the model that reads and writes text: all of it, or a part of it.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    try:
+        table = json.loads((path / "config.json").read_text())
+        return table.get("text_config") or table
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path / 'config.json'} must be a JSON object: {error}; copy it again") from None
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -164,9 +177,8 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
 def vocab_size(path: Path) -> int | None:
     """What the model's token ids lie below, by config.json; None where that does not say."""
     try:
-        table = json.loads((path / "config.json").read_text())
-        return int((table.get("text_config") or table)["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return int(text_config(path)["vocab_size"])
+    except (ModelError, ValueError, KeyError, TypeError):
         return None
 
 

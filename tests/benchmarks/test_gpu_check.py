@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks import gpu_attention, gpu_check
 from benchmarks.gpu_device import QUICK, Scale
 from benchmarks.gpu_trainer import random_batch, step_flops
 from pipelinerl.models.tiny_decoder import DecoderShape
+from tests.fakes.varlen_kernel import varlen_attention
 from trainer_contract.batch import check as check_batch
 
 CPU = torch.device("cpu")
@@ -35,6 +36,23 @@ def test_the_rehearsal_of_what_runs_in_one_process() -> None:
     # Of the CPU's own roofline, measured beside whatever else runs: only the order of magnitude is sure.
     assert 0 < found["decode"]["of_roofline"] < 10
     assert 0 < found["trainer"]["mfu"] < 10
+
+
+def test_attention_is_compared() -> None:
+    """With the kernel's fake, in fp32; the check itself wants CUDA."""
+    scale = replace(SMALL, segment=24)
+    layers = {each.name: each for each in gpu_attention.layers(varlen_attention, scale, CPU, torch.float32)}
+    for layer in layers.values():
+        apart = layer.apart()
+        assert 0 < apart["varlen"] < 1e-5 and apart["buckets"] == 0.0
+    assert len(layers["shared"].drawn[0]) < 0.7 * layers["shared"].tokens
+    assert gpu_attention.check_attention(Path(), scale, CPU)[1] == {"checked": False}
+
+
+@pytest.mark.slow
+def test_attention_is_timed() -> None:
+    for layer in gpu_attention.layers(varlen_attention, SMALL, CPU, torch.float32):
+        assert layer.timed(2).ratio("buckets", "varlen").median > 0
 
 
 @pytest.mark.slow

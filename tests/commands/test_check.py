@@ -54,7 +54,9 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
         pytest.skip(f"left out: the recipe {recipe.stem}, whose programs need bubblewrap")
     found = dict(findings(config))
     assert list(found) == [
-        *("model", "engine", "trainer", "objective", "step", "staleness"),
+        *("model", "engine", "trainer"),
+        *(["attention"] if config.trainer.type == "torch" else []),
+        *("objective", "step", "staleness"),
         *(
             "verifier",
             *(["instructions"] if "instruction_following" in asked else []),
@@ -85,7 +87,7 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
         ("trainer.options.lora={rank=8, rnk=8}", r"trainer\.options\.lora\.rnk is unknown to the torch trainer"),
         (
             "trainer.options.foo=1",
-            "trainer.options.foo is unknown to the torch trainer; it knows mesh, gradients, lora, optimizer",
+            "trainer.options.foo is unknown to the torch trainer; it knows mesh, gradients, attention, lora, optimizer",
         ),
         ("elastic.types.zzz.max=2", "elastic.types must name engines that can be started: .*torch.*; got 'zzz'"),
         ("elastic.types.vllm_server.max=2", "elastic.types must name engines that can be started"),

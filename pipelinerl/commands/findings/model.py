@@ -1,22 +1,24 @@
-"""What `check` finds of how the model is computed: its experts, its adapters, the trainer's mesh.
+"""What `check` finds of how the model is computed: its experts, its adapters, the trainer's attention and mesh.
 
 Who can compute a mixture of experts, and whose routers choose; which layers get adapters, and how much of the model
-trains; how many processes a torch trainer makes, and whether heads divide among them.
+trains; how packed rollouts attend; how many processes a torch trainer makes, and whether heads divide among them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import RoutingReplay
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError
-from pipelinerl.models.checkpoint import model_type
+from pipelinerl.models.checkpoint import model_type, text_config
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.routing import REPLAYED, mixture_of
 from pipelinerl.roles.wiring import routing_of
 from trainer_contract.errors import SpecError
+from trainer_contract.types import Device
 
 
 def refuse_experts(config: RunConfig) -> None:
@@ -64,6 +66,41 @@ def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         options = lora_of(config.trainer.options)
         if options is not None:
             yield "adapters", described(config.model.resolved, options)
+    except SpecError as error:
+        raise RecipeError(f"trainer.{error}") from error
+
+
+def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Of a torch trainer; its GPU may be another machine's, so of that nothing is looked at.
+
+    Raises:
+        RecipeError: the kernel is asked for, where it cannot be.
+    """
+    if config.trainer.type != "torch":
+        return
+    from pipelinerl.trainers.torch.options import attention_of
+    from pipelinerl.trainers.torch.packed.attention_choice import (
+        AttentionFacts,
+        HeadShapes,
+        SegmentAttention,
+        chosen,
+        described,
+        why_not_varlen,
+    )
+    from pipelinerl.weights.broadcast.collective import offers
+
+    is_cuda = config.trainer.device is Device.CUDA or (config.trainer.device is Device.AUTO and offers(Backend.NCCL))
+    facts = AttentionFacts(
+        device="cuda" if is_cuda else "cpu",
+        precision=config.trainer.precision,
+        capability=None,
+        has_kernel=True,
+        widths=HeadShapes.of(text_config(config.model.resolved)).widths,
+    )
+    try:
+        asked, why_not = attention_of(config.trainer.options), why_not_varlen(facts)
+        trial = ", if its trial on that GPU holds" if chosen(asked, why_not) is SegmentAttention.VARLEN else ""
+        yield "attention", described(asked, why_not) + trial
     except SpecError as error:
         raise RecipeError(f"trainer.{error}") from error
 

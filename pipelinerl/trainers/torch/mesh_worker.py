@@ -33,8 +33,9 @@ from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh, refuse_heads
 from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, dtype_of, taken_up
 from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions, optimizer_of
-from pipelinerl.trainers.torch.options import gradients_of
-from pipelinerl.trainers.torch.passes import broken_loss, evaluate, predict, predicted
+from pipelinerl.trainers.torch.options import attention_of, gradients_of
+from pipelinerl.trainers.torch.packed.planner import Planning, planning
+from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, predict, predicted
 from pipelinerl.trainers.torch.shard_files import VALUE, key_of, write_shard
 from pipelinerl.trainers.torch.sharded_model import ShardedModel
 from trainer_contract.errors import NonFiniteError, RankError
@@ -67,7 +68,7 @@ class MeshWorker:
     spec: TrainerSpec
     mesh: ProcessMesh
     rank: int
-    device: torch.device
+    setting: PassSetting
     model: ShardedModel
     loaded: LoadedModel
     optimizer: ParameterOptimizer
@@ -84,16 +85,19 @@ class MeshWorker:
             refuse_device(spec.device)
             device = _device(spec)
             loaded = load(spec)
-            refuse_heads(loaded.config.get_text_config().num_attention_heads, mesh.cp)
-        if rank == 0 and loaded.adapters is not None:
-            log.info("LoRA: %s", share_of(*loaded.adapters.counts))
+            text = loaded.config.get_text_config()
+            refuse_heads(text.num_attention_heads, mesh.cp)
+            attention = planning(attention_of(spec.options), spec.precision, device, text.to_dict())
+        if rank == 0:
+            _tell(loaded, attention)
         with in_agreement():
             model = loaded.divided(mesh, rank=rank, device=device, compute=compute)
         model.probe(loaded.products)
         options, shards = optimizer_of(spec.options), [shard for shard in model.trained.values() if shard.numel()]
         optimizer = adamw(shards, spec.optimizer, options, seed=spec.seed, shard=rank % mesh.shards)
         read, random = loaded._replace(saved=None, reader=None), torch_state.RandomState.now()
-        worker = cls(spec, mesh, rank, device, model, read, optimizer, options, gradients_of(spec.options), random)
+        setting = PassSetting(device, attention.plan_of, model.group)
+        worker = cls(spec, mesh, rank, setting, model, read, optimizer, options, gradients_of(spec.options), random)
         with in_agreement():
             if loaded.saved is not None:
                 worker._restore(loaded.saved)
@@ -102,9 +106,9 @@ class MeshWorker:
     def forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
         """The predictions of this rank's micro-batches, finite or not; those that share one find the same."""
         try:
-            found = [predicted(self.model, self.device, batch, self.model.group) for batch in batches]
+            found = [predicted(self.model, self.setting, batch) for batch in batches]
             for _ in range(rounds - len(batches)):
-                predicted(self.model, self.device, _idle(), self.model.group)
+                predicted(self.model, self.setting, _idle())
         finally:
             self.model.end_forward()
         return found
@@ -135,10 +139,10 @@ class MeshWorker:
             number, said = turn * self.mesh.width + self.rank // self.mesh.cp, 0
             try:
                 if turn < len(batches):
-                    loss, stats = evaluate(self.model, self.device, batches[turn], objective, self.model.group)
+                    loss, stats = evaluate(self.model, self.setting, batches[turn], objective)
                     found.append(stats)
                 else:
-                    loss, stats = _nothing(self.model, self.device), LossStats(0.0, np.zeros(0, np.float32))
+                    loss, stats = _nothing(self.model, self.setting), LossStats(0.0, np.zeros(0, np.float32))
                 said = _SOUND if math.isfinite(stats.loss) else number
             finally:  # whatever was raised, the others are waiting for this
                 broken = self._least(said)
@@ -158,7 +162,7 @@ class MeshWorker:
             self.model.discard_gradient()
             raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are as before")
         clip = self.spec.optimizer.grad_clip or math.inf
-        torch.nn.utils.clip_grads_with_norm_(shards, clip, torch.tensor(norm, device=self.device))
+        torch.nn.utils.clip_grads_with_norm_(shards, clip, torch.tensor(norm, device=self.setting.device))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
@@ -309,13 +313,20 @@ class MeshWorker:
         self.model.abandon()
         if not is_first:
             self.model.begin_backward(is_last=True)
-            _nothing(self.model, self.device).backward()
+            _nothing(self.model, self.setting).backward()
             self.model.discard_gradient()
 
     def _least(self, said: int) -> int:
         numbers = torch.tensor(said, dtype=torch.int32)
         dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
         return int(numbers)
+
+
+def _tell(loaded: LoadedModel, attention: Planning) -> None:
+    """What this trainer begins with."""
+    log.info("attention: %s", attention.said)
+    if loaded.adapters is not None:
+        log.info("LoRA: %s", share_of(*loaded.adapters.counts))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -339,10 +350,10 @@ def _idle() -> MicroBatch:
     )
 
 
-def _nothing(model: ShardedModel, device: torch.device) -> Tensor:
+def _nothing(model: ShardedModel, setting: PassSetting) -> Tensor:
     """A loss of which every gradient is 0."""
     batch = _idle()
-    return predict(model, device, batch, batch.loss_mask, group=model.group).sum() * 0.0
+    return predict(model, setting, batch, batch.loss_mask).sum() * 0.0
 
 
 def _device(spec: TrainerSpec) -> torch.device:

@@ -3,6 +3,7 @@
 [trainer]
 options.mesh = { dp_shard = 2, cp = 2 }
 options.gradients = "divided"
+options.attention = "buckets"
 options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }
 options.optimizer = { moments = "bf16", place = "host" }
 options.distributed = { coordinator = "10.0.0.1:8476", token_file = "/shared/token" }     # `pipelinerl run` says it
@@ -19,6 +20,7 @@ from pipelinerl.trainers.ranks.distributed import Distributed, read_distributed
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of
 from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh
 from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions, optimizer_of
+from pipelinerl.trainers.torch.packed.attention_choice import SegmentAttention
 from trainer_contract.errors import SpecError
 
 _NAME: Final = "torch"
@@ -30,6 +32,7 @@ class TorchOptions:
 
     mesh: ProcessMesh
     gradients: GradientSum = GradientSum.WHOLE
+    attention: SegmentAttention = SegmentAttention.AUTO
     lora: LoraOptions | None = None
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     distributed: Distributed | None = None
@@ -42,7 +45,8 @@ class TorchOptions:
             SpecError: an unknown key, a value of another kind than expected, or a mesh that cannot be had.
         """
         mesh, lora, optimizer = checked(options)
-        read = cls(mesh=mesh, gradients=gradients_of(options), lora=lora, optimizer=optimizer)
+        gradients, attention = gradients_of(options), attention_of(options)
+        read = cls(mesh=mesh, gradients=gradients, attention=attention, lora=lora, optimizer=optimizer)
         distributed = options.get("distributed")
         if mesh.size == 1 and distributed is not None:
             raise SpecError("options.distributed is of several processes, and options.mesh makes one; say dp_shard=2")
@@ -63,12 +67,18 @@ def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None
         SpecError: as `TorchOptions.of`, but for where the processes meet, which the launcher says.
     """
     gradients_of(options)
+    attention_of(options)
     return mesh_of(options), lora_of(options), optimizer_of(options)
 
 
 def gradients_of(options: Mapping[str, Any]) -> GradientSum:
     """What a process is to hold of gradients. Raises SpecError for what is no `GradientSum`."""
     return one_of(GradientSum, options.get("gradients", GradientSum.WHOLE), "options.gradients")
+
+
+def attention_of(options: Mapping[str, Any]) -> SegmentAttention:
+    """How packed tokens are to attend. Raises SpecError for what is no `SegmentAttention`."""
+    return one_of(SegmentAttention, options.get("attention", SegmentAttention.AUTO), "options.attention")
 
 
 def mesh_of(options: Mapping[str, Any]) -> ProcessMesh:

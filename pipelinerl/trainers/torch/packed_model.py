@@ -21,7 +21,8 @@ from pipelinerl.models import torch_routers
 from pipelinerl.models.checkpoint import Part, load_model, load_structure
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_predictions
-from pipelinerl.trainers.torch.packed.segments import IMPLEMENTATION, SegmentPlan
+from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, AttentionPlan
+from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Reading
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure
@@ -45,7 +46,7 @@ class PackedModel(nn.Module):
     def forward(
         self,
         token_ids: Tensor,
-        segments: SegmentPlan,
+        segments: AttentionPlan,
         before: Reading,
         chosen: Tensor,
         temperatures: Tensor | None,
@@ -121,7 +122,7 @@ def save_model(model: PreTrainedModel, path: Path, tensors: Mapping[str, Tensor]
     model.save_pretrained(path, state_dict=dict(tensors))
 
 
-def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: SegmentPlan) -> Tensor:
+def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: AttentionPlan) -> Tensor:
     """Last hidden states [K, d] of packed tokens; `token_ids` i64 [2, K] are the tokens and their positions."""
     tokens, positions = token_ids
     output = trunk(input_ids=tokens[None], position_ids=positions[None], segments=segments, use_cache=False)

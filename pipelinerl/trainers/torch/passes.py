@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipelinerl.trainers.torch.packed.attention import Planner
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup, SequencePart
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
@@ -19,6 +20,14 @@ from trainer_contract.types import Bool, Float32, HeadMeasure, LossStats, MicroB
 
 #: `PackedModel.forward`, or what wraps it.
 Model = Callable[..., Any]
+
+
+class PassSetting(NamedTuple):
+    """Where passes are computed, by what attention goes, and who shares a micro-batch's tokens, if several do."""
+
+    device: torch.device
+    plan_of: Planner = SegmentPlan.of
+    group: SequenceGroup | None = None
 
 
 class Evaluated(NamedTuple):
@@ -30,38 +39,37 @@ class Evaluated(NamedTuple):
 
 def predict(
     model: Model,
-    device: torch.device,
+    setting: PassSetting,
     batch: MicroBatch,
     inside: Bool,
     measures: tuple[HeadMeasure, ...] = (),
-    group: SequenceGroup | None = None,
 ) -> Tensor:
     """[1 + M, N]: current log-probs, or values, of the tokens where `inside` [T] is True, and the M measures there.
 
-    Every process of the `group`, if there is one, finds all N; each computes its part.
+    Every process of the setting's group, if there is one, finds all N; each computes its part.
     """
-    asked, distinct, positions = np.flatnonzero(inside), Distinct.of(batch), batch.position_ids
+    asked, distinct, positions, group = np.flatnonzero(inside), Distinct.of(batch), batch.position_ids, setting.group
     if group is None:
-        return _computed(model, device, batch, distinct, positions, asked, measures)
+        return _computed(model, setting, batch, distinct, positions, asked, measures)
     part = SequencePart.of(group, distinct, positions, asked)
     mine = asked[part.readers[group.place]]
-    own = _computed(model, device, batch, part.distinct, part.position_ids, mine, measures, group=group, own=part.own)
+    own = _computed(model, setting, batch, part.distinct, part.position_ids, mine, measures, own=part.own)
     return group.together(own, part.readers)
 
 
 def _computed(
     model: Model,
-    device: torch.device,
+    setting: PassSetting,
     batch: MicroBatch,
     distinct: Distinct,
     positions: NDArray[np.int32],
     asked: NDArray[np.int64],
     measures: tuple[HeadMeasure, ...],
     *,
-    group: SequenceGroup | None = None,
     own: slice | None = None,
 ) -> Tensor:
     """[1 + M, N] of the N tokens asked for, from the `own` of the tokens that are computed; None is all of them."""
+    device = setting.device
     tokens = np.append(batch.token_ids, np.zeros(len(positions) - batch.num_tokens, np.int32))
     kept = distinct.kept if own is None else distinct.kept[own]
     computed = np.stack((tokens, positions))[:, kept].astype(np.int64)
@@ -69,7 +77,7 @@ def _computed(
     temperatures = batch.temperatures[chosen]
     predictions: Tensor = model(
         torch.from_numpy(computed).to(device),
-        SegmentPlan.of(positions, device, distinct, group),
+        setting.plan_of(positions, device, distinct, setting.group),
         Reading.of(distinct.place[chosen - 1] - (0 if own is None else own.start), len(kept), device),
         torch.from_numpy(batch.token_ids[chosen].astype(np.int64)).to(device),
         None if (temperatures == 1.0).all() else torch.from_numpy(temperatures).to(device),
@@ -114,12 +122,12 @@ def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 @torch.no_grad()
-def predicted(model: Model, device: torch.device, batch: MicroBatch, group: SequenceGroup | None = None) -> Float32:
+def predicted(model: Model, setting: PassSetting, batch: MicroBatch) -> Float32:
     """Predictions f32 [T] of every token that has one; 0 at segment starts."""
     inside = batch.position_ids > 0
     predictions = np.zeros(batch.num_tokens, dtype=np.float32)
     if inside.any():
-        predictions[inside] = predict(model, device, batch, inside, group=group)[0].cpu().numpy()
+        predictions[inside] = predict(model, setting, batch, inside)[0].cpu().numpy()
     return predictions
 
 
@@ -129,14 +137,12 @@ def require_finite(predictions: Float32) -> None:
         raise NonFiniteError("the model's predictions are not finite: its weights are broken, restore a checkpoint")
 
 
-def evaluate(
-    model: Model, device: torch.device, batch: MicroBatch, objective: Objective, group: SequenceGroup | None = None
-) -> Evaluated:
-    """The objective on the tokens of the loss mask, of which there must be one; the same on all of the `group`."""
+def evaluate(model: Model, setting: PassSetting, batch: MicroBatch, objective: Objective) -> Evaluated:
+    """The objective on the tokens of the loss mask, of which there must be one; the same on all of the group."""
     inside = batch.loss_mask
     measures = measures_of(objective)
-    predictions, *measured = predict(model, device, batch, inside, measures, group)
-    columns = {**_columns(batch, inside, device), **dict(zip(measures, measured, strict=True))}
+    predictions, *measured = predict(model, setting, batch, inside, measures)
+    columns = {**_columns(batch, inside, setting.device), **dict(zip(measures, measured, strict=True))}
     loss: Tensor = objective.evaluate(predictions, columns)
     # One transfer for the loss and its predictions.
     host = torch.cat((loss.detach().reshape(1).float(), predictions.detach().float())).cpu().numpy()

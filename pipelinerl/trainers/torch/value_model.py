@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from pipelinerl.models.checkpoint import VALUE_HEAD_FILE
 from pipelinerl.models.weight_reader import WeightReader
-from pipelinerl.trainers.torch.packed.segments import SegmentPlan
+from pipelinerl.trainers.torch.packed.attention import AttentionPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Reading
 from pipelinerl.trainers.torch.packed_model import (
     computing_in,
@@ -67,7 +67,7 @@ class PackedValueModel(nn.Module):
     def forward(
         self,
         token_ids: Tensor,
-        segments: SegmentPlan,
+        segments: AttentionPlan,
         before: Reading,
         chosen: Tensor,
         temperatures: Tensor | None,

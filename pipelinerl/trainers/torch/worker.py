@@ -23,8 +23,10 @@ from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, taken_up
 from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace, optimizer_of
+from pipelinerl.trainers.torch.options import attention_of
+from pipelinerl.trainers.torch.packed.planner import planning
 from pipelinerl.trainers.torch.packed_model import PackedModel
-from pipelinerl.trainers.torch.passes import broken_loss, evaluate, predicted, require_finite
+from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, predicted, require_finite
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import (
@@ -52,6 +54,7 @@ class TorchWorker:
     spec: TrainerSpec
     accelerator: Accelerator
     model: PackedModel | PackedValueModel
+    setting: PassSetting
     optimizer: ParameterOptimizer
     gather_dtype: torch.dtype
     vocab_size: int
@@ -73,6 +76,9 @@ class TorchWorker:
         refuse_device(spec.device)
         accelerator = _accelerator(spec)
         loaded, options = load(spec), optimizer_of(spec.options)
+        text = loaded.config.get_text_config()
+        attention = planning(attention_of(spec.options), spec.precision, accelerator.device, text.to_dict())
+        log.info("attention: %s", attention.said)
         is_half = spec.precision is Precision.BF16
         masters = loaded.move_to(accelerator.device, masters=options.place if is_half else StatePlace.DEVICE)
         trained, weights = loaded.trained, loaded.weights
@@ -85,9 +91,10 @@ class TorchWorker:
             spec=spec,
             accelerator=accelerator,
             model=model,
+            setting=PassSetting(accelerator.device, attention.plan_of),
             optimizer=optimizer,
             gather_dtype=loaded.gather_dtype,
-            vocab_size=loaded.config.get_text_config().vocab_size,
+            vocab_size=text.vocab_size,
             own={name: parameter.detach() for name, parameter in weights.items()},
             masters=masters,
             random=torch_state.RandomState.now(),
@@ -114,11 +121,6 @@ class TorchWorker:
         return self.unwrapped.routing
 
     @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return cast(torch.device, self.accelerator.device)
-
-    @property
     def unwrapped(self) -> PackedModel | PackedValueModel:
         """The model without what accelerate put around it."""
         return cast(PackedModel | PackedValueModel, self.accelerator.unwrap_model(self.model))
@@ -131,7 +133,7 @@ class TorchWorker:
         """`Trainer.forward`."""
         found = []
         for batch in batches:
-            found.append(predicted(self.model, self.device, batch))
+            found.append(predicted(self.model, self.setting, batch))
             require_finite(found[-1])
         return found
 
@@ -152,7 +154,7 @@ class TorchWorker:
             if not batch.loss_mask.any():
                 found.append(LossStats(0.0, batch.loss_mask.astype("float32")))
                 continue
-            loss, stats = evaluate(self.model, self.device, batch, objective)
+            loss, stats = evaluate(self.model, self.setting, batch, objective)
             if not math.isfinite(stats.loss):
                 self.discard_gradient()
                 raise broken_loss(stats.loss, number)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.commands.check import refuse
-from pipelinerl.commands.findings.model import expert_findings
+from pipelinerl.commands.findings.model import attention_findings, expert_findings
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.trainer_role import canary_of, loop_settings
@@ -25,6 +25,7 @@ QWEN3_30B: dict[str, Any] = {
     "dtype": "bfloat16",
     "vocab_size": 64,
 }
+ON_GPU = ("trainer.device=cuda", "trainer.precision=bf16")
 REPLAYED = "trainer.routing_replay=rollout"
 
 
@@ -85,3 +86,24 @@ def test_experts_that_are_equal_but_for_rounding_refute_no_weights(mixture: Path
     assert (replayed.tolerance, apart.tolerance) == (TOLERANCES["float32"], ROUTED_APART)
     assert (replayed.request(1).return_routed_experts, apart.request(1).return_routed_experts) == (True, False)
     assert canary_of(recipe(mixture, [])).tolerance == TOLERANCES["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.device=cpu"], "buckets of segments of similar length (the device is cpu, and the kernel is CUDA's)"),
+        (["trainer.device=cuda"], "buckets of segments of similar length (the precision is fp32, and the kernel"),
+        ([*ON_GPU], "varlen, one kernel over all segments of a row, if its trial on that GPU holds"),
+        ([*ON_GPU, "trainer.options.attention=varlen"], "varlen, one kernel over all segments of a row, if its trial"),
+        ([*ON_GPU, "trainer.options.attention=buckets"], "buckets of segments of similar length (as options.attention"),
+    ],
+)
+def test_how_packed_rollouts_attend_is_said(overrides: list[str], said: str) -> None:
+    ((part, sentence),) = attention_findings(recipe(None, overrides))
+    assert part == "attention" and sentence.startswith(said)
+
+
+def test_a_kernel_that_cannot_be_is_refused_and_other_trainers_have_none() -> None:
+    with pytest.raises(RecipeError, match=r'^trainer\.options\.attention = "varlen" cannot be: the device is cpu, and'):
+        list(attention_findings(recipe(None, ["trainer.device=cpu", "trainer.options.attention=varlen"])))
+    assert list(attention_findings(recipe(None, ["trainer.type=jax"]))) == []

@@ -424,7 +424,7 @@ def test_reads_beside_passes_twenty_times(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"mush": 1}, "options.mush is unknown to the torch trainer; it knows mesh, gradients, lora"),
+        ({"mush": 1}, "options.mush is unknown to the torch trainer; it knows mesh, gradients, attention"),
         ({"mesh": {"fsdp": 2}}, "options.mesh.fsdp is unknown to the torch trainer; it knows dp_replicate, dp_shard"),
         ({"gradients": "half"}, "options.gradients must be whole or divided, got 'half'"),
         ({"mesh": {"dp_shard": 0}}, "options.mesh.dp_shard must be a whole number of at least 1, got 0"),

@@ -17,7 +17,7 @@ from pipelinerl.trainers.torch import sharded_model
 from pipelinerl.trainers.torch.leader import bunches_of
 from pipelinerl.trainers.torch.loading import load
 from pipelinerl.trainers.torch.mesh import ProcessMesh
-from pipelinerl.trainers.torch.passes import evaluate
+from pipelinerl.trainers.torch.passes import PassSetting, evaluate
 from pipelinerl.trainers.torch.sharded_model import ShardedModel
 from tests.fakes.torch_rank0 import OBJECTIVE, batches, spec_of
 from trainer_contract.types import ParameterInfo
@@ -54,7 +54,8 @@ def test_one_of_64_goes_forward_and_back_over_its_rows(rank: int, model: Path) -
         rows = MESH.rows_of(rank, shapes[name][0])
         assert shard.shape == (rows.stop - rows.start, *shapes[name][1:]), name
     divided.begin_backward(is_last=True)
-    loss, stats = evaluate(divided, torch.device("cpu"), batches(0, 1)[0], OBJECTIVE, divided.group)
+    setting = PassSetting(torch.device("cpu"), group=divided.group)
+    loss, stats = evaluate(divided, setting, batches(0, 1)[0], OBJECTIVE)
     loss.backward()
     assert stats.predictions.shape == (batches(0, 1)[0].num_tokens,)
     gradient = divided.collect_gradient()

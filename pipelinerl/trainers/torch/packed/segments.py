@@ -1,4 +1,4 @@
-"""Attention over packed segments, for any Hugging Face model: it never crosses a boundary, and costs no T² mask.
+"""Attention over packed segments in buckets, on any device: it never crosses a boundary, and costs no T² mask.
 
 Inside the attention alone, segments are laid out in buckets of similar length, padded to the longest of their bucket,
 and attend causally; everything else in the model works on the packed tokens. Padding comes after a segment's end, so
@@ -16,20 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AttentionInterface
 
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Sums
-from trainer_contract.errors import SpecError
-
-#: Under this name models find `attend`.
-IMPLEMENTATION: Final = "pipelinerl_segments"
 
 #: Buckets end at these lengths, each a quarter above the one before: at most 1.25² of the attention is padding.
 _EDGES: Final = np.unique(np.ceil(16 * 1.25 ** np.arange(64)).astype(np.int64))
-
-#: What an architecture may pass that changes attention's result and is not handled here.
-_UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
 
 
 @final
@@ -92,6 +84,27 @@ class SegmentPlan:
             group=group,
         )
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
+        """`AttentionPlan.attend`, bucket by bucket."""
+        q, k, v = (self.pad(x) for x in (query, key, value))
+        outputs, start, has_groups = [], 0, q.shape[1] != k.shape[1]
+        for count, length in self.buckets:
+            rows = slice(start, start + count * length)
+            bucket_q, bucket_k, bucket_v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+            whole = window is None or length <= window
+            out = torch.nn.functional.scaled_dot_product_attention(
+                bucket_q,
+                bucket_k,
+                bucket_v,
+                attn_mask=None if whole else _band(length, window, q.device),
+                is_causal=whole,
+                scale=scale,
+                enable_gqa=has_groups,
+            )
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+            start = rows.stop
+        return self.unpad(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+
     def pad(self, packed: Tensor) -> Tensor:
         """[K, h, d] → [P, h, d]."""
         return packed if self.is_first is None else _Pad.apply(packed, self)
@@ -128,71 +141,7 @@ class _Unpad(torch.autograd.Function):
         return grad.index_select(0, ctx.plan.token_of_row).mul_(ctx.plan.is_first), None
 
 
-def attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    segments: SegmentPlan,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface over one packed row; dropout is never applied.
-
-    Args:
-        module: the attention layer, unused.
-        query: [1, H, K, d]; key and value: [1, H_kv, K, d]. Of several processes each has K / n of the K tokens.
-        attention_mask: None, since transformers makes no mask for this implementation.
-        segments: the plan, passed to the model's forward as a keyword.
-        scaling: of the scores; None is 1/√d.
-        sliding_window: positions that a query sees, itself included.
-
-    Returns:
-        [1, K, H, d], and no attention weights.
-    """
-    for name in _UNSUPPORTED:
-        if others.get(name) is not None:
-            raise SpecError(f"attention with {name!r} is not supported over packed segments; use another architecture")
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if segments.group is not None:
-        q, k, v = segments.group.to_heads(q, k, v)
-    padded = _by_buckets(segments, *(segments.pad(x) for x in (q, k, v)), window=sliding_window, scale=scaling)
-    attended = segments.unpad(padded)
-    if segments.group is not None:
-        attended = segments.group.to_tokens(attended)
-    return attended[None], None
-
-
-def _by_buckets(
-    segments: SegmentPlan, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float | None
-) -> Tensor:
-    """Causal attention [P, H, d] of the padded rows, bucket by bucket."""
-    outputs, start, has_groups = [], 0, q.shape[1] != k.shape[1]
-    for count, length in segments.buckets:
-        rows = slice(start, start + count * length)
-        bucket_q, bucket_k, bucket_v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
-        whole = window is None or length <= window
-        out = torch.nn.functional.scaled_dot_product_attention(
-            bucket_q,
-            bucket_k,
-            bucket_v,
-            attn_mask=None if whole else _band(length, window, q.device),
-            is_causal=whole,
-            scale=scale,
-            enable_gqa=has_groups,
-        )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-        start = rows.stop
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
 def _band(length: int, window: int | None, device: torch.device) -> Tensor:
     """Bool [length, length]: causal, and at most `window` positions wide."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < (window or length))
-
-
-AttentionInterface.register(IMPLEMENTATION, attend)

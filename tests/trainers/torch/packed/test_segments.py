@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipelinerl.trainers.torch.packed.segments import SegmentPlan, attend
+from pipelinerl.trainers.torch.packed.attention import attend
+from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 
 LENGTHS = {
     "uniform": [7] * 5,

@@ -1,0 +1,113 @@
+"""Which plan the passes of a torch trainer make for attention here: by the rule, and once the kernel was tried.
+
+A kernel that raises, or computes something else than buckets do, is not used, and the trainer says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipelinerl import rng
+from pipelinerl.trainers.torch.packed.attention import AttentionPlan, Planner
+from pipelinerl.trainers.torch.packed.attention_choice import (
+    AttentionFacts,
+    HeadShapes,
+    SegmentAttention,
+    chosen,
+    described,
+    why_not_varlen,
+)
+from pipelinerl.trainers.torch.packed.segments import SegmentPlan
+from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
+from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, torch_kernel
+from trainer_contract.types import Precision
+
+#: Of the trial: lengths of segments, of which the second begins with so many tokens of the first, and the windows.
+_LENGTHS: Final = (150, 90, 1)
+_SHARED: Final = 60
+_WINDOWS: Final = (None, 33)
+#: Largest difference from buckets in fp32, of what is largest: bf16 rounds to 2^-9, and a wrong mask is as large as 1.
+_APART: Final = 5e-2
+
+
+class Planning(NamedTuple):
+    """What makes plans, and a sentence about it."""
+
+    plan_of: Planner
+    said: str
+
+
+def planning(
+    asked: SegmentAttention, precision: Precision, device: torch.device, config: Mapping[str, Any]
+) -> Planning:
+    """For a trainer on this device.
+
+    Args:
+        config: of the model's text part.
+
+    Raises:
+        SpecError: the kernel is asked for, and cannot be used.
+    """
+    heads = HeadShapes.of(config)
+    why_not = why_not_varlen(facts_of(device, precision=precision, widths=heads.widths))
+    if chosen(asked, why_not) is SegmentAttention.VARLEN:
+        kernel = torch_kernel()
+        why_not = failed_trial(kernel, heads=heads, device=device, dtype=torch.bfloat16)
+        if chosen(asked, why_not) is SegmentAttention.VARLEN:
+            return Planning(partial(VarlenPlan.of, kernel=kernel), described(asked, None))
+    return Planning(SegmentPlan.of, described(asked, why_not))
+
+
+def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[int]) -> AttentionFacts:
+    """Of this machine."""
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    return AttentionFacts(
+        device=device.type,
+        precision=precision,
+        capability=torch.cuda.get_device_capability(device) if is_here else None,
+        has_kernel=torch.backends.cuda.is_flash_attention_available() and torch.version.hip is None,
+        widths=widths,
+    )
+
+
+def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Does the kernel compute what buckets do, and is its gradient theirs? None, or what it does instead.
+
+    Args:
+        heads: of one width.
+        dtype: what the kernel is given; buckets compute with the same numbers in fp32.
+    """
+    positions = np.concatenate([np.arange(length) for length in _LENGTHS]).astype(np.int32)
+    source = np.arange(len(positions))
+    source[_LENGTHS[0] : _LENGTHS[0] + _SHARED] = np.arange(_SHARED)
+    kept = source == np.arange(len(positions))
+    distinct = Distinct(np.flatnonzero(kept), (np.cumsum(kept) - 1)[source])
+    (width,), draw, tokens = heads.widths, rng.generator(0, "varlen_trial"), len(distinct.kept)
+    sizes = [(tokens, count, width) for count in (heads.queries, heads.keys, heads.keys, heads.queries)]
+    drawn = [torch.from_numpy(draw.standard_normal(size, dtype=np.float32)).to(device, dtype) for size in sizes]
+    buckets = SegmentPlan.of(positions, device, distinct)
+    try:
+        varlen = VarlenPlan.of(positions, device, distinct, kernel=kernel)
+        for window in _WINDOWS:
+            expected = _attended(buckets, [each.float() for each in drawn], window)
+            for got, wanted in zip(_attended(varlen, drawn, window), expected, strict=True):
+                apart = float((got.float() - wanted).abs().max() / wanted.abs().max())
+                if not apart <= _APART:
+                    return f"in its trial the kernel's result was {apart:.2g} from that of buckets, of the largest"
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"in its trial the kernel failed: {str(error).splitlines()[0]}"
+    return None
+
+
+def _attended(plan: AttentionPlan, drawn: list[Tensor], window: int | None) -> tuple[Tensor, ...]:
+    """Attention, and gradients of query, key and value."""
+    inputs, cotangent = [each.detach().requires_grad_() for each in drawn[:3]], drawn[3]
+    with torch.enable_grad(), torch.autocast(cotangent.device.type, enabled=False):
+        attended = plan.attend(*inputs, window=window, scale=None)
+    return attended.detach(), *torch.autograd.grad(attended, inputs, cotangent)

@@ -1,0 +1,134 @@
+"""Attention over packed segments by one kernel, `torch.nn.attention.varlen.varlen_attn`, which is told where they end.
+
+No padding, no buckets. Where segments share a beginning, queries are of the tokens that are computed, each once, while
+keys and values stand in each segment: a segment's own tokens are its last, and the kernel lays the causal triangle at
+the end of the keys. So a segment costs its own queries times its keys. None of this has run on a GPU yet, and
+`planner.py` tries the kernel before it is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, cast, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
+from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Indices, Reading
+
+
+class VarlenKernel(Protocol):
+    """What is used of `varlen_attn`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> Tensor:
+        """[K, H, d] of query [K, H, d], key and value [M, H_kv, d], differentiable.
+
+        Args:
+            cu_seq_q: i32 [S + 1], where the S segments' queries begin, and K; `cu_seq_k` the same of keys.
+            max_q: the most queries of a segment; `max_k` the same of keys.
+            window_size: how many keys before a query's own it sees (-1: all), and how many after it, which is 0. The
+                last query's own key is the segment's last.
+        """
+        ...
+
+
+def torch_kernel() -> VarlenKernel:
+    """Torch's; imported where it is used, since it brings torch's compiler with it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return cast(VarlenKernel, varlen_attn)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class VarlenPlan:
+    """Where the segments of the K tokens that are computed begin and end.
+
+    A segment of which no token is computed, since all of it is another's beginning, is not there.
+
+    Attributes:
+        query_starts: i32 [S + 1], of the K tokens.
+        key_starts: i32 [S + 1], of the M tokens of whole segments.
+        most_queries, most_keys: of a segment.
+        keys: reads the M from the K; None where these are the same.
+        kernel: what attends.
+        group: the processes among which the K tokens are divided outside attention, if there are several.
+    """
+
+    query_starts: Tensor
+    key_starts: Tensor
+    most_queries: int
+    most_keys: int
+    keys: Reading | None
+    kernel: VarlenKernel
+    group: SequenceGroup | None = None
+
+    @classmethod
+    def of(
+        cls,
+        position_ids: NDArray[np.int32],
+        device: torch.device,
+        distinct: Distinct | None = None,
+        group: SequenceGroup | None = None,
+        *,
+        kernel: VarlenKernel,
+    ) -> VarlenPlan:
+        """Plan for packed segments; `position_ids` [T] restart at 0 in each. Without `distinct` all are computed."""
+        begins = position_ids == 0
+        lengths = np.diff(np.flatnonzero(begins), append=len(position_ids))
+        own, keys = lengths, None
+        if distinct is not None and len(distinct.kept) < len(position_ids):
+            segment_of = np.cumsum(begins) - 1
+            own = np.bincount(segment_of[distinct.kept], minlength=len(lengths))
+            keys = Reading.of(distinct.place[own[segment_of] > 0], len(distinct.kept), device)
+            own, lengths = own[own > 0], lengths[own > 0]
+        return cls(
+            query_starts=_starts(own, device),
+            key_starts=_starts(lengths, device),
+            most_queries=int(own.max()),
+            most_keys=int(lengths.max()),
+            keys=keys,
+            kernel=kernel,
+            group=group,
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
+        """`AttentionPlan.attend`, in autocast's dtype where it is on, which does not know the kernel."""
+        if self.keys is not None:
+            key, value = self.keys(key), self.keys(value)
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind):
+            query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
+        before = -1 if window is None or window >= self.most_keys else window - 1
+        return self.kernel(
+            query,
+            key,
+            value,
+            self.query_starts,
+            self.key_starts,
+            self.most_queries,
+            self.most_keys,
+            scale=scale,
+            window_size=(before, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+
+def _starts(lengths: Indices, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)).to(device)

@@ -1,0 +1,120 @@
+"""Which attention a trainer uses: the rule without a GPU, the trial of kernels that are wrong, and refusals."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipelinerl.trainers.torch.packed.attention_choice import (
+    AttentionFacts,
+    HeadShapes,
+    SegmentAttention,
+    chosen,
+    described,
+    why_not_varlen,
+)
+from pipelinerl.trainers.torch.packed.planner import failed_trial
+from pipelinerl.trainers.torch.trainer import TorchTrainer
+from tests.fakes.varlen_kernel import varlen_attention
+from trainer_contract.errors import SpecError
+from trainer_contract.types import Device, Precision, TrainerSpec
+
+FITS = AttentionFacts(
+    device="cuda", precision=Precision.BF16, capability=(9, 0), has_kernel=True, widths=frozenset({128})
+)
+HEADS = HeadShapes(4, 2, frozenset({16}))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"capability": (8, 0), "widths": frozenset({256})}, None),
+        ({"capability": None}, None),
+        ({"device": "cpu", "capability": None}, "the device is cpu, and the kernel is CUDA's"),
+        ({"precision": Precision.FP32}, "the precision is fp32, and the kernel computes in bf16"),
+        ({"has_kernel": False}, "this torch was built without flash attention"),
+        ({"capability": (7, 5)}, "the GPU's compute capability is 7.5, and the kernel needs 8.0"),
+        (
+            {"widths": frozenset({128, 64})},
+            "the model's heads are of several widths (64, 128), and the kernel takes one",
+        ),
+        ({"widths": frozenset()}, "the model's heads are of several widths (unknown), and the kernel takes one"),
+        ({"widths": frozenset({100})}, "the model's heads are 100 wide, and the kernel takes multiples of 8 up to 256"),
+        ({"widths": frozenset({512})}, "the model's heads are 512 wide, and the kernel takes multiples of 8 up to 256"),
+    ],
+)
+def test_the_rule(change, reason):
+    why_not = why_not_varlen(replace(FITS, **change))
+    assert why_not == reason
+    auto, buckets, varlen = SegmentAttention
+    assert chosen(auto, why_not) is (varlen if reason is None else buckets)
+    assert chosen(buckets, why_not) is buckets
+    if reason is None:
+        assert chosen(varlen, None) is varlen
+        assert described(buckets, None) == "buckets of segments of similar length (as options.attention says)"
+    else:
+        assert described(auto, why_not) == f"buckets of segments of similar length ({reason})"
+        with pytest.raises(SpecError) as refused:
+            chosen(varlen, why_not)
+        assert str(refused.value) == f'options.attention = "varlen" cannot be: {reason}; say "auto", or leave it out'
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        ({"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}, (4, 2, {8})),
+        ({"hidden_size": 32, "num_attention_heads": 4, "head_dim": 16, "linear_key_head_dim": 64}, (4, 4, {16})),
+        ({"n_embd": 32, "n_head": 2, "head_dim": None}, (2, 2, {16})),
+        ({"num_attention_heads": 4, "qk_nope_head_dim": 128, "v_head_dim": 64}, (4, 4, {128, 64})),
+        ({"num_attention_heads": [4, 8]}, (0, 0, set())),
+    ],
+)
+def test_heads_as_a_configuration_names_them(config, heads):
+    assert HeadShapes.of(config) == heads
+
+
+def tried(kernel):
+    return failed_trial(kernel, heads=HEADS, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_a_kernel_that_does_as_buckets_do_passes_its_trial():
+    assert tried(varlen_attention) is None
+
+
+def test_a_kernel_that_does_something_else_is_found_out():
+    def with_its_triangle_at_the_beginning(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **named):
+        ends = cu_seq_k[:-1] + cu_seq_q.diff()
+        first = torch.cat([torch.arange(*each) for each in zip(cu_seq_k[:-1], ends, strict=True)])
+        return varlen_attention(query, key[first], value[first], cu_seq_q, cu_seq_q, max_q, max_q, **named)
+
+    def that_sees_one_too_many(*given, window_size, **named):
+        return varlen_attention(*given, window_size=(window_size[0] + (window_size[0] > 0), 0), **named)
+
+    def without_a_gradient_of_keys(query, key, *others, **named):
+        return varlen_attention(query, key.detach() + 0 * key, *others, **named)
+
+    def that_is_not_there(*given, **named):
+        raise RuntimeError("no kernel image is available\nlong story")
+
+    assert tried(that_is_not_there) == "in its trial the kernel failed: no kernel image is available"
+    for kernel in (with_its_triangle_at_the_beginning, that_sees_one_too_many, without_a_gradient_of_keys):
+        said = tried(kernel)
+        assert said is not None and said.startswith("in its trial the kernel's result was "), kernel
+
+
+def test_the_trainer_says_which_and_refuses_the_kernel_where_it_cannot_be(model_path, caplog):
+    def started(**options):
+        spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options=options)
+        TorchTrainer().init_worker(spec)
+
+    with caplog.at_level(logging.INFO, "pipelinerl"):
+        started()
+    assert "attention: buckets of segments of similar length (the device is cpu, and the kernel is CUDA's)" in (
+        caplog.messages
+    )
+    with pytest.raises(SpecError, match=r'^options\.attention = "varlen" cannot be: the device is cpu, and'):
+        started(attention="varlen")
+    with pytest.raises(SpecError, match=r"^options\.attention must be auto or buckets or varlen, got 'flash'"):
+        started(attention="flash")

@@ -1,0 +1,166 @@
+"""Attention by one kernel, against buckets, in fp32 on a CPU: all around the kernel is ours, the kernel its fake.
+
+The fake is compared with torch's attention first, and the kernel itself with buckets in the last test, on a GPU.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipelinerl.trainers.torch.loading import load
+from pipelinerl.trainers.torch.packed.attention import attend
+from pipelinerl.trainers.torch.packed.attention_choice import HeadShapes
+from pipelinerl.trainers.torch.packed.planner import failed_trial
+from pipelinerl.trainers.torch.packed.segments import SegmentPlan
+from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
+from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
+from pipelinerl.trainers.torch.packed.varlen import VarlenPlan, torch_kernel
+from pipelinerl.trainers.torch.passes import PassSetting, predict
+from tests.fakes.varlen_kernel import varlen_attention
+from tests.patience import PATIENCE_S
+from trainer_contract.types import Device, TrainerSpec
+
+CPU = torch.device("cpu")
+varlen = partial(VarlenPlan.of, kernel=varlen_attention)
+
+
+def starts(lengths):
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_the_fake_is_torchs_attention_of_each_segment(kv_heads, window):
+    """Where a segment has fewer queries than keys, these are its last: torch's attention has all of them."""
+    queries, keys, draw = [3, 1, 9, 2], [3, 7, 9, 30], torch.Generator().manual_seed(0)
+    whole, *kv = (torch.randn(sum(keys), heads, 8, generator=draw) for heads in (4, kv_heads, kv_heads))
+    last = torch.cat([torch.arange(end - own, end) for own, end in zip(queries, np.cumsum(keys), strict=True)])
+    got = varlen_attention(
+        *(whole[last], *kv, starts(queries), starts(keys), 9, 30),
+        scale=0.3,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=kv_heads != 4,
+    )
+    wanted = []
+    for first, end in pairwise(starts(keys).tolist()):
+        q, k, v = (each[first:end].transpose(0, 1) for each in (whole, *kv))
+        distance = torch.arange(end - first)[:, None] - torch.arange(end - first)
+        mask = (distance >= 0) & (distance < (window or end))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
+        wanted.append(out.transpose(0, 1))
+    torch.testing.assert_close(got, torch.cat(wanted)[last], rtol=0, atol=1e-6)
+
+
+def attended(plan, drawn, cotangent, window):
+    """Attention, and the gradients of query, key and value."""
+    out, _ = attend(torch.nn.Identity(), *drawn, None, segments=plan, scaling=0.4, sliding_window=window)
+    return out, *torch.autograd.grad(out, drawn, cotangent)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("name", ["ragged", "shared", "branching"])
+def test_equals_buckets_in_value_and_gradient(name, window, request, micro_batch):
+    batch = micro_batch((3, 1, 8, 40, 5)) if name == "ragged" else request.getfixturevalue(name)
+    distinct, draw = Distinct.of(batch), torch.Generator().manual_seed(0)
+    count = len(distinct.kept)
+    drawn = [torch.randn(1, heads, count, 8, generator=draw, requires_grad=True) for heads in (4, 2, 2)]
+    cotangent = torch.randn(1, count, 4, 8, generator=draw)
+    plans = (make(batch.position_ids, CPU, distinct) for make in (SegmentPlan.of, varlen))
+    wanted, got = (attended(plan, drawn, cotangent, window) for plan in plans)
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_under_autocast_it_computes_in_bf16_as_buckets_do(shared):
+    draw, count = torch.Generator().manual_seed(0), shared.num_tokens
+    drawn = [torch.randn(1, heads, count, 8, generator=draw, requires_grad=True) for heads in (4, 2, 2)]
+    cotangent = torch.randn(1, count, 4, 8, generator=draw).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted, got = (
+            attended(make(shared.position_ids, CPU), drawn, cotangent, None) for make in (SegmentPlan.of, varlen)
+        )
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-2 * float(theirs.detach().abs().max()))
+    assert [each.dtype for each in got] == [torch.bfloat16, *[torch.float32] * 3]
+
+
+def test_queries_are_of_what_is_computed_and_a_segment_that_is_anothers_beginning_is_not_there(branching):
+    distinct = Distinct.of(branching)
+    plan = varlen(branching.position_ids, CPU, distinct)
+    assert plan.query_starts[-1] == len(distinct.kept) < branching.num_tokens
+    assert len(plan.query_starts) - 1 == len(plan.key_starts) - 1 == 8 < branching.num_segments
+    assert (plan.most_queries, plan.most_keys) == (9, 12)
+    assert varlen(branching.position_ids, CPU).keys is None
+
+
+def step(model, setting, batch):
+    """Log-probs of what was sampled, and the gradient of their weighted sum."""
+    found = predict(model, setting, batch, batch.loss_mask)
+    weights = torch.from_numpy(batch.advantages[batch.loss_mask])
+    return found.detach(), *torch.autograd.grad((found[0] * weights).sum(), list(model.parameters()))
+
+
+def loaded(path, **fields):
+    made = load(TrainerSpec(model_path=path, device=Device.CPU, **fields))
+    made.move_to(CPU)
+    return made.model
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2"])
+def test_a_step_of_a_model_with_checkpointing_is_that_of_buckets(name, model_path, shared):
+    """Mistral's layers have windows of 5 tokens."""
+    models = [loaded(model_path(name), gradient_checkpointing=each) for each in (False, True)]
+    wanted, got = (
+        step(model, PassSetting(CPU, plan_of), shared)
+        for model, plan_of in zip(models, (SegmentPlan.of, varlen), strict=True)
+    )
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * max(1, float(theirs.abs().max())))
+
+
+def test_processes_that_share_tokens_find_what_one_does(model_path, shared):
+    """Two, which are threads with gloo between: a gradient is the sum of theirs."""
+    model, store = loaded(model_path("qwen3")), dist.HashStore()
+
+    def process(place):
+        group = dist.ProcessGroup(store, place, 2)
+        gloo = dist.ProcessGroupGloo(store, place, 2, timedelta(seconds=PATIENCE_S))
+        group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        return step(model, PassSetting(CPU, varlen, SequenceGroup(group, 2, place)), shared)
+
+    found, *wanted = step(model, PassSetting(CPU), shared)
+    with ThreadPoolExecutor(2) as threads:
+        (first, *ones), (second, *others) = threads.map(process, range(2), timeout=PATIENCE_S)
+    for each in (first, second):
+        torch.testing.assert_close(each, found, rtol=0, atol=1e-5)
+    for one, other, whole in zip(ones, others, wanted, strict=True):
+        torch.testing.assert_close(one + other, whole, rtol=0, atol=1e-5 * max(1, float(whole.abs().max())))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_torchs_kernel_takes_the_call_and_goes_back(window, branching):
+    """Torch's fake tensors compute nothing: it is arguments, shapes and dtypes that are tried."""
+    distinct = Distinct.of(branching)
+    plan = VarlenPlan.of(branching.position_ids, CPU, distinct, kernel=torch_kernel())
+    sizes = [(1, heads, len(distinct.kept), 8) for heads in (4, 2, 2)]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        drawn = [torch.empty(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+        cotangent = torch.empty(1, len(distinct.kept), 4, 8, dtype=torch.bfloat16)
+        out, *gradients = attended(plan, drawn, cotangent, window)
+    assert (out.shape, out.dtype) == (cotangent.shape, torch.bfloat16)
+    assert [each.shape for each in gradients] == [each.shape for each in drawn]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4, 4, 64), (14, 2, 64), (16, 8, 128), (8, 1, 256), (4, 2, 80)])
+def test_torchs_kernel_is_buckets_on_a_gpu(shape):
+    """In bf16, within 5e-2 of what is largest: windows, shared beginnings and gradients are the trial's."""
+    heads = HeadShapes(*shape[:2], frozenset(shape[2:]))
+    assert failed_trial(torch_kernel(), heads=heads, device=torch.device("cuda"), dtype=torch.bfloat16) is None

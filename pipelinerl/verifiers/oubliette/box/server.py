@@ -32,7 +32,6 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 TYPE_CHECKING = False
@@ -65,7 +64,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     packet, files = _receive(control)
     around = walls.BoxWalls(json.loads(packet))
-    watch = _Watch(control, _Meter(files[0] if files else None))
+    watch = _Watch(control, _Meter(files[0] if files else None), around)
     program.be_ready()
     walls.keep_code()
     around.confine_server()
@@ -116,13 +115,13 @@ def _run(
     try:
         around.map_ids(pid)
         os.write(go_write, b"g")
-        ended = watch.until_it_ends(handle, around.processes(pid), request.limits, began)
+        ended = watch.until_it_ends(handle, pid, request.limits, began)
     except OSError as error:
         ended = f"{error}"
     os.close(go_write)
     delayed_s = 0.0
     if ended:
-        delayed_s = _delayed_s(around.processes(pid)())
+        delayed_s = _delayed_s(around.processes(pid))
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(handle, signal.SIGKILL)
     code, cpu_s = watch.meter.reap(pid)
@@ -136,31 +135,30 @@ def _run(
 class _Watch:
     """Waits for what may happen while a run is under way."""
 
-    def __init__(self, control: socket.socket, meter: _Meter) -> None:
+    def __init__(self, control: socket.socket, meter: _Meter, around: walls.BoxWalls) -> None:
         self.meter = meter
+        self._around = around
         self._control = control
         self._file = control.fileno()
         self._poll = select.poll()
         self._poll.register(self._file, select.POLLIN)
 
-    def until_it_ends(
-        self, handle: int, processes: Callable[[], list[str]], limits: dict[str, Any], began: float
-    ) -> str:
+    def until_it_ends(self, handle: int, pid: int, limits: dict[str, Any], began: float) -> str:
         """Why the run has to be ended, or nothing where it has ended by itself."""
         self._poll.register(handle, select.POLLIN)
         try:
             if self._poll.poll(_TICK_MS) == [(handle, select.POLLIN)]:
                 return ""  # most are over by then
-            return self._slowly(handle, processes, limits, began)
+            return self._slowly(handle, pid, limits, began)
         finally:
             self._poll.unregister(handle)
 
-    def _slowly(self, handle: int, processes: Callable[[], list[str]], limits: dict[str, Any], began: float) -> str:
+    def _slowly(self, handle: int, pid: int, limits: dict[str, Any], began: float) -> str:
         until, look = began + limits["wall_s"], began + _SELDOM_S
         while True:
             left_s = until - time.monotonic()
             if left_s <= 0:  # the time that it was ready, and had no processor, is not its own
-                until = began + min(limits["wall_s"] + _delayed_s(processes()), limits["starved_s"])
+                until = began + min(limits["wall_s"] + _delayed_s(self._around.processes(pid)), limits["starved_s"])
                 if until <= time.monotonic() + _TICK_MS / 1000:
                     return "deadline"
                 continue
@@ -174,7 +172,7 @@ class _Watch:
                 return "output" if packet else "gone"
             memory_bytes, cpu_s = 0, 0.0
             if not self.meter.counts or time.monotonic() >= look:
-                memory_bytes, cpu_s = _used(processes())
+                memory_bytes, cpu_s = _used(self._around.processes(pid))
                 look = time.monotonic() + _SELDOM_S
             cpu_s = self.meter.cpu_s(cpu_s)
             if memory_bytes > limits["memory_bytes"]:

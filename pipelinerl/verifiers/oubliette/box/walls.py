@@ -64,12 +64,12 @@ class BoxWalls:
         for name, text in self._maps:
             write(b"/proc/%d/%s" % (pid, name), text)
 
-    def processes(self, pid: int) -> Callable[[], list[str]]:
+    def processes(self, pid: int) -> list[str]:
         """Those of the run: all there are but this one, and the box's first; or the only one that it may be."""
         if not self._namespaces:
-            return lambda: [str(pid)]
+            return [str(pid)]
         ours = {"1", str(os.getpid())}
-        return lambda: [name for name in os.listdir("/proc") if name.isdigit() and name not in ours]
+        return [name for name in os.listdir("/proc") if name.isdigit() and name not in ours]
 
     def trouble(self) -> bytes:
         """What hindered the run that has ended from being let in, if anything did."""

@@ -88,6 +88,7 @@ def _copy(source: int, target: int) -> None:
 
 def be_ready() -> None:
     """Have everything as each fork is to find it, and done once what runs do."""
+    os.environ.pop("LD_BIND_NOW", None)  # which is for this process, and not for what programs start
     _make_site()
     _rehearse()
     _be_ready_for_a_program()

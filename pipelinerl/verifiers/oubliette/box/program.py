@@ -11,7 +11,6 @@ import contextlib
 import gc
 import io
 import os
-import resource
 import site
 import sys
 import types
@@ -163,7 +162,7 @@ class _OpenDoors:
         ]
 
     def shutting(self, _: dict[str, Any]) -> list[walls.Step]:
-        return [(resource.setrlimit, (resource.RLIMIT_CORE, (0, 0))), *self.entering({})]
+        return self.entering({})
 
 
 def _rehearse() -> None:

@@ -21,14 +21,13 @@ the socket closes, because whoever asked is gone, the run is killed and this pro
 
 from __future__ import annotations
 
-import array
+import _socket  # `socket` is much besides, which each fork would have a share in
 import contextlib
 import gc
 import json
 import os
 import select
 import signal
-import socket
 import struct
 import sys
 import time
@@ -60,7 +59,7 @@ _ANSWER = struct.Struct("=iddd")
 
 def main() -> None:
     """Answer requests until the socket ends."""
-    control = socket.socket(fileno=os.dup(0))
+    control = _socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     packet, files = _receive(control)
     around = walls.BoxWalls(json.loads(packet))
@@ -88,17 +87,17 @@ def main() -> None:
         control.send(answer)
 
 
-def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
-    files = array.array("i")
-    packet, extra, _, _ = control.recvmsg(_MOST_PACKET, socket.CMSG_LEN(_MOST_FILES * files.itemsize))
+def _receive(control: _socket.socket) -> tuple[bytes, list[int]]:
+    files: list[int] = []
+    packet, extra, _, _ = control.recvmsg(_MOST_PACKET, _socket.CMSG_LEN(_MOST_FILES * 4))
     for level, kind, data in extra:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            files.frombytes(data[: len(data) - len(data) % files.itemsize])
-    return packet, list(files)
+        if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
+            files += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
+    return packet, files
 
 
 def _run(
-    control: socket.socket, around: walls.BoxWalls, watch: _Watch, request: program.RunRequest, files: list[int]
+    control: _socket.socket, around: walls.BoxWalls, watch: _Watch, request: program.RunRequest, files: list[int]
 ) -> bytes | None:
     """Start, watch, reap. None: whoever asked is gone."""
     go_read, go_write = os.pipe()
@@ -135,7 +134,7 @@ def _run(
 class _Watch:
     """Waits for what may happen while a run is under way."""
 
-    def __init__(self, control: socket.socket, meter: _Meter, around: walls.BoxWalls) -> None:
+    def __init__(self, control: _socket.socket, meter: _Meter, around: walls.BoxWalls) -> None:
         self.meter = meter
         self._around = around
         self._control = control

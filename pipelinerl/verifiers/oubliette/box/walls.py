@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
 import signal
 import struct
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any, final
 
 _LIBC = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock across a fork
 syscall = _LIBC.syscall  # looked up here, and not in each run; takes six arguments, or what is in their places
-_CLONE, _PRCTL, _MOUNT, _CAPSET = 56, 157, 165, 126  # of x86_64
+_CLONE, _PRCTL, _MOUNT, _CAPSET, _PRLIMIT = 56, 157, 165, 126, 302  # of x86_64
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 _CLONE_PIDFD = 0x1000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
@@ -103,7 +102,10 @@ class BoxWalls:
         steps: list[Step] = [
             (os.closerange, (3, self.trouble_file)),
             (os.closerange, (self.trouble_file + 1, 1 << 16)),
-            *((resource.setrlimit, (number, (soft, hard))) for number, soft, hard in limits["rlimits"]),
+            *(
+                (syscall, (_PRLIMIT, 0, number, struct.pack("=QQ", soft, hard), 0, 0))
+                for number, soft, hard in limits["rlimits"]
+            ),
             (syscall, (_CAPSET, self._version, self._no_rights, 0, 0, 0)),
             (syscall, (_PRCTL, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)),
         ]

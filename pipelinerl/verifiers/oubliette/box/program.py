@@ -25,6 +25,8 @@ else:
 _FOLDER = walls.FOLDER
 _PROGRAM = f"{_FOLDER}/main.py"
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+#: What many programs import, and each fork would else load anew.
+_OFTEN_IMPORTED = ("bisect", "collections", "heapq", "math", "typing")
 #: How often a code is run before the interpreter has specialised it, and more.
 _REHEARSALS = 12
 
@@ -88,6 +90,8 @@ def _copy(source: int, target: int) -> None:
 def be_ready() -> None:
     """Have everything as each fork is to find it, and done once what runs do."""
     os.environ.pop("LD_BIND_NOW", None)  # which is for this process, and not for what programs start
+    for name in _OFTEN_IMPORTED:
+        __import__(name)
     _make_site()
     _rehearse()
     _be_ready_for_a_program()

@@ -13,8 +13,8 @@ AGAIN ?= 10
 VLLM_FOR ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 # vLLM's part of the suite, in short, belongs to `make test` where vLLM's CPU build can be had. WITH_VLLM= leaves it out.
 WITH_VLLM ?= $(filter Linux-x86_64-cpu,$(shell uname -s)-$(shell uname -m)-$(VLLM_FOR))
-# Debian's package that the tests of code in a sandbox need, where it is missing.
-SANDBOX ?= $(shell command -v bwrap >/dev/null || echo bubblewrap)
+# Debian's packages that the tests of code in a sandbox need, where one is missing.
+SANDBOX ?= $(shell command -v bwrap >/dev/null || echo bubblewrap; command -v runsc >/dev/null || echo runsc)
 # Likewise the browser in which the live page is tried.
 BROWSER ?= $(shell command -v chromium >/dev/null || echo chromium)
 BIN    := $(VENV)/bin
@@ -70,17 +70,20 @@ test: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) $(if $(BROWSER),browser) #
 	$(if $(ARGS),,notes="$$notes\nmake test: left out: architecture (make check), slow (make test ARGS='-m slow'; make test-vllm), chaos (make chaos), gpu (make gpu-check)";) \
 	$(TOLD)
 
-# A package of the system's, and not a wheel of somebody's: it is the wall around code that nobody has read.
+# `$(call packaged,PROGRAM,PACKAGE,WHAT IS LOST)`: installed by the system where it is not there, and else told.
 APT := timeout 120 env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
-sandbox: ## bubblewrap, by which answers that are code are judged: installed where this is root's Debian or Ubuntu
-	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && $(APT) update \
-	  && $(APT) install -y --no-install-recommends bubblewrap >/dev/null; } \
-	  || echo "make: bubblewrap is not here and could not be installed: what runs code in a sandbox is left out" >&2
+GET := $(APT) install -y --no-install-recommends
+packaged = command -v $(1) >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+  && { $(GET) $(2) >/dev/null 2>&1 || { $(APT) update && $(GET) $(2) >/dev/null; }; }; } \
+  || echo "make: $(2) is not here and could not be installed: $(3)" >&2
+
+# Packages of the system's, and not wheels of somebody's: they are the walls around code that nobody has read.
+sandbox: ## bubblewrap and gVisor, in which answers that are code are judged: installed where this is root's Debian or Ubuntu
+	@$(call packaged,bwrap,bubblewrap,what runs code in a sandbox is left out)
+	@$(call packaged,runsc,runsc,the strong sandbox is left out)
 
 browser: ## chromium, in which the live page is tried: installed where this is root's Debian
-	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && $(APT) update \
-	  && $(APT) install -y --no-install-recommends chromium >/dev/null; } \
-	  || echo "make: chromium is not here and could not be installed: the live page is not tried in a browser" >&2
+	@$(call packaged,chromium,chromium,the live page is not tried in a browser)
 
 vllm: $(VLLM)/.installed ## an environment with vLLM, .venv-vllm: for CUDA where there is a GPU, else for CPUs
 

@@ -1,4 +1,4 @@
-"""The default tier's outer wall: the command line by which bubblewrap starts a slot's box around `box_server.py`.
+"""The default tier's outer wall: the command line by which bubblewrap starts a slot's box around `box/server.py`.
 
 The box shows the host's programs and libraries, read-only, and nothing else of it: no home, no /etc but what linking
 and toolchains need, no devices but null, random and urandom (zero, mapped, would be memory that nobody counts), a /proc
@@ -16,8 +16,10 @@ import sys
 from pathlib import Path
 from typing import Final
 
-SERVER: Final = Path(__file__).with_name("box_server.py")
-_SERVER_INSIDE: Final = "/run/box_server.py"
+SERVER: Final = Path(__file__).with_name("box") / "server.py"
+_FOLDER_INSIDE: Final = "/run/box"
+#: The interpreter's libraries are linked before the first run, and not by each run anew.
+_LINKED_AT_ONCE: Final = ("LD_BIND_NOW", "1")
 #: Of the host's root: where programs and libraries are, links among them as they are.
 _PROGRAMS: Final = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 #: Of /etc: how the linker finds libraries, which of several programs is meant, and what Java reads.
@@ -67,12 +69,12 @@ def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str
         who = ["--unshare-user"]
     return [
         program, *namespaces, *who, "--die-with-parent", "--new-session", "--hostname", "box",
-        *shown, "--dir", "/run", "--ro-bind", str(SERVER), _SERVER_INSIDE, "--proc", "/proc",
+        *shown, "--dir", "/run", "--ro-bind", str(SERVER.parent), _FOLDER_INSIDE, "--proc", "/proc",
         "--tmpfs", "/dev", *(item for name in _DEVICES for item in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
         "--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/proc/self/fd/0", "/dev/stdin",
         "--symlink", "/proc/self/fd/1", "/dev/stdout", "--symlink", "/proc/self/fd/2", "/dev/stderr",
         "--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev", "--dir", "/tmp", *extra, "--remount-ro", "/",
-        "--chdir", "/tmp", str(python), "-I", "-S", _SERVER_INSIDE,
+        "--setenv", *_LINKED_AT_ONCE, "--chdir", "/tmp", str(python), "-I", "-S", f"{_FOLDER_INSIDE}/{SERVER.name}",
     ]  # fmt: skip
 
 

@@ -61,7 +61,14 @@ def walls_of(tier: Tier, number: int) -> Walls:
             f"the {tier} sandbox needs bubblewrap, which is not installed; on Debian and Ubuntu: apt install bubblewrap"
         )
     command = bubblewrap.command(python=bubblewrap.interpreter(), toolchains=toolchains.folders())
-    return Walls(tier=tier, command=tuple(command), namespaces=True, outer_id=outer_id, filter=syscall_filter.boxed())
+    return Walls(
+        tier=tier,
+        command=tuple(command),
+        namespaces=True,
+        outer_id=outer_id,
+        filter=syscall_filter.boxed(),
+        servers_filter=syscall_filter.of_servers(),
+    )
 
 
 def _strong() -> Walls:

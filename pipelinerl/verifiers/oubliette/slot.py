@@ -20,6 +20,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import subprocess
 import tempfile
 import time
@@ -43,6 +44,8 @@ _F_ADD_SEALS: Final = 1033
 _ALL_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x8
 #: Time that a run waits for a processor is not counted, up to so many times its deadline.
 _STARVED_TIMES: Final = 20.0
+#: As `box/server.py` has it.
+_ANSWER: Final = struct.Struct("=iddd")
 _ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 
 
@@ -54,7 +57,7 @@ class Walls:
         command: what starts the server, its box included.
         namespaces: whether each run gets its own; else it is a single process of the host.
         outer_id: the user that a run is, outside.
-        filter: the seccomp program.
+        filter: the seccomp program of each run. servers_filter: one that the server takes, and each run has from it.
         shown: what a run may read where no namespaces hide the rest.
     """
 
@@ -63,6 +66,7 @@ class Walls:
     namespaces: bool
     outer_id: int
     filter: bytes
+    servers_filter: bytes = b""
     shown: tuple[str, ...] = ()
 
 
@@ -185,6 +189,7 @@ class _Box:
                 "namespaces": walls.namespaces,
                 "outer_id": walls.outer_id,
                 "filter": walls.filter.hex(),
+                "servers_filter": walls.servers_filter.hex(),
                 "shown": walls.shown,
             }
             ours.settimeout(_STARTUP_S)
@@ -227,15 +232,15 @@ class _Box:
                 os.close(file)
         if answer is None:
             raise SandboxLost(f"the box did not answer; it said: {self.last_words()}")
-        if answer["trouble"]:
-            raise SandboxLost(f"a run could not be let into its box: {answer['trouble']}")
+        if answer.trouble:
+            raise SandboxLost(f"a run could not be let into its box: {answer.trouble}")
         return ProgramResult(
             ending=_ending(answer, run.limits),
-            code=answer["code"],
+            code=answer.code,
             stdout=bytes(reader.stdout),
             stderr=bytes(reader.stderr),
-            cpu_s=answer["cpu_s"],
-            wall_s=answer["wall_s"],
+            cpu_s=answer.cpu_s,
+            wall_s=answer.wall_s,
             tier=walls.tier,
         )
 
@@ -259,6 +264,24 @@ class _Box:
         return self._words.read(4096).decode("utf-8", "replace").strip() or "nothing"
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the server says of a run: `_ANSWER` there, why it was ended, and what hindered it."""
+
+    code: int
+    cpu_s: float
+    wall_s: float
+    delayed_s: float
+    ended: str
+    trouble: str
+
+    @classmethod
+    def read(cls, packet: bytes) -> _Answer:
+        ended, _, trouble = packet[_ANSWER.size :].decode("utf-8", "replace").partition("\0")
+        code, cpu_s, wall_s, delayed_s = _ANSWER.unpack_from(packet)
+        return cls(code, cpu_s, wall_s, delayed_s, ended, trouble)
+
+
 @final
 class _Reader:
     """Reads what one run writes, up to its bounds, until the server has answered and everything is read."""
@@ -270,13 +293,13 @@ class _Reader:
         self._out = out
         self.stdout, self.stderr = self._read[out], self._read[err]
 
-    def read(self, until: float) -> dict[str, Any] | None:
+    def read(self, until: float) -> _Answer | None:
         """The server's answer; None: there was none in time."""
         poll = select.poll()
         waiting = {self._control.fileno(), *self._read}
         for file in waiting:
             poll.register(file, select.POLLIN)
-        answer: dict[str, Any] | None = None
+        answer: _Answer | None = None
         ended_by_us = False
         while waiting:
             left_s = until - time.monotonic()
@@ -289,18 +312,16 @@ class _Reader:
                         continue
                 else:
                     packet = self._control.recv(_MOST_PACKET)
-                    if not packet:
+                    if len(packet) < _ANSWER.size:
                         return None
-                    answer = json.loads(packet)
+                    answer = _Answer.read(packet)
                 poll.unregister(file)
                 waiting.discard(file)
             if len(self.stdout) > self._most[self._out] and not ended_by_us:
                 ended_by_us = True
                 with contextlib.suppress(OSError):
                     self._control.send(b"{}")
-        if answer is not None and ended_by_us:
-            answer["ended"] = "output"
-        return answer
+        return replace(answer, ended="output") if answer is not None and ended_by_us else answer
 
     def _take(self, file: int) -> bool:
         """Read some; False at the end. What is beyond the bound is read and forgotten, so that nobody waits."""
@@ -317,19 +338,25 @@ def _out_of_memory(wall_s: float, tier: Tier) -> ProgramResult:
 
 
 def _request(run: Run) -> bytes:
+    return _requested(run.argv, run.python, run.arguments, tuple(name for name, _ in run.files), run.limits)
+
+
+@lru_cache(maxsize=64)  # it asks the kernel a dozen times, and most runs are like those before
+def _requested(
+    argv: tuple[str, ...], python: str, arguments: tuple[str, ...], files: tuple[str, ...], limits: Limits
+) -> bytes:
     return json.dumps(
         {
-            "argv": [*run.argv, *run.arguments],
-            "python": run.python,
-            "arguments": run.arguments,
-            "files": [name for name, _ in run.files],
+            "argv": [*argv, *arguments],
+            "python": python,
+            "arguments": arguments,
+            "files": files,
             "environment": _ENVIRONMENT,
-            "limits": _told(run.limits),
+            "limits": _told(limits),
         }
     ).encode()
 
 
-@lru_cache(maxsize=64)  # it asks the kernel a dozen times, and most runs have the limits of those before
 def _told(limits: Limits) -> dict[str, Any]:
     """Limits as the server takes them."""
     rlimits = of_rlimits(limits.rlimits())
@@ -344,20 +371,20 @@ def _told(limits: Limits) -> dict[str, Any]:
     }
 
 
-def _ending(answer: dict[str, Any], limits: Limits) -> Ending:
-    ended, code = answer["ended"], answer["code"]
+def _ending(answer: _Answer, limits: Limits) -> Ending:
+    ended = answer.ended
     if ended == "output":
         return Ending.OUTPUT
     if ended == "memory":
         return Ending.MEMORY
-    if ended == "cpu time" or answer["cpu_s"] > limits.cpu_s:
+    if ended == "cpu time" or answer.cpu_s > limits.cpu_s:
         return Ending.CPU_TIME
     if ended == "deadline":
-        had_s = answer["wall_s"] - answer["delayed_s"]
+        had_s = answer.wall_s - answer.delayed_s
         return Ending.STARVED if had_s < limits.wall_s / 2 else Ending.DEADLINE
     if ended:
         raise SandboxLost(f"a run could not be let into its box: {ended}")
-    return Ending.SIGNALLED if code < 0 else Ending.EXITED
+    return Ending.SIGNALLED if answer.code < 0 else Ending.EXITED
 
 
 def _sealed(data: bytes) -> int:

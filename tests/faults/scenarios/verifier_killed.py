@@ -167,4 +167,4 @@ def _groups(lives: Sequence[int]) -> list[str]:
 def _mounts() -> list[str]:
     """What bubblewrap mounts, where this process sees it; it is to be seen in boxes alone."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    return [line for line in lines if any(place in line for place in ("/newroot", "/oldroot", "box_server"))]
+    return [line for line in lines if any(place in line for place in ("/newroot", "/oldroot", "oubliette/box"))]

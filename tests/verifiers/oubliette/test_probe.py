@@ -71,7 +71,7 @@ def test_every_attack_is_held_off_where_nobody_has_rights(sandbox: Sandbox) -> N
 
 HOLES = {
     "no filter": (
-        lambda walls: replace(walls, filter=b""),
+        lambda walls: replace(walls, filter=b"", servers_filter=b""),
         ["System V shared memory", "files in memory", "shared memory that nobody's pages show", "a user namespace"],
     ),
     "a folder of the host": (
@@ -80,7 +80,10 @@ HOLES = {
     ),
     "the host's network": (
         lambda walls: replace(
-            walls, filter=b"", command=tuple(each for each in walls.command if each != "--unshare-net")
+            walls,
+            filter=b"",
+            servers_filter=b"",
+            command=tuple(each for each in walls.command if each != "--unshare-net"),
         ),
         ["TCP to the host", "a socket of the host, without a name"],
     ),
@@ -106,7 +109,7 @@ def test_a_hole_is_seen(sandbox: Sandbox, hole: str) -> None:
 
 def test_what_does_not_hold_is_not_opened(sandbox: Sandbox) -> None:
     def unfiltered(number: int) -> Walls:
-        return replace(_default(number), filter=b"")
+        return replace(_default(number), filter=b"", servers_filter=b"")
 
     with pytest.raises(SandboxMissing, match=r"the default sandbox does not hold here: .*System V shared memory"):
         probe.opened(Tier.DEFAULT, at_once=1, walls=unfiltered)

@@ -71,6 +71,8 @@ def test_a_program_reads_and_writes(sandbox: Sandbox, name: str) -> None:
         ("import threading\nthreading.Thread(target=print, args=('thread',)).start()", b"thread\n", 0),
         ("print(__name__, __file__)\nimport sys\nprint(sys.argv)", b"__main__ /tmp/main.py\n['/tmp/main.py']\n", 0),
         ("import subprocess\nprint(subprocess.run(['echo', 'x'], capture_output=True).stdout)", b"b'x\\n'\n", 0),
+        ("try: import walls, program\nexcept ImportError: print([n for n in dir() if n[0] != '_'])", b"[]\n", 0),
+        ("import os\nprint('LD_BIND_NOW' in os.environ)", b"False\n", 0),
         ("class A: pass\nimport __main__\nprint(__main__.A is A)", b"True\n", 0),
         ("print('é', '\\udcff'.encode('utf-8', 'surrogateescape'))", "é b'\\xff'\n".encode(), 0),
         ("open('f', 'w').write('x')\nprint(open('/tmp/f').read())", b"x\n", 0),

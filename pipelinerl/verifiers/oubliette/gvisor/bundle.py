@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -28,12 +27,13 @@ def found() -> str | None:
 
 
 def command(bundle: Path) -> tuple[str, ...]:
-    """runsc, which ends with this thread, and its sandbox with it."""
+    """runsc, which ends with this thread, and its sandbox with it; as nobody's, in a user namespace that it makes."""
     program = found()
     assert program is not None, "asked for where runsc has been found"
-    tie = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", "", "--")
+    rootless = () if os.geteuid() == 0 else ("--rootless",)
+    tie = (str(bubblewrap.interpreter()), "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", "", "--")
     state = (f"--root={bundle / 'state'}", f"--log={bundle / 'log'}")
-    return (*tie, program, *state, *_FLAGS, "run", f"--bundle={bundle}", bundle.name)
+    return (*tie, program, *state, *_FLAGS, *rootless, "run", f"--bundle={bundle}", bundle.name)
 
 
 def lay_out(bundle: Path, run: Run) -> None:

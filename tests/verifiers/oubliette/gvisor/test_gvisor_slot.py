@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +16,7 @@ from pipelinerl.verifiers.oubliette.gvisor import bundle
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, Run, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
 from tests.patience import PATIENCE_S
+from tests.verifiers.oubliette.gvisor.attacks_as_nobody import handed_on
 
 
 def test_where_there_is_none_it_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +78,20 @@ def test_every_attack_is_held_off(alone: Sandbox) -> None:
     found = probe.attacked(lambda number: walls_of(Tier.STRONG, number), probe.ATTACKS)
     assert [finding for finding in found if finding.defence is probe.Defence.ESCAPED] == []
     assert sum(finding.defence is probe.Defence.HELD for finding in found) >= 80
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_attack_is_held_off_where_nobody_has_rights(alone: Sandbox) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("left out: attacks on gVisor as another user, since this one is not root and they were tried as it")
+    name = f"handed-on-{os.getpid()}"
+    try:
+        program = [sys.executable, str(Path(__file__).with_name("attacks_as_nobody.py")), name]
+        told = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    finally:
+        for group in handed_on(name):
+            group.rmdir()
+    found = json.loads(told)
+    assert "missing" not in found and found["escaped"] == []
+    assert found["held"] >= 80

@@ -1,0 +1,1 @@
+"""What runs inside a slot's box, and is all of this project that the box shows."""

@@ -1,0 +1,249 @@
+"""A run, from within: on its way into its box, and as a program in Python. `become` never returns.
+
+A program in Python is not executed anew, it goes on in the fork, which has what `site` would make, but for what the
+host's .pth files would run, and nothing else of ours in `__main__`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import io
+import os
+import site
+import sys
+import types
+from typing import Any, Literal, final
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pipelinerl.verifiers.oubliette.box import walls
+else:
+    import walls
+
+_FOLDER = walls.FOLDER
+_PROGRAM = f"{_FOLDER}/main.py"
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+#: What many programs import, and each fork would else load anew.
+_OFTEN_IMPORTED = ("bisect", "collections", "heapq", "math", "typing")
+#: How often a code is run before the interpreter has specialised it, and more.
+_REHEARSALS = 12
+
+
+@final
+class RunRequest:
+    """A request, and what a run of it does to itself on its way in, worked out beforehand."""
+
+    def __init__(self, told: dict[str, Any], around: walls.BoxWalls | _OpenDoors) -> None:
+        self.limits: dict[str, Any] = told["limits"]
+        self.python: str = told["python"]
+        self.argv: list[str] = told["argv"]
+        self.arguments: list[str] = told["arguments"]
+        self.environment: dict[str, str] = told["environment"]
+        self.paths = [f"{_FOLDER}/{name}" for name in told["files"]] if around.have_folder else []
+        self.entering = around.entering(self.limits)
+        self.shutting = around.shutting(self.limits)
+
+
+def become(request: RunRequest, files: list[int], go_read: int, trouble: int) -> None:
+    """Take the limits, lose every right, and be the program. `trouble` is told what hinders that, and then closed."""
+    try:
+        if os.read(go_read, 1) != b"g":
+            os._exit(1)
+        source = _enter(request, files)
+        if request.python:
+            os.close(trouble)
+    except BaseException as error:  # of a process that must not go on as the server
+        with contextlib.suppress(OSError):
+            os.write(trouble, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    if request.python:
+        os._exit(_be_python(source, request.python, request.arguments))
+    try:
+        os.execve(request.argv[0], request.argv, request.environment)
+    except BaseException as error:  # what was compiled is no program
+        os.write(2, f"{request.argv[0]}: {error}\n".encode())
+        os._exit(126)
+
+
+def _enter(request: RunRequest, files: list[int]) -> bytes:
+    """From here on there is a folder, and limits, no rights, no files of ours. Returns the source of what is Python."""
+    walls.take(request.entering)
+    for path, file in zip(request.paths, files[3:], strict=False):
+        _copy(file, os.open(path, _NEW_FILE, 0o700))
+    source = _content(files[3]) if request.python else b""
+    for number, file in enumerate(files[:3]):
+        os.dup2(file, number)
+    walls.take(request.shutting)
+    return source
+
+
+def _copy(source: int, target: int) -> None:
+    """With an offset of its own, since others may read it."""
+    offset = 0
+    while sent := os.sendfile(target, source, offset, 1 << 30):
+        offset += sent
+    os.close(target)
+
+
+def be_ready() -> None:
+    """Have everything as each fork is to find it, and done once what runs do."""
+    os.environ.pop("LD_BIND_NOW", None)  # which is for this process, and not for what programs start
+    for name in _OFTEN_IMPORTED:
+        __import__(name)
+    _make_site()
+    _rehearse()
+    _be_ready_for_a_program()
+
+
+def _make_site() -> None:
+    """Where packages are, and `exit` and its like; what .pth files run makes each fork dearer, and is not a run's."""
+    site.setquit()
+    site.setcopyright()
+    site.sethelper()
+    sys.path[:0] = [_FOLDER]
+    sys.path += [folder for folder in site.getsitepackages() if os.path.isdir(folder)]
+
+
+def _content(file: int) -> bytes:
+    return os.pread(file, os.lseek(file, 0, os.SEEK_END), 0)
+
+
+def _be_python(source: bytes, name: str, arguments: list[str]) -> int:
+    """Run a program as `python name` would, without starting an interpreter; its exit status."""
+    gc.enable()
+    if name != _PROGRAM or arguments:
+        sys.argv, sys.path[0], sys.modules["__main__"].__file__ = [name, *arguments], os.path.dirname(name), name
+    code = 0
+    try:
+        exec(compile(source, name, "exec", dont_inherit=True), vars(sys.modules["__main__"]))
+    except SystemExit as ending:
+        code = _exit_code(ending)
+    except BaseException as error:
+        code = 1
+        _print_traceback(error)
+    return _finished(code)
+
+
+def _be_ready_for_a_program() -> None:
+    """Have its streams, its module and its arguments in their places, where each fork is to find them."""
+    sys.stdin, sys.stdout, sys.stderr = _warm_streams()
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
+    sys.argv = [_PROGRAM]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = _PROGRAM
+
+
+#: What most programs do.
+_REHEARSED = b"""
+import sys
+from collections import deque
+n, *rest = map(int, input().split())
+lines = [sys.stdin.readline().strip() for _ in range(1)]
+def f(a, b=1): return {a: [b, *rest]}
+class C:
+    def __init__(self, x): self.x = x
+for i in range(n): print(C(f(i)).x, sum(rest), sorted(rest), f"{i} {n / 2:.3f}", sep=" ", end="\\n")
+try: rest[9]
+except IndexError as error: print("x".join(map(str, deque([error]))), file=sys.stderr)
+sys.stdout.write(sys.stdin.read())
+exit(0)
+"""
+
+
+class _OpenDoors:
+    """Walls of a rehearsal: calls of the same kinds, which change nothing."""
+
+    have_folder = False
+
+    def entering(self, _: dict[str, Any]) -> list[walls.Step]:
+        return [
+            (os.chdir, ("/",)),
+            (walls.syscall, walls.NOTHING),
+            (walls.write, (b"/dev/null", b"1000")),
+            (walls.killed_first, ()),
+        ]
+
+    def shutting(self, _: dict[str, Any]) -> list[walls.Step]:
+        return self.entering({})
+
+
+def _rehearse() -> None:
+    """Do what a run does, up to what would change this process."""
+    kept = [os.dup(number) for number in range(3)]
+    told = {"limits": {}, "python": _PROGRAM, "argv": [], "arguments": [], "environment": {}, "files": []}
+    request = RunRequest(told, _OpenDoors())
+    files = [os.memfd_create("rehearsal") for _ in range(5)]
+    for _ in range(_REHEARSALS):
+        for file, content in zip(files, (b"2 3 4\n5\n6\n", b"", b"", _REHEARSED, b""), strict=True):
+            os.ftruncate(file, 0)
+            os.pwrite(file, content, 0)
+            os.lseek(file, 0, os.SEEK_SET)
+        _be_ready_for_a_program()
+        _copy(files[3], os.dup(files[4]))
+        _be_python(_enter(request, files[:4]), _PROGRAM, [])
+    for number, file in enumerate(kept):
+        os.dup2(file, number)
+    for file in (*kept, *files):
+        os.close(file)
+
+
+_Streams = tuple[io.TextIOWrapper, io.TextIOWrapper, io.TextIOWrapper]
+
+
+def _warm_streams() -> _Streams:
+    """A program's standard streams, as Python would make them of 0, 1 and 2.
+
+    Made once, over files of the kinds that runs have there (memory, pipes), since making them looks at that; nothing
+    is read or written before a run has put its own files in their places.
+    """
+    kept = [os.dup(number) for number in range(3)]
+    memory, pipe = os.memfd_create("empty"), os.pipe()
+    for number, file in enumerate((memory, pipe[1], pipe[1])):
+        os.dup2(file, number)
+    streams = (
+        _text(0, "rb", "surrogateescape"), _text(1, "wb", "surrogateescape"), _text(2, "wb", "backslashreplace")
+    )  # fmt: skip
+    streams[2].reconfigure(line_buffering=True)
+    for number, file in enumerate(kept):
+        os.dup2(file, number)
+    for file in (*kept, memory, *pipe):
+        os.close(file)
+    return streams
+
+
+def _text(number: int, mode: Literal["rb", "wb"], errors: str) -> io.TextIOWrapper:
+    stream = open(number, mode, closefd=False)  # noqa: SIM115 - it is open as long as the program runs
+    return io.TextIOWrapper(stream, encoding="utf-8", errors=errors)
+
+
+def _print_traceback(error: BaseException) -> None:
+    trace = error.__traceback__ and error.__traceback__.tb_next  # without this file's own frame
+    with contextlib.suppress(BaseException):
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+def _exit_code(ending: SystemExit) -> int:
+    if ending.code is None:
+        return 0
+    if isinstance(ending.code, int):
+        return ending.code & 0xFF
+    print(ending.code, file=sys.stderr)
+    return 1
+
+
+def _finished(code: int) -> int:
+    """Wait for threads, run what the program has registered, write what it has printed."""
+    try:
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException:
+        code = code or 120
+    try:
+        sys.stderr.flush()
+    except BaseException:
+        return code
+    return code

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pipelinerl.config.recipe import RunConfig, check_layout, load, save, write_layout
+from pipelinerl.config.recipe import RunConfig, check_layout, load_run, save, write_layout
 from pipelinerl.errors import UserError
 from pipelinerl.system.files import write_private
 
@@ -93,9 +93,9 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
         number += 1
         try:
             chosen.run_directory.mkdir(parents=True, exist_ok=False)
-        except FileExistsError:
-            continue
         except OSError as error:
+            if os.path.lexists(chosen.run_directory):
+                continue
             raise UserError(f"run.directory: {chosen.run_directory} cannot be made: {error}") from None
         with ExitStack() as undoing:
             undoing.callback(chosen.run_directory.rmdir)
@@ -125,8 +125,5 @@ def open_run(path: Path) -> RunDirectory:
         UserError: there is no run in `path`, or another version of the project began it.
         RecipeError: its recipe is damaged.
     """
-    recipe = path / "recipe.toml"
-    if not recipe.is_file():
-        raise UserError(f"{path} holds no run: expected {recipe}; `pipelinerl run <recipe>` starts one")
     check_layout(path)
-    return RunDirectory(path.resolve(), load(recipe))
+    return RunDirectory(path.resolve(), load_run(path))

@@ -5,6 +5,7 @@ User errors are one sentence on stderr and exit status 2. Heavy libraries are im
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,7 @@ from pipelinerl.commands.watch.command_line import watch
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.system.files import system_words, working_directory
 
 app = typer.Typer(
     name="pipelinerl",
@@ -109,7 +111,7 @@ def check(
     recipe: Recipe,
     overrides: Overrides = None,
     device_gib: Annotated[
-        float | None, typer.Option(min=0, help="Memory of a device, if not of this machine's.")
+        float | None, typer.Option(min=0, max=2**20, help="Memory of a device, if not of this machine's.")
     ] = None,
 ) -> None:
     """Dry run of a recipe: everything that can be refused without training is refused here."""
@@ -211,15 +213,15 @@ def report(run_dir: RunPath) -> None:
 @app.command()
 def warmstart(
     output: Annotated[Path, typer.Argument(help="Directory to make and write the model to.")],
-    seed: Annotated[int, typer.Option(help="Seed of weights and demonstrations.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and demonstrations.")] = 0,
     recipe: Annotated[str, typer.Option(help="Recipe whose domains give the demonstrations.")] = "tiny",
-    hidden: Annotated[int, typer.Option(help="Width of the decoder.")] = 96,
-    layers: Annotated[int, typer.Option(help="Layers of the decoder.")] = 2,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
-    vocab: Annotated[int, typer.Option(help="Tokens that are learned from the problems (0: characters).")] = 0,
+    hidden: Annotated[int, typer.Option(min=1, help="Width of the decoder.")] = 96,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the decoder.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    vocab: Annotated[int, typer.Option(min=0, help="Tokens that are learned from the problems (0: characters).")] = 0,
     skill: Annotated[Skill, typer.Option(help="Looks at greedy answers, or at rewards by domain.")] = Skill.EXACT,
-    at_least: Annotated[float, typer.Option(help="Stop at this skill on the validation split.")] = 0.38,
-    at_most: Annotated[float, typer.Option(help="Fail above this one: RL would have too little to do.")] = 0.44,
+    at_least: Annotated[float, typer.Option(min=0, max=1, help="Stop at this skill on the validation split.")] = 0.38,
+    at_most: Annotated[float, typer.Option(min=0, max=1, help="Fail above it: RL would have too little to do.")] = 0.44,
 ) -> None:
     """Make a small model and fit demonstrations until it has partial skill, as a start for RL."""
     from pipelinerl.commands.warmstart import WarmStartOptions, make
@@ -337,6 +339,8 @@ def explain(
         catalogue(Console())
         return
     of_run = None if run is None or step is None else OfRun(run, step, group)
+    if of_run is not None:
+        recipes.load_run(of_run.run_dir)  # no step without a run
     show(choice or str(of_run and of_run.recipe), overrides or [], rollout or [], Console(), of_run=of_run)
 
 
@@ -350,7 +354,7 @@ def replay(
     from rich.console import Console
 
     # Before torch is imported: sums depend on how many threads make them, and the launcher gave the trainer so many.
-    os.environ.setdefault("OMP_NUM_THREADS", str(recipes.load(str(run_dir / "recipe.toml")).launch.threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(recipes.load_run(run_dir).launch.threads))
     from pipelinerl.commands.replay import show
 
     if not show(run_dir, step=step, objective=objective, console=Console()):
@@ -387,11 +391,18 @@ def _assignment(text: str) -> tuple[str, Any]:
 def main() -> None:
     """Run the command line; an error that a user can mend is one sentence and status 2."""
     hide_password()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # formulas and names are Unicode, a terminal may be of another time
+            stream.reconfigure(errors="backslashreplace")
     try:
+        working_directory()
         app(prog_name="pipelinerl")
     except UserError as error:
         print(without_secrets(f"pipelinerl: {error}"), file=sys.stderr)
         raise SystemExit(2) from None
+    except OSError as error:  # a file nobody may read, a disk that is full: the system says which, and why
+        print(without_secrets(f"pipelinerl: {system_words(error)}"), file=sys.stderr)
+        raise SystemExit(1) from None
     except PipelineError as error:
         print(without_secrets(f"pipelinerl: {type(error).__name__}: {error}"), file=sys.stderr)
         raise SystemExit(1) from None

@@ -85,5 +85,8 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError):
         open_run(tmp_path)
     (tmp_path / "file").write_text("")
+    (tmp_path / "away").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="away/tiny cannot be made"):  # it was tried again for ever
+        create(_config(tmp_path / "away"))
     with pytest.raises(UserError, match="cannot be made"):
         create(_config(tmp_path / "file"))

@@ -34,6 +34,7 @@ from pipelinerl.models.checkpoint import check_directory
 from pipelinerl.roles.engine_role import build_engine
 from pipelinerl.roles.process import Identity
 from pipelinerl.system.background import to_its_end
+from pipelinerl.system.files import from_home
 from pipelinerl.types import Answered, PromptOrder
 
 #: What others write behind the base of a server's URL.
@@ -84,7 +85,7 @@ def target_of(text: str, *, checkpoint: str = "") -> Target:
         if checkpoint:
             raise UserError(f"--checkpoint names one of a run's, and {text} is no run's directory; leave it out")
         return Target(name=text, url=text.rstrip("/").removesuffix(_V1))
-    path = Path(text).expanduser()
+    path = from_home(text)
     if (path / "recipe.toml").is_file():
         return _checkpoint_of(path, checkpoint)
     if checkpoint:

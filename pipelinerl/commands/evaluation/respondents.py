@@ -91,6 +91,8 @@ def target_of(text: str, *, checkpoint: str = "") -> Target:
     if checkpoint:
         raise UserError(f"--checkpoint names one of a run's, and {text} is no run's directory; leave it out")
     model = ModelSection(path=text).resolved
+    if not model.is_dir():
+        raise UserError(f"{text} is neither a run's directory, nor a model's, nor a URL that begins with http")
     check_directory(model)
     return Target(name=text, model=model)
 

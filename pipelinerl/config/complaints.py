@@ -56,6 +56,8 @@ def sentences(error: ValidationError, model: type[BaseModel]) -> str:
                 message = f"is a list of tables: begin each with [[{path}]] instead of [{path}]"
             case "model_type" | "dataclass_type" | "dict_type":
                 message, came[path] = "must be a table of keys", f", got {problem['input']!r}"
+            case "string_type" if isinstance(problem["input"], int | float):
+                message, came[path] = 'must be a text, which stands in quotes: "…"', f", got {problem['input']!r}"
             case _:
                 came[path] = f", got {problem['input']!r}"
         said.setdefault(path, []).append(message)

@@ -55,6 +55,7 @@ def refusal(*overrides: str) -> str:
         ("run.steps=0", "run.steps: Input should be greater than or equal to 1, got 0"),
         ("run=3", "run: must be a table of keys, got 3"),
         ("run.steps.x=3", "run.steps.x: steps is not a table"),
+        ("run.name=7", 'run.name: must be a text, which stands in quotes: "…", got 7'),
         ("run.name=a/b", "run.name: String should match pattern"),
         ("run.name=..", "run.name: String should match pattern"),
         ("optimizer.learning_rate=inf", "optimizer.learning_rate: Input should be a finite number"),

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -42,6 +42,9 @@ from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.system.files import system_words, working_directory
+
+if TYPE_CHECKING:
+    from pipelinerl.commands.memory.prediction import MemoryPrediction
 
 app = typer.Typer(
     name="pipelinerl",
@@ -101,7 +104,7 @@ def run(
 
         raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumption.claim))
     directory = launching.prepare(config, claim=resumption.claim, members=members)
-    for line in _memory_lines(config, launching.memory_limits(config) if members is None else {}):
+    for line in _memory_lines(_predicted(config), launching.memory_limits(config) if members is None else {}):
         typer.echo(line)
     raise typer.Exit(launching.resume(directory, connect=_connect))
 
@@ -117,23 +120,32 @@ def check(
     """Dry run of a recipe: everything that can be refused without training is refused here."""
     from launch.run import describe_placement, memory_limits
     from pipelinerl.commands.check import findings
+    from pipelinerl.commands.memory import prediction as memory
 
     config = recipes.load(recipe, overrides or [])
     for name, finding in findings(config):
         typer.echo(f"{name:<12} {finding}")
     typer.echo(f"{'placement':<12} {describe_placement(config)}")
     limit = None if device_gib is None else int(device_gib * 2**30)
-    for line in _memory_lines(config, memory_limits(config) if limit is None else {"trainer": limit, "engine": limit}):
+    limits = memory_limits(config) if limit is None else {"trainer": limit, "engine": limit}
+    predicted = _predicted(config)
+    for line in _memory_lines(predicted, limits):
         typer.echo(f"{'memory':<12} {line}")
-    typer.echo("the recipe can run")
+    enough = memory.fits(predicted, limits=limits)
+    typer.echo("the recipe can run" if enough else "the recipe can run where there is more memory than this")
 
 
-def _memory_lines(config: recipes.RunConfig, limits: Mapping[str, int]) -> Iterator[str]:
-    """What trains, and what each process will take of its device."""
+def _predicted(config: recipes.RunConfig) -> MemoryPrediction:
     from pipelinerl.commands.memory import prediction as memory
     from pipelinerl.roles.wiring import objective_of
 
-    predicted = memory.predict(config, objective_of(config))
+    return memory.predict(config, objective_of(config))
+
+
+def _memory_lines(predicted: MemoryPrediction, limits: Mapping[str, int]) -> Iterator[str]:
+    """What trains, and what each process will take of its device."""
+    from pipelinerl.commands.memory import prediction as memory
+
     if (line := memory.trainable(predicted)) is not None:
         yield line
     yield from memory.lines(predicted, limits=limits)

@@ -276,7 +276,7 @@ def _incidents(history: RunHistory) -> str:
     rows = []
     for event in history.incidents:
         rest = ", ".join(
-            f"{k} {v}" for k, v in event.items() if k not in ("time", "kind", "elapsed_s") and v is not None
+            f"{k} {v}" for k, v in event.items() if k not in ("time", "kind", "elapsed_s", "decision") and v is not None
         )
         rows.append((_when(event), str(event["kind"]).replace("_", " "), rest))
     return _table(("time", "what", "which"), rows) if rows else "<p class=none>Nothing to tell.</p>"

@@ -66,6 +66,7 @@ def test_files_are_written_and_whole(tmp_path: Path) -> None:
     for told in ("all steps taken", "300", "staleness.k = 16", "engine lost", "checkpoints/step-200", "name = 'tiny'"):
         assert told in text, told
     assert sum(tag == "svg" for tag, _ in page.seen) >= 12
+    assert "decision" not in text, "the journal's number tells a reader nothing"
 
 
 def test_the_page_loads_nothing(tmp_path: Path) -> None:

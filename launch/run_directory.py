@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from pipelinerl.config.recipe import RunConfig, check_layout, load_run, save, write_layout
 from pipelinerl.errors import UserError
-from pipelinerl.system.files import write_private
+from pipelinerl.system.files import system_words, write_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +99,17 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
                 continue
             raise UserError(f"run.directory: {chosen.run_directory} cannot be made: {error}") from None
         with ExitStack() as undoing:
-            undoing.callback(chosen.run_directory.rmdir)
-            if claim(chosen):
-                undoing.pop_all()
-                break
-    directory = RunDirectory(chosen.run_directory.resolve(), chosen)
-    write_layout(directory.path)
-    save(chosen, directory.recipe)
-    return directory
+            undoing.callback(shutil.rmtree, chosen.run_directory, ignore_errors=True)
+            if not claim(chosen):
+                continue
+            directory = RunDirectory(chosen.run_directory.resolve(), chosen)
+            try:
+                write_layout(directory.path)
+                save(chosen, directory.recipe)
+            except OSError as error:
+                raise UserError(f"run.directory: {directory.path} cannot be written: {system_words(error)}") from None
+            undoing.pop_all()
+            return directory
 
 
 def refuse_taken(path: Path) -> None:

@@ -57,6 +57,10 @@ def write_private(path: Path, text: str) -> None:
     """Write a file that its owner alone may read, whole or not at all, in place of what was there. Raises OSError."""
     draft = path.with_name(f"{path.name}.new")
     draft.unlink(missing_ok=True)
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    draft.replace(path)
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        draft.replace(path)
+    except OSError:  # no room: what is half written takes none
+        draft.unlink(missing_ok=True)
+        raise

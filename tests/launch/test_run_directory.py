@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import stat
 from pathlib import Path
 
@@ -46,6 +47,18 @@ def test_a_name_that_cannot_be_taken_elsewhere_leaves_no_directory(tmp_path: Pat
 
     with pytest.raises(UserError, match="nobody answers"):
         create(_config(tmp_path), claim=refuses)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_no_half_of_a_directory(tmp_path: Path) -> None:
+    """The next run took it for one that there was, and went to tiny-2."""
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, allowed[1]))
+    try:
+        with pytest.raises(UserError, match=r"run.directory: .*tiny cannot be written: File too large"):
+            create(_config(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -176,8 +176,8 @@ def knobs_show(run: Run) -> None:
 
     with controller_of(run) as controller:
         answer = controller.knobs()
-    for name, value in answer.knobs.items():
-        typer.echo(f"{name} = {value}")
+    for line in _knob_lines(answer.knobs):
+        typer.echo(line)
     for change in answer.log:
         made = ", ".join(f"{name} = {value}" for name, value in change.changes.items())
         typer.echo(f"step {change.step}: {made} by {change.who}")
@@ -190,8 +190,8 @@ def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=
 
     with controller_of(run) as controller:
         answer = controller.change_knobs(dict(_assignment(change) for change in changes))
-    for name, value in answer.knobs.items():
-        typer.echo(f"{name} = {value}")
+    for line in _knob_lines(answer.knobs):
+        typer.echo(line)
     typer.echo(f"effective {answer.effective}")
 
 
@@ -391,6 +391,15 @@ app.command()(bench)
 app.command()(chaos)
 add_cluster_commands(app, connect=_connect, claim=_claim)
 app.add_typer(roles_app)
+
+
+def _knob_lines(knobs: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """Each knob as `knobs set` takes it: domain_weights.math = 1.0."""
+    for name, value in knobs.items():
+        if isinstance(value, Mapping):
+            yield from _knob_lines(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name} = {value}"
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -178,6 +178,10 @@ def test_an_engine_whose_weights_are_damaged_says_so_and_ends(pipelinerl: Comman
     assert "cannot be loaded: " in sentence and "Traceback" not in done.err
 
 
+def test_knobs_are_shown_as_they_are_set() -> None:
+    assert list(cli._knob_lines({"k": 3, "domain_weights": {"a": 1.0}})) == ["k = 3", "domain_weights.a = 1.0"]
+
+
 def test_knobs_are_assignments(pipelinerl: Command, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "controller.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "token": "x"}))

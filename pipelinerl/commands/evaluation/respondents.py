@@ -103,8 +103,8 @@ def _checkpoint_of(run_dir: Path, checkpoint: str) -> Target:
     number = checkpoint.removeprefix("step-")
     wanted = [path for path in found if not checkpoint or (number.isdecimal() and int(path.name[5:]) == int(number))]
     if not wanted:
-        known = ", ".join(path.name for path in found) or "none"
-        raise UserError(f"{run_dir} has no checkpoint {checkpoint or 'yet'}; it has {known}")
+        known = ", ".join(path.name for path in found)
+        raise UserError(f"{run_dir} has no checkpoint {checkpoint or 'yet'}" + (f"; it has {known}" if known else ""))
     path = wanted[-1]
     return Target(
         name=f"{run_dir}, {path.name}", model=path, version=int(path.name[5:]), recipe=run_dir / "recipe.toml"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -176,6 +177,20 @@ def test_an_engine_whose_weights_are_damaged_says_so_and_ends(pipelinerl: Comman
     assert done.status == 2
     (sentence,) = [line for line in done.err.splitlines() if line.startswith("pipelinerl: ")]
     assert "cannot be loaded: " in sentence and "Traceback" not in done.err
+
+
+def test_ctrl_c_while_it_is_being_imported_ends_it_without_a_traceback() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "from pipelinerl.__main__ import main\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_knobs_are_shown_as_they_are_set() -> None:

@@ -122,7 +122,7 @@ def test_a_run_is_evaluated_by_its_own_recipe_at_its_newest_or_a_named_checkpoin
     (run / "checkpoints").mkdir(parents=True)
     save(load(recipe), run / "recipe.toml")
     write_layout(run)
-    with pytest.raises(UserError, match="has no checkpoint yet$"):
+    with pytest.raises(UserError, match=r"has no checkpoint yet$"):
         target_of(str(run))
     for step in (5, 40, 100):
         (run / "checkpoints" / f"step-{step:06d}").symlink_to(model)

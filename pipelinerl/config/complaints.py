@@ -7,6 +7,7 @@ section that has one of that name. What no file could hold, and so no role could
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, get_args
 
@@ -15,6 +16,8 @@ from pydantic import BaseModel, ValidationError
 from pipelinerl.errors import RecipeError
 from pipelinerl.observability.redaction import without_secrets
 
+#: Of a table in a list, where it can stand between dots.
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]+")
 #: What TOML promises of a whole number, and what a journal and a stream can carry.
 _LARGEST: Final = 2**63 - 1
 
@@ -37,13 +40,13 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
         raise RecipeError(f"{path}: a whole number must be between -2^63 and 2^63, got {value}")
 
 
-def sentences(error: ValidationError, model: type[BaseModel]) -> str:
-    """A line for each field of `model` that is wrong, without secrets."""
+def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str, Any]) -> str:
+    """A line for each field of `model` that is wrong in `table`, without secrets."""
     said: dict[str, list[str]] = {}  # what several types of one field say of it is one line
     came: dict[str, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
         steps = [step for step in problem["loc"] if not _is_choice(step)]
-        path = ".".join(map(str, steps))
+        path = _path(steps, table)
         message = problem["msg"].removeprefix("Value error, ")
         match problem["type"]:
             case "extra_forbidden":
@@ -63,6 +66,18 @@ def sentences(error: ValidationError, model: type[BaseModel]) -> str:
         said.setdefault(path, []).append(message)
     lines = (f"{path}: {', or '.join(of)}{came.get(path, '')}" if path else "\n".join(of) for path, of in said.items())
     return without_secrets("\n".join(lines))
+
+
+def _path(steps: list[int | str], table: Any) -> str:
+    """Keys with dots between; of a list of tables one by its name, as an override names it."""
+    said = []
+    for step in steps:
+        listed = isinstance(table, list) and isinstance(step, int) and step < len(table)
+        there = listed or (isinstance(table, Mapping) and step in table)
+        table = table[step] if there else None
+        name = table.get("name") if isinstance(step, int) and isinstance(table, Mapping) else None
+        said.append(name if isinstance(name, str) and _NAME.fullmatch(name) else str(step))
+    return ".".join(said)
 
 
 def _is_unicode(text: str) -> bool:

@@ -292,7 +292,7 @@ def parse(table: Mapping[str, Any]) -> RunConfig:
     try:  # through JSON, in which pydantic takes words for enums and lists for tuples without guessing at numbers
         return RunConfig.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        raise RecipeError(sentences(error, RunConfig)) from None
+        raise RecipeError(sentences(error, RunConfig, table)) from None
 
 
 def _locate(recipe: str, *, beside: Path | None) -> Path:

@@ -36,7 +36,7 @@ def refusal(*overrides: str) -> str:
             "training.learning_rate: unknown key; is optimizer.learning_rate or critic.learn",
         ),
         ("zzz.a=1", "zzz: unknown key; known are model, domains, run, "),
-        ("domains.long_words.sauce=x", "domains.1.sauce: unknown key; is source meant?"),
+        ("domains.long_words.sauce=x", "domains.long_words.sauce: unknown key; is source meant?"),
         (
             "domains.zzz.weight=1",
             "domains.zzz.weight: none of domains is called zzz; there are short_words, long_words",
@@ -208,7 +208,7 @@ def test_reward_shaping_reads_back_equal_and_says_what_makes_no_sense() -> None:
     assert resolved.domains[0].reward is not None
     assert resolved.domains[0].reward.shaping == RewardShaping(mean=Over.GROUP, high=5.0)
     assert parse(to_table(resolved)).domains == resolved.domains
-    with pytest.raises(RecipeError, match=r"^domains.0.reward: reward.low must not exceed high, got 2 and 1$"):
+    with pytest.raises(RecipeError, match=r"^domains.d.reward: reward.low must not exceed high, got 2 and 1$"):
         parse({**MINIMAL, "domains": [{**domain, "reward": {"low": 2.0, "high": 1.0}}]})
 
 

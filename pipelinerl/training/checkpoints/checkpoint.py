@@ -208,7 +208,7 @@ class CheckpointStore:
             return self.latest()
         if paths:
             raise RunFailed(
-                f"none of the {len(paths)} checkpoints in {self.directory} is whole, the newest is {paths[-1].name}: "
+                f"no checkpoint in {self.directory} is whole, the newest is {paths[-1].name}: "
                 "mend it or put a copy in its place; to begin again from the model's own weights, move them away"
             )
         return None

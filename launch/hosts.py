@@ -162,7 +162,9 @@ def _read(word: str, gpus: int | None, *, may_use: bool) -> Host:
         )
     try:
         roles = frozenset(HostRole(role) for role in options.get("roles", "+".join(HostRole)).split("+"))
-        devices = numbered_devices(int(said or 0))
+        if (count := int(said or 0)) < 0:
+            raise ValueError
+        devices = numbered_devices(count)
     except ValueError:
         raise UserError(
             f"--host must be {_EXAMPLE}, with a number of gpus and roles of {', '.join(HostRole)}, got {word!r}"

@@ -188,7 +188,7 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
     if result.outcome is RunOutcome.FAILED and directory.events.is_file():
         console.print(f"to go on from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
     style = {RunOutcome.COMPLETED: "green", RunOutcome.STOPPED: "yellow", RunOutcome.FAILED: "red"}[result.outcome]
-    message = (result.outcome is RunOutcome.FAILED and _why_it_failed(directory.events)) or result.message
+    message = _why_it_ended(result.outcome, directory) or result.message
     console.print(f"[{style}]{result.outcome}[/]: {escape(message)}", highlight=False, soft_wrap=True)
     return result.exit_status
 
@@ -218,10 +218,15 @@ def _last_event(events: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _why_it_failed(events: Path) -> str:
-    """The controller's sentence, if it has ended the run because that cannot go on; else nothing."""
-    last = _last_event(events)
-    return str(last.get("reason", "")) if last.get("kind") == "run_failed" else ""
+def _why_it_ended(outcome: RunOutcome, directory: RunDirectory) -> str:
+    """The controller's sentence, if it has ended the run; else nothing."""
+    last = _last_event(directory.events)
+    match outcome, last.get("kind"):
+        case RunOutcome.COMPLETED, "run_suspended":
+            return f"{last.get('reason', 'suspended')}; go on with: pipelinerl run --resume {directory.path}"
+        case (RunOutcome.COMPLETED, "run_finished") | (RunOutcome.FAILED, "run_failed"):
+            return str(last.get("reason", ""))
+    return ""
 
 
 def _show_report(directory: RunDirectory, console: Console) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pipelinerl.config.recipe import RunConfig, check_layout, load, save, write_layout
+from pipelinerl.config.recipe import RunConfig, check_layout, load_run, save, write_layout
 from pipelinerl.errors import UserError
-from pipelinerl.system.files import write_private
+from pipelinerl.system.files import system_words, write_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +94,22 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
         number += 1
         try:
             chosen.run_directory.mkdir(parents=True, exist_ok=False)
-        except FileExistsError:
-            continue
         except OSError as error:
+            if os.path.lexists(chosen.run_directory):
+                continue
             raise UserError(f"run.directory: {chosen.run_directory} cannot be made: {error}") from None
         with ExitStack() as undoing:
-            undoing.callback(chosen.run_directory.rmdir)
-            if claim(chosen):
-                undoing.pop_all()
-                break
-    directory = RunDirectory(chosen.run_directory.resolve(), chosen)
-    write_layout(directory.path)
-    save(chosen, directory.recipe)
-    return directory
+            undoing.callback(shutil.rmtree, chosen.run_directory, ignore_errors=True)
+            if not claim(chosen):
+                continue
+            directory = RunDirectory(chosen.run_directory.resolve(), chosen)
+            try:
+                write_layout(directory.path)
+                save(chosen, directory.recipe)
+            except OSError as error:
+                raise UserError(f"run.directory: {directory.path} cannot be written: {system_words(error)}") from None
+            undoing.pop_all()
+            return directory
 
 
 def refuse_taken(path: Path) -> None:
@@ -125,8 +129,5 @@ def open_run(path: Path) -> RunDirectory:
         UserError: there is no run in `path`, or another version of the project began it.
         RecipeError: its recipe is damaged.
     """
-    recipe = path / "recipe.toml"
-    if not recipe.is_file():
-        raise UserError(f"{path} holds no run: expected {recipe}; `pipelinerl run <recipe>` starts one")
     check_layout(path)
-    return RunDirectory(path.resolve(), load(recipe))
+    return RunDirectory(path.resolve(), load_run(path))

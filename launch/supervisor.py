@@ -221,7 +221,7 @@ class Supervisor:
         return True
 
     def _stopped(self) -> None:
-        self.end(RunOutcome.STOPPED, f"stopped; go on with: pipelinerl run --resume {self._run_dir}")
+        self.end(RunOutcome.STOPPED, f"go on with: pipelinerl run --resume {self._run_dir}")
 
     def _advance(self, process: Process, now: float) -> None:
         """Move one process one step on in the table above."""

@@ -5,11 +5,12 @@ User errors are one sentence on stderr and exit status 2. Heavy libraries are im
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -40,6 +41,10 @@ from pipelinerl.commands.watch.command_line import watch
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.redaction import without_secrets
+from pipelinerl.system.files import system_words, working_directory
+
+if TYPE_CHECKING:
+    from pipelinerl.commands.memory.prediction import MemoryPrediction
 
 app = typer.Typer(
     name="pipelinerl",
@@ -99,7 +104,7 @@ def run(
 
         raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumption.claim))
     directory = launching.prepare(config, claim=resumption.claim, members=members)
-    for line in _memory_lines(config, launching.memory_limits(config) if members is None else {}):
+    for line in _memory_lines(_predicted(config), launching.memory_limits(config) if members is None else {}):
         typer.echo(line)
     raise typer.Exit(launching.resume(directory, connect=_connect))
 
@@ -109,29 +114,38 @@ def check(
     recipe: Recipe,
     overrides: Overrides = None,
     device_gib: Annotated[
-        float | None, typer.Option(min=0, help="Memory of a device, if not of this machine's.")
+        float | None, typer.Option(min=0, max=2**20, help="Memory of a device, if not of this machine's.")
     ] = None,
 ) -> None:
     """Dry run of a recipe: everything that can be refused without training is refused here."""
     from launch.run import describe_placement, memory_limits
     from pipelinerl.commands.check import findings
+    from pipelinerl.commands.memory import prediction as memory
 
     config = recipes.load(recipe, overrides or [])
     for name, finding in findings(config):
         typer.echo(f"{name:<12} {finding}")
     typer.echo(f"{'placement':<12} {describe_placement(config)}")
     limit = None if device_gib is None else int(device_gib * 2**30)
-    for line in _memory_lines(config, memory_limits(config) if limit is None else {"trainer": limit, "engine": limit}):
+    limits = memory_limits(config) if limit is None else {"trainer": limit, "engine": limit}
+    predicted = _predicted(config)
+    for line in _memory_lines(predicted, limits):
         typer.echo(f"{'memory':<12} {line}")
-    typer.echo("the recipe can run")
+    enough = memory.fits(predicted, limits=limits)
+    typer.echo("the recipe can run" if enough else "the recipe can run where there is more memory than this")
 
 
-def _memory_lines(config: recipes.RunConfig, limits: Mapping[str, int]) -> Iterator[str]:
-    """What trains, and what each process will take of its device."""
+def _predicted(config: recipes.RunConfig) -> MemoryPrediction:
     from pipelinerl.commands.memory import prediction as memory
     from pipelinerl.roles.wiring import objective_of
 
-    predicted = memory.predict(config, objective_of(config))
+    return memory.predict(config, objective_of(config))
+
+
+def _memory_lines(predicted: MemoryPrediction, limits: Mapping[str, int]) -> Iterator[str]:
+    """What trains, and what each process will take of its device."""
+    from pipelinerl.commands.memory import prediction as memory
+
     if (line := memory.trainable(predicted)) is not None:
         yield line
     yield from memory.lines(predicted, limits=limits)
@@ -162,8 +176,8 @@ def knobs_show(run: Run) -> None:
 
     with controller_of(run) as controller:
         answer = controller.knobs()
-    for name, value in answer.knobs.items():
-        typer.echo(f"{name} = {value}")
+    for line in _knob_lines(answer.knobs):
+        typer.echo(line)
     for change in answer.log:
         made = ", ".join(f"{name} = {value}" for name, value in change.changes.items())
         typer.echo(f"step {change.step}: {made} by {change.who}")
@@ -176,8 +190,8 @@ def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=
 
     with controller_of(run) as controller:
         answer = controller.change_knobs(dict(_assignment(change) for change in changes))
-    for name, value in answer.knobs.items():
-        typer.echo(f"{name} = {value}")
+    for line in _knob_lines(answer.knobs):
+        typer.echo(line)
     typer.echo(f"effective {answer.effective}")
 
 
@@ -211,15 +225,15 @@ def report(run_dir: RunPath) -> None:
 @app.command()
 def warmstart(
     output: Annotated[Path, typer.Argument(help="Directory to make and write the model to.")],
-    seed: Annotated[int, typer.Option(help="Seed of weights and demonstrations.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and demonstrations.")] = 0,
     recipe: Annotated[str, typer.Option(help="Recipe whose domains give the demonstrations.")] = "tiny",
-    hidden: Annotated[int, typer.Option(help="Width of the decoder.")] = 96,
-    layers: Annotated[int, typer.Option(help="Layers of the decoder.")] = 2,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
-    vocab: Annotated[int, typer.Option(help="Tokens that are learned from the problems (0: characters).")] = 0,
+    hidden: Annotated[int, typer.Option(min=1, help="Width of the decoder.")] = 96,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the decoder.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    vocab: Annotated[int, typer.Option(min=0, help="Tokens that are learned from the problems (0: characters).")] = 0,
     skill: Annotated[Skill, typer.Option(help="Looks at greedy answers, or at rewards by domain.")] = Skill.EXACT,
-    at_least: Annotated[float, typer.Option(help="Stop at this skill on the validation split.")] = 0.38,
-    at_most: Annotated[float, typer.Option(help="Fail above this one: RL would have too little to do.")] = 0.44,
+    at_least: Annotated[float, typer.Option(min=0, max=1, help="Stop at this skill on the validation split.")] = 0.38,
+    at_most: Annotated[float, typer.Option(min=0, max=1, help="Fail above it: RL would have too little to do.")] = 0.44,
 ) -> None:
     """Make a small model and fit demonstrations until it has partial skill, as a start for RL."""
     from pipelinerl.commands.warmstart import WarmStartOptions, make
@@ -337,6 +351,8 @@ def explain(
         catalogue(Console())
         return
     of_run = None if run is None or step is None else OfRun(run, step, group)
+    if of_run is not None:
+        recipes.load_run(of_run.run_dir)  # no step without a run
     show(choice or str(of_run and of_run.recipe), overrides or [], rollout or [], Console(), of_run=of_run)
 
 
@@ -350,7 +366,7 @@ def replay(
     from rich.console import Console
 
     # Before torch is imported: sums depend on how many threads make them, and the launcher gave the trainer so many.
-    os.environ.setdefault("OMP_NUM_THREADS", str(recipes.load(str(run_dir / "recipe.toml")).launch.threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(recipes.load_run(run_dir).launch.threads))
     from pipelinerl.commands.replay import show
 
     if not show(run_dir, step=step, objective=objective, console=Console()):
@@ -377,6 +393,15 @@ add_cluster_commands(app, connect=_connect, claim=_claim)
 app.add_typer(roles_app)
 
 
+def _knob_lines(knobs: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """Each knob as `knobs set` takes it: domain_weights.math = 1.0."""
+    for name, value in knobs.items():
+        if isinstance(value, Mapping):
+            yield from _knob_lines(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name} = {value}"
+
+
 def _assignment(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     if not (separator and name.strip()):
@@ -387,11 +412,18 @@ def _assignment(text: str) -> tuple[str, Any]:
 def main() -> None:
     """Run the command line; an error that a user can mend is one sentence and status 2."""
     hide_password()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # formulas and names are Unicode, a terminal may be of another time
+            stream.reconfigure(errors="backslashreplace")
     try:
+        working_directory()
         app(prog_name="pipelinerl")
     except UserError as error:
         print(without_secrets(f"pipelinerl: {error}"), file=sys.stderr)
         raise SystemExit(2) from None
+    except OSError as error:  # a file nobody may read, a disk that is full: the system says which, and why
+        print(without_secrets(f"pipelinerl: {system_words(error)}"), file=sys.stderr)
+        raise SystemExit(1) from None
     except PipelineError as error:
         print(without_secrets(f"pipelinerl: {type(error).__name__}: {error}"), file=sys.stderr)
         raise SystemExit(1) from None

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,6 +98,9 @@ def pipelinerl(
         ("engine --model absent --controller-url= --port 0", "absent"),
         ("trainer --set trainer.type=zzz", "trainer.type must be one of torch, "),
         ("trainer --set model.path=absent", "absent"),
+        ("replay absent --step 1", "absent holds no run: expected absent/recipe.toml"),
+        ("explain --run absent --step 1", "absent holds no run: expected absent/recipe.toml"),
+        ("check tiny model.path=~nobody-here/x", "~nobody-here/x: no home directory is known for ~nobody-here"),
     ],
 )
 def test_user_errors_are_one_sentence_on_stderr_and_status_2(
@@ -105,6 +110,36 @@ def test_user_errors_are_one_sentence_on_stderr_and_status_2(
     assert (done.status, done.out) == (2, "")
     assert done.err.startswith("pipelinerl: ") and sentence in done.err
     assert done.err.count("\n") == 1 and "Traceback" not in done.err
+
+
+def test_what_the_system_refuses_is_a_sentence_with_its_file(
+    pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that is full under `> file`, a directory that was removed, what nobody may read: tracebacks before."""
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        patched.setattr(sys, "argv", ["pipelinerl", "explain"])
+        with pytest.raises(SystemExit, match="1"):
+            cli.main()
+        with suppress(OSError):
+            full.close()
+    assert capsys.readouterr().err == "pipelinerl: No space left on device\n"
+    done = pipelinerl("status", "x" * 300)
+    assert (done.status, done.err) == (1, f"pipelinerl: {'x' * 300}/recipe.toml: File name too long\n")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = pipelinerl("check", "tiny")
+    assert (done.status, done.err.count("\n")) == (2, 1) and "the working directory is not there any more" in done.err
+
+
+def test_a_terminal_that_has_no_greek_gets_escapes(
+    pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with (tmp_path / "out").open("w", encoding="latin-1") as narrow:
+        monkeypatch.setattr(sys, "stdout", narrow)
+        assert pipelinerl("explain", "gspo").status == 0
+    assert "J = \\u03a3" in (tmp_path / "out").read_text(encoding="latin-1")
 
 
 @pytest.mark.parametrize(
@@ -142,6 +177,24 @@ def test_an_engine_whose_weights_are_damaged_says_so_and_ends(pipelinerl: Comman
     assert done.status == 2
     (sentence,) = [line for line in done.err.splitlines() if line.startswith("pipelinerl: ")]
     assert "cannot be loaded: " in sentence and "Traceback" not in done.err
+
+
+def test_ctrl_c_while_it_is_being_imported_ends_it_without_a_traceback() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "from pipelinerl.__main__ import main\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_knobs_are_shown_as_they_are_set() -> None:
+    assert list(cli._knob_lines({"k": 3, "domain_weights": {"a": 1.0}})) == ["k = 3", "domain_weights.a = 1.0"]
 
 
 def test_knobs_are_assignments(pipelinerl: Command, tmp_path: Path) -> None:

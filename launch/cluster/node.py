@@ -48,6 +48,8 @@ from pipelinerl.errors import UserError
 #: A head that is not heard for so long is not coming back.
 HEAD_S: Final = 600.0
 _LOOK_S: Final = 0.1
+#: Whoever waits longer says so.
+_SILENT_S: Final = 5.0
 
 
 def run_node(
@@ -97,7 +99,7 @@ def serve_share(run_dir: Path, host: str, *, announce: Callable[[str], None] = p
     Raises:
         UserError: no launch comes, this host has no part in it or too few GPUs, or another node serves it.
     """
-    record = _await_launch(run_dir, host, head_s)
+    record = _await_launch(run_dir, host, announce, head_s)
     with _claimed(run_dir, host):
         while True:
             if record.result is not None:
@@ -109,7 +111,7 @@ def serve_share(run_dir: Path, host: str, *, announce: Callable[[str], None] = p
                 announce(f"{result.outcome}: {result.message}")
                 return result.exit_status
             announce("the head began another launch; following it")
-            record = _await_launch(run_dir, host, head_s)
+            record = _await_launch(run_dir, host, announce, head_s)
 
 
 @final
@@ -180,10 +182,14 @@ class _Share:
             self._file.tell(NodeState.FAILED, result.message)
 
 
-def _await_launch(run_dir: Path, host: str, head_s: float) -> LaunchRecord:
+def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], head_s: float) -> LaunchRecord:
     """The launch under way, or a completed one; what was stopped or has failed may be begun again."""
-    deadline = time.monotonic() + head_s
+    began = time.monotonic()
+    deadline, tell_at = began + head_s, began + _SILENT_S
     while True:
+        if time.monotonic() >= tell_at:
+            announce(f"host {host} waits for a launch of the run in {run_dir}, {head_s:g} s at most")
+            tell_at = deadline
         record = read_launch(run_dir)
         if record is not None and (record.result is None or record.result.outcome is RunOutcome.COMPLETED):
             return record

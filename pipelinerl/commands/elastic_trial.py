@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipelinerl.commands.recorded_run import recorded_events
-from pipelinerl.config.recipe import load
+from pipelinerl.config.recipe import load_run
 from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.decisions.elastic import Want, changed, in_words, note_step, weighed
 from pipelinerl.controller.state.elastic import ElasticMemory, ElasticRule
@@ -32,7 +32,7 @@ def show(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
         UserError: there is no such run.
     """
     events = recorded_events(run_dir)
-    config = load(run_dir / "recipe.toml", overrides)
+    config = load_run(run_dir, overrides)
     limits = config.elastic.types.values()
     least, most = sum(each.min for each in limits) or 1, sum(each.max for each in limits) or 4096
     rule = ElasticRule(**shared_values(config.elastic, ElasticRule))

@@ -15,6 +15,7 @@ import typer
 from pipelinerl import registry
 from pipelinerl.errors import DeadlineError, UserError
 from pipelinerl.observability.status import EngineStatus, FleetStatus
+from pipelinerl.system.files import working_directory
 from pipelinerl.system.references import anchored
 
 if TYPE_CHECKING:  # it imports an HTTP library, for which `pipelinerl --help` need not wait
@@ -131,7 +132,7 @@ def elastic(
 
 def _known(type: str) -> str:
     """The engine's type, with an absolute path if it is a file of the user's."""
-    registry.known("--type", registry.ENGINES, type := anchored(type, Path.cwd()))
+    registry.known("--type", registry.ENGINES, type := anchored(type, working_directory()))
     return type
 
 

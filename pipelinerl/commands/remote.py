@@ -11,6 +11,8 @@ import msgspec
 from pipelinerl.config.recipe import check_layout
 from pipelinerl.controller.client import TIMEOUT_S, ControllerClient
 from pipelinerl.errors import UserError
+from pipelinerl.observability.events import read_events
+from pipelinerl.observability.run_history import tell
 from pipelinerl.roles.process import read_token
 
 
@@ -43,7 +45,24 @@ def address_of(run: Path | str) -> ControllerAddress:
     try:
         return msgspec.json.decode(endpoint.read_bytes(), type=ControllerAddress)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise UserError(f"{run} has no live run: {endpoint} cannot be read; is the controller running?") from None
+        raise UserError(f"{run} has no live run: {_why_none(Path(run))}") from None
+
+
+def _why_none(run_dir: Path) -> str:
+    """What is in the directory instead of a run that is live, and what can be done with that."""
+    if not run_dir.is_dir():
+        return "there is no such directory"
+    if not (run_dir / "recipe.toml").is_file():
+        return "it is no run's directory, which would hold recipe.toml"
+    try:
+        last = tell(read_events(run_dir / "events.jsonl")).finished
+    except (OSError, ValueError):
+        last = None
+    if last is None:
+        return f"it is starting, or has died; pipelinerl run --resume {run_dir} goes on with it"
+    if last["kind"] == "run_finished":
+        return f"it is over, {last.get('reason', 'finished')}; pipelinerl samples, report and watch show it"
+    return f"it has ended, {last.get('reason', last['kind'])}; pipelinerl run --resume {run_dir} goes on with it"
 
 
 def is_url(run: Path | str) -> bool:

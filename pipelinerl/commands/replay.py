@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipelinerl.commands.recorded_run import recorded_groups, recorded_step, recorded_steps
-from pipelinerl.config.recipe import RunConfig, check_layout, load
+from pipelinerl.config.recipe import RunConfig, check_layout, load_run
 from pipelinerl.errors import CheckpointError, RecordError, UserError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
@@ -46,7 +46,7 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
         UserError: the run, the step, or what it needs is not there, or the run is of another layout.
     """
     check_layout(run_dir)
-    config = load(str(run_dir / "recipe.toml")).in_one_process
+    config = load_run(run_dir).in_one_process
     other = None if objective is None else _other(config, objective)
     steps = recorded_steps(run_dir)
     recorded_step(run_dir, step)

@@ -19,7 +19,7 @@ from typing import Final
 import tomli_w
 
 from pipelinerl.config.recipe import RunConfig, check_layout, load, parse, save, to_table, write_layout
-from pipelinerl.errors import CheckpointError, UserError
+from pipelinerl.errors import CheckpointError, RecipeError, UserError
 from pipelinerl.roles.wiring import checkpoints_of, copies_of, objective_of
 from pipelinerl.system.storage import Storage
 from pipelinerl.training.checkpoints.copies import RUN, CheckpointCopies
@@ -67,7 +67,10 @@ def _brought(url: str) -> Path:
         recipe = Storage(url).read(_RECIPE)
     except FileNotFoundError:
         raise UserError(f"{url} holds no run; expected <checkpoint.location>/<run.name> of its recipe") from None
-    run_dir = parse(tomllib.loads(recipe.decode())).run_directory.resolve()
+    try:
+        run_dir = parse(tomllib.loads(recipe.decode())).run_directory.resolve()
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{url}/{_RECIPE}: not valid TOML: {error}") from None
     if run_dir.exists():
         raise UserError(
             f"{run_dir} exists, and {url} is to be brought there: go on with what is there by --resume {run_dir}, or "

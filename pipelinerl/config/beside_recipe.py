@@ -13,6 +13,7 @@ from typing import Any, Final
 import orjson
 
 from pipelinerl.errors import RecipeError
+from pipelinerl.system.files import from_home
 from pipelinerl.system.references import anchored
 
 #: Keys whose value names a part of the run, at any depth.
@@ -73,7 +74,7 @@ def _absolute(value: Any, folder: Path) -> Any:
     """A path or glob, or a list of them."""
     if isinstance(value, list):
         return [_absolute(item, folder) for item in value]
-    return str(folder / Path(value).expanduser()) if isinstance(value, str) and value else value
+    return str(folder / from_home(value)) if isinstance(value, str) and value else value
 
 
 def _messages(path: Path, domain: Any) -> Any:

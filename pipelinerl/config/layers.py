@@ -35,6 +35,8 @@ def merged(below: Mapping[str, Any], layer: Mapping[str, Any], path: Path = ()) 
 def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The tables with `section.key=value` overrides: one layer, in which a value replaces what was at its key.
 
+    Of a list of tables one is meant by its name: `domains.math.max_tokens=64`.
+
     Raises:
         RecipeError: an override is no such text, holds a password, or leads through a value that is no table.
     """
@@ -84,7 +86,9 @@ def _literal(text: str) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    return {key: _copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def _forget(table: dict[str, Any], path: Path) -> None:
@@ -97,10 +101,30 @@ def _forget(table: dict[str, Any], path: Path) -> None:
 
 
 def _put(table: dict[str, Any], path: Path, value: Any) -> None:
-    node = table
+    node: Any = table
     for depth, section in enumerate(path[:-1], start=1):
-        child = node[section] = _as_table(node.get(section, {}), path[:depth])
-        if not isinstance(child, dict):
-            raise RecipeError(f"{'.'.join(path)}: {section} is not a table")
+        if isinstance(node, list):
+            child = _named(node, path, depth)
+        else:
+            child = node[section] = _as_table(node.get(section, {}), path[:depth])
+        if not isinstance(child, dict) and not (depth < len(path) - 1 and _are_tables(child)):
+            what = "a list of tables: name one, and a key of it" if _are_tables(child) else "not a table"
+            raise RecipeError(f"{'.'.join(path)}: {section} is {what}")
         node = child
     node[path[-1]] = value
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _named(tables: list[dict[str, Any]], path: Path, depth: int) -> dict[str, Any]:
+    """One of a list of tables, such as a domain, by its name."""
+    wanted = path[depth - 1]
+    found = next((table for table in tables if table.get("name") == wanted), None)
+    if found is None:
+        there = ", ".join(str(table.get("name")) for table in tables)
+        raise RecipeError(
+            f"{'.'.join(path)}: none of {'.'.join(path[: depth - 1])} is called {wanted}; there are {there}"
+        )
+    return found

@@ -21,6 +21,7 @@ from pydantic import SecretStr, ValidationError, field_validator, model_validato
 from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
 from pipelinerl.config.beside_recipe import resolved_beside
+from pipelinerl.config.complaints import refuse_unwritable, sentences
 from pipelinerl.config.curation import CurationSection
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import EvaluationSection, EvaluationSetSection, HeldOutSet
@@ -55,7 +56,7 @@ from pipelinerl.data.mixture import groups_of_step
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.observability.redaction import without_secrets
-from pipelinerl.system.files import write_private
+from pipelinerl.system.files import from_home, working_directory, write_private
 from trainer_contract.types import Device
 
 __all__ = ["MODELS", "RECIPES", "RunConfig", "load", "parse", "save", "to_table"]
@@ -188,7 +189,7 @@ class RunConfig(Section):
     @property
     def run_directory(self) -> Path:
         """The directory that this run writes to."""
-        return self.run.directory.expanduser() / self.run.name
+        return from_home(self.run.directory) / self.run.name
 
     @property
     def groups_per_step(self) -> int:
@@ -265,7 +266,20 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         RecipeError: with the path of the field, what was expected and what came.
     """
-    return parse(resolved_beside(overridden(_read(_locate(str(recipe), beside=None)), overrides), Path.cwd()))
+    return parse(resolved_beside(overridden(_read(_locate(str(recipe), beside=None)), overrides), working_directory()))
+
+
+def load_run(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The resolved recipe of a run that was begun, with overrides.
+
+    Raises:
+        UserError: there is no run in the directory.
+        RecipeError: its recipe is damaged.
+    """
+    recipe = run_dir / "recipe.toml"
+    if not recipe.is_file():
+        raise UserError(f"{run_dir} holds no run: expected {recipe}; `pipelinerl run <recipe>` starts one")
+    return load(recipe, overrides)
 
 
 def parse(table: Mapping[str, Any]) -> RunConfig:
@@ -274,10 +288,11 @@ def parse(table: Mapping[str, Any]) -> RunConfig:
     Raises:
         RecipeError: a line for each field that is wrong.
     """
+    refuse_unwritable(table)
     try:  # through JSON, in which pydantic takes words for enums and lists for tuples without guessing at numbers
         return RunConfig.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        raise RecipeError(_sentences(error)) from None
+        raise RecipeError(sentences(error, RunConfig, table)) from None
 
 
 def _locate(recipe: str, *, beside: Path | None) -> Path:
@@ -296,7 +311,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in above:
         raise RecipeError(f"{path}: base leads back to this file; end the chain with a recipe that has no base")
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of some systems begin with a mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
@@ -305,24 +320,9 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = table.pop("base", None)
     if base is None:
         return table
-    return merged(_read(_locate(str(base), beside=path), (*above, path.resolve())), table)
-
-
-def _sentences(error: ValidationError) -> str:
-    lines = []
-    for problem in error.errors(include_url=False, include_context=False):
-        path = ".".join(str(part) for part in problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "extra_forbidden":
-            message = "unknown key; remove it or correct its spelling"
-        elif problem["type"] == "missing":
-            message = "must be given"
-        elif problem["type"] != "value_error":
-            message = f"{message}, got {problem['input']!r}"
-        elif message.startswith(path):
-            path = ""  # a finding on several fields names them itself
-        lines.append(f"{path}: {message}" if path else message)
-    return without_secrets("\n".join(lines))
+    if not isinstance(base, str):
+        raise RecipeError(f"{path}: base must be the text of a path, or the name of a shipped recipe, got {base!r}")
+    return merged(_read(_locate(base, beside=path), (*above, path.resolve())), table)
 
 
 def to_table(config: RunConfig) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pipelinerl.choices import (
 )
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
+from pipelinerl.system.files import from_home
 from pipelinerl.types import Sampling
 from trainer_contract.types import Device, HeadPrecision, OptimizerSpec, Precision, WeightDType
 
@@ -66,7 +67,7 @@ class ModelSection(Section):
     def resolved(self) -> Path:
         """The directory that `path` names, a shipped model or one in the file system."""
         name = self.path.removeprefix("shipped:")
-        return MODELS / name if name != self.path else Path(self.path).expanduser()
+        return MODELS / name if name != self.path else from_home(self.path)
 
 
 #: Above 0 and at most 1.

@@ -97,7 +97,7 @@ class GeneratedSource:
                 return
         raise RecipeError(
             f"domains.{self._domain}: the {self._split} split seems to hold only {len(self._in_order)} distinct "
-            "problems; ask for fewer, or widen the parameters"
+            "problems; ask for fewer by evaluation.problems, or widen the parameters"
         )
 
     def _fits(self, draft: Draft) -> bool:

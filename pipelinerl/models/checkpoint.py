@@ -6,6 +6,7 @@ Promises: no network, no code from the directory is run, weights from safetensor
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -24,10 +25,14 @@ from trainer_contract.types import WeightDType
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Longest header that safetensors itself reads, in bytes.
 #: A value model's `weight` [1, D] and `bias` [1], fp32, beside the directory's other weights.
 VALUE_HEAD_FILE: Final = "value_head.safetensors"
+#: Longest header that safetensors itself reads, in bytes.
 _LONGEST_HEADER: Final = 100_000_000
+#: How the hub names a model.
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+#: Files of tokenizers that are not read here, and can be turned into one that is.
+_SLOW_TOKENIZERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 #: Read and hashed at once.
 _BLOCK_BYTES: Final = 2**20
 #: What is loaded: the language model, or its layers alone, whose output is the last hidden states.
@@ -41,7 +46,10 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
         ModelError: names what is missing.
     """
     if not path.is_dir():
-        raise ModelError(f"expected a model directory at {path}, found nothing there; give the path of a local one")
+        found = "a file" if path.exists() else "nothing there"
+        asked = f"; the hub's {path} comes by: hf download {path} --local-dir models/{path.name}"
+        hub = asked if found != "a file" and _HUB_NAME.fullmatch(str(path)) and not path.parent.exists() else ""
+        raise ModelError(f"expected a model directory at {path}, found {found}; give the path of a local one{hub}")
     weights = sorted(path.glob("*.safetensors"))
     if not weights and (pickled := sorted(path.glob("pytorch_model*.bin"))):
         raise ModelError(
@@ -51,6 +59,11 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
     missing = [name for name in needs if not (path / name).is_file()]
     if not weights:
         missing.append("*.safetensors")
+    if missing == ["tokenizer.json"] and any((path / name).is_file() for name in _SLOW_TOKENIZERS):
+        raise ModelError(
+            f"{path} lacks tokenizer.json, and has its tokenizer in another form; transformers' "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(…) makes it"
+        )
     if missing:
         raise ModelError(f"{path} lacks {', '.join(missing)}; a model directory needs config, tokenizer and weights")
 
@@ -256,7 +269,7 @@ def _attending(model: PreTrainedModel, attention: str | None) -> PreTrainedModel
 def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrainedModel:
     check_directory(path, needs=["config.json"])
     from safetensors import SafetensorError
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # a line for each parameter in a server's log
@@ -274,7 +287,8 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
-        raise ModelError(f"the model in {path} cannot be loaded: {reason}; copy it again") from error
+        advice = "copy it again" if model_type(path) in CONFIG_MAPPING else "give another, or install what knows it"
+        raise ModelError(f"the model in {path} cannot be loaded: {reason}; {advice}") from error
     model: PreTrainedModel
     report: dict[str, Any]
     model, report = loaded

@@ -139,6 +139,12 @@ class ChatTokenizer:
             raise TemplateNameError(
                 f"chat_template_kwargs must not set {', '.join(taken)}, which the engine decides; remove it"
             )
+        if tokenizer.chat_template is None:
+            raise ModelError(
+                f"{tokenizer.name_or_path or 'the model'} has no chat template, as a base model may: write one into "
+                "chat_template.jinja of its directory, such as "
+                "{% for message in messages %}{{ message.content }}{{ '\\n' }}{% endfor %}"
+            )
         try:
             text = tokenizer.apply_chat_template(
                 list(turns), add_generation_prompt=opens, tokenize=False, **template_kwargs

@@ -75,6 +75,8 @@ class EventLog:
         self._path = path
         self._unwritten = b""
         self._full_since: float | None = None
+        self.no_room = ""
+        """Why nothing more can be written at the moment, in words; empty where it can."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.lseek(self._file, _whole_length(self._file), os.SEEK_SET)
         os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_CUR))
@@ -130,14 +132,14 @@ class EventLog:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            now = time.monotonic()
+            now, self.no_room = time.monotonic(), f"{self._path}: {error.strerror}"
             if self._full_since is None:
                 self._full_since = now
-                log.warning("%s: %s; events are kept and written once there is room", self._path, error.strerror)
+                log.warning("%s; events are kept and written once there is room", self.no_room)
             if now - self._full_since >= self._timeout_s:
                 raise
         else:
-            self._full_since = None
+            self._full_since, self.no_room = None, ""
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -50,15 +51,29 @@ def write_report(run_dir: Path) -> ReportFiles:
     Raises:
         FileNotFoundError: the run has written no events yet.
         ValueError: the event log is damaged.
+        OSError: there is no room; a report that was there before still is.
     """
     history = tell(read_events(run_dir / "events.jsonl"))
     recipe = run_dir / "recipe.toml"
     text = recipe.read_text() if recipe.is_file() else ""
     page = without_secrets(render(history, text, samples=read_samples(run_dir)))
     files = ReportFiles(run_dir / "report.html", run_dir / "learning_curve.png")
-    files.html.write_text(page)
-    draw(history, files.picture)
+    with _in_place_of(files.html) as draft:
+        draft.write_text(page)
+    with _in_place_of(files.picture) as draft:
+        draw(history, draft)
     return files
+
+
+@contextmanager
+def _in_place_of(path: Path) -> Iterator[Path]:
+    """A file beside it to write to, which takes its place once it is whole: a full disk leaves the one before."""
+    draft = path.with_name(f".new-{path.name}")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def render(history: RunHistory, recipe: str, *, samples: Sequence[SampleGroup] = ()) -> str:
@@ -276,7 +291,7 @@ def _incidents(history: RunHistory) -> str:
     rows = []
     for event in history.incidents:
         rest = ", ".join(
-            f"{k} {v}" for k, v in event.items() if k not in ("time", "kind", "elapsed_s") and v is not None
+            f"{k} {v}" for k, v in event.items() if k not in ("time", "kind", "elapsed_s", "decision") and v is not None
         )
         rows.append((_when(event), str(event["kind"]).replace("_", " "), rest))
     return _table(("time", "what", "which"), rows) if rows else "<p class=none>Nothing to tell.</p>"

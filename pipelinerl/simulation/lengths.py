@@ -65,7 +65,8 @@ class HeavyTailedLengths:
         return self._at(generator.standard_normal(count))
 
     def _at(self, deviates: NDArray[np.float64]) -> NDArray[np.int64]:
-        exact = np.ceil(self.median * np.exp(self.sigma * deviates))
+        with np.errstate(over="ignore"):  # what is infinite is cut off, too
+            exact = np.ceil(self.median * np.exp(self.sigma * deviates))
         return np.clip(exact, 1, self.most).astype(np.int64)
 
 

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from pipelinerl.errors import ReferenceFailed
+from pipelinerl.system.files import from_home
 
 _IN_A_FILE: Final = re.compile(r"(?P<path>[^\n]*\.py):(?P<attribute>[A-Za-z_]\w*)")
 _IN_A_MODULE: Final = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<attribute>[A-Za-z_]\w*)")
@@ -34,7 +35,7 @@ def is_reference(text: str) -> bool:
 def anchored(text: str, folder: Path) -> str:
     """The reference with an absolute path, if it is one to a file that lies relative to `folder`."""
     match = _IN_A_FILE.fullmatch(text)
-    return f"{(folder / Path(match['path']).expanduser()).resolve()}:{match['attribute']}" if match else text
+    return f"{(folder / from_home(match['path'])).resolve()}:{match['attribute']}" if match else text
 
 
 def load_reference(text: str) -> Any:
@@ -44,7 +45,7 @@ def load_reference(text: str) -> Any:
         ReferenceFailed: the form is wrong, the file, module or attribute does not exist, or the import raises.
     """
     if match := _IN_A_FILE.fullmatch(text):
-        module = _from_file(Path(match["path"]).expanduser().resolve())
+        module = _from_file(from_home(match["path"]).resolve())
     elif match := _IN_A_MODULE.fullmatch(text):
         module = _from_name(match["module"], text)
     else:

@@ -38,7 +38,7 @@ FLOORS: dict[str, float] = {
     "benchmarks": 9,
 }
 VALUES = frozenset({"types", "choices", "arrays", "staleness", "rng", "errors", "messages"})
-COMPOSITION = frozenset({"cli", "roles", "commands", "config"})
+COMPOSITION = frozenset({"__main__", "cli", "roles", "commands", "config"})
 
 
 @dataclass(frozen=True)

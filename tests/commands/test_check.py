@@ -72,6 +72,11 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
     ("override", "sentence"),
     [
         ("model.path=/nope", "expected a model directory at /nope, found nothing there"),
+        (
+            "model.path=Qwen/Qwen3-0.6B",
+            "the hub's Qwen/Qwen3-0.6B comes by: hf download Qwen/Qwen3-0.6B --local-d",
+        ),
+        ("model.path=/etc/passwd", "expected a model directory at /etc/passwd, found a file; give the path"),
         ("engine.type=vllm_server", "engine.servers must name one server for each of the 1 engines, got 0"),
         ('engine.servers=["http://127.0.0.1:8000"]', "are for the types sglang_server and vllm_server, got .* torch"),
         ("model.path=shipped:nope", "expected a model directory at .*nope, found nothing there"),
@@ -429,7 +434,10 @@ def test_every_problem_of_the_evaluation_must_be_there(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(100)))
     table = to_table(with_domain(source="files", parameters={"path": str(file)}))
     assert dict(findings(parse(table | {"evaluation": {"problems": 2}})))["held out"]
-    with pytest.raises(RecipeError, match=r"the held_out split holds .* problems; ask for fewer"):
+    with pytest.raises(
+        RecipeError,
+        match=r"holds \d+ problems; ask for fewer by evaluation.problems, or name more rows by held_out_path",
+    ):
         list(findings(parse(table | {"evaluation": {"problems": 100}})))
     assert dict(findings(parse(table | {"evaluation": {"problems": 0}})))["held out"] == "no problems"
 

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Header, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from pipelinerl.commands.remote import ControllerAddress, address_of, controller_of
+from pipelinerl.config.recipe import write_layout
 from pipelinerl.controller.client import ControllerClient
 from pipelinerl.errors import AddressError, RecipeError, TokenRefused, UserError
 from pipelinerl.observability.status import RunStatus
@@ -70,6 +71,27 @@ def test_answers_come_as_values(tmp_path: Path, remote: ControllerClient, monkey
     assert [(change.step, change.who, change.changes) for change in answer.log] == [(3, "ada", {"k": "inf"})]
     with controller_of(tmp_path) as named:
         assert named.change_knobs({"k": 4}).knobs == {"k": 4, "who": "Zo?"}
+
+
+def test_a_run_that_is_not_live_is_told_as_what_it_is(tmp_path: Path) -> None:
+    """Of a finished run it was asked whether its controller is running."""
+
+    def said(run: Path) -> str:
+        with pytest.raises(UserError, match=f"{run} has no live run: ") as refused:
+            address_of(run)
+        return str(refused.value).partition("live run: ")[2]
+
+    assert said(tmp_path / "absent") == "there is no such directory"
+    assert said(tmp_path) == "it is no run's directory, which would hold recipe.toml"
+    (tmp_path / "recipe.toml").write_text("")
+    write_layout(tmp_path)
+    assert said(tmp_path) == f"it is starting, or has died; pipelinerl run --resume {tmp_path} goes on with it"
+    for kind, words in (
+        ("run_finished", "it is over, done"),
+        ("run_suspended", "it has ended, done; pipelinerl run"),
+    ):
+        (tmp_path / "events.jsonl").write_text(json.dumps({"kind": kind, "time": 1, "reason": "done"}) + "\n")
+        assert said(tmp_path).startswith(words)
 
 
 def test_a_run_whose_directory_is_elsewhere_is_named_by_its_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

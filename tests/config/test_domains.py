@@ -41,17 +41,17 @@ def test_prompts_and_sampling_are_those_of_the_block() -> None:
 @pytest.mark.parametrize(
     ("domain", "sentence"),
     [
-        ({"prompt_template": "{{ x"}, r"domains\.0\.prompt_template: prompt_template is no Jinja template: line 1"),
-        ({"few_shot": SHOTS[:1]}, r"domains\.0: few_shot must end with the assistant's answer, got 'user' last"),
-        ({"few_shot": [{"role": "bot", "content": ""}]}, r"domains\.0\.few_shot\.0\.role: .* got 'bot'"),
+        ({"prompt_template": "{{ x"}, r"domains\.d\.prompt_template: prompt_template is no Jinja template: line 1"),
+        ({"few_shot": SHOTS[:1]}, r"domains\.d: few_shot must end with the assistant's answer, got 'user' last"),
+        ({"few_shot": [{"role": "bot", "content": ""}]}, r"domains\.d\.few_shot\.0\.role: .* got 'bot'"),
         (
             {"system_prompt": "s", "few_shot": [{"role": "system", "content": "t"}, *SHOTS]},
             "few_shot must not hold a system message beside system_prompt",
         ),
-        ({"temperature": 0.0}, r"domains\.0\.temperature"),
+        ({"temperature": 0.0}, r"domains\.d\.temperature"),
         ({"max_tokens": 32}, r"domains\.d\.max_tokens \(32\) must be below engine\.context_length \(32\)"),
-        ({"stop": [""]}, r"domains\.0\.stop\.0"),
-        ({"chat_template_kwargs": {"a": [1]}}, r"domains\.0\.chat_template_kwargs\.a"),
+        ({"stop": [""]}, r"domains\.d\.stop\.0"),
+        ({"chat_template_kwargs": {"a": [1]}}, r"domains\.d\.chat_template_kwargs\.a"),
     ],
 )
 def test_what_cannot_be_is_refused(domain: dict[str, Any], sentence: str) -> None:
@@ -128,7 +128,7 @@ def test_a_domains_group_size_comes_before_that_of_the_run() -> None:
             "streams.max_groups (100) must be at least the 128 groups of a step (training.rollouts_per_step / "
             "domains.a.group_size)",
         ),
-        ({"a": 0}, [], "domains.0.group_size: Input should be greater than or equal to 1, got 0"),
+        ({"a": 0}, [], "domains.a.group_size: Input should be greater than or equal to 1, got 0"),
     ],
 )
 def test_groups_that_fill_no_step_are_refused(

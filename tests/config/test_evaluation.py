@@ -87,7 +87,7 @@ def test_the_problems_of_a_set_do_not_depend_on_the_other_sets() -> None:
         ([{"name": "x", "pass_at": [2]}], "evaluations.x.pass_at names 2, but pass@k can be estimated only from"),
         ([{"name": "x", "temperature": 1e-7}], "evaluations.x.temperature must be 0 or at least 1e-05"),
         ([{"name": "x", "max_tokens": 32}], "evaluations.x.max_tokens (32) must be below engine.context_length (32)"),
-        ([{"name": "x", "pin": "gate"}], "evaluations.0.pin: unknown key"),
+        ([{"name": "x", "pin": "gate"}], "evaluations.x.pin: unknown key"),
         ([{"problems": 3}], "evaluations.0.name: must be given"),
         ([{"name": "a b"}], "evaluations.0.name: String should match pattern"),
     ],

@@ -80,3 +80,11 @@ def test_other_tables_are_merged_as_ever_and_the_layers_stay_what_they_were() ->
     assert below == {"run": {"name": "x", "steps": 3}, "engine": {"slots": 1}}
     with pytest.raises(RecipeError, match=r"run\.name\.x: name is not a table"):
         overridden(below, ["run.name.x=1"])
+
+
+def test_one_of_a_list_of_tables_is_meant_by_its_name() -> None:
+    """The README says that any key can be overridden; those of domains could not."""
+    below = {"domains": [{"name": "a"}, {"name": "b", "parameters": {"path": "x"}}]}
+    changed = overridden(below, ["domains.b.parameters.path=y", "domains.a.weight=0.5"])
+    assert changed == {"domains": [{"name": "a", "weight": 0.5}, {"name": "b", "parameters": {"path": "y"}}]}
+    assert below["domains"][0] == {"name": "a"}, "the layer below stays what it was"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import stat
 from pathlib import Path
 
@@ -49,6 +50,18 @@ def test_a_name_that_cannot_be_taken_elsewhere_leaves_no_directory(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_leaves_no_half_of_a_directory(tmp_path: Path) -> None:
+    """The next run took it for one that there was, and went to tiny-2."""
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, allowed[1]))
+    try:
+        with pytest.raises(UserError, match=r"run.directory: .*tiny cannot be written: File too large"):
+            create(_config(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert _config(Path("~/runs")).run_directory == tmp_path / "runs" / "tiny"
@@ -85,5 +98,8 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError):
         open_run(tmp_path)
     (tmp_path / "file").write_text("")
+    (tmp_path / "away").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="away/tiny cannot be made"):  # it was tried again for ever
+        create(_config(tmp_path / "away"))
     with pytest.raises(UserError, match="cannot be made"):
         create(_config(tmp_path / "file"))

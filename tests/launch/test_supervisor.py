@@ -206,7 +206,7 @@ def test_ctrl_c_stops_in_order_and_says_how_to_go_on(tmp_path: Path) -> None:
     specs = [polite("c", 2), polite("a", 0), polite("b", 1)]
     result, said = _run(specs, tmp_path, on_tick=interrupt_when_ready, tick_every_s=0.5)
     assert (result.outcome, result.exit_status) == (RunOutcome.STOPPED, 130)
-    assert result.message == f"stopped; go on with: pipelinerl run --resume {tmp_path}"
+    assert result.message == f"go on with: pipelinerl run --resume {tmp_path}"
     assert order.read_text() == "abc"
     assert said == ["stopping; press Ctrl-C again to kill at once"]
 
@@ -240,7 +240,7 @@ def test_ctrl_c_lets_the_run_save_before_it_stops(tmp_path: Path) -> None:
 
     result, said = _interrupted_run(tmp_path, main, suspend=suspend)
     assert (result.outcome, result.exit_status) == (RunOutcome.STOPPED, 130)
-    assert result.message == f"stopped; go on with: pipelinerl run --resume {tmp_path}"
+    assert result.message == f"go on with: pipelinerl run --resume {tmp_path}"
     assert said[0].startswith("saving; press Ctrl-C again to kill at once")
 
 

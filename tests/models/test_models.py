@@ -81,6 +81,19 @@ def test_an_incomplete_directory_is_named(directory, lost):
         check_directory(directory)
 
 
+def test_a_tokenizer_of_another_form_is_told_how_to_become_one(directory):
+    (directory / "tokenizer.json").rename(directory / "vocab.json")
+    with pytest.raises(ModelError, match=r"lacks tokenizer.json, .*AutoTokenizer.from"):
+        check_directory(directory)
+
+
+def test_an_architecture_that_nobody_knows_is_not_to_be_copied_again(directory):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "zorkmid"}))
+    with pytest.raises(ModelError, match=r"`zorkmid` .* is out of date; give another, or install what knows it"):
+        load_model(directory)
+
+
 def test_a_missing_directory_is_named(tmp_path):
     for load in (load_model, ChatTokenizer.load):
         with pytest.raises(ModelError, match="nowhere"):
@@ -153,7 +166,7 @@ def test_end_tokens_of_the_generation_config_count_too(directory):
 
 
 def test_a_model_without_a_chat_template_says_so():
-    with pytest.raises(ModelError, match="chat template"):
+    with pytest.raises(ModelError, match=r"has no chat template, as a base model may: write one into chat_templ"):
         byte_level().encode_chat([Message("user", "a")])
 
 

@@ -47,6 +47,6 @@ def events(steps: int = 300) -> list[dict[str, Any]]:
         if step % 100 == 0:
             add("checkpoint", at + 0.2, path=f"checkpoints/step-{step}", model_version=step)
     add("knobs", 0.5 * steps, changes={"staleness.k": 16, "sampling.temperature": 0.9}, who="cli", step=steps // 2)
-    add("engine_lost", 0.6 * steps, url="http://127.0.0.1:4001", reason="no answer for 10 s")
+    add("engine_lost", 0.6 * steps, url="http://127.0.0.1:4001", reason="no answer for 10 s", decision=17)
     add("run_finished", 2.5 + steps * 0.9, reason="all steps taken")
     return made

@@ -117,8 +117,10 @@ def _kept_and_written(place: Path, path: Path) -> None:
         kept = len(read_events(path))
         assert 0 < kept < 400 and not path.read_bytes().endswith(b"\n"), "the disk is full in the middle of a line"
         assert log.count_recent(step=0) == log.count_recent(step=399) == 1
+        assert log.no_room == f"{path}: No space left on device"
         small_disk.free(place)
         log.write("step", step=400)
+        assert log.no_room == ""
         assert [event["step"] for event in read_events(path)] == list(range(401))
         small_disk.fill(place)
         for step in range(401, 800):

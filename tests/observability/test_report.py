@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import resource
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,21 @@ def test_files_are_written_and_whole(tmp_path: Path) -> None:
     for told in ("all steps taken", "300", "staleness.k = 16", "engine lost", "checkpoints/step-200", "name = 'tiny'"):
         assert told in text, told
     assert sum(tag == "svg" for tag, _ in page.seen) >= 12
+    assert "decision" not in text, "the journal's number tells a reader nothing"
+
+
+def test_a_full_disk_leaves_the_report_that_was_there(tmp_path: Path) -> None:
+    files = write_report(_run(tmp_path, events(20)))
+    before = files.html.read_bytes(), files.picture.read_bytes()
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, allowed[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_report(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+    assert (files.html.read_bytes(), files.picture.read_bytes()) == before
+    assert not list(tmp_path.glob(".new-*"))
 
 
 def test_the_page_loads_nothing(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ def _evaluate(
     of_set: Annotated[
         str, typer.Option("--evaluation", help="Which of the recipe's evaluation sets (default: its first).")
     ] = "",
-    problems: Annotated[int | None, typer.Option(help="How many held-out problems.")] = None,
-    samples: Annotated[int | None, typer.Option(help="How often each is asked.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="At which it is sampled; 0 is greedy.")] = None,
+    problems: Annotated[int | None, typer.Option(min=1, help="How many held-out problems.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="How often each is asked.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="At which it is sampled; 0 is greedy.")] = None,
     split: Annotated[str | None, typer.Option(help="held_out or validation.")] = None,
     model: Annotated[str, typer.Option(help="Which model of the server at the URL (default: its first).")] = "",
     token_file: Annotated[

@@ -34,6 +34,7 @@ from pipelinerl.models.checkpoint import check_directory
 from pipelinerl.roles.engine_role import build_engine
 from pipelinerl.roles.process import Identity
 from pipelinerl.system.background import to_its_end
+from pipelinerl.system.files import from_home
 from pipelinerl.types import Answered, PromptOrder
 
 #: What others write behind the base of a server's URL.
@@ -84,12 +85,14 @@ def target_of(text: str, *, checkpoint: str = "") -> Target:
         if checkpoint:
             raise UserError(f"--checkpoint names one of a run's, and {text} is no run's directory; leave it out")
         return Target(name=text, url=text.rstrip("/").removesuffix(_V1))
-    path = Path(text).expanduser()
+    path = from_home(text)
     if (path / "recipe.toml").is_file():
         return _checkpoint_of(path, checkpoint)
     if checkpoint:
         raise UserError(f"--checkpoint names one of a run's, and {text} is no run's directory; leave it out")
     model = ModelSection(path=text).resolved
+    if not model.is_dir():
+        raise UserError(f"{text} is neither a run's directory, nor a model's, nor a URL that begins with http")
     check_directory(model)
     return Target(name=text, model=model)
 
@@ -100,8 +103,8 @@ def _checkpoint_of(run_dir: Path, checkpoint: str) -> Target:
     number = checkpoint.removeprefix("step-")
     wanted = [path for path in found if not checkpoint or (number.isdecimal() and int(path.name[5:]) == int(number))]
     if not wanted:
-        known = ", ".join(path.name for path in found) or "none"
-        raise UserError(f"{run_dir} has no checkpoint {checkpoint or 'yet'}; it has {known}")
+        known = ", ".join(path.name for path in found)
+        raise UserError(f"{run_dir} has no checkpoint {checkpoint or 'yet'}" + (f"; it has {known}" if known else ""))
     path = wanted[-1]
     return Target(
         name=f"{run_dir}, {path.name}", model=path, version=int(path.name[5:]), recipe=run_dir / "recipe.toml"

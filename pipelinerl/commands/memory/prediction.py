@@ -183,6 +183,12 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
         yield f"all processes together: {gib(whole)}, more than the {gib(limit)} of this machine"
 
 
+def fits(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> bool:
+    """Is every process within its limit, and all of them within that of `all`?"""
+    each = [its.total <= limits.get(kind, its.total) for kind, its in prediction.by_process.items()]
+    return all(each) and _of_all(prediction) <= limits.get("all", math.inf)
+
+
 def _of_all(prediction: MemoryPrediction) -> int:
     its = prediction.trainer
     trainer = 0 if its is None else (its.total + its.host) * its.shards

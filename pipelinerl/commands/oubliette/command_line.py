@@ -75,9 +75,8 @@ def run_(
         raise UserError(f"{program} or an input cannot be read: {error}") from None
     found = toolchains.named(language or program.suffix.lstrip("."))
     if found is None:
-        raise UserError(
-            f"--language must be one of {', '.join(toolchains.LANGUAGES)}, got {language or program.suffix}"
-        )
+        came = language or program.suffix or "a file without a suffix"
+        raise UserError(f"--language must be one of {', '.join(toolchains.LANGUAGES)}, got {came}")
     limits = Limits(cpu_s=time_limit, wall_s=2 * time_limit + 1, memory_bytes=memory_mb << 20)
     rules = CodeRules(tier=tier, url=url, key_variable=key_variable)
     try:

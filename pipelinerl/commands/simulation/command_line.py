@@ -64,3 +64,5 @@ def simulate(
         typer.echo(note)
     if html is not None:
         typer.echo(str(html))
+    if all(trial.refusal for trial in trials):
+        raise typer.Exit(2)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from pipelinerl.choices import NoSignal, Overdue, StalenessScope
-from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.config.recipe import RunConfig, load_run
 from pipelinerl.controller.state.settings import OVERSAMPLED
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.objective.presets import no_signal_of
@@ -64,8 +64,8 @@ def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
         UserError: it is no run, or it has not recorded what is needed.
     """
     try:
-        config, events = load(run_dir / "recipe.toml", changes), read_events(run_dir / "events.jsonl")
-    except (OSError, ValueError, RecipeError) as error:
+        config, events = load_run(run_dir, changes), read_events(run_dir / "events.jsonl")
+    except (OSError, ValueError, UserError) as error:
         raise UserError(f"{run_dir} is no run that can be calibrated from: {error}") from None
     setting = setting_of(
         config,

@@ -224,7 +224,8 @@ class ControllerService:
         """What the run is doing now."""
         now, elapsed_s = self._now(), self._elapsed()
         status = run_status(self.controller, watch=self.watch, name=self._name, now=now, elapsed_s=elapsed_s)
-        return msgspec.structs.replace(status, restarts=self._restarts())
+        waiting_for = f"room ({no_room})" if (no_room := self._events.no_room) else status.waiting_for
+        return msgspec.structs.replace(status, restarts=self._restarts(), waiting_for=waiting_for)
 
     def assignment(self) -> ActorAssignment:
         """What every actor works by now."""

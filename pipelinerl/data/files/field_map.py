@@ -205,4 +205,5 @@ def _as_text(value: Any) -> str:
 
 
 def _missing(field: str, row: Row) -> RecipeError:
-    return RecipeError(f'field "{field}" is missing; the row has {", ".join(sorted(row)) or "no field"}')
+    there = ", ".join(sorted(name for name, value in row.items() if value is not None))  # null is missing, too
+    return RecipeError(f'field "{field}" is missing; the row has {there or "no field"}')

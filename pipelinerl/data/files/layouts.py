@@ -22,6 +22,7 @@ import orjson
 from pipelinerl.data.drafts import Split
 from pipelinerl.data.files.rows import suffix_of
 from pipelinerl.errors import RecipeError
+from pipelinerl.system.files import from_home
 
 #: Files by split, as the data set calls it; "" is a split without a name.
 Layout = Mapping[str, tuple[Path, ...]]
@@ -45,7 +46,7 @@ def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
     Raises:
         RecipeError: a path leads to no file, the folder's description of itself is wrong, or `config` is needed.
     """
-    if len(paths) == 1 and (folder := Path(paths[0]).expanduser()).is_dir():
+    if len(paths) == 1 and (folder := from_home(paths[0])).is_dir():
         layout = _of_folder(folder, config)
         if not any(layout.values()):
             raise RecipeError(f"{where}: {folder} holds no data file; known are {', '.join(SUFFIXES)}")
@@ -58,7 +59,7 @@ def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
 
 def _named(path: str, where: str) -> list[Path]:
     """The file at `path`, or those that match it."""
-    text = str(Path(path).expanduser())
+    text = str(from_home(path))
     found = [Path(text)] if Path(text).is_file() else [Path(name) for name in sorted(glob.glob(text, recursive=True))]
     files = [file for file in found if file.is_file()]
     if not files:

@@ -85,7 +85,8 @@ class RowSource:
         epoch, place = divmod(index - len(self._sweep), len(self._chosen))
         if epoch and asked.split is not Split.TRAIN:
             raise RecipeError(
-                f"{asked.where}: the {asked.split} split holds {len(self._chosen)} problems; ask for fewer"
+                f"{asked.where}: the {asked.split} split holds {len(self._chosen)} problems; ask for fewer by "
+                f"evaluation.problems, or name more rows by {asked.split}_path"
             )
         if self._order[0] != epoch:
             noise = rng.generator(asked.seed, "rows", asked.split, epoch)

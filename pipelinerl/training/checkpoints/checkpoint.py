@@ -12,13 +12,15 @@
     commit    any time later             digests, manifest, sync, rename, sync of the parent; what is not kept goes
 
 Both run beside the training, which waits before it changes weights until they are captured. A directory with a final
-name is whole, or its digests say that it is not; whatever is partial or damaged is skipped, loudly. A trainer that
+name is whole, or its digests say that it is not; whatever is partial or damaged is skipped, loudly, as long as an older
+one is whole: where none is, the run is refused, and does not begin again as if it had never trained. A trainer that
 begins below a damaged one sets that aside, as damaged-e<its epoch>-step-000100: it counts as none and is not removed.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from pipelinerl.errors import CheckpointError
-from pipelinerl.system.files import sync
+from pipelinerl.errors import CheckpointError, RunFailed
+from pipelinerl.system.files import sync, system_words
 from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.fence import CheckpointFence
 from pipelinerl.training.checkpoints.manifest import MANIFEST, Manifest, TrainingState, digest_of
@@ -169,14 +171,30 @@ class CheckpointStore:
             self._copies.save(path)
 
     def all(self) -> list[Path]:
-        """Directories with a final name, oldest first."""
-        found = [path for path in self.directory.glob("step-*") if path.is_dir() and path.name[5:].isdecimal()]
-        return sorted(found, key=_version)
+        """Directories with a final name, oldest first.
+
+        Raises:
+            OSError: the directory is there and cannot be read, which `glob` would pass over as if it were empty.
+        """
+        try:
+            names = os.listdir(self.directory)
+        except FileNotFoundError:
+            return []
+        final = (self.directory / name for name in names if name.startswith("step-") and name[5:].isdecimal())
+        return sorted((path for path in final if path.is_dir()), key=_version)
 
     def latest(self) -> tuple[Path, TrainingState] | None:
-        """The newest checkpoint that is whole; damaged ones are named in the log and skipped."""
-        self._put_back()
-        paths = self.all()
+        """The newest checkpoint that is whole; damaged ones are named in the log and skipped.
+
+        Raises:
+            RunFailed: there are checkpoints and none is whole, or nobody may look: a run that has trained must not
+                begin again as if it never had.
+        """
+        try:
+            self._put_back()
+            paths = self.all()
+        except OSError as error:
+            raise RunFailed(f"the run's checkpoints cannot be read: {system_words(error)}") from None
         self._listed, self._found = max(map(_version, paths), default=_NONE), _NONE
         for path in reversed(paths):
             try:
@@ -186,6 +204,13 @@ class CheckpointStore:
             else:
                 self._found = _version(path)
                 return path, state
+        if paths and self.all() != paths:  # the trainer before is live, and has removed what was being read
+            return self.latest()
+        if paths:
+            raise RunFailed(
+                f"no checkpoint in {self.directory} is whole, the newest is {paths[-1].name}: "
+                "mend it or put a copy in its place; to begin again from the model's own weights, move them away"
+            )
         return None
 
     def _put_back(self) -> None:

@@ -20,9 +20,9 @@ import math
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Final, final
 
+from pipelinerl.system.files import from_home
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.oubliette import probe, toolchains
 from pipelinerl.verifiers.oubliette.checkers import CheckerFailed, CustomChecker
@@ -136,7 +136,7 @@ async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
         SandboxLost: the service cannot be reached now.
     """
     if not rules.url:
-        repository = PersistentRepository(Path(rules.repository).expanduser()) if rules.repository else None
+        repository = PersistentRepository(from_home(rules.repository)) if rules.repository else None
         sandbox = await asyncio.to_thread(probe.opened, rules.tier, at_once=at_once)
         return LocalRunner(sandbox, tier=str(rules.tier), at_once=at_once, repository=repository)
     token = os.environ.get(rules.key_variable) if rules.key_variable else None

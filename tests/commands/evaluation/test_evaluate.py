@@ -22,7 +22,7 @@ from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table, wri
 from pipelinerl.engines.bigram import engine as bigram_engine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
-from pipelinerl.errors import ModelError, RecipeError, UserError
+from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from tests.fakes.openai_server import OpenAIFake
@@ -122,7 +122,7 @@ def test_a_run_is_evaluated_by_its_own_recipe_at_its_newest_or_a_named_checkpoin
     (run / "checkpoints").mkdir(parents=True)
     save(load(recipe), run / "recipe.toml")
     write_layout(run)
-    with pytest.raises(UserError, match="has no checkpoint yet; it has none"):
+    with pytest.raises(UserError, match=r"has no checkpoint yet$"):
         target_of(str(run))
     for step in (5, 40, 100):
         (run / "checkpoints" / f"step-{step:06d}").symlink_to(model)
@@ -137,7 +137,7 @@ def test_a_run_is_evaluated_by_its_own_recipe_at_its_newest_or_a_named_checkpoin
 
 
 def test_what_cannot_answer_is_said_before_anything_is_asked(tmp_path: Path, model: Path, recipe: Path) -> None:
-    with pytest.raises(ModelError, match="expected a model directory"):
+    with pytest.raises(UserError, match="nothing is neither a run's directory, nor a model's, nor a URL"):
         target_of(str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="--checkpoint names one of a run's"):
         target_of(str(model), checkpoint="step-000001")

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from benchmarks.memory_prediction import MemoryCase, measured
-from pipelinerl.commands.memory.prediction import EngineMemory, MemoryPrediction, lines, predict, trainable
+from pipelinerl.commands.memory.prediction import EngineMemory, MemoryPrediction, fits, lines, predict, trainable
 from pipelinerl.commands.memory.trainer_memory import LOGITS_AT_ONCE, TrainerMemory
 from pipelinerl.config.recipe import load
 from pipelinerl.models.model_shape import read_shape
@@ -143,6 +143,8 @@ def test_what_does_not_fit_is_told_with_a_knob_that_makes_it_fit(large):
     assert "trainer.gradient_checkpointing=true" in advice
     assert replace(trainer, checkpointing=True).total <= limit < trainer.total
     assert not any(line.startswith("engine: more than") for line in told)
+    assert not fits(prediction, limits={"trainer": limit}) and not fits(prediction, limits={"all": limit})
+    assert fits(prediction, limits={"engine": limit}) and fits(prediction, limits={"all": 10 * limit})
     hopeless = list(lines(prediction, limits={"trainer": GIB}))
     assert any("no knob is enough by itself" in line for line in hopeless)
 

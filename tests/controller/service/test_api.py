@@ -52,6 +52,17 @@ async def test_status_of_a_run_that_waits_and_of_one_that_trains(run: Running, h
     assert status.ledger.trained == 2
 
 
+async def test_a_full_disk_is_what_a_run_waits_for(tmp_path: Path) -> None:
+    """It named the actor, which had not been heard since the streams, on that disk, took nothing more."""
+    with EventLog(tmp_path / "events.jsonl") as events:
+        service = ControllerService(
+            controller(), name="test", stream=MemoryStream(), probe=Probe(), events=events, start=Start.FROM_JOURNAL
+        )
+        assert service.status().waiting_for.startswith("an engine")
+        events.no_room = "events.jsonl: No space left on device"
+        assert service.status().waiting_for == "room (events.jsonl: No space left on device)"
+
+
 async def test_a_controller_that_comes_back_says_nothing_before_it_knows(tmp_path: Path) -> None:
     """An empty fleet would make every actor give up what it has at its engines."""
     before, stream = controller(), MemoryStream()

@@ -294,7 +294,7 @@ def _all(path: Path, split: Split) -> list[Problem]:
     [
         ({"q": "a", "answer": "1"}, {}, 'field "prompt" is missing; the row has '),
         ({"prompt": "a", "solution": "1"}, {}, 'field "answer" is missing; the row has '),
-        ({"prompt": "a", "answer": None}, {}, 'field "answer" is missing; the row has answer, key, messages, prompt'),
+        ({"prompt": "a", "answer": None}, {}, 'field "answer" is missing; the row has prompt'),
         ({"prompt": "a", "answer": "1"}, {"id_field": "key"}, 'field "key" is missing; the row has '),
         (
             {"messages": [{"role": "bot", "content": "x"}], "answer": "1"},

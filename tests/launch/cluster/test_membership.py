@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from launch.cluster import node
 from launch.cluster.membership import (
     SILENCE_S,
     LaunchRecord,
@@ -106,6 +107,14 @@ def test_a_node_that_nothing_is_begun_for_says_what_to_start(tmp_path: Path) -> 
     write_launch(tmp_path, ended(LAUNCH, RunResult(RunOutcome.STOPPED, "suspended")))
     with pytest.raises(UserError, match="waited 0 s"):
         serve_share(tmp_path, "b", head_s=0.0)
+
+
+def test_a_node_that_waits_says_for_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(node, "_SILENT_S", 0.0)
+    with pytest.raises(UserError):
+        serve_share(tmp_path, "b", announce=said.append, head_s=0.05)
+    assert said[0] == f"host b waits for a launch of the run in {tmp_path}, 0.05 s at most"
 
 
 def test_a_node_that_comes_after_the_end_has_nothing_to_do(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def test_ranks_of_one_trainer_are_one_group_with_a_device_each() -> None:
         (("a:gpus=1,roles=judge",), {}, "roles of engine, trainer, actor"),
         (("-x",), {}, "--host must be NAME"),
         (("a=b c",), {}, "--host must be NAME"),
+        (("a:gpus=-1",), {}, "with a number of gpus"),
     ],
 )
 def test_refusals_say_what_to_do(words: tuple[str, ...], sections: dict[str, object], refusal: str) -> None:

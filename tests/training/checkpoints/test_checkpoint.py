@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl.errors import CheckpointError
+from pipelinerl.errors import CheckpointError, RunFailed
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.training.checkpoints import checkpoint
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore, load
@@ -160,6 +160,21 @@ def test_every_damage_is_found_and_said(
         shutil.copytree(tmp_path / "whole", path)
     assert missed == []
     assert latest(store) == state_of(4)
+
+
+@pytest.mark.parametrize("unreadable", [False, True], ids=["each is damaged", "nobody may look"])
+def test_a_run_that_has_trained_does_not_begin_again_in_silence(store: CheckpointStore, unreadable: bool) -> None:
+    for version in (2, 4):
+        (save(store, version) / "model.safetensors").unlink()
+    if unreadable:
+        store.directory.rename(store.directory.with_name("away"))
+        store.directory.write_text("")  # what the system refuses to list, also for root
+    words = (
+        r"checkpoints: Not a directory" if unreadable else r"no checkpoint in .* is whole, the newest is step-000004"
+    )
+    with pytest.raises(RunFailed, match=words):
+        store.latest()
+    assert unreadable or len(store.all()) == 2, "nothing was touched"
 
 
 @pytest.mark.parametrize("manifest", ["[]", "3", "{}", '{"format": 1}', '{"format": 3, "state": {}, "files": {}}'])

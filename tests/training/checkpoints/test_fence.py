@@ -87,20 +87,19 @@ def test_nor_is_the_first_one_of_all(stores: tuple[CheckpointStore, CheckpointSt
         second.claim(2)
 
 
-@pytest.mark.parametrize("whole", [[10], []], ids=["from an older one", "from the beginning"])
 def test_a_damaged_one_above_is_set_aside_and_does_not_push_out_what_comes_now(
-    stores: tuple[CheckpointStore, CheckpointStore], whole: list[int], caplog: pytest.LogCaptureFixture
+    stores: tuple[CheckpointStore, CheckpointStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, second = stores
     first = CheckpointStore(second.directory, keep=3, model_directory=second.directory.with_name("model"))
-    for version in (*whole, 20, 30):
+    for version in (10, 20, 30):
         first.commit(capture(first, state_of(version, epoch=1)))
     for version in (20, 30):
         (first.directory / f"step-{version:06d}" / "model.safetensors").write_bytes(b"")
     found = second.latest()
-    assert ([found[1].model_version] if found else []) == whole
+    assert found is not None and found[1].model_version == 10
     second.claim(2)
-    assert [path.name for path in second.all()] == [f"step-{version:06d}" for version in whole]
+    assert [path.name for path in second.all()] == ["step-000010"]
     for version in (20, 30):
         assert (second.directory / f"damaged-e2-step-{version:06d}" / "manifest.json").is_file()
         assert f"set aside: {second.directory}/damaged-e2-step-{version:06d}" in caplog.text

@@ -59,7 +59,7 @@ run: $(VENV)/.installed ## train: make run [RECIPE=tiny] [ARGS="run.steps=50"]
 test: $(VENV)/.installed-dev $(if $(SANDBOX),sandbox) $(if $(BROWSER),browser) ## the test suite; with ARGS="-m slow", what it leaves out
 	@said=$$(mktemp); failures=$$(mktemp); trap 'kill $$vllm 2>/dev/null; rm -f $$said $$failures' EXIT; \
 	$(if $(WITHOUT_VLLM),,$(VLLM_PART) >$$said 2>&1 & vllm=$$!;) \
-	$(call part,all but vLLM,$(ALL_BUT_VLLM) --failures $$failures $(PARALLEL) $(or $(ARGS),$(CHECKED))) \
+	$(call part,all but vLLM,$(ALL_BUT_VLLM) --failures=$$failures $(PARALLEL) $(or $(ARGS),$(CHECKED))) \
 	beside=$$ended; failed=; \
 	$(if $(WITHOUT_VLLM),\
 	  notes="$$notes\nmake test: left out: vLLM's part ($(if $(ARGS),ARGS is for the other,WITH_VLLM is empty here, $$(uname -sm)))";,\

@@ -1,7 +1,10 @@
-"""`--failures FILE`: what failed, a line each, its name and its reason with a tab between.
+"""`--failures=FILE`: what failed, a line each, its name and its reason with a tab between.
 
 `make test` reads it twice: its last lines name what failed, where the end of a long log is all that somebody sees; and
 what failed beside other tests is tried once more, alone.
+
+With `=`, and not a space: before the options of tests/conftest.py are known, a file that is there would be taken for
+the only place of tests, and conftest.py never be read.
 """
 
 from __future__ import annotations

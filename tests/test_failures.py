@@ -27,7 +27,7 @@ def test_its_end(troubled): pass
 def test_what_failed_is_written_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "test_broken.py").write_text("import nothing_of_this_name\n")
-    options = ["-p", "tests.failures", "-c", "/dev/null", "--continue-on-collection-errors", "--failures", "failures"]
+    options = ["-p", "tests.failures", "-c", "/dev/null", "--continue-on-collection-errors", "--failures=failures"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, f"--rootdir={tmp_path}"]
     done = subprocess.run(
         command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=PATIENCE_S, check=False

@@ -20,11 +20,12 @@ INTERPRETER = """#!/bin/sh
 [ -z "$PYTHONDONTWRITEBYTECODE" ] || exit 9
 echo "$0 $*" >> "{folder}/asked"
 grep -qx "{name}" "{folder}/fails" || exit 0
-while [ $# -gt 0 ] && [ "$1" != --failures ]; do shift; done
+while [ $# -gt 0 ] && [ "${{1#--failures=}}" = "$1" ]; do shift; done
 [ $# -gt 0 ] || ! grep -qx "alone\\|second" "{folder}/fails"
 failed=$?
 [ $# -gt 0 ] || exit $failed
-for each in $(seq {failing}); do printf "tests/test_it.py::test_$each\\tit was 5 %% late\\n"; done > "$2"
+written=${{1#--failures=}}
+for each in $(seq {failing}); do printf "tests/test_it.py::test_$each\\tit was 5 %% late\\n"; done > "$written"
 exit 1
 """
 
@@ -57,7 +58,7 @@ def test_both_parts_are_run_and_either_may_fail(tmp_path: Path, fails: str) -> N
     status, printed, asked = made(tmp_path, "test", "WITH_VLLM=1", fails=fails)
     first, second = sorted(asked.splitlines())  # they go on beside each other
     assert first.startswith(f"{tmp_path}/first/bin/python -m pytest -m ") and "and not vllm" in first
-    assert " -n " in first and " --failures " in first
+    assert " -n " in first and " --failures=" in first
     assert second.startswith(f"{tmp_path}/second/bin/python -m pytest -n ") and "-m vllm and not" in second
     assert "tests/engines/external/vllm/test_engine.py" in second and "test_actor.py" not in second
     assert bool(status) == bool(fails), printed

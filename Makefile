@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 VLLM   ?= .venv-vllm
 RECIPE ?= tiny
-# Test processes at once; a file's tests stay together. One more than two cores: many wait for processes to start.
-WORKERS ?= 3
+# Test processes at once; a file's tests stay together. Twice two cores: they wait for processes a third of the time.
+WORKERS ?= 4
 # Up to so many that fail beside others are tried once more, alone, and count if they fail again. All are named in the
 # last lines either way: one that fails so is a fault of its own, and none that needs to stop who changes something else.
 AGAIN ?= 10
@@ -31,7 +31,7 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELIS
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SHORT    := not gpu and not slow and not chaos
 # `make check` has run it: .ci/run asks for both, and to judge the same sources twice proves nothing more.
-CHECKED  := --ignore=tests/architecture
+CHECKED  := --ignore=tests/architecture --durations=20
 
 # `$(call part,NAME,COMMAND)` in a recipe's one shell: runs it whatever came before, and notes how it ended and how long
 # it took. `$(TOLD)` prints the notes and ends with 1 if a part failed.

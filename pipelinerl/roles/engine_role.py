@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import time
+from importlib import import_module
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ import httpx
 from inference_contract.engine import Engine
 from inference_contract.errors import EngineStopped
 from inference_contract.schemas import EngineState
+from inference_contract.weights import Transport
 from pipelinerl import registry
 from pipelinerl.config.sections import shared_values
 from pipelinerl.controller.client import AsyncControllerClient
@@ -35,6 +37,8 @@ log = logging.getLogger("pipelinerl")
 
 #: How often it is seen to that an engine still runs.
 WATCH_S = 0.5
+#: Imports torch: the first join of a group would, too, and everybody would wait for it.
+_GROUPS = "pipelinerl.weights.broadcast.collective"
 #: How long an engine that could not reach the streams lets them be.
 _AGAIN_S = 10.0
 
@@ -55,6 +59,8 @@ def build_engine(identity: Identity) -> Engine:
         "server": server,
     }
     engine: Engine = build(EngineOptions(**shared_values(config.engine, EngineOptions) | of_the_run))
+    if config.weights.transport is not Transport.PULL:
+        import_module(_GROUPS)
     return engine
 
 

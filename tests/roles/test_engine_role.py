@@ -92,14 +92,17 @@ from pipelinerl.config.recipe import load
 from pipelinerl.roles.engine_role import build_engine
 from pipelinerl.roles.process import Identity
 
-config = load(sys.argv[1])
+config = load(sys.argv[1], sys.argv[2:])
 build_engine(Identity(config=config, run_dir=Path(), name="engine-0", redis_url="", controller_url="", token=None))
 print("torch" in sys.modules)
 """
 
 
-def test_an_engine_of_numpy_has_torch_before_it_serves(tmp_path: Path) -> None:
-    """By its tokenizer's library. Imported by the first join, it would keep everybody waiting for a second."""
-    command = [sys.executable, "-c", _BUILD, str(bigram_recipe(tmp_path / "bigram"))]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert built.stdout == "True\n", built.stderr
+@pytest.mark.parametrize(("transport", "has_torch"), [("broadcast", True), ("pull", False)])
+def test_an_engine_of_numpy_has_torch_before_it_serves_if_it_is_to_join_a_group(
+    tmp_path: Path, transport: str, has_torch: bool
+) -> None:
+    """Imported by the first join, it would keep everybody waiting for a second."""
+    words = [str(bigram_recipe(tmp_path / "bigram")), f"weights.transport={transport}"]
+    built = subprocess.run([sys.executable, "-c", _BUILD, *words], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert built.stdout == f"{has_torch}\n", built.stderr

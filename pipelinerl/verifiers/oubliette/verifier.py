@@ -38,8 +38,9 @@ from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out, wron
 
 #: A program may write so much more than the answer.
 _SPARE_OUTPUT: Final = 64 << 10
-#: How often an answer is judged of which a service has forgotten something; what was never there is missed each time.
-_TRIES: Final = 3
+#: How often an answer is judged of which a service has forgotten something: it may be killed again and again while it
+#: judges the same one. What was never there is missed each time.
+_TRIES: Final = 8
 #: A service that cannot be reached is tried again for so long, as one is that was reached before.
 _GRACE_S: Final = 60.0
 _FIRST_PAUSE_S: Final = 0.2

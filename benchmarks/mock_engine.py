@@ -75,13 +75,15 @@ _NORMAL: Final = NormalDist()
 class Pace:
     """How long answers of `tokens` take: log-normal around `median_s`; longer ones take longer.
 
-    Of requests a share `full` is refused since there is no room.
+    Of requests a share `full` is refused since there is no room. A new version's weights are there `fetch_s` after they
+    were announced; until then its COMMIT waits.
     """
 
     median_s: float
     tokens: int = 16
     spread: float = 0.25
     full: float = 0.0
+    fetch_s: float = 0.0
 
     def seconds(self, seed: int) -> float:
         """Of an answer of `tokens` to the request of this seed, on any engine."""
@@ -348,6 +350,8 @@ class MockEngine:
         key = request.epoch, request.version
         if request.phase is UpdatePhase.PREPARE:
             self.announced.append(time.monotonic())
+        elif request.phase is UpdatePhase.COMMIT and self.announced:
+            await asyncio.sleep(max(0.0, self.announced[-1] + self._pace.fetch_s - time.monotonic()))
         if key < self._serving:
             raise StaleVersion(f"this engine serves {self._serving}, got the older {key}")
         status = UpdateStatus.ALREADY_SERVING if key == self._serving else self._taken(key, request)

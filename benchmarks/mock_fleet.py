@@ -56,6 +56,15 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def reply(asked: Connection, answer: Any) -> None:
+    """Send the whole answer. A loop that watches a pipe makes its end one that breaks off where a buffer is full."""
+    os.set_blocking(asked.fileno(), True)
+    try:
+        asked.send(answer)
+    finally:
+        os.set_blocking(asked.fileno(), False)
+
+
 def processor_seconds(pid: int) -> float:
     """What a process has spent so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -113,9 +122,9 @@ class _Served:
         if question == _STOP:
             over.set()
         elif question == _SEEN:
-            asked.send(self._arrivals)
+            reply(asked, self._arrivals)
         elif question == _ANNOUNCED:
-            asked.send([engine.announced[-1] if engine.announced else None for engine in self._engines])
+            reply(asked, [engine.announced[-1] if engine.announced else None for engine in self._engines])
         else:
             for place in places:
                 self._die(place)

@@ -20,7 +20,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.mock_engine import LAYOUT
-from benchmarks.mock_fleet import end_with_parent, open_many_files
+from benchmarks.mock_fleet import end_with_parent, open_many_files, reply
 from pipelinerl.choices import NoSignal
 from pipelinerl.config.recipe import load
 from pipelinerl.controller.service.api import create_api
@@ -115,7 +115,7 @@ def controller_process(asked: Connection, recipe: Path, run_dir: Path, redis_url
 
 def _told(asked: Connection, stream: _TimedStream) -> None:
     asked.recv()
-    asked.send(stream.issued())
+    reply(asked, stream.issued())
 
 
 def actor_process(recipe: Path, run_dir: Path, name: str, redis_url: str, controller_url: str, token: str) -> None:

@@ -66,7 +66,7 @@ _Grace = Annotated[float, Field(ge=0, le=86_400)]
 #: How often an engine offers itself, in seconds, in a fleet of `OFFERS_AT_ONCE` at most: of a larger one each does it
 #: more rarely, so that offers cost the controller the same.
 OFFER_S: Final = 2.0
-OFFERS_AT_ONCE: Final = 64
+OFFERS_AT_ONCE: Final = 32
 
 
 class EngineOffer(BaseModel):

@@ -38,6 +38,9 @@ class EngineLoad:
     idle_since: float | None = None
 
 
+_UNKNOWN: Final = EngineLoad()
+
+
 @final
 class EngineWatch:
     """Loads by base URL. Pure: time and observations come in as arguments."""
@@ -49,7 +52,7 @@ class EngineWatch:
 
     def load(self, url: str) -> EngineLoad:
         """What is known of the engine; zeros when nothing is."""
-        return self._loads.get(url, EngineLoad())
+        return self._loads.get(url, _UNKNOWN)
 
     def to_ask(self, records: Sequence[EngineRecord], *, now: float, every_s: float) -> list[str]:
         """Which of these engines are to be polled now, where they are looked through every `every_s`.

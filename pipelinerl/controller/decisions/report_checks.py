@@ -73,12 +73,12 @@ def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
             for key, held in value.items():
                 yield from _unrecordable(key, name)
                 yield from _unrecordable(held, str(key)[:64])
-        case list():
-            if len(value) > MOST_AHEAD:
-                yield f"{name} has {len(value)} entries"
-            else:
-                for held in value:
-                    yield from _unrecordable(held, name)
+        case list() if len(value) > MOST_AHEAD:
+            yield f"{name} has {len(value)} entries"
+        case list():  # of thousands of orders, with each step: of numbers alone the least and the largest are enough
+            numbers = set(map(type, value)) == {int}
+            for held in (min(value), max(value)) if numbers else value:
+                yield from _unrecordable(held, name)
 
 
 def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
     if furthest >= state.account.cursor + 2 * MOST_AHEAD:
         yield f"it accounts for order {furthest}, which was never issued"
     beyond = set(consumed.beyond)
-    if len(beyond) < len(consumed.beyond) or any(index <= consumed.frontier for index in beyond):
+    if len(beyond) < len(consumed.beyond) or min(beyond, default=consumed.frontier + 1) <= consumed.frontier:
         yield "its account counts orders twice"
     ended = consumed.trained + consumed.filtered + consumed.stale + consumed.failed
     if ended != consumed.frontier + len(beyond):

@@ -117,16 +117,21 @@ class EngineRecord:
 @final
 @dataclass(slots=True)
 class Fleet:
-    """Records by base URL. Pure: observations are arguments. What returns a bool says whether it changed anything."""
+    """Records by base URL, and in that order. Pure: observations are arguments. What returns a bool says whether it
+    changed anything."""
 
     by_url: dict[str, EngineRecord] = field(default_factory=dict)
     membership: int = 0
     updates_to_expulsion: int = 5
     checks_to_expulsion: int = 2
 
+    def __post_init__(self) -> None:
+        """As `join` keeps it: it is looked through many times a second, and grows rarely."""
+        self.by_url = dict(sorted(self.by_url.items()))
+
     def records(self) -> list[EngineRecord]:
         """All engines, by URL."""
-        return [self.by_url[url] for url in sorted(self.by_url)]
+        return list(self.by_url.values())
 
     def members(self) -> list[str]:
         """Engines that a publication must reach: all that are alive, and not pinned."""
@@ -195,9 +200,8 @@ class Fleet:
                 self._change(url, incarnation=incarnation)
                 return self.expel(url, "it restarted while it was drained", to_stop=True)
         self.membership += 1
-        self.by_url[url] = EngineRecord(
-            url=url, incarnation=incarnation, name=name, type=type, joined_at=self.membership
-        )
+        made = EngineRecord(url=url, incarnation=incarnation, name=name, type=type, joined_at=self.membership)
+        self.by_url = dict(sorted({**self.by_url, url: made}.items()))
         return True
 
     def begin_epoch(self) -> None:

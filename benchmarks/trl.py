@@ -14,6 +14,8 @@ engine beside the training, and checkpoints are written. TRL's begins with its f
 beforehand, and stands still during its evaluations; it writes no checkpoints. Both evaluate every
 `evaluation.interval_steps` steps, so a target is seen at the same steps. An arm that does not get there within the
 recipe's steps counts with all its time and is marked: if it is TRL's, the ratio is an upper bound; if ours, a miss.
+A step takes as long as from the end of the one before to its own, on the median: those with an evaluation beside them
+are few.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ import argparse
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -75,9 +79,11 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One training run: its curve, and the load of the machine when it began."""
+    """One training run: its curve, when each step ended in seconds of training, and the load of the machine when it
+    began."""
 
     curve: Curve
+    ends: Sequence[float]
     load: float
 
     def crossing(self, target: float) -> Crossing:
@@ -90,16 +96,16 @@ class Arm:
 
     @property
     def seconds_per_step(self) -> float:
-        """Of the whole training."""
-        return self.curve[-1][1] / self.curve[-1][0]
+        """On the median; the first step, before which nothing ended, is left out."""
+        return statistics.median(end - before for before, end in pairwise(self.ends))
 
 
 #: Ours and TRL's, by seed.
 Pairs = Mapping[int, tuple[Arm, Arm]]
 
 
-def curve_of(events: Sequence[Event]) -> Curve:
-    """Our curve; the clock begins with the record of the first evaluation.
+def arm_of(events: Sequence[Event], load: float) -> Arm:
+    """Our arm; the clock begins with the record of the first evaluation.
 
     Raises:
         ValueError: the run was never evaluated after training began.
@@ -108,7 +114,8 @@ def curve_of(events: Sequence[Event]) -> Curve:
     if len(found) < 2:
         raise ValueError(f"expected an evaluation before training and one after it, got {len(found)} in all")
     began = found[0]["elapsed_s"]
-    return [(event["model_version"], event["elapsed_s"] - began, event["accuracy"]) for event in found]
+    curve = [(event["model_version"], event["elapsed_s"] - began, event["accuracy"]) for event in found]
+    return Arm(curve, [event["elapsed_s"] - began for event in events if event["kind"] == "step"], load)
 
 
 def ours(recipe: Path, *, seed: int, until: float) -> Arm:
@@ -117,14 +124,15 @@ def ours(recipe: Path, *, seed: int, until: float) -> Arm:
     with tempfile.TemporaryDirectory(prefix="pipelinerl-trl-") as folder:
         chosen = [f"run.seed={seed}", f"run.until_accuracy={until}", f"run.directory={folder}", "run.name=ours"]
         _call(["-m", "pipelinerl.cli", "run", str(recipe), *chosen], {})
-        return Arm(curve_of(read_events(Path(folder) / "ours" / "events.jsonl")), load_average)
+        return arm_of(list(read_events(Path(folder) / "ours" / "events.jsonl")), load_average)
 
 
 def theirs(recipe: Path, *, seed: int, until: float, threading: str) -> Arm:
     """TRL until it has the accuracy."""
     load_average, steps = os.getloadavg()[0], load(recipe).run.steps
     result = _trl(threading, recipe=str(recipe), seed=seed, steps=steps, until=until)
-    return Arm([(step, seconds, accuracy) for step, seconds, accuracy in result["points"]], load_average)
+    points = [(step, seconds, accuracy) for step, seconds, accuracy in result["points"]]
+    return Arm(points, result["ends"], load_average)
 
 
 def fastest_threading(recipe: Path, *, steps: int) -> tuple[str, dict[str, float]]:
@@ -132,7 +140,7 @@ def fastest_threading(recipe: Path, *, steps: int) -> tuple[str, dict[str, float
     tries: dict[str, list[float]] = {name: [] for name in THREADING}
     for name in [*THREADING, *list(THREADING)[::-1]]:
         result = _trl(name, recipe=str(recipe), seed=0, steps=steps, evaluate=False)
-        tries[name].append(result["seconds"] / result["steps"])
+        tries[name].append(result["ends"][-1] / len(result["ends"]))
     seconds = {name: min(values) for name, values in tries.items()}
     return min(seconds, key=seconds.__getitem__), seconds
 
@@ -248,9 +256,12 @@ def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
     table = json.loads(record.read_text())
     if table["recipe"] != _portable(to_table(load(recipe, overrides))):
         raise ValueError(f"{record} is of another recipe than {recipe} is now: measure all seeds again")
+    if any("ends" not in entry for entry in table["ours"]):
+        raise ValueError(f"{record} does not say when each step ended: measure all seeds again")
 
     def arm(entry: dict[str, Any]) -> Arm:
-        return Arm([(step, seconds, accuracy) for step, seconds, accuracy in entry["curve"]], entry["load"])
+        points = [(step, seconds, accuracy) for step, seconds, accuracy in entry["curve"]]
+        return Arm(points, entry["ends"], entry["load"])
 
     pairs = [(arm(mine), arm(other)) for mine, other in zip(table["ours"], table["trl"], strict=True)]
     return dict(zip(table["seeds"], pairs, strict=True))

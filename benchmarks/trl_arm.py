@@ -54,11 +54,10 @@ class ArmOrder:
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """`points`: (step, seconds of training so far, held-out accuracy); `seconds`: of training in all; `steps` done."""
+    """`points`: (step, seconds of training so far, held-out accuracy); `ends`: when each step ended, likewise."""
 
     points: list[tuple[int, float, float]]
-    seconds: float
-    steps: int
+    ends: list[float]
 
 
 @final
@@ -236,7 +235,7 @@ def _trained(order: ArmOrder, config: RunConfig, judge: Judge, folder: str) -> A
     held_out = HeldOut(config, judge, ChatTokenizer.load(path))
     source = training_problems(config)
     problems = [source.problem(index) for index in range(order.steps * config.groups_per_step)]
-    points: list[tuple[int, float, float]] = []
+    points, ends = list[tuple[int, float, float]](), list[float]()
 
     def reward(completions: list[Any], index: list[int], **_: Any) -> list[float | None]:
         return judge.rewards([problems[at] for at in index], [turns[0]["content"] for turns in completions])
@@ -252,6 +251,7 @@ def _trained(order: ArmOrder, config: RunConfig, judge: Judge, folder: str) -> A
         clock.start()
 
     def end_of_step(_: Any, state: Any, control: Any, **__: Any) -> None:
+        ends.append(clock.seconds())
         due = order.evaluate and state.global_step % config.evaluation.interval_steps == 0
         if due and evaluate(state.global_step) >= order.until:
             control.should_training_stop = True
@@ -269,7 +269,7 @@ def _trained(order: ArmOrder, config: RunConfig, judge: Judge, folder: str) -> A
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    return ArmResult(points, clock.seconds(), trainer.state.global_step)
+    return ArmResult(points, ends)
 
 
 def _dataset(problems: Sequence[Problem]) -> Any:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.engine_memory import Held, bytes_per_update
 from benchmarks.measure import Interval, Paired, bootstrap_median
-from benchmarks.trl import Arm, Crossing, compared, curve_of
+from benchmarks.trl import Arm, Crossing, arm_of, compared
 
 
 def test_a_constant_has_no_interval() -> None:
@@ -58,6 +58,9 @@ EVENTS = [
     event("run_started", 0.1),
     event("evaluation", 12.0, model_version=0, accuracy=0.91),
     event("step", 14.0, step=1),
+    event("step", 16.5, step=2),
+    event("step", 30.0, step=3),
+    event("step", 32.5, step=4),
     event("evaluation", 40.0, model_version=50, accuracy=0.80),
     event("evaluation", 72.0, model_version=100, accuracy=0.92),
     event("evaluation", 99.0, model_version=150, accuracy=0.90),
@@ -65,22 +68,26 @@ EVENTS = [
 
 
 def test_our_clock_begins_when_the_first_evaluation_ends() -> None:
-    assert curve_of(EVENTS) == [(0, 0.0, 0.91), (50, 28.0, 0.80), (100, 60.0, 0.92), (150, 87.0, 0.90)]
+    assert arm_of(EVENTS, 0.0).curve == [(0, 0.0, 0.91), (50, 28.0, 0.80), (100, 60.0, 0.92), (150, 87.0, 0.90)]
     with pytest.raises(ValueError, match="got 1 in all"):
-        curve_of(EVENTS[:3])
+        arm_of(EVENTS[:3], 0.0)
 
 
 def test_a_target_is_crossed_by_training_and_only_once() -> None:
-    arm = Arm(curve_of(EVENTS), load=0.0)
+    arm = arm_of(EVENTS, 0.0)
     assert arm.crossing(0.90) == Crossing(100, 60.0, True)
     assert arm.crossing(0.95) == Crossing(150, 87.0, False)
-    assert arm.seconds_per_step == pytest.approx(87 / 150)
+
+
+def test_a_step_takes_what_is_between_two_ends_on_the_median() -> None:
+    arm = arm_of(EVENTS, 0.0)
+    assert arm.ends == [2.0, 4.5, 18.0, 20.5] and arm.seconds_per_step == 2.5
 
 
 def test_a_target_that_ours_never_reached_is_not_met_however_long_the_other_took() -> None:
-    quick = Arm([(0, 0.0, 0.4), (10, 20.0, 0.95)], load=0.0)
-    slow = Arm([(0, 0.0, 0.4), (10, 40.0, 0.95)], load=0.0)
-    never = Arm([(0, 0.0, 0.4), (10, 20.0, 0.41)], load=0.0)
+    quick = Arm([(0, 0.0, 0.4), (10, 20.0, 0.95)], [], load=0.0)
+    slow = Arm([(0, 0.0, 0.4), (10, 40.0, 0.95)], [], load=0.0)
+    never = Arm([(0, 0.0, 0.4), (10, 20.0, 0.41)], [], load=0.0)
     assert compared([(quick, slow)], 0.95) == (Interval(0.5, 0.5, 0.5), True)
     assert compared([(never, slow)], 0.95) == (Interval(0.5, 0.5, 0.5), False)
     assert compared([(slow, never)], 0.95) == (Interval(2.0, 2.0, 2.0), True)

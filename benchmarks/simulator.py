@@ -39,9 +39,8 @@ from pipelinerl.observability.run_history import tell
 from pipelinerl.simulation.calibration import ObservedRun, calibrate
 from pipelinerl.simulation.hardware import EngineTimes, Hardware, TrainerTimes
 from pipelinerl.simulation.lengths import HeavyTailedLengths, ObservedLengths
-from pipelinerl.simulation.measured import TRUSTED, Measured, measure
+from pipelinerl.simulation.measured import TRUSTED, Measured, measure, simulated_like
 from pipelinerl.simulation.prediction import Prediction
-from pipelinerl.simulation.repetition import simulated_like
 from pipelinerl.simulation.setting import SimulatedSetting
 from pipelinerl.simulation.simulator import simulate
 from pipelinerl.staleness import StalenessBounds

@@ -1,12 +1,16 @@
-"""`measure`: what a finished run's events say of itself, in the figures of a simulated `Prediction`.
+"""`measure`: what a finished run's events say of itself, in the figures of a simulated `Prediction`; `simulated_like`:
+the prediction to hold beside it, of as many steps, and not of one fortunate draw.
 
-Steps in whose time an evaluation was under way are left out: engines then answer other questions.
+Steps in whose time an evaluation was under way are left out: engines then answer other questions. A schedule may take
+dozens of steps to find its rhythm: a `drain` throws groups away until it has, and none later, or some again after a
+long answer. A short run is all beginning, so that its steps are no mean over a long simulated one; and which of its
+steps wait depends on the lengths that were drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, Final, final
@@ -14,7 +18,10 @@ from typing import Any, Final, final
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import tell
+from pipelinerl.simulation.hardware import Hardware
 from pipelinerl.simulation.prediction import FILLS, Prediction
+from pipelinerl.simulation.setting import SimulatedSetting
+from pipelinerl.simulation.simulator import simulate
 
 #: Fewer steps than these say nothing.
 _FEWEST: Final = 6
@@ -22,6 +29,8 @@ _FEWEST: Final = 6
 TRUSTED: Final = 0.10
 #: The figures that it is judged by.
 JUDGED: Final = ("step_s", "tokens_per_s")
+#: Simulated runs, an odd number, of which the middle one stands for all.
+DRAWS: Final = 5
 
 
 @final
@@ -117,3 +126,10 @@ def _evaluations(events: Sequence[Event]) -> list[tuple[float, float]]:
 
 def _at(event: Mapping[str, Any]) -> float:
     return float(event.get("elapsed_s") or 0.0)
+
+
+def simulated_like(events: Sequence[Event], setting: SimulatedSetting, hardware: Hardware) -> Prediction:
+    """Of as many steps as the events tell: of runs that differ in their draws, the one whose steps last middlingly."""
+    steps = len(tell(events).steps)
+    runs = [simulate(replace(setting, steps=steps, seed=setting.seed + draw), hardware) for draw in range(DRAWS)]
+    return sorted(runs, key=lambda run: run.step_s)[DRAWS // 2]

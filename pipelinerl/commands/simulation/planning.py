@@ -15,8 +15,7 @@ from pipelinerl.observability.events import Event
 from pipelinerl.simulation.calibration import ObservedRun, calibrate
 from pipelinerl.simulation.hardware import Hardware
 from pipelinerl.simulation.lengths import LengthLaw
-from pipelinerl.simulation.measured import TRUSTED, measure
-from pipelinerl.simulation.repetition import simulated_like
+from pipelinerl.simulation.measured import TRUSTED, measure, simulated_like
 from pipelinerl.simulation.simulator import simulate
 from pipelinerl.simulation.sweep import Trial
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from inference_contract.weights import OnUpdate
 from pipelinerl.simulation.hardware import EngineTimes, Hardware, TrainerTimes
 from pipelinerl.simulation.lengths import HeavyTailedLengths
-from pipelinerl.simulation.repetition import DRAWS, simulated_like
+from pipelinerl.simulation.measured import DRAWS, simulated_like
 from pipelinerl.simulation.simulator import simulate
 from tests.simulation.recorded import run_events
 from tests.simulation.settings import setting

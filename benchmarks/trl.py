@@ -6,7 +6,8 @@ seed beginning with the other arm.
 
     ours   `pipelinerl run`, a process as any user starts it: launcher, stream server, controller, engine, actor and
            trainer in processes of their own, HTTP between them. Read from its events.jsonl.
-    TRL    one process; torch's threads and their manner of waiting are first tried for some steps, the fastest is taken
+    TRL    one process; torch's threads, their manner of waiting, and products in fp32 or bf16 are first tried for some
+           steps, the fastest is taken
 
 The clock of ours begins when the first evaluation ends, which is when the first training prompt may be issued, and ends
 with the record of the first evaluation that reaches the target. Nothing is subtracted: later evaluations run on the
@@ -41,11 +42,13 @@ from pipelinerl.config.recipe import load, to_table
 from pipelinerl.observability.events import Event, read_events
 
 CORES: Final = 2
-#: How TRL's torch may use the cores: threads, and environment.
-THREADING: Final[Mapping[str, tuple[int, dict[str, str]]]] = {
-    "2 threads, spinning": (2, {"OMP_NUM_THREADS": "2"}),
-    "2 threads, passive": (2, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}),
-    "1 thread": (1, {"OMP_NUM_THREADS": "1"}),
+_SPINNING: Final = {"OMP_NUM_THREADS": "2"}
+#: How TRL's torch may use the cores: threads, environment, and whether products are of bf16, which is its own default.
+MANNERS: Final[Mapping[str, tuple[int, dict[str, str], bool]]] = {
+    "2 threads, spinning": (2, _SPINNING, False),
+    "2 threads, spinning, bf16": (2, _SPINNING, True),
+    "2 threads, passive": (2, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}, False),
+    "1 thread": (1, {"OMP_NUM_THREADS": "1"}, False),
 }
 _DEADLINE_S: Final = 3 * 3600.0
 
@@ -62,7 +65,7 @@ class Task:
     most_time: float
     most_time_per_step: float | None = None
     goal: float
-    probe_steps: int = 8  # that TRL's threads are tried for
+    probe_steps: int = 8  # that each of TRL's manners is tried for
 
 
 TINY: Final = Task(recipe="tiny", targets=(0.90, 0.95), most_time=1.0, goal=0.5)
@@ -127,28 +130,28 @@ def ours(recipe: Path, *, seed: int, until: float) -> Arm:
         return arm_of(list(read_events(Path(folder) / "ours" / "events.jsonl")), load_average)
 
 
-def theirs(recipe: Path, *, seed: int, until: float, threading: str) -> Arm:
+def theirs(recipe: Path, *, seed: int, until: float, manner: str) -> Arm:
     """TRL until it has the accuracy."""
     load_average, steps = os.getloadavg()[0], load(recipe).run.steps
-    result = _trl(threading, recipe=str(recipe), seed=seed, steps=steps, until=until)
+    result = _trl(manner, recipe=str(recipe), seed=seed, steps=steps, until=until)
     points = [(step, seconds, accuracy) for step, seconds, accuracy in result["points"]]
     return Arm(points, result["ends"], load_average)
 
 
-def fastest_threading(recipe: Path, *, steps: int) -> tuple[str, dict[str, float]]:
+def fastest_manner(recipe: Path, *, steps: int) -> tuple[str, dict[str, float]]:
     """The best way for TRL to use the cores, and seconds a step of each, the better of two tries in turn."""
-    tries: dict[str, list[float]] = {name: [] for name in THREADING}
-    for name in [*THREADING, *list(THREADING)[::-1]]:
+    tries: dict[str, list[float]] = {name: [] for name in MANNERS}
+    for name in [*MANNERS, *list(MANNERS)[::-1]]:
         result = _trl(name, recipe=str(recipe), seed=0, steps=steps, evaluate=False)
         tries[name].append(result["ends"][-1] / len(result["ends"]))
     seconds = {name: min(values) for name, values in tries.items()}
     return min(seconds, key=seconds.__getitem__), seconds
 
 
-def _trl(threading: str, **order: Any) -> Any:
+def _trl(manner: str, **order: Any) -> Any:
     """`trl_arm`'s answer to an order."""
-    threads, environment = THREADING[threading]
-    said = _call(["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads})], environment)
+    threads, environment, bf16 = MANNERS[manner]
+    said = _call(["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads, "bf16": bf16})], environment)
     return json.loads(said.splitlines()[-1])
 
 
@@ -185,35 +188,33 @@ def measure(task: Task, recipe: Path, *, seeds: Sequence[int], known: Pairs) -> 
 
     A seed can take half an hour: whoever stores each payload loses none that has been measured.
     """
-    threading, tried = fastest_threading(recipe, steps=task.probe_steps)
+    manner, tried = fastest_manner(recipe, steps=task.probe_steps)
     until, by_seed = max(task.targets), dict(known)
     for seed in seeds:
         arms = {
             "ours": lambda seed=seed: ours(recipe, seed=seed, until=until),
-            "TRL": lambda seed=seed: theirs(recipe, seed=seed, until=until, threading=threading),
+            "TRL": lambda seed=seed: theirs(recipe, seed=seed, until=until, manner=manner),
         }
         done = {name: arms[name]() for name in (list(arms) if seed % 2 == 0 else list(arms)[::-1])}
         by_seed[seed] = (done["ours"], done["TRL"])
         for name, arm in done.items():
             crossings = ", ".join(f"{target:g}: {_shown(arm.crossing(target))}" for target in task.targets)
             print(f"trl: seed {seed}, {name}: {crossings}; load {arm.load:.1f}", file=sys.stderr, flush=True)
-        yield _payload(task, dict(sorted(by_seed.items())), threading, tried)
+        yield _payload(task, dict(sorted(by_seed.items())), manner, tried)
 
 
-def _payload(task: Task, by_seed: Pairs, threading: str, tried: Mapping[str, float]) -> dict[str, Any]:
+def _payload(task: Task, by_seed: Pairs, manner: str, tried: Mapping[str, float]) -> dict[str, Any]:
     """What is recorded of the seeds so far, whose table it prints."""
     pairs = list(by_seed.values())
     ratios = {target: compared(pairs, target) for target in task.targets}
     per_step = bootstrap_median([mine.seconds_per_step / other.seconds_per_step for mine, other in pairs])
-    print_table(
-        f"trl: {task.recipe} to a held-out accuracy; TRL with {threading}", _rows(task, pairs, ratios, per_step)
-    )
+    print_table(f"trl: {task.recipe} to a held-out accuracy; TRL with {manner}", _rows(task, pairs, ratios, per_step))
     return {
         "targets": {
             f"{target:g}": {**ratio.as_dict(), "ours_arrived": all_} for target, (ratio, all_) in ratios.items()
         },
         "seconds_per_step": per_step.as_dict(),
-        "threading": {"chosen": threading, "seconds_per_step": tried},
+        "manner": {"chosen": manner, "seconds_per_step": tried},
         "seeds": list(by_seed),
         "ours": [asdict(mine) for mine, _ in pairs],
         "trl": [asdict(other) for _, other in pairs],

@@ -48,6 +48,7 @@ class ArmOrder:
     seed: int
     steps: int
     threads: int
+    bf16: bool = False
     until: float = 1.0
     evaluate: bool = True
 
@@ -162,7 +163,7 @@ def until_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
     return token_ids[: next((at for at, token in enumerate(token_ids) if token in ends), len(token_ids))]
 
 
-def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, Any]:
+def grpo_arguments(config: RunConfig, *, steps: int, folder: str, bf16: bool = False) -> dict[str, Any]:
     """GRPOConfig's arguments for a recipe.
 
     Raises:
@@ -205,7 +206,7 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
         "seed": config.run.seed,
         "shuffle_dataset": False,
         "use_cpu": True,
-        "bf16": False,
+        "bf16": bf16,
         "gradient_checkpointing": False,
         "disable_dropout": True,
         "report_to": "none",
@@ -261,7 +262,7 @@ def _trained(order: ArmOrder, config: RunConfig, judge: Judge, folder: str) -> A
     trainer = trl.GRPOTrainer(
         model=model,
         reward_funcs=reward,
-        args=trl.GRPOConfig(**grpo_arguments(config, steps=order.steps, folder=folder)),
+        args=trl.GRPOConfig(**grpo_arguments(config, steps=order.steps, folder=folder, bf16=order.bf16)),
         train_dataset=_dataset(problems),
         processing_class=AutoTokenizer.from_pretrained(path, local_files_only=True),
         callbacks=[follower],

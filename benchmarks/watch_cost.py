@@ -15,24 +15,15 @@ apart. `watch_server` tells what the server takes whatever else the machine does
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
-import psutil
-
+from benchmarks.live_recipe import LiveRecipe, live_recipe
 from benchmarks.measure import Interval, Row, bootstrap_median, print_table, write_record
 from benchmarks.open_pages import PageServer, page_server
-from pipelinerl.observability.events import EventFollower
-from pipelinerl.system import tied_process
 
 _TARGET: Final = 0.01
 _PAGES: Final = 3
@@ -47,32 +38,6 @@ _ARMS: Final = ("open", "closed", "still")
 _DEADLINE_S: Final = 600.0
 
 
-@final
-@dataclass
-class LiveRecipe:
-    """The run: its steps as they come, and its processes."""
-
-    launcher: psutil.Process
-    log: EventFollower
-    steps: list[tuple[float, float]] = field(default_factory=list)
-    """(second of the run, tokens sampled for it)"""
-    _seen: dict[int, float] = field(default_factory=dict)
-
-    def read(self) -> None:
-        """Take in what has come."""
-        for event in self.log.new():
-            if event["kind"] == "step":
-                self.steps.append((float(event["elapsed_s"]), float(event["sampled_tokens"])))
-
-    def processor_s(self) -> float:
-        """Seconds that its processes have taken so far; of one that has ended, as last seen."""
-        with suppress(psutil.NoSuchProcess):
-            for process in (self.launcher, *self.launcher.children(recursive=True)):
-                with suppress(psutil.NoSuchProcess):
-                    self._seen[process.pid] = sum(process.cpu_times()[:2])
-        return sum(self._seen.values())
-
-
 @dataclass(frozen=True, slots=True)
 class Window:
     """Tokens a second, processor seconds of the run, of the server and of this process, and tokens in all."""
@@ -82,40 +47,6 @@ class Window:
     server_s: float
     pages_s: float
     tokens: float
-
-
-@contextmanager
-def _live(folder: Path) -> Iterator[LiveRecipe]:
-    """`make run`'s recipe once it has learned, without an end and without an evaluation in between."""
-    run_dir = folder / "watched"
-    overrides = [
-        "run.steps=1000000",
-        "run.name=watched",
-        f"run.directory={folder}",
-        "evaluation.interval_steps=1000000",
-    ]
-    tie = [tied_process.__file__, str(os.getpid()), signal.SIGTERM.name, "", "--"]  # it has no end of its own
-    command = [sys.executable, "-S", "-E", *tie, sys.executable, "-m", "pipelinerl.cli", "run", "tiny", *overrides]
-    with (folder / "run.out").open("w") as out:
-        launcher = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        run = LiveRecipe(psutil.Process(launcher.pid), EventFollower(run_dir / "events.jsonl"))
-        deadline = time.monotonic() + _DEADLINE_S
-        while len(run.steps) < _LEARNED:
-            if launcher.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"the run has not come to step {_LEARNED}:\n{(folder / 'run.out').read_text()[-2000:]}"
-                )
-            time.sleep(0.5)
-            run.read()
-        yield run
-    finally:
-        launcher.send_signal(signal.SIGTERM)
-        try:
-            launcher.wait(120)
-        except subprocess.TimeoutExpired:
-            os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
 
 
 def _window(run: LiveRecipe, server: PageServer) -> Window:
@@ -176,7 +107,7 @@ def run(quick: bool) -> None:
     rounds = 6 if quick else 24
     with (
         tempfile.TemporaryDirectory(prefix="pipelinerl-watch-cost-") as name,
-        _live(Path(name)) as live,
+        live_recipe(Path(name), learned=_LEARNED) as live,
         page_server(Path(name) / "watched") as server,
     ):
         server.pause()

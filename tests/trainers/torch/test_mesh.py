@@ -48,6 +48,8 @@ PARALLEL = {"experts": "parallel"}
 BEGUN = {"qwen2": "policy", "gpt2": "policy", "llama": "value"}
 #: Checks of the kit in which the ranks must agree; `test_the_whole_kit…` has all.
 AGREED = ["forward_at_leaves_no_trace", "parts_equal_the_whole", "non_finite_is_refused", "reads_are_of_the_last_step"]
+#: What the kit tries on every mesh.
+KIT = [("qwen3", "policy"), ("gpt2", "policy"), ("llama", "value"), ("qwen3_moe", "policy")]
 #: A directory, what rank 0 does there, and with which arguments.
 Job = tuple[Path, str, dict[str, Any]]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
@@ -331,8 +333,12 @@ def test_gradients_that_are_divided_in_every_backward_are_those_of_one_process(o
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_20_steps_with_less_memory_are_those_of_one_process(one, model, tmp_path):
-    kinds = {"host": HOST, "divided": DIVIDED}
-    succeed([(tmp_path / name, "train", {"model": model, "options": each}) for name, each in kinds.items()])
+    kinds = {
+        "host": {"options": HOST},
+        "divided": {"options": DIVIDED},
+        "checkpointed": {"checkpointing": True},
+    }
+    succeed([(tmp_path / name, "train", {"model": model, **each}) for name, each in kinds.items()])
     for name in kinds:
         ours, theirs = arrays(tmp_path / name), arrays(one)
         assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:20]).max() <= 1e-6
@@ -396,10 +402,21 @@ def test_experts_are_divided_and_their_routing_reaches_every_rank(one, two, part
     "mesh", [TWO, {"dp_replicate": 2}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"cp": 2}, {"cp": 4}]
 )
 def test_the_whole_kit_passes_behind_rank_0(mesh, model_path, tmp_path):
-    heads = {"qwen3": "policy", "gpt2": "policy", "llama": "value", "qwen3_moe": "policy"}
-    models = [[str(model_path(name)), head] for name, head in heads.items()]
-    (reasons,) = succeed([(tmp_path, "kit", {"models": models})], mesh=mesh)
-    for name, head in heads.items():
+    check_kit(KIT, mesh, model_path, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mesh", [TWO, {"dp_shard": 4}])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen3_moe"])
+def test_the_whole_kit_passes_for_every_architecture_and_head(name, mesh, model_path, tmp_path):
+    check_kit([(name, head) for head in ("policy", "value") if (name, head) not in KIT], mesh, model_path, tmp_path)
+
+
+def check_kit(subjects, mesh, model_path, directory):
+    models = [[str(model_path(name)), head] for name, head in subjects]
+    (reasons,) = succeed([(directory, "kit", {"models": models})], mesh=mesh)
+    for name, head in subjects:
         suite = CHECKS if head == "policy" else VALUE_CHECKS
         assert reasons[f"{name} {head}"] == {check.__name__: "" for check in suite}
 

@@ -50,7 +50,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     alone = {width: max(each for each, _ in found) for width, found in even.items()}
     lock_step = {width: float(np.median([each for _, each in found])) for width, found in even.items()}
     with tempfile.TemporaryDirectory() as folder:
-        seconds = one_of_64(Path(folder), DebugSize.MB_3 if quick else DebugSize.MB_24)
+        seconds = one_of_64(Path(folder), DebugSize.MB_3 if quick else DebugSize.MB_310)
     print_table(
         "parts of a mesh",
         [

@@ -110,7 +110,7 @@ def _gather_plan(model: ShardedModel) -> int:
     layout = [ParameterInfo(name, tuple(shape), "float32") for name, shape in model.shapes.items()]
     return sum(
         1
-        for bunch in bunches_of(layout, model.largest)
+        for bunch in bunches_of(layout, model.at_once)
         for info in bunch
         for rank in range(1, _MESH.shards)
         if (rows := _MESH.rows_of(rank, info.shape[0])).stop > rows.start

@@ -69,8 +69,10 @@ class ShardedModel:
         self._copies = None if mesh.dp_replicate == 1 else self._mesh.get_group(_COPY)
         self.group = None if mesh.cp == 1 else sequence_group(device.type, mesh.width, mesh.cp)
         self.shapes = {name: parameter.shape for name, parameter in named.items()}
-        #: Numbers of the largest parameter of a layer.
-        self.largest = max((each.numel() for layer in _layers(model) for each in layer.parameters()), default=0)
+        sizes = [[each.numel() for each in layer.parameters()] for layer in _layers(model)]
+        #: Numbers that one command gathers: half of a layer, since one half is read while the other comes, or its
+        #: largest parameter where that is more.
+        self.at_once = max((max(*each, sum(each) // 2) for each in sizes), default=0)
         staying = keep_own_experts(model, mesh, device) if experts is ExpertWeights.PARALLEL else set()
         for module in [*_layers(model), model]:
             whole = [each for each in module.parameters() if not (isinstance(each, DTensor) or each in staying)]

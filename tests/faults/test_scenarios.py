@@ -5,18 +5,22 @@ The mutants show that a scenario can fail: designs that look right, and are not,
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from pipelinerl.controller.decisions import controller
-from tests.faults.scenarios import role_killed, starved, two_trainers
+from tests.fakes.live_run import LiveRun
+from tests.faults.scenarios import rank_killed, role_killed, starved, two_trainers
 from tests.faults.scenarios.scenario import Verdict, find, names, play
 from tests.patience import PATIENCE_S
 
@@ -38,6 +42,18 @@ TOLD_ELSEWHERE = {
 @pytest.mark.timeout(600)
 def test_a_few_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     played(name, find(name).short, capsys)
+
+
+@pytest.mark.parametrize(("last", "is_lost"), [(18, False), (19, True)])
+def test_steps_of_a_life_that_was_cut_off_are_none_of_the_run(tmp_path: Path, last: int, is_lost: bool) -> None:
+    """A rank died after version 19 was made and before the checkpoint of 18 was whole: 17 and 18 are made again."""
+    ledger = {"issued": 175, "trained": 144, "stale": 15, "in_flight": 16}
+    made = [*range(1, 20), *range(17, last + 1)]
+    events: list[dict[str, Any]] = [{"kind": "step", "step": step} for step in made]
+    log = "".join(json.dumps(event) + "\n" for event in [*events, {"kind": "run_finished", "ledger": ledger}])
+    (tmp_path / "events.jsonl").write_text(log)
+    broken = rank_killed.unbalanced(LiveRun(None, tmp_path, tmp_path / "out"), Counter())
+    assert [each.startswith("19 versions of 8 groups each") for each in broken] == [True] * is_lost
 
 
 @pytest.mark.parametrize("name", names())

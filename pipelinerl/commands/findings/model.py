@@ -109,22 +109,29 @@ def mesh_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Nothing of a trainer of one process.
 
     Raises:
-        RecipeError: attention's heads cannot be divided among the processes that share tokens.
+        RecipeError: attention's heads cannot be divided among the processes that share tokens, or experts that are to
+            stay where they lie among those that divide the model.
     """
     if config.trainer.type != "torch" or config.trainer.options.get("mesh") is None:
         return
-    from pipelinerl.trainers.torch.mesh import refuse_heads
-    from pipelinerl.trainers.torch.options import mesh_of
+    from pipelinerl.trainers.torch.mesh import ExpertWeights, refuse_heads, refuse_uneven_experts
+    from pipelinerl.trainers.torch.options import experts_of, mesh_of
 
     mesh = mesh_of({"mesh": config.trainer.options["mesh"]})
     if mesh.size == 1:
         return
     try:
         refuse_heads(read_shape(config.model.resolved).heads, mesh.cp)
+        is_parallel = experts_of(config.trainer.options) is ExpertWeights.PARALLEL
+        if is_parallel:
+            mixture = mixture_of(config.model.resolved)
+            refuse_uneven_experts(0 if mixture is None else mixture.experts, mesh.shards)
     except SpecError as error:
         raise RecipeError(f"trainer.{error}") from error
     shared = f", each computed by {mesh.cp} processes" if mesh.cp > 1 else ""
+    travel = "; tokens travel to their experts" if is_parallel else ""
     yield (
         "mesh",
-        f"{mesh.size} processes, a copy of the model over {mesh.shards}; {mesh.width} micro-batches at once{shared}",
+        f"{mesh.size} processes, a copy of the model over {mesh.shards}; {mesh.width} micro-batches at once"
+        f"{shared}{travel}",
     )

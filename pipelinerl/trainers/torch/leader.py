@@ -159,15 +159,15 @@ class MeshLeader:
         return self._worker.layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Host tensors, gathered from the ranks when they are asked for, as many at once as a layer's largest is."""
+        """Host tensors, gathered from the ranks when they are asked for, half a layer at once."""
         layout, adapters = self._worker.layout(), self._worker.loaded.adapters
         if adapters is not None:
             for info in layout:
                 yield info.name, self._merged(info.name, adapters)
             return
-        largest = self._worker.model.largest
-        memory = RecycledMemory(largest * self._worker.loaded.gather_dtype.itemsize)
-        for bunch in bunches_of(layout, largest):
+        most = self._worker.model.at_once
+        memory = RecycledMemory(most * self._worker.loaded.gather_dtype.itemsize)
+        for bunch in bunches_of(layout, most):
             found = self._gathered([info.name for info in bunch], GatheredKind.WEIGHTS, memory)
             while bunch:
                 yield bunch.pop(0).name, found.pop(0)

@@ -21,7 +21,7 @@ from pipelinerl.numerics import torch_head
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import lora_of
-from pipelinerl.trainers.torch.mesh import ProcessMesh
+from pipelinerl.trainers.torch.mesh import ExpertWeights, ProcessMesh
 from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace
 from pipelinerl.trainers.torch.packed_model import PackedModel, hold, load_config, load_for_training
 from pipelinerl.trainers.torch.shard_files import VALUE
@@ -108,15 +108,23 @@ class LoadedModel(NamedTuple):
         self.model.probe(device, torch.bfloat16 if found else torch.float32)
         return found
 
-    def divided(self, mesh: ProcessMesh, *, rank: int, device: torch.device, compute: torch.dtype) -> ShardedModel:
+    def divided(
+        self,
+        mesh: ProcessMesh,
+        *,
+        rank: int,
+        device: torch.device,
+        compute: torch.dtype,
+        experts: ExpertWeights = ExpertWeights.GATHERED,
+    ) -> ShardedModel:
         """The model divided on the mesh, with the rows that are this process'; it is yet to be probed.
 
         Raises:
-            SpecError: a file cannot be read. StateError: the same of a saved state.
+            SpecError: a file cannot be read, or experts not divided. StateError: a saved state cannot be read.
         """
         self._compact()
         unread, named = self._unread, self.weights | self.trained
-        model = ShardedModel(self.model, mesh, device=device, compute=compute, parameters=named)
+        model = ShardedModel(self.model, mesh, device=device, compute=compute, parameters=named, experts=experts)
         for name in unread:
             shard = model.shards[name].detach()
             if shard.numel():

@@ -25,6 +25,15 @@ class GradientSum(StrEnum):
     """Its own rows, since it is brought together layer by layer in every pass: the least memory."""
 
 
+class ExpertWeights(StrEnum):
+    """Where a layer's experts are while they compute."""
+
+    GATHERED = "gathered"
+    """On each process, for its own tokens: gathered like any weight."""
+    PARALLEL = "parallel"
+    """Where they lie: tokens travel to them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMesh:
     """Processes along each axis."""
@@ -61,4 +70,13 @@ def refuse_heads(heads: int, processes: int) -> None:
         raise SpecError(
             f"options.mesh.cp={processes}: attention has {heads} heads, which {processes} processes cannot divide; "
             f"set cp to a divisor of {heads}"
+        )
+
+
+def refuse_uneven_experts(experts: int, processes: int) -> None:
+    """Raise SpecError where a layer's experts cannot be divided evenly among so many processes."""
+    if experts < processes or experts % processes:
+        raise SpecError(
+            f'options.experts = "parallel": a layer has {experts} experts, which {processes} processes cannot divide; '
+            'say "gathered", or divide the model by another options.mesh'
         )

@@ -33,7 +33,7 @@ from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh, refuse_heads
 from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, dtype_of, taken_up
 from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions, optimizer_of
-from pipelinerl.trainers.torch.options import attention_of, gradients_of
+from pipelinerl.trainers.torch.options import attention_of, experts_of, gradients_of
 from pipelinerl.trainers.torch.packed.planner import Planning, planning
 from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, predict, predicted
 from pipelinerl.trainers.torch.shard_files import VALUE, key_of, write_shard
@@ -91,7 +91,8 @@ class MeshWorker:
         if rank == 0:
             _tell(loaded, attention)
         with in_agreement():
-            model = loaded.divided(mesh, rank=rank, device=device, compute=compute)
+            experts = experts_of(spec.options)
+            model = loaded.divided(mesh, rank=rank, device=device, compute=compute, experts=experts)
         model.probe(loaded.products)
         options, shards = optimizer_of(spec.options), [shard for shard in model.trained.values() if shard.numel()]
         optimizer = adamw(shards, spec.optimizer, options, seed=spec.seed, shard=rank % mesh.shards)

@@ -3,6 +3,7 @@
 [trainer]
 options.mesh = { dp_shard = 2, cp = 2 }
 options.gradients = "divided"
+options.experts = "parallel"
 options.attention = "buckets"
 options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }
 options.optimizer = { moments = "bf16", place = "host" }
@@ -18,7 +19,7 @@ from typing import Any, Final
 from pipelinerl.trainers.option_table import one_of, refuse_unknown, table, whole
 from pipelinerl.trainers.ranks.distributed import Distributed, read_distributed
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of
-from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh
+from pipelinerl.trainers.torch.mesh import ExpertWeights, GradientSum, ProcessMesh
 from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions, optimizer_of
 from pipelinerl.trainers.torch.packed.attention_choice import SegmentAttention
 from trainer_contract.errors import SpecError
@@ -32,6 +33,7 @@ class TorchOptions:
 
     mesh: ProcessMesh
     gradients: GradientSum = GradientSum.WHOLE
+    experts: ExpertWeights = ExpertWeights.GATHERED
     attention: SegmentAttention = SegmentAttention.AUTO
     lora: LoraOptions | None = None
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
@@ -45,8 +47,14 @@ class TorchOptions:
             SpecError: an unknown key, a value of another kind than expected, or a mesh that cannot be had.
         """
         mesh, lora, optimizer = checked(options)
-        gradients, attention = gradients_of(options), attention_of(options)
-        read = cls(mesh=mesh, gradients=gradients, attention=attention, lora=lora, optimizer=optimizer)
+        read = cls(
+            mesh=mesh,
+            gradients=gradients_of(options),
+            experts=experts_of(options),
+            attention=attention_of(options),
+            lora=lora,
+            optimizer=optimizer,
+        )
         distributed = options.get("distributed")
         if mesh.size == 1 and distributed is not None:
             raise SpecError("options.distributed is of several processes, and options.mesh makes one; say dp_shard=2")
@@ -67,6 +75,7 @@ def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None
         SpecError: as `TorchOptions.of`, but for where the processes meet, which the launcher says.
     """
     gradients_of(options)
+    experts_of(options)
     attention_of(options)
     return mesh_of(options), lora_of(options), optimizer_of(options)
 
@@ -74,6 +83,14 @@ def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None
 def gradients_of(options: Mapping[str, Any]) -> GradientSum:
     """What a process is to hold of gradients. Raises SpecError for what is no `GradientSum`."""
     return one_of(GradientSum, options.get("gradients", GradientSum.WHOLE), "options.gradients")
+
+
+def experts_of(options: Mapping[str, Any]) -> ExpertWeights:
+    """Where experts compute. Raises SpecError for what is no `ExpertWeights`, and where nobody divides the model."""
+    experts = one_of(ExpertWeights, options.get("experts", ExpertWeights.GATHERED), "options.experts")
+    if experts is ExpertWeights.PARALLEL and mesh_of(options).shards == 1:
+        raise SpecError('options.experts = "parallel" is of a model that processes divide; say options.mesh.dp_shard=2')
+    return experts
 
 
 def attention_of(options: Mapping[str, Any]) -> SegmentAttention:

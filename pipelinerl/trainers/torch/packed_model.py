@@ -6,7 +6,7 @@ the output layer. Its sibling with a value head is in `torch_value_model`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast, final
@@ -21,6 +21,7 @@ from pipelinerl.models import torch_routers
 from pipelinerl.models.checkpoint import Part, load_model, load_structure
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_predictions
+from pipelinerl.trainers.torch.experts.autocast import follow_autocast
 from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, AttentionPlan
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Reading
@@ -229,36 +230,3 @@ def _read_buffers(model: PreTrainedModel, reader: WeightReader) -> None:
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 setattr(module, name, reader.whole(f"{path}.{name}" if path else name).to(buffer.dtype, copy=True))
-
-
-def follow_autocast(model: nn.Module) -> None:
-    """Have every module of fused experts make its products in autocast's dtype, as linear layers do.
-
-    transformers keeps a layer's experts as three-dimensional parameters and multiplies them by torch's grouped product,
-    which autocast does not know: a trainer in bf16 would multiply what is most of such a model in fp32.
-    """
-    for module in model.modules():
-        if type(module).__name__.endswith("Experts") and any(each.ndim == 3 for each in module.parameters(False)):
-            module.forward = _CastExperts(module, module.forward)
-
-
-@final
-class _CastExperts:
-    """Forward of a module of experts that sees its parameters as autocast would cast them; gradients pass through."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module = module
-        self._forward = forward
-
-    def __call__(self, hidden: Tensor, *routing: Tensor) -> Any:
-        device = hidden.device.type
-        if not torch.is_autocast_enabled(device):
-            return self._forward(hidden, *routing)
-        dtype, own = torch.get_autocast_dtype(device), self._module.__dict__
-        cast = {name: each.to(dtype) for name, each in self._module.named_parameters(recurse=False)}
-        own.update(cast)  # found before the parameters of the same names
-        try:
-            return self._forward(hidden.to(dtype), *routing)
-        finally:
-            for name in cast:
-                del own[name]

@@ -24,13 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from pipelinerl.trainers.torch.mesh import ProcessMesh
+from pipelinerl.trainers.torch.experts.parallel import keep_own_experts
+from pipelinerl.trainers.torch.mesh import ExpertWeights, ProcessMesh
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed_model import PackedModel, computing_in, hold
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 
 dist: Any = torch.distributed
 _SHARD: Final = "dp_shard"
+_COPY: Final = "dp_replicate"
 
 
 @final
@@ -45,6 +47,7 @@ class ShardedModel:
         device: torch.device,
         compute: torch.dtype,
         parameters: Mapping[str, nn.Parameter] | None = None,
+        experts: ExpertWeights = ExpertWeights.GATHERED,
     ) -> None:
         """Divide `model`, the same on every process, layer by layer.
 
@@ -53,22 +56,30 @@ class ShardedModel:
         Args:
             compute: dtype of products.
             parameters: the model's, by the names that they are known by; None takes the model's own.
+            experts: where experts compute; those that stay where they lie are not `fully_shard`'s.
+
+        Raises:
+            SpecError: the processes cannot divide the experts; on every process alike.
         """
         self.model = model
         named = dict(model.named_weights()) if parameters is None else parameters
         places = {id(parameter): place for place, parameter in model.named_parameters()}
         self._device, self._compute = device, compute
         self._mesh = device_mesh(device.type, mesh.dp_replicate, mesh.shards)
+        self._copies = None if mesh.dp_replicate == 1 else self._mesh.get_group(_COPY)
         self.group = None if mesh.cp == 1 else sequence_group(device.type, mesh.width, mesh.cp)
         self.shapes = {name: parameter.shape for name, parameter in named.items()}
-        #: Numbers of the largest parameter of a layer.
-        self.largest = max((each.numel() for layer in _layers(model) for each in layer.parameters()), default=0)
+        sizes = [[each.numel() for each in layer.parameters()] for layer in _layers(model)]
+        #: Numbers that one command gathers: half of a layer, since one half is read while the other comes, or its
+        #: largest parameter where that is more.
+        self.at_once = max((max(*each, sum(each) // 2) for each in sizes), default=0)
+        staying = keep_own_experts(model, mesh, device) if experts is ExpertWeights.PARALLEL else set()
         for module in [*_layers(model), model]:
-            whole = [each for each in module.parameters() if not isinstance(each, DTensor)]
+            whole = [each for each in module.parameters() if not (isinstance(each, DTensor) or each in staying)]
             for parameter in whole:
                 if parameter.is_meta:
                     hold(parameter, torch.empty_like(parameter, device=device))
-            fully_shard(module, mesh=self._mesh)
+            fully_shard(module, mesh=self._mesh, ignored_params=staying)
             for parameter in whole:  # whoever still holds a whole one holds nothing
                 parameter.data = parameter.data.new_empty(0)
         register_fsdp_forward_method(model, "probe")
@@ -76,10 +87,10 @@ class ShardedModel:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
         divided = dict(model.named_parameters())
-        self._divided = {name: cast(DTensor, divided[places[id(parameter)]]) for name, parameter in named.items()}
+        self._divided = {name: divided[places[id(parameter)]] for name, parameter in named.items()}
         #: Of all parameters, by name: the memory of this process' rows. Without a row it is empty.
         self.shards = {
-            name: nn.Parameter(each.to_local().detach(), requires_grad=each.requires_grad)
+            name: nn.Parameter(_own(each).detach(), requires_grad=each.requires_grad)
             for name, each in self._divided.items()
         }
         self._lasting = dict(self.shards)
@@ -122,8 +133,10 @@ class ShardedModel:
     def collect_gradient(self) -> list[nn.Parameter]:
         """The shards that have a gradient, with it."""
         for name, divided in self._divided.items():
-            gradient = divided.grad
-            self.shards[name].grad = None if gradient is None else cast(DTensor, gradient).to_local()
+            gradient = None if divided.grad is None else _own(divided.grad)
+            if gradient is not None and not isinstance(divided, DTensor) and self._copies is not None:
+                dist.all_reduce(gradient, group=self._copies)  # each copy's experts have seen its own tokens
+            self.shards[name].grad = gradient
         return [shard for shard in self.shards.values() if shard.grad is not None and shard.numel()]
 
     def discard_gradient(self) -> None:
@@ -172,7 +185,7 @@ def device_mesh(device_type: str, dp_replicate: int, shards: int) -> DeviceMesh:
     """The mesh of all processes, which the trainers of a process share: each makes groups of its own."""
     if dp_replicate == 1:
         return init_device_mesh(device_type, (shards,), mesh_dim_names=(_SHARD,))
-    return init_device_mesh(device_type, (dp_replicate, shards), mesh_dim_names=("dp_replicate", _SHARD))
+    return init_device_mesh(device_type, (dp_replicate, shards), mesh_dim_names=(_COPY, _SHARD))
 
 
 @cache
@@ -180,6 +193,11 @@ def sequence_group(device_type: str, width: int, cp: int) -> SequenceGroup:
     """The processes that compute a micro-batch together with this one; shared like `device_mesh`."""
     parts = init_device_mesh(device_type, (width, cp), mesh_dim_names=("part", "cp"))
     return SequenceGroup(parts.get_group("cp"), cp, parts.get_local_rank("cp"))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """This process' rows."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _layers(model: PackedModel | PackedValueModel) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.commands.check import refuse
-from pipelinerl.commands.findings.model import attention_findings, expert_findings
+from pipelinerl.commands.findings.model import attention_findings, expert_findings, mesh_findings
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.trainer_role import canary_of, loop_settings
@@ -107,3 +107,18 @@ def test_a_kernel_that_cannot_be_is_refused_and_other_trainers_have_none() -> No
     with pytest.raises(RecipeError, match=r'^trainer\.options\.attention = "varlen" cannot be: the device is cpu, and'):
         list(attention_findings(recipe(None, ["trainer.device=cpu", "trainer.options.attention=varlen"])))
     assert list(attention_findings(recipe(None, ["trainer.type=jax"]))) == []
+
+
+def test_a_mesh_says_that_tokens_travel_or_that_experts_cannot_be_divided(mixture: Path) -> None:
+    empty = b"{}"
+    (mixture / "model.safetensors").write_bytes(len(empty).to_bytes(8, "little") + empty)
+    (mixture / "config.json").write_text(json.dumps(QWEN3_30B | {"hidden_size": 64, "num_attention_heads": 4}))
+    travelling = ["trainer.options.mesh.dp_shard=4", "trainer.options.experts=parallel"]
+    ((part, said),) = mesh_findings(recipe(mixture, travelling))
+    assert part == "mesh" and said.endswith("4 micro-batches at once; tokens travel to their experts")
+    for path, mesh, sentence in (
+        (mixture, 3, "a layer has 128 experts, which 3 processes cannot divide"),
+        (None, 2, "a layer has 0 experts"),
+    ):
+        with pytest.raises(RecipeError, match=f'^trainer.options.experts = "parallel": {sentence}'):
+            list(mesh_findings(recipe(path, [*travelling, f"trainer.options.mesh.dp_shard={mesh}"])))

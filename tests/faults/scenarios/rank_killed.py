@@ -49,7 +49,7 @@ def play(seed: int, directory: Path) -> Verdict:
                 broken.append(f"the run failed:\n{run.story()}")
         except (AssertionError, PipelineError) as error:
             broken.append(str(error))
-        broken += _unbalanced(run, figures)
+        broken += unbalanced(run, figures)
     order = ("kills", "of rank 0", "of rank 1", "found within 1 s", "trained groups")
     return Verdict({name: figures[name] for name in order}, tuple(broken))
 
@@ -101,12 +101,16 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _unbalanced(run: LiveRun, figures: Counter[str]) -> list[str]:
-    """What the ledger says that cannot be."""
+def unbalanced(run: LiveRun, figures: Counter[str]) -> list[str]:
+    """What the ledger says that cannot be.
+
+    The run's version is that of its last step: a life that was killed before its checkpoint was whole may have got
+    further, and what it trained since the checkpoint before was trained by no step of the run.
+    """
     finished = run.events("run_finished")
     if not finished:
         return []
-    ledger, versions = finished[-1]["ledger"], max(run.steps())
+    ledger, versions = finished[-1]["ledger"], run.steps()[-1]
     figures["trained groups"] += ledger["trained"]
     broken = []
     if ledger["issued"] != sum(count for fate, count in ledger.items() if fate != "issued"):

@@ -42,10 +42,14 @@ SMALL = {"optimizer": {"moments": "bf16"}}
 HOST = {"optimizer": {"place": "host"}}
 #: Gradients are brought together in every backward.
 DIVIDED = {"gradients": "divided"}
+#: Tokens travel to their experts.
+PARALLEL = {"experts": "parallel"}
 #: Tied and not, a Conv1D, and a value head over layers alone.
 BEGUN = {"qwen2": "policy", "gpt2": "policy", "llama": "value"}
 #: Checks of the kit in which the ranks must agree; `test_the_whole_kit…` has all.
 AGREED = ["forward_at_leaves_no_trace", "parts_equal_the_whole", "non_finite_is_refused", "reads_are_of_the_last_step"]
+#: What the kit tries on every mesh.
+KIT = [("qwen3", "policy"), ("gpt2", "policy"), ("llama", "value"), ("qwen3_moe", "policy")]
 #: A directory, what rank 0 does there, and with which arguments.
 Job = tuple[Path, str, dict[str, Any]]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
@@ -207,6 +211,11 @@ def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
         ),
         (directory / "mixture", "mixture", {"model": str(model_path("qwen3_moe"))}),
         (directory / "mixture_cp", "mixture", {"model": str(model_path("qwen3_moe")), "options": CP}),
+        (
+            directory / "mixture_parallel",
+            "mixture",
+            {"model": str(model_path("qwen3_moe")), "options": PARALLEL},
+        ),
         (directory / "lost", "until_lost", {"model": model}),
     ]
     return directory, end_by_losing(1, signal.SIGKILL, jobs)
@@ -324,8 +333,12 @@ def test_gradients_that_are_divided_in_every_backward_are_those_of_one_process(o
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_20_steps_with_less_memory_are_those_of_one_process(one, model, tmp_path):
-    kinds = {"host": HOST, "divided": DIVIDED}
-    succeed([(tmp_path / name, "train", {"model": model, "options": each}) for name, each in kinds.items()])
+    kinds = {
+        "host": {"options": HOST},
+        "divided": {"options": DIVIDED},
+        "checkpointed": {"checkpointing": True},
+    }
+    succeed([(tmp_path / name, "train", {"model": model, **each}) for name, each in kinds.items()])
     for name in kinds:
         ours, theirs = arrays(tmp_path / name), arrays(one)
         assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:20]).max() <= 1e-6
@@ -370,9 +383,12 @@ def test_a_rank_that_hangs_is_named(model, tmp_path):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", ["mixture", "mixture_cp"])
+@pytest.mark.parametrize("part", ["mixture", "mixture_cp", "mixture_parallel"])
 def test_experts_are_divided_and_their_routing_reaches_every_rank(one, two, part):
-    """Experts are rows of fused parameters; what one process computes with the routing told, two do."""
+    """Experts are rows of fused parameters; what one process computes with the routing told, two do.
+
+    In the last part they stay where their rows are, and tokens travel.
+    """
     ours, theirs = arrays(two[0] / part), arrays(one / "mixture")
     for name in ("losses", "predictions", "free"):
         assert np.abs(ours[f"mixture.{name}"] - theirs[f"mixture.{name}"]).max() <= 1e-5, name
@@ -386,12 +402,40 @@ def test_experts_are_divided_and_their_routing_reaches_every_rank(one, two, part
     "mesh", [TWO, {"dp_replicate": 2}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"cp": 2}, {"cp": 4}]
 )
 def test_the_whole_kit_passes_behind_rank_0(mesh, model_path, tmp_path):
-    heads = {"qwen3": "policy", "gpt2": "policy", "llama": "value", "qwen3_moe": "policy"}
-    models = [[str(model_path(name)), head] for name, head in heads.items()]
-    (reasons,) = succeed([(tmp_path, "kit", {"models": models})], mesh=mesh)
-    for name, head in heads.items():
+    check_kit(KIT, mesh, model_path, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mesh", [TWO, {"dp_shard": 4}])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen3_moe"])
+def test_the_whole_kit_passes_for_every_architecture_and_head(name, mesh, model_path, tmp_path):
+    check_kit([(name, head) for head in ("policy", "value") if (name, head) not in KIT], mesh, model_path, tmp_path)
+
+
+def check_kit(subjects, mesh, model_path, directory):
+    models = [[str(model_path(name)), head] for name, head in subjects]
+    (reasons,) = succeed([(directory, "kit", {"models": models})], mesh=mesh)
+    for name, head in subjects:
         suite = CHECKS if head == "policy" else VALUE_CHECKS
         assert reasons[f"{name} {head}"] == {check.__name__: "" for check in suite}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mesh", [TWO, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "cp": 2}])
+def test_experts_to_which_tokens_travel_are_those_of_one_process(mesh, one, model_path, tmp_path):
+    model = str(model_path("qwen3_moe"))
+    jobs: list[Job] = [
+        (tmp_path / "mixture", "mixture", {"model": model, "options": PARALLEL}),
+        (tmp_path / "kit", "kit", {"models": [[model, "policy"]], "options": PARALLEL}),
+    ]
+    _, reasons = succeed(jobs, mesh=mesh)
+    ours, theirs = arrays(tmp_path / "mixture"), arrays(one / "mixture")
+    for name in ("losses", "predictions", "free"):
+        assert np.abs(ours[f"mixture.{name}"] - theirs[f"mixture.{name}"]).max() <= 1e-5, name
+    assert distance(ours, theirs, "weights") <= 1e-4
+    assert reasons == {"qwen3_moe policy": {check.__name__: "" for check in CHECKS}}
 
 
 @pytest.mark.slow
@@ -424,9 +468,10 @@ def test_reads_beside_passes_twenty_times(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"mush": 1}, "options.mush is unknown to the torch trainer; it knows mesh, gradients, attention"),
+        ({"mush": 1}, "options.mush is unknown to the torch trainer; it knows mesh, gradients, experts, attention"),
         ({"mesh": {"fsdp": 2}}, "options.mesh.fsdp is unknown to the torch trainer; it knows dp_replicate, dp_shard"),
         ({"gradients": "half"}, "options.gradients must be whole or divided, got 'half'"),
+        ({"mesh": {"dp_replicate": 2}} | PARALLEL, 'options.experts = "parallel" is of a model that processes divide'),
         ({"mesh": {"dp_shard": 0}}, "options.mesh.dp_shard must be a whole number of at least 1, got 0"),
         ({"mesh": {"cp": 2}}, "options.mesh makes 2 processes, and options.distributed does not say where they meet"),
         ({"mesh": TWO}, "options.mesh makes 2 processes, and options.distributed does not say where they meet"),

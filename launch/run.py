@@ -186,13 +186,14 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
 
 def show_end(result: RunResult, directory: RunDirectory, told: Sequence[Event], console: Console) -> None:
     """How the run has ended and how to go on; `told` are the events of this launch, of which there may be none."""
-    if told:
+    kinds = {event["kind"] for event in told}
+    if kinds & {"step", "evaluation"}:  # else there is nothing to draw, which takes seconds
         try:
             _show_report(directory, console)
         except UserError as error:  # how the run has ended is said all the same
             console.print(str(error), highlight=False, soft_wrap=True, markup=False)
     # What ended before it trained would end so again, and its sentence says what to mend.
-    if result.outcome is RunOutcome.FAILED and any(event["kind"] == "trainer_ready" for event in told):
+    if result.outcome is RunOutcome.FAILED and "trainer_ready" in kinds:
         console.print(f"to go on from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
     style = {RunOutcome.COMPLETED: "green", RunOutcome.STOPPED: "yellow", RunOutcome.FAILED: "red"}[result.outcome]
     message = _why_it_ended(result.outcome, directory, told) or result.message

@@ -20,7 +20,7 @@ from pipelinerl.commands.findings.model import (
     refuse_experts,
 )
 from pipelinerl.commands.findings.problems import instruction_findings, prompt_findings
-from pipelinerl.commands.findings.verifier_trial import filter_tried, tried
+from pipelinerl.commands.findings.verifier_trial import called_by_place, filter_tried, tried
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
@@ -35,6 +35,7 @@ from pipelinerl.models.checkpoint import (
     check_weights,
     model_type,
     refuse_quantised,
+    vocab_size,
     weight_files,
 )
 from pipelinerl.models.tokenizer import ChatTokenizer, check_chat_template
@@ -130,6 +131,10 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     _check_model(config)
     tokenizer = ChatTokenizer.load(config.model.resolved)
     yield "model", f"{config.model.resolved} with {tokenizer.vocab_size} tokens"
+    path, known = config.model.resolved, tokenizer.vocab_size
+    if (rows := vocab_size(path)) is not None and rows < known:
+        said = f"the tokenizer of {path} has {known} tokens and its model {rows}: a prompt with one of the others"
+        yield "warning", f"{said} is refused by engines"
     for path in dict.fromkeys([config.model.resolved, *_other_models(config).values()]):
         if left := check_values(path, most_bytes=_MOST_READ):
             yield "model", f"{left / 2**30:,.1f} GiB of {path} are not read here; the trainer looks at them as it loads"
@@ -161,6 +166,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     for where, name in user_code(config):
         yield "user code", f"{where} = {place_of(registry.resolve(name))}"
     for domain in config.domains:
+        yield from (("warning", sentence) for sentence in called_by_place(domain))
         yield from instruction_findings(config, domain)
         said = asyncio.run(tried(domain, _problems_of(domain, config)))
         yield "verifier", f"domains.{domain.name}: {said}"

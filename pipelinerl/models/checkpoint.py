@@ -339,7 +339,13 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
     refuse_quantised(path)
     from safetensors import SafetensorError
     from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
     from transformers.utils import logging as transformers_logging
+
+    if part == "causal_lm" and (kind := model_type(path)) in CONFIG_MAPPING and kind not in CAUSAL:
+        raise ModelError(
+            f"{path} holds a {kind}, which is no causal language model; give one that reads and writes text alone"
+        )
 
     transformers_logging.disable_progress_bar()  # a line for each parameter in a server's log
     transformers_logging.set_verbosity_error()  # its tables of what does not fit; the first of it is said below

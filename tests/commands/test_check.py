@@ -334,6 +334,17 @@ def test_a_base_models_want_of_a_chat_template_is_said_before_anything_starts(tm
     refuse(config)
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_is_told_of(tmp_path: Path) -> None:
+    """As where somebody has added a token for padding; a prompt that has one of them is another matter."""
+    path = shutil.copytree(SHIPPED, tmp_path / "model")
+    tokens = json.loads((path / "tokenizer.json").read_text())
+    last = max(tokens["added_tokens"], key=lambda token: token["id"])
+    tokens["added_tokens"].append(last | {"id": 4000, "content": "<|more|>"})
+    (path / "tokenizer.json").write_text(json.dumps(tokens))
+    told = [said for part, said in findings(load("tiny", [*QUICK, f"model.path={path}"])) if part == "warning"]
+    assert len(told) == 1 and f"the tokenizer of {path} has " in told[0] and "refused by engines" in told[0]
+
+
 def test_engine_and_trainer_must_be_of_the_models_kind(tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(SHIPPED, path)

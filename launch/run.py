@@ -10,12 +10,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -34,7 +34,7 @@ from launch.spread import spread
 from launch.supervisor import RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import read_events
+from pipelinerl.observability.events import Event, read_events
 from pipelinerl.observability.progress import ProgressDisplay
 from pipelinerl.observability.report import write_report
 from pipelinerl.observability.run_history import tell
@@ -145,7 +145,7 @@ def report(path: Path) -> list[Path]:
 def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
     console = Console()
     with directory.locked():
-        config = directory.config
+        config, before = directory.config, len(_events_of(directory))
         token = json.loads(directory.tokens.read_text())["token"]
         controller = connect(f"http://{launch.at('controller', launch.ports.controller)}", token)
         console.print(f"run [bold]{config.run.name}[/] in {directory.path}", highlight=False)
@@ -180,17 +180,24 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
             )
             staff = EngineProcesses(supervisor, launch, give_up=reader.give_up)
             result = supervisor.run()
-    if directory.events.is_file():
+    show_end(result, directory, _events_of(directory)[before:], console)
+    return result.exit_status
+
+
+def show_end(result: RunResult, directory: RunDirectory, told: Sequence[Event], console: Console) -> None:
+    """How the run has ended and how to go on; `told` are the events of this launch, of which there may be none."""
+    kinds = {event["kind"] for event in told}
+    if kinds & {"step", "evaluation"}:  # else there is nothing to draw, which takes seconds
         try:
             _show_report(directory, console)
         except UserError as error:  # how the run has ended is said all the same
             console.print(str(error), highlight=False, soft_wrap=True, markup=False)
-    if result.outcome is RunOutcome.FAILED and directory.events.is_file():
+    # What ended before it trained would end so again, and its sentence says what to mend.
+    if result.outcome is RunOutcome.FAILED and "trainer_ready" in kinds:
         console.print(f"to go on from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
     style = {RunOutcome.COMPLETED: "green", RunOutcome.STOPPED: "yellow", RunOutcome.FAILED: "red"}[result.outcome]
-    message = _why_it_ended(result.outcome, directory) or result.message
+    message = _why_it_ended(result.outcome, directory, told) or result.message
     console.print(f"[{style}]{result.outcome}[/]: {escape(message)}", highlight=False, soft_wrap=True)
-    return result.exit_status
 
 
 def _suspends(controller: ControllerCalls) -> bool:
@@ -206,21 +213,23 @@ def _tell_nodes(head: HeadNode, directory: RunDirectory, result: RunResult) -> N
     """A run that its controller was told to suspend has completed for its launcher, and is not over for the nodes."""
     if not head.leads:
         return
-    if result.outcome is RunOutcome.COMPLETED and _last_event(directory.events).get("kind") == "run_suspended":
+    last = tell(_events_of(directory)).finished or {}
+    if result.outcome is RunOutcome.COMPLETED and last.get("kind") == "run_suspended":
         result = RunResult(RunOutcome.STOPPED, f"suspended; go on with: pipelinerl run --resume {directory.path}")
     head.end(result)
 
 
-def _last_event(events: Path) -> Mapping[str, Any]:
+def _events_of(directory: RunDirectory) -> list[Event]:
+    """Those of all its launches; none where they cannot be read."""
     try:
-        return tell(read_events(events)).finished or {}
+        return read_events(directory.events)
     except (OSError, ValueError):
-        return {}
+        return []
 
 
-def _why_it_ended(outcome: RunOutcome, directory: RunDirectory) -> str:
+def _why_it_ended(outcome: RunOutcome, directory: RunDirectory, told: Sequence[Event]) -> str:
     """The controller's sentence, if it has ended the run; else nothing."""
-    last = _last_event(directory.events)
+    last = tell(told).finished or {}
     match outcome, last.get("kind"):
         case RunOutcome.COMPLETED, "run_suspended":
             return f"{last.get('reason', 'suspended')}; go on with: pipelinerl run --resume {directory.path}"

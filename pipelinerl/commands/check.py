@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 from inference_contract.weights import Backend
 from pipelinerl import registry
@@ -18,7 +20,7 @@ from pipelinerl.commands.findings.model import (
     refuse_experts,
 )
 from pipelinerl.commands.findings.problems import instruction_findings, prompt_findings
-from pipelinerl.commands.findings.verifier_trial import filter_tried, tried
+from pipelinerl.commands.findings.verifier_trial import called_by_place, filter_tried, tried
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
@@ -27,8 +29,16 @@ from pipelinerl.data.mixture import Mixture
 from pipelinerl.data.problems import check_source
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models import bigram
-from pipelinerl.models.checkpoint import check_directory, check_weights, model_type, weight_files
-from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.checkpoint import (
+    check_directory,
+    check_values,
+    check_weights,
+    model_type,
+    refuse_quantised,
+    vocab_size,
+    weight_files,
+)
+from pipelinerl.models.tokenizer import ChatTokenizer, check_chat_template
 from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.explain import differing, slot_lines
 from pipelinerl.objective.presets import preset_of, resolve
@@ -51,6 +61,9 @@ from pipelinerl.system.references import is_reference, place_of
 from pipelinerl.system.storage import Storage
 from trainer_contract.errors import SpecError
 
+#: Of a model's weights so many bytes are read, to see that they are numbers: for seconds, not for minutes.
+_MOST_READ: Final = 8 * 2**30
+
 
 def refuse(config: RunConfig) -> None:
     """Look at names alone: nothing heavy is imported, nothing large is read.
@@ -59,6 +72,8 @@ def refuse(config: RunConfig) -> None:
         UserError: the first thing that would stop the run.
     """
     check_directory(config.model.resolved)
+    refuse_quantised(config.model.resolved)
+    check_chat_template(config.model.resolved)
     for location in (config.checkpoint.location, config.parameter_server.copies):
         if location is not None:
             Storage(location)
@@ -91,14 +106,19 @@ def refuse(config: RunConfig) -> None:
 
 
 def _check_other_models(config: RunConfig) -> None:
-    """The critic's and the reference's, where the recipe names one."""
-    for part in ("critic", "reference"):
-        section = getattr(config, part)
-        if section is not None and section.path is not None:
-            try:
-                check_directory(ModelSection(path=section.path).resolved)
-            except ModelError as error:
-                raise ModelError(f"{part}.path: {error}") from None
+    """The critic's and the reference's."""
+    for part, path in _other_models(config).items():
+        try:
+            check_directory(path)
+        except ModelError as error:
+            raise ModelError(f"{part}.path: {error}") from None
+
+
+def _other_models(config: RunConfig) -> dict[str, Path]:
+    """Those that the recipe names beside the policy's."""
+    sections = {part: getattr(config, part) for part in ("critic", "reference")}
+    named = {part: section.path for part, section in sections.items() if section is not None}
+    return {part: ModelSection(path=path).resolved for part, path in named.items() if path is not None}
 
 
 def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -111,6 +131,13 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     _check_model(config)
     tokenizer = ChatTokenizer.load(config.model.resolved)
     yield "model", f"{config.model.resolved} with {tokenizer.vocab_size} tokens"
+    path, known = config.model.resolved, tokenizer.vocab_size
+    if (rows := vocab_size(path)) is not None and rows < known:
+        said = f"the tokenizer of {path} has {known} tokens and its model {rows}: a prompt with one of the others"
+        yield "warning", f"{said} is refused by engines"
+    for path in dict.fromkeys([config.model.resolved, *_other_models(config).values()]):
+        if left := check_values(path, most_bytes=_MOST_READ):
+            yield "model", f"{left / 2**30:,.1f} GiB of {path} are not read here; the trainer looks at them as it loads"
     build_engine(_of_nobody(config))
     dtypes = dtypes_of(config)
     slow = _slow(config, dtypes)
@@ -139,6 +166,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     for where, name in user_code(config):
         yield "user code", f"{where} = {place_of(registry.resolve(name))}"
     for domain in config.domains:
+        yield from (("warning", sentence) for sentence in called_by_place(domain))
         yield from instruction_findings(config, domain)
         said = asyncio.run(tried(domain, _problems_of(domain, config)))
         yield "verifier", f"domains.{domain.name}: {said}"

@@ -6,6 +6,7 @@ Promises: no network, no code from the directory is run, weights from safetensor
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -13,16 +14,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+import numpy as np
 import xxhash
 
 from pipelinerl.errors import ModelError
+from pipelinerl.models.finite_weights import refuse_not_finite
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.system.files import sync
 from trainer_contract.types import WeightDType
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 #: A value model's `weight` [1, D] and `bias` [1], fp32, beside the directory's other weights.
@@ -35,8 +39,19 @@ _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SLOW_TOKENIZERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 #: Read and hashed at once.
 _BLOCK_BYTES: Final = 2**20
+#: Dtypes as safetensors writes them, and as torch and NumPy do.
+_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 #: What is loaded: the language model, or its layers alone, whose output is the last hidden states.
 Part = Literal["causal_lm", "trunk"]
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file: its first byte there, and how many it has."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
 
 
 def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "tokenizer.json")) -> None:
@@ -50,6 +65,7 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
         asked = f"; the hub's {path} comes by: hf download {path} --local-dir models/{path.name}"
         hub = asked if found != "a file" and _HUB_NAME.fullmatch(str(path)) and not path.parent.exists() else ""
         raise ModelError(f"expected a model directory at {path}, found {found}; give the path of a local one{hub}")
+    _refuse_adapter(path)
     weights = sorted(path.glob("*.safetensors"))
     if not weights and (pickled := sorted(path.glob("pytorch_model*.bin"))):
         raise ModelError(
@@ -66,6 +82,39 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
         )
     if missing:
         raise ModelError(f"{path} lacks {', '.join(missing)}; a model directory needs config, tokenizer and weights")
+
+
+def _refuse_adapter(path: Path) -> None:
+    """transformers would put its layers into the model beside it, or into another that it names. Raises ModelError."""
+    adapter = path / "adapter_config.json"
+    if adapter.is_file():
+        base = _table(adapter).get("base_model_name_or_path")
+        raise ModelError(
+            f"{path} holds a LoRA adapter{f' of {base}' if base else ''}; merge it into its model: peft's "
+            "AutoPeftModelForCausalLM.from_pretrained(…).merge_and_unload().save_pretrained(…) does it"
+        )
+
+
+def refuse_quantised(path: Path) -> None:
+    """Raise ModelError for a directory whose weights are codes, which are served by some and trained by nobody."""
+    quantised = _table(path / "config.json").get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise ModelError(
+            f"{path} keeps its weights quantised{f' ({method})' if method else ''}, which cannot be trained; give the "
+            "model that it was made of"
+        )
+
+
+def _table(file: Path) -> Mapping[str, Any]:
+    """The JSON object in a file. Raises ModelError for what is none."""
+    try:
+        table = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} must be a JSON object: {error}; copy it again") from None
+    if not isinstance(table, dict):
+        raise ModelError(f"{file} must be a JSON object; copy it again")
+    return table
 
 
 def model_type(path: Path) -> str:
@@ -88,11 +137,8 @@ def text_config(path: Path) -> Mapping[str, Any]:
     Raises:
         ModelError: it cannot be read.
     """
-    try:
-        table = json.loads((path / "config.json").read_text())
-        return table.get("text_config") or table
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path / 'config.json'} must be a JSON object: {error}; copy it again") from None
+    table = _table(path / "config.json")
+    return table.get("text_config") or table
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -160,19 +206,17 @@ def _stored_dtype(path: Path) -> str:
     """The dtype of most bytes, by the headers of the files alone."""
     sizes: Counter[str] = Counter()
     for file in weight_files(path):
-        for dtype, _, num_bytes in _header(file).values():
-            sizes[dtype] += num_bytes
-    code = max(sizes, key=lambda each: sizes[each], default="F32")
-    return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(code, code)
+        for tensor in stored_tensors(file).values():
+            sizes[tensor.dtype] += tensor.size
+    return max(sizes, key=lambda each: sizes[each], default="float32")
 
 
-def tensor_headers(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors in a safetensors file, by name. Raises ModelError for what is none."""
-    return {name: shape for name, (_, shape, _) in _header(file).items()}
+def stored_tensors(file: Path) -> dict[str, StoredTensor]:
+    """What a safetensors file says of its tensors, by name: eight bytes of length, then JSON.
 
-
-def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """dtype, shape and bytes of each tensor: eight bytes of length, then JSON."""
+    Raises:
+        ModelError: it is none.
+    """
     found = {}
     try:
         with file.open("rb") as stream:
@@ -180,8 +224,9 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
             header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
         for name, tensor in header.items():
             if name != "__metadata__":
-                start, end = tensor["data_offsets"]
-                found[name] = (str(tensor["dtype"]), tuple(tensor["shape"]), end - start)
+                (start, end), code = tensor["data_offsets"], str(tensor["dtype"])
+                dtype = _DTYPES.get(code, code)
+                found[name] = StoredTensor(dtype, tuple(tensor["shape"]), 8 + length + start, end - start)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} is no safetensors file: {error}; copy it again") from None
     return found
@@ -202,6 +247,29 @@ def check_weights(path: Path) -> PreTrainedModel:
         ModelError: `load_model` would raise it.
     """
     return _load(path, device_map="meta")
+
+
+def check_values(path: Path, *, most_bytes: int) -> int:
+    """Read the parameters from the files, up to so many bytes of them, and look whether they are numbers.
+
+    Returns:
+        How many bytes were left out.
+
+    Raises:
+        ModelError: a value is NaN or infinite; or a file cannot be read.
+    """
+    room, left = most_bytes, 0
+    for file in weight_files(path):
+        for name, tensor in stored_tensors(file).items():
+            if tensor.size > room:
+                left += tensor.size
+                continue
+            room -= tensor.size
+            if tensor.size and tensor.dtype in _DTYPES.values():
+                width = tensor.size // math.prod(tensor.shape)
+                words = np.memmap(file, f"u{width}", "r", offset=tensor.start, shape=tensor.shape or (1,))
+                refuse_not_finite(path, name, words, tensor.dtype)
+    return left
 
 
 def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
@@ -268,9 +336,16 @@ def _attending(model: PreTrainedModel, attention: str | None) -> PreTrainedModel
 
 def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrainedModel:
     check_directory(path, needs=["config.json"])
+    refuse_quantised(path)
     from safetensors import SafetensorError
     from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
     from transformers.utils import logging as transformers_logging
+
+    if part == "causal_lm" and (kind := model_type(path)) in CONFIG_MAPPING and kind not in CAUSAL:
+        raise ModelError(
+            f"{path} holds a {kind}, which is no causal language model; give one that reads and writes text alone"
+        )
 
     transformers_logging.disable_progress_bar()  # a line for each parameter in a server's log
     transformers_logging.set_verbosity_error()  # its tables of what does not fit; the first of it is said below
@@ -299,7 +374,20 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
             f"{path}: weights do not fit config.json: {len(names)} absent or of another shape, first {names[0]}; copy "
             "it again"
         )
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            refuse_unusable(path, name, parameter)
     return model
+
+
+def refuse_unusable(path: Path, name: str, values: Tensor) -> None:
+    """Raise ModelError for a parameter of the directory `path`, here on the CPU, with a NaN or an infinity in it."""
+    import torch
+
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if values.is_floating_point() and values.element_size() in integers:
+        words = values.detach().view(integers[values.element_size()])  # NumPy has no bfloat16
+        refuse_not_finite(path, name, words.numpy(), str(values.dtype).removeprefix("torch."))
 
 
 def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> None:

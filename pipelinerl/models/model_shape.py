@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.checkpoint import model_dtype, tensor_headers, weight_files
+from pipelinerl.models.checkpoint import model_dtype, stored_tensors, weight_files
 from pipelinerl.models.decoder_config import read_config
 from pipelinerl.models.routing import fused_experts
 from trainer_contract.types import WeightDType
@@ -133,8 +133,8 @@ def _parameters(path: Path, *, tied: bool) -> dict[str, tuple[int, ...]]:
     if not files:
         parameters = read_config(path).parameters
         return {name: parameter.shape for parameter in parameters for name in parameter.names}
-    found = {name: shape for file in files for name, shape in tensor_headers(file).items() if len(shape) <= 3}
-    found = fused_experts(found)
+    stored = {name: tensor.shape for file in files for name, tensor in stored_tensors(file).items()}
+    found = fused_experts({name: shape for name, shape in stored.items() if len(shape) <= 3})
     return {name: shape for name, shape in found.items() if not (tied and name.endswith(_HEAD))}
 
 

@@ -32,6 +32,10 @@ _MAX_UNDECIDED = 16
 _TAKEN_AT_THEIR_WORD: Final = frozenset({"bigram", "gpt2", "llama", "qwen3", "qwen3_moe"})
 _PLAIN_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 _NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
+_WITHOUT_TEMPLATE: Final = (
+    "{} has no chat template, as a base model may: write one into chat_template.jinja of its directory, such as "
+    "{{% for message in messages %}}{{{{ message.content }}}}{{{{ '\\n' }}}}{{% endfor %}}"
+)
 
 
 class ChatTurn(Protocol):
@@ -140,11 +144,7 @@ class ChatTokenizer:
                 f"chat_template_kwargs must not set {', '.join(taken)}, which the engine decides; remove it"
             )
         if tokenizer.chat_template is None:
-            raise ModelError(
-                f"{tokenizer.name_or_path or 'the model'} has no chat template, as a base model may: write one into "
-                "chat_template.jinja of its directory, such as "
-                "{% for message in messages %}{{ message.content }}{{ '\\n' }}{% endfor %}"
-            )
+            raise ModelError(_WITHOUT_TEMPLATE.format(tokenizer.name_or_path or "the model"))
         try:
             text = tokenizer.apply_chat_template(
                 list(turns), add_generation_prompt=opens, tokenize=False, **template_kwargs
@@ -211,6 +211,17 @@ class IncrementalDetokenizer:
         self._emitted = self._tokenizer.decode(self._window)
         self._read = len(self._window)
         return new
+
+
+def check_chat_template(path: Path) -> None:
+    """Has the directory a chat template? Cheap: looks at names only, where transformers would find one.
+
+    Raises:
+        ModelError: it has none; or its tokenizer_config.json is damaged.
+    """
+    declared = _named(path / "tokenizer_config.json", "chat_template") is not None
+    if not (declared or (path / "chat_template.jinja").is_file() or (path / "additional_chat_templates").is_dir()):
+        raise ModelError(_WITHOUT_TEMPLATE.format(path))
 
 
 def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:

@@ -3,7 +3,7 @@
 Of which tensors in which files a parameter is made is transformers' to say, whose table of conversions is applied to
 names here and to values when they are read: makers name layers otherwise, and write experts one by one that a model
 has in one parameter. Promises: nothing is read before it is asked for; of a parameter that lies in its file as the
-model has it no other rows are read, of one that is put together its own parts alone.
+model has it no other rows are read, of one that is put together its own parts alone; no NaN or infinity is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.checkpoint import tensor_headers, weight_files
+from pipelinerl.models.checkpoint import refuse_unusable, stored_tensors, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +40,7 @@ class _StoredTensor(NamedTuple):
                 read: Tensor = stored[rows] if rows is not None else stored[...]
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{self.file} cannot be read: {error}; copy it again") from error
+        refuse_unusable(self.file.parent, self.key, read)
         return read
 
 
@@ -88,7 +89,7 @@ class WeightReader:
         """These rows of a parameter or buffer, in the dtype in which they lie there; not for writing to.
 
         Raises:
-            ModelError: a file cannot be read.
+            ModelError: a file cannot be read, or a value in it is NaN or infinite.
         """
         parts = self._stored[name]
         return parts[0].read(wanted) if parts[0].pattern is None else self._converted(name, parts)[wanted]
@@ -117,7 +118,7 @@ def _stored_by_name(
     prefix, expected = model.base_model_prefix, model.state_dict()
     distinct = list({id(each): each for each in converters.values()}.values())
     found: dict[str, list[_StoredTensor]] = defaultdict(list)
-    keys = {key: (file, shape) for file in weight_files(path) for key, shape in tensor_headers(file).items()}
+    keys = {key: (file, tensor.shape) for file in weight_files(path) for key, tensor in stored_tensors(file).items()}
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, distinct, prefix, expected)
         if name not in expected and key in expected:

@@ -18,7 +18,8 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import uvloop
@@ -39,6 +40,7 @@ TOKEN_VARIABLE = "PIPELINERL_TOKEN"
 REDIS_VARIABLE = "PIPELINERL_REDIS_URL"
 #: The file with the password of an embedded server that is on another host than this role; the launcher names it.
 REDIS_PASSWORD_VARIABLE = "PIPELINERL_REDIS_PASSWORD_FILE"
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,27 +136,37 @@ def _with_password(redis_url: str, run_dir: Path) -> str:
 def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], identity: Identity) -> None:
     """Run a role on uvloop; SIGTERM and SIGINT cancel it, and its `finally` clauses put things in order.
 
+    Until it waits for the first time a role imports and loads, for many seconds, in which the loop hears nothing: a
+    signal cancels it in the middle of that.
+
     Exits the process: 0 when its work was done, 143 when a signal stopped it, 2 after a user error, 1 after any other.
     """
     identity.log()
 
-    async def guarded() -> bool:
-        task = asyncio.ensure_future(role(identity))
+    async def guarded() -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, task.cancel)
-        try:
-            await task
-        except asyncio.CancelledError:
-            log.info("stopped by a signal")
-            return False
-        return True
+        for number in _ENDING:
+            signal.signal(number, _cancel_here)
+        task = asyncio.ensure_future(role(identity))
+
+        def hear() -> None:
+            for number in _ENDING:
+                loop.add_signal_handler(number, task.cancel)
+
+        loop.call_soon(hear)  # the turn after the task's first
+        await task
 
     try:
-        if not uvloop.run(guarded()):
-            sys.exit(128 + signal.SIGTERM)  # not 0: for the launcher, a role that was killed has not done its work
+        uvloop.run(guarded())
+    except asyncio.CancelledError:
+        log.info("stopped by a signal")
+        sys.exit(128 + signal.SIGTERM)  # not 0: for the launcher, a role that was killed has not done its work
     except Exception as error:  # the process' own main: whatever it is, it is said once and ends the process
         sys.exit(_status_of(error))
+
+
+def _cancel_here(_number: int, _frame: FrameType | None) -> None:
+    raise asyncio.CancelledError
 
 
 def _status_of(error: BaseException) -> int:

@@ -14,6 +14,8 @@ from pipelinerl.errors import AddressError
 
 #: Below Linux' default range of outgoing ports (32768 and up).
 _LISTENING: Final = range(20000, 32000)
+#: A connection that stays on the machine is made at once.
+_ANSWERS_S: Final = 2.0
 #: How many places this process has looked at.
 _LOOKED_AT: Final = counting()
 
@@ -23,7 +25,11 @@ def free_ports(count: int) -> tuple[int, ...]:
 
     A client that keeps trying to reach a service that is away could otherwise be given the service's own port, connect
     to itself, and keep the service from coming back.
+
+    Raises:
+        AddressError: there are fewer; or nobody reaches 127.0.0.1, where all of a run's services listen.
     """
+    _check_loopback()
     found: list[int] = []
     for _ in _LISTENING:
         # Launchers that start together look in different places, and one process never in the same place twice: what
@@ -34,6 +40,18 @@ def free_ports(count: int) -> tuple[int, ...]:
         if len(found) == count:
             return tuple(found)
     raise AddressError(f"fewer than {count} ports of {_LISTENING.start} to {_LISTENING.stop - 1} are free")
+
+
+def _check_loopback() -> None:
+    """In some containers and namespaces the interface is down, and each service would be waited for to no end."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as service:
+            socket.create_connection(service.getsockname(), _ANSWERS_S).close()
+    except OSError as error:
+        raise AddressError(
+            f"no program here reaches another at 127.0.0.1 ({error.strerror or error}): the loopback interface is "
+            "down, or something filters it; as root, `ip link set lo up` brings it up"
+        ) from None
 
 
 def is_free(port: int) -> bool:

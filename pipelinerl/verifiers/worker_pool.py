@@ -389,7 +389,11 @@ class _Forker:
         main = [sys.executable, "-m", "pipelinerl.verifiers.worker_process", target, argument]
         command = [sys.executable, "-S", "-E", *tie, *main]
         with theirs:
-            process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno())
+            try:
+                process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno())
+            except BaseException:
+                ours.close()
+                raise
         ours.setblocking(False)
         forker = cls(process, ours, forks=False)
         try:

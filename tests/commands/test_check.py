@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pipelinerl.commands.check import findings, refuse
 from pipelinerl.config.curation import CurationSection
@@ -22,6 +23,7 @@ from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.registry import ENGINES
 from pipelinerl.roles.wiring import check_engine_options, objective_of, training_problems
+from pipelinerl.types import Message
 from tests.patience import PATIENCE_S
 
 SHIPPED = MODELS / "tiny_speller"
@@ -281,6 +283,12 @@ def wider(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 10}))
 
 
+def not_a_number(path: Path) -> None:
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -294,6 +302,7 @@ def wider(path: Path) -> None:
         (rewritten("config.json", b"[]"), "config.json"),
         (rewritten("config.json", b'{"model_type": "zzz"}'), "'zzz'|`zzz`"),
         (rewritten("tokenizer.json", b"{}"), "the tokenizer of .* cannot be read"),
+        (not_a_number, "the parameter model.norm.weight holds values that are no numbers, NaN or infinite"),
         (wider, "weights do not fit config.json: 6 absent or of another shape, first model.layers.0.mlp"),
     ],
 )
@@ -307,6 +316,33 @@ def test_a_model_that_is_not_whole_is_found(
         list(findings(load("tiny", [*QUICK, f"model.path={path}"])))
     assert "\n" not in str(refused.value)
     assert capfd.readouterr().err == "", "the sentence is all that is said"
+
+
+def test_a_base_models_want_of_a_chat_template_is_said_before_anything_starts(tmp_path: Path) -> None:
+    """`run` refuses by names alone, and says it as `check` does."""
+    path = shutil.copytree(SHIPPED, tmp_path / "model")
+    named = json.loads((path / "tokenizer_config.json").read_text())
+    template = named.pop("chat_template")
+    (path / "tokenizer_config.json").write_text(json.dumps(named))
+    config = load("tiny", [*QUICK, f"model.path={path}"])
+    with pytest.raises(ModelError, match=f"^{path} has no chat template, as a base model may: write one into") as run:
+        refuse(config)
+    with pytest.raises(ModelError) as engine:
+        ChatTokenizer.load(path).encode_chat([Message("user", "a")])
+    assert str(run.value) == str(engine.value)
+    (path / "chat_template.jinja").write_text(template)
+    refuse(config)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_told_of(tmp_path: Path) -> None:
+    """As where somebody has added a token for padding; a prompt that has one of them is another matter."""
+    path = shutil.copytree(SHIPPED, tmp_path / "model")
+    tokens = json.loads((path / "tokenizer.json").read_text())
+    last = max(tokens["added_tokens"], key=lambda token: token["id"])
+    tokens["added_tokens"].append(last | {"id": 4000, "content": "<|more|>"})
+    (path / "tokenizer.json").write_text(json.dumps(tokens))
+    told = [said for part, said in findings(load("tiny", [*QUICK, f"model.path={path}"])) if part == "warning"]
+    assert len(told) == 1 and f"the tokenizer of {path} has " in told[0] and "refused by engines" in told[0]
 
 
 def test_engine_and_trainer_must_be_of_the_models_kind(tmp_path: Path) -> None:

@@ -94,6 +94,29 @@ def test_an_architecture_that_nobody_knows_is_not_to_be_copied_again(directory):
         load_model(directory)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        (
+            "adapter_config.json",
+            {"base_model_name_or_path": "a/b"},
+            "holds a LoRA adapter of a/b; merge it into its model",
+        ),
+        (
+            "config.json",
+            {"quantization_config": {"quant_method": "gptq"}},
+            r"keeps its weights quantised \(gptq\), which",
+        ),
+        ("config.json", {"model_type": "qwen2_vl"}, "holds a qwen2_vl, which is no causal language model; give one"),
+    ],
+)
+def test_what_is_no_model_to_train_is_said_to_be_what_it_is(directory, file, content, sentence):
+    before = json.loads((directory / file).read_text()) if (directory / file).exists() else {}
+    (directory / file).write_text(json.dumps(before | content))
+    with pytest.raises(ModelError, match=f"{directory} {sentence}"):
+        load_model(directory)
+
+
 def test_a_missing_directory_is_named(tmp_path):
     for load in (load_model, ChatTokenizer.load):
         with pytest.raises(ModelError, match="nowhere"):

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,9 +101,28 @@ def test_a_signal_is_no_success_and_is_put_in_order_first(tmp_path: Path, number
     happened: list[str] = []
 
     async def role(_: Identity) -> None:
+        await asyncio.sleep(0)
         os.kill(os.getpid(), number)
         try:
             await asyncio.sleep(10)
+        finally:
+            happened.append("in order")
+
+    with pytest.raises(SystemExit) as ended:
+        run_until_signalled(role, identity(tmp_path))
+    assert (ended.value.code, happened) == (143, ["in order"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_role_that_is_still_loading(tmp_path: Path, number: int) -> None:
+    """Which imports torch, and hears nothing by the event loop: the launcher waited 5 s for it, and then for others."""
+    happened: list[str] = []
+
+    async def role(_: Identity) -> None:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+            happened.append("loaded")
         finally:
             happened.append("in order")
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from pipelinerl.errors import AddressError
 from pipelinerl.system.ports import free_ports, is_free
+from tests.patience import SOON_S
 
 
 def test_ports_are_different_free_and_below_those_of_outgoing_connections() -> None:
@@ -26,3 +30,16 @@ def test_one_that_is_taken_is_not_offered() -> None:
 def test_more_than_there_are_cannot_be_had() -> None:
     with pytest.raises(AddressError, match="fewer than 20000 ports"):
         free_ports(20000)
+
+
+#: A user who is root in a namespace of their own may have one of its network, in which nothing is up yet.
+_APART = ("unshare", "--map-root-user", "--net")
+_ASK = "from pipelinerl.system.ports import free_ports; free_ports(1)"
+
+
+def test_a_machine_without_loopback_is_told_so_at_once() -> None:
+    """The launcher waited a minute for a server that listened where nobody came."""
+    if shutil.which("unshare") is None or subprocess.run([*_APART, "true"], capture_output=True).returncode:
+        pytest.skip("left out: a network namespace, which may not be made here")
+    done = subprocess.run([*_APART, sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=SOON_S)
+    assert "AddressError: no program here reaches another at 127.0.0.1 (" in done.stderr

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
 import tracemalloc
+import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -196,6 +198,21 @@ async def test_workers_that_die_leave_no_open_file(pool: Callable[..., WorkerPoo
 
     open_files = [await dies() for _ in range(4)]
     assert max(open_files[1:]) <= open_files[0]
+
+
+@linux
+async def test_a_pool_that_is_given_up_while_it_starts_leaves_no_open_file(pool: Callable[..., WorkerPool]) -> None:
+    """At whatever turn: an open socket is told of when it is collected, in the middle of another test."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ResourceWarning)
+        for turns in (1, 2, 4):
+            starting = asyncio.create_task(pool().start())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        gc.collect()
+    assert [str(warning.message) for warning in told] == []
 
 
 async def test_one_that_is_killed_is_waited_for_by_who_is_cancelled_meanwhile() -> None:

@@ -31,6 +31,7 @@ from pipelinerl.engines.http.openai_client import OpenAIServer, TextAnswer, mode
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import UserError
 from pipelinerl.models.checkpoint import check_directory
+from pipelinerl.models.tokenizer import check_chat_template
 from pipelinerl.roles.engine_role import build_engine
 from pipelinerl.roles.process import Identity
 from pipelinerl.system.background import to_its_end
@@ -94,6 +95,7 @@ def target_of(text: str, *, checkpoint: str = "") -> Target:
     if not model.is_dir():
         raise UserError(f"{text} is neither a run's directory, nor a model's, nor a URL that begins with http")
     check_directory(model)
+    check_chat_template(model)
     return Target(name=text, model=model)
 
 

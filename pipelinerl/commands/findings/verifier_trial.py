@@ -5,6 +5,7 @@ A judge, which may cost, is asked for one vote on the reference answer alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 from pipelinerl import registry
@@ -13,7 +14,9 @@ from pipelinerl.data.mixture import Mixture
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.verification import names_of, open_verifier
 from pipelinerl.types import Outcome, Problem
+from pipelinerl.verifiers.asked_names import parameters_of
 from pipelinerl.verifiers.group_filter import GroupFilter
+from pipelinerl.verifiers.user_code import RewardFunction
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, correct, wrong
 
 #: Problems whose reference answers a registered verifier may find wrong, one after the other.
@@ -40,6 +43,23 @@ async def tried(domain: DomainSection, problems: Mixture) -> str:
     finally:
         await verifier.close()
     return f"of the reference answer {_told(truth)}; of an empty answer {_told(empty)}"
+
+
+def called_by_place(domain: DomainSection) -> Iterator[str]:
+    """A sentence on each reward function whose first two arguments are given by place, and are called otherwise.
+
+    Somebody who writes `(response, label)` may well mean the answer and the truth.
+    """
+    for where, name in names_of(domain):
+        thing = registry.resolve(name) if registry.is_user_code(registry.VERIFIERS, name) else None
+        if thing is not None and not hasattr(thing, "verify"):
+            reward = RewardFunction.of_callable(thing)
+            named = [parameter.name for parameter in parameters_of(thing)[: len(reward.by_place)]]
+            if named and not (named[0] == "problem" and named[1].startswith("completion")):
+                yield (
+                    f"{where}: {named[0]} is given the problem and {named[1]} the text of the answer, by place; to "
+                    "have others, name them as docs/rewards.md does: completion, answer, …"
+                )
 
 
 async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -> str:

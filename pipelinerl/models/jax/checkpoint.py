@@ -24,6 +24,7 @@ from safetensors.numpy import load_file
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import VALUE_HEAD_FILE, weight_files
 from pipelinerl.models.decoder_config import HEAD, VALUE_BIAS, VALUE_WEIGHT, DecoderConfig, Parameter
+from pipelinerl.models.finite_weights import refuse_not_finite
 
 Storage = Callable[[Parameter], Sharding]
 
@@ -43,7 +44,7 @@ def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: An
     A value model's head comes from a file of its own; where there is none it is zero, and so is every value.
 
     Raises:
-        ModelError: a file is damaged, or a tensor is missing, of another shape, or not the decoder's.
+        ModelError: a file is damaged, or a tensor is missing, of another shape, not the decoder's, or not of numbers.
     """
     trunk = [parameter for parameter in config.parameters if parameter.name not in _VALUE_HEAD]
     try:
@@ -52,7 +53,8 @@ def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: An
             tensors = {_whole_name(name): file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
             _check(tensors, trunk, config, path)
             loaded = {
-                parameter.name: _divided(parameter, place(parameter), tensors, np.dtype(dtype)) for parameter in trunk
+                parameter.name: _divided(path, parameter, place(parameter), tensors, np.dtype(dtype))
+                for parameter in trunk
             }
         return loaded | _value_head(path, config, place, np.dtype(dtype))
     except (SafetensorError, OSError) as error:
@@ -157,13 +159,18 @@ def _check(tensors: Mapping[str, Any], trunk: Sequence[Parameter], config: Decod
         raise ModelError(f"{path}: the tensor {extra[0]!r} is no part of a {config.model_type} by its config.json")
 
 
-def _divided(parameter: Parameter, sharding: Sharding, tensors: Mapping[str, Any], dtype: np.dtype[Any]) -> jax.Array:
+def _divided(
+    path: Path, parameter: Parameter, sharding: Sharding, tensors: Mapping[str, Any], dtype: np.dtype[Any]
+) -> jax.Array:
     """Read and place each device's part."""
     shape = parameter.stacked_shape
 
     def part(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
         within = index if parameter.layers is None else index[1:]
-        read = [tensors[name][within].astype(dtype, copy=False) for name in parameter.names]
+        stored = {name: tensors[name][within] for name in parameter.names}
+        for name, values in stored.items():
+            refuse_not_finite(path, name, values, values.dtype.name)
+        read = [values.astype(dtype, copy=False) for values in stored.values()]
         return read[0] if parameter.layers is None else np.stack(read)
 
     parts = sharding.addressable_devices_indices_map(shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,6 +144,10 @@ def test_what_cannot_answer_is_said_before_anything_is_asked(tmp_path: Path, mod
         target_of(str(model), checkpoint="step-000001")
     with pytest.raises(UserError, match="--recipe must say what"):
         recipe_of(target_of(str(model)), None)
+    base = shutil.copytree(model, tmp_path / "base")
+    (base / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=f"{base} has no chat template, as a base model may"):
+        target_of(str(base))
     with pytest.raises(UserError, match="stands for a server that runs already"):
         served = ["engine.type=vllm_server", 'engine.servers=["http://127.0.0.1:9"]']
         evaluated(str(model), load(recipe, served))

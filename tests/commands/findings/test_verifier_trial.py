@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelinerl.commands.findings.verifier_trial import tried
+from pipelinerl.commands.findings.verifier_trial import called_by_place, tried
 from pipelinerl.config.recipe import load, parse, to_table
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.wiring import training_problems
@@ -41,3 +42,20 @@ async def test_instructions_need_no_reference_answer() -> None:
     said = await trial(verifier="instruction_following")
     assert said.startswith("of the reference answer correct, reward 1")
     assert "of an empty answer wrong, reward 0" in said
+
+
+def test_who_names_the_first_two_arguments_otherwise_is_told_what_they_are_given(tmp_path: Path) -> None:
+    """By place they are problem and answer: `label` is not the truth."""
+    (tmp_path / "r.py").write_text(
+        "def by_place(response, label): return 1.0\n"
+        "def as_shown(problem, completion_text): return 1.0\n"
+        "def by_name(completion, answer): return 1.0\n"
+    )
+
+    def told(name: str) -> list[str]:
+        domains = [{"name": "d", "source": "addition", "verifier": f"{tmp_path}/r.py:{name}"}]
+        return list(called_by_place(parse(to_table(load("tiny")) | {"domains": domains}).domains[0]))
+
+    (sentence,) = told("by_place")
+    assert "verifier: response is given the problem and label the text of the answer, by place" in sentence
+    assert told("as_shown") == told("by_name") == []

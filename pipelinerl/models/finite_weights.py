@@ -1,0 +1,43 @@
+"""Weights that are numbers: a parameter with a NaN or an infinity in it is named before anything computes with it.
+
+A float is NaN or infinite where every bit of its exponent is set: read as integers, these are the largest of either
+sign, so that two maxima find them, at the speed of memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.errors import ModelError
+
+#: The bits of the exponent, by dtype; of another, such as eight bits, nothing is said.
+_EXPONENTS: Final = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00, "float64": 0x7FF0 << 48}
+#: Numbers that are looked at together: they stay in a core's cache between the two maxima.
+_BLOCK: Final = 2**18
+
+
+def refuse_not_finite(path: Path, name: str, values: NDArray[Any], dtype: str) -> None:
+    """Look at the values of a parameter of the directory `path`.
+
+    Args:
+        values: of any shape, in items of the size of `dtype`, which is named as torch and NumPy name it.
+
+    Raises:
+        ModelError: one is NaN or infinite.
+    """
+    exponent = _EXPONENTS.get(dtype)
+    if exponent is None:
+        return
+    width = values.itemsize
+    words, negative = np.ascontiguousarray(values).reshape(-1).view(f"u{width}"), 1 << 8 * width - 1
+    for start in range(0, words.size, _BLOCK):
+        block = words[start : start + _BLOCK]
+        if int(block.view(f"i{width}").max()) >= exponent or int(block.max()) >= negative | exponent:
+            raise ModelError(
+                f"{path}: the parameter {name} holds values that are no numbers, NaN or infinite; copy the model "
+                "again, or take one from before they came into it"
+            )

@@ -42,6 +42,7 @@ from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.system.files import system_words, working_directory
+from pipelinerl.system.garbage import collect_rarely
 
 if TYPE_CHECKING:
     from pipelinerl.commands.memory.prediction import MemoryPrediction
@@ -411,6 +412,7 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 def main() -> None:
     """Run the command line; an error that a user can mend is one sentence and status 2."""
+    collect_rarely()
     hide_password()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # formulas and names are Unicode, a terminal may be of another time

@@ -14,13 +14,21 @@ import hypothesis
 import pytest
 
 from pipelinerl.system.addresses import address_towards
+from tests.collection import pytest_collection, pytest_collection_modifyitems, pytest_make_collect_report  # noqa: F401  hooks
 from tests.failures import pytest_addoption, pytest_terminal_summary  # noqa: F401  hooks
 from tests.open_sessions import left_open
 
 #: Read when JAX is first used in a process: as many CPU devices, so that meshes can be tried, and machine code that is
-#: quicker to make than to run, since a test runs a program a few times only.
-_XLA_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-os.environ.setdefault("XLA_FLAGS", _XLA_FLAGS)
+#: quicker to make than to run, since a test runs a program a few times only: one thread emits it, loop by loop, and by
+#: no pipeline of MLIR's. Compiling takes two fifths of the processor time that it took with the second flag alone.
+_XLA_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+os.environ.setdefault("XLA_FLAGS", " ".join(_XLA_FLAGS))
 
 #: Programs that XLA has compiled are kept while the session lasts: tests, and their processes, compile the same ones
 #: again and again. With a bound on its size JAX locks the folder, so that none reads what another has half written.
@@ -38,13 +46,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("busy", suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
 
-#: Where single tests take minutes: these begin first, and the short ones fill the gaps between them and their ends. The
-#: longest file is the first, since nothing shares its tests out.
-_LONG = (
-    "tests/end_to_end/test_live_run.py", "tests/end_to_end/", "tests/faults/", "tests/observability/page/",
-    "tests/examples/", "tests/trainers/", "tests/engines/",
-)  # fmt: skip
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """The cache of the whole session: test processes beside each other, and what they start, inherit where it is."""
@@ -52,12 +53,6 @@ def pytest_configure(config: pytest.Config) -> None:
         place = mkdtemp(prefix="jax-programs-")
         os.environ.update(_JAX_CACHE, JAX_COMPILATION_CACHE_DIR=place)
         config.add_cleanup(partial(rmtree, place, ignore_errors=True))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files in the order in which processes beside each other are done soonest."""
-    ranks = {place: rank for rank, place in enumerate(_LONG)}
-    items.sort(key=lambda item: min((ranks[p] for p in _LONG if item.nodeid.startswith(p)), default=len(_LONG)))
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,7 @@ from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.stream import Stream
 from pipelinerl.system.files import make_private
+from pipelinerl.system.garbage import collect_as_usual
 
 log = logging.getLogger("pipelinerl")
 
@@ -121,6 +122,7 @@ def freeze_gc() -> None:
     """
     gc.collect()
     gc.freeze()
+    collect_as_usual()
 
 
 def _with_password(redis_url: str, run_dir: Path) -> str:

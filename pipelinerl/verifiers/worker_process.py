@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import UserError
+from pipelinerl.system.garbage import collect_as_usual, collect_rarely
 from pipelinerl.system.references import load_reference
 
 _PR_SET_PDEATHSIG = 1
@@ -35,6 +36,7 @@ Answering = Callable[[Any], Any]
 
 def main() -> None:
     """Import, say so, and make workers until the input ends."""
+    collect_rarely()
     target, argument = sys.argv[1:]
     control = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -47,6 +49,7 @@ def main() -> None:
     forks = sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
     gc.collect()
     gc.freeze()  # what was imported stays, and its pages shared
+    collect_as_usual()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that end are nobody's to wait for
     _send(control, {"forks": forks})
     while True:

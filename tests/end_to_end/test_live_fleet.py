@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from tests.fakes.live_fleet import (
     until_serving,
     until_steps,
 )
-from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, light_run, new_run
+from tests.fakes.live_run import LiveRun, endless_run, launched, light_run, new_run, told
 from tests.patience import PATIENCE_S
 
 #: Of a model that can say more than eight letters, but has learnt to say few: it is asked at a high temperature.
@@ -47,7 +46,7 @@ def until_groups(run: LiveRun, more: int) -> None:
 
 def stop(run: LiveRun) -> None:
     """End the run as its owner would."""
-    subprocess.run([*CLI, "stop", str(run.directory)], check=True, capture_output=True, timeout=PATIENCE_S)
+    told("stop", str(run.directory))
     assert run.end() == 0, run.story()
 
 

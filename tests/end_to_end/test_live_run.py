@@ -22,7 +22,7 @@ from pipelinerl.commands.replay import show
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
 from pipelinerl.system.ports import free_ports, is_free
-from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, new_run, resumed
+from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, new_run, resumed, told
 from tests.fakes.undisturbed import LOCKSTEP, STEPS, Kind, undisturbed as undisturbed_run
 from tests.faults.scenarios.system_killed import Learned, differences
 from tests.observability.trackers.event_files import series
@@ -46,14 +46,6 @@ def assert_settled(run: LiveRun, *, steps: int) -> None:
     assert sorted(curve(run)) == list(range(1, steps + 1))
     assert run.is_gone()
     assert all(is_free(int(event["url"].rpartition(":")[2])) for event in run.events("engine_joined"))
-
-
-def command(*arguments: str, without: str = "") -> str:
-    """The output of a `pipelinerl` command that must succeed, in an environment `without` that variable."""
-    left = {name: value for name, value in os.environ.items() if name != without}
-    done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, env=left)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def tracked_to(run: LiveRun) -> int:
@@ -85,8 +77,11 @@ def test_a_run_completes_and_leaves_everything(undisturbed: LiveRun) -> None:
 
 
 def test_any_kept_step_can_be_taken_again_to_the_bit(undisturbed: LiveRun) -> None:
-    told = command("replay", str(undisturbed.directory), "--step", str(STEPS - 1), without="OMP_NUM_THREADS")
-    assert told.count("the same to the bit") == 3, "from the checkpoint at step 8 on"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    words = [*CLI, "replay", str(undisturbed.directory), "--step", str(STEPS - 1)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the same to the bit") == 3, "from the checkpoint at step 8 on"
 
 
 def test_a_kept_step_can_be_taken_by_another_objective(undisturbed: LiveRun) -> None:
@@ -149,15 +144,15 @@ def test_a_live_run_survives_four_deaths_at_once_and_obeys_its_owner(tmp_path: P
         run.role("trainer").kill()
         run.role("controller").kill()
         run.until(lambda run: run.events("controller_returned"), "the controller's return")
-        assert "k = 2" in command("knobs", "set", str(directory), "k=2", "j=2")
+        assert "k = 2" in told("knobs", "set", str(directory), "k=2", "j=2")
         run.until(lambda run: len(run.events("engine_joined")) >= 2, "the engine's return")
         run.until(lambda run: len(run.events("trainer_ready")) == 2, "the trainer's return")
         run.until_step(run.steps()[-1] + 5)
         run.until(lambda run: tracked_to(run) > 3, "the tracker's next life to go on")
-        assert json.loads(command("status", str(directory), "--json"))["epoch"] == 2
-        assert "waits for" in command("status", str(directory))
-        assert "j = 2, k = 2 by" in command("knobs", "show", str(directory))
-        command("stop", str(directory))
+        assert json.loads(told("status", str(directory), "--json"))["epoch"] == 2
+        assert "waits for" in told("status", str(directory))
+        assert "j = 2, k = 2 by" in told("knobs", "show", str(directory))
+        told("stop", str(directory))
         assert run.end() == 0, run.story()
         assert_settled(run, steps=max(run.steps()))
     assert [event["changes"] for event in run.events("knobs")] == [{"j": 2, "k": 2}]
@@ -324,7 +319,7 @@ def test_roles_started_apart_and_an_engine_that_comes_and_goes(tmp_path: Path) -
         reached = step()
         until(lambda: step() >= reached + 20, "the run to go on")
         assert sum(bool(event["failed"]) for event in events("publish")) <= 1, "it is not asked again while it is away"
-        command("stop", str(tmp_path))
+        told("stop", str(tmp_path))
         assert processes["controller"].wait(PATIENCE_S) == 0
         assert processes["trainer"].wait(PATIENCE_S) == 0
         assert events("run_finished")

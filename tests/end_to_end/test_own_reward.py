@@ -6,14 +6,12 @@ In short with a model of one's own, too: a bfloat16 directory, as nearly all are
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.fakes.live_run import CLI, launched
-from tests.patience import PATIENCE_S
+from tests.fakes.live_run import launched, told
 from tests.roles.test_dtypes import directory
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
@@ -35,12 +33,9 @@ def test_the_examples_second_form_adds_the_function_to_a_verifier(tmp_path: Path
     recipe = from_the_page(tmp_path)
     (parts,) = re.findall(r"```toml\n(rewards = .*?)```", PAGE.read_text(), re.DOTALL)
     recipe.write_text(recipe.read_text().replace('verifier = "rewards.py:letters"\n', parts))
-    told = subprocess.run(
-        [*CLI, "check", str(recipe), "evaluation.problems=4"], capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert told.returncode == 0, told.stderr
-    assert f"domains.words.rewards.0.function = letters, {tmp_path}/rewards.py:1" in told.stdout
-    assert "of the reference answer correct, reward 1.2 (letters 1, solved 1)" in told.stdout
+    said = told("check", str(recipe), "evaluation.problems=4")
+    assert f"domains.words.rewards.0.function = letters, {tmp_path}/rewards.py:1" in said
+    assert "of the reference answer correct, reward 1.2 (letters 1, solved 1)" in said
 
 
 @pytest.mark.parametrize("overrides", [QUICK, pytest.param((), marks=pytest.mark.slow)], ids=["short", "as it stands"])

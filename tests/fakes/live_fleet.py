@@ -5,24 +5,20 @@ Any type of engine will do: `swap_to_and_fro(run, ["vllm", "torch"], times=20)`.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 from itertools import cycle, islice, pairwise
 
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.errors import UserError
 from pipelinerl.observability.status import EngineStatus, RunStatus
-from tests.fakes.live_run import CLI, LiveRun
+from tests.fakes.live_run import LiveRun, told
 from tests.patience import PATIENCE_S
 
 
 def engines(run: LiveRun, *arguments: str) -> str:
     """What `pipelinerl engines <command> RUN …` prints; it must succeed."""
     command, *rest = arguments
-    words = [*CLI, "engines", command, str(run.directory), *rest]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=2 * PATIENCE_S)
-    assert done.returncode == 0, f"{words}: {done.stderr}\n{run.story()}"
-    return done.stdout
+    return told("engines", command, str(run.directory), *rest)
 
 
 def status(run: LiveRun) -> RunStatus:

@@ -18,7 +18,9 @@ from types import MappingProxyType
 from typing import Any, final
 
 import psutil
+from typer.testing import CliRunner
 
+from pipelinerl import cli
 from pipelinerl.observability.events import Event, read_events
 from pipelinerl.system import tied_process
 from tests.fakes.bigram_recipe import bigram_recipe
@@ -190,3 +192,10 @@ def endless_run(directory: Path, *overrides: str) -> list[str]:
 def resumed(directory: Path) -> list[str]:
     """Arguments that go on with the run in `directory`."""
     return ["--resume", str(directory)]
+
+
+def told(*arguments: str) -> str:
+    """What a `pipelinerl` command prints, which must succeed: in this process, since to start one is most of it."""
+    done = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout

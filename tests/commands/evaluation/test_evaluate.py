@@ -44,14 +44,15 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path, model: Path) -> Path:
-    """Two domains of twelve held-out problems each."""
+    """Two domains of twelve held-out problems each, judged by what is imported soonest."""
+    (tmp_path / "right.py").write_text("def right(answer, completion):\n    return completion == answer\n")
     blocks = []
     for domain, answer in (("says_1", "1"), ("says_2", "2")):
         lines = [json.dumps({"prompt": f"{domain[-1]} {number}", "answer": answer}) for number in range(40)]
         (tmp_path / f"{domain}.jsonl").write_text("\n".join(lines))
         path = json.dumps(str(tmp_path / f"{domain}.jsonl"))
         blocks.append(
-            f'[[domains]]\nname = "{domain}"\nsource = "files"\nverifier = "math_answer"\n'
+            f'[[domains]]\nname = "{domain}"\nsource = "files"\nverifier = "right.py:right"\n'
             f"parameters = {{ path = {path}, held_out_path = {path} }}\n"
         )
     path = tmp_path / "recipe_file.toml"

@@ -49,7 +49,7 @@ from trainer_contract.types import MicroBatch, TrainerSpec
 #: Ours; the tests' others, or none, must not hang for longer.
 SILENCE_S = 5
 ENVIRONMENT = {
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",  # of two, the last one counts
     "OMP_NUM_THREADS": "1",
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",  # each rank compiles what it runs, as on hosts that share no disk

@@ -1,0 +1,18 @@
+"""A process that imports much looks for garbage less often until it works."""
+
+from __future__ import annotations
+
+import gc
+
+from pipelinerl.system.garbage import collect_as_usual, collect_rarely
+
+
+def test_it_is_looked_for_rarely_and_then_as_before() -> None:
+    before = gc.get_threshold()
+    try:
+        collect_rarely()
+        assert gc.get_threshold()[0] > 10 * before[0] and gc.get_threshold()[1:] == before[1:]
+        collect_as_usual()
+        assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*before)

@@ -359,9 +359,10 @@ class _Worker:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def lower_priority(self) -> None:
-        """Let every other process go first, from now on."""
+        """Let every other process go first, from now on; where all are of a lower priority, root would raise it."""
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PGRP, self._pid, _LOW_PRIORITY)
+            lower = max(_LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0))
+            os.setpriority(os.PRIO_PGRP, self._pid, lower)
 
     def kill(self) -> None:
         """End it, and what it has started, at once."""

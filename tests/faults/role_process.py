@@ -46,7 +46,7 @@ from pipelinerl.weights.broadcast import collective  # noqa: F401  likewise, wit
 
 OPERATIONS = (
     *("none", "append", "read", "claim", "acknowledge", "trim", "renew", "last_id", "update", "checkpoint"),
-    "claimed",
+    *("claimed", "durable"),
 )
 VERIFIER = "coin"
 TOKEN = "of this test"
@@ -308,6 +308,7 @@ def play_role(seat: GroupEndpoint) -> None:
         fuse.point("checkpoint")
         sync(directory)
         fuse.point("checkpoint")  # before it is put in place
+        fuse.point("durable")
 
     def claimed(store: checkpoint.CheckpointStore, epoch: int) -> None:
         claim(store, epoch)

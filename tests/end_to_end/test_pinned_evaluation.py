@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_live_run import command
-from tests.fakes.live_run import launched, light_run
+from tests.fakes.live_run import launched, light_run, told
 
 PROBLEMS, SAMPLES = 48, 8
 
@@ -31,8 +30,8 @@ def test_one_version_answers_while_the_trainer_takes_steps(tmp_path: Path) -> No
     )
     with launched(light_run(directory, *overrides), directory) as run:
         run.until(lambda run: len(run.events("evaluation")) >= 2, "an evaluation beside the training")
-        status = json.loads(command("status", str(directory), "--json"))
-        command("stop", str(directory))
+        status = json.loads(told("status", str(directory), "--json"))
+        told("stop", str(directory))
         assert run.end() == 0, run.story()
     first, *pinned, last = run.events("evaluation")
     assert first["pin"] == last["pin"] == "gate" and first["model_version"] == 0

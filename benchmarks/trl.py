@@ -6,8 +6,8 @@ seed beginning with the other arm.
 
     ours   `pipelinerl run`, a process as any user starts it: launcher, stream server, controller, engine, actor and
            trainer in processes of their own, HTTP between them. Read from its events.jsonl.
-    TRL    one process; torch's threads, their manner of waiting, and products in fp32 or bf16 are first tried for some
-           steps, the fastest is taken
+    TRL    one process; torch's threads and their manner of waiting are first tried for some steps, the fastest is
+           taken. In fp32: with its own default, bf16, it learns more slowly where rates are small (docs/mismatch.md)
 
 The clock of ours begins when the first evaluation ends, which is when the first training prompt may be issued, and ends
 with the record of the first evaluation that reaches the target. Nothing is subtracted: later evaluations run on the
@@ -42,13 +42,11 @@ from pipelinerl.config.recipe import load, to_table
 from pipelinerl.observability.events import Event, read_events
 
 CORES: Final = 2
-_SPINNING: Final = {"OMP_NUM_THREADS": "2"}
-#: How TRL's torch may use the cores: threads, environment, and whether products are of bf16, which is its own default.
-MANNERS: Final[Mapping[str, tuple[int, dict[str, str], bool]]] = {
-    "2 threads, spinning": (2, _SPINNING, False),
-    "2 threads, spinning, bf16": (2, _SPINNING, True),
-    "2 threads, passive": (2, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}, False),
-    "1 thread": (1, {"OMP_NUM_THREADS": "1"}, False),
+#: How TRL's torch may use the cores: threads, and environment.
+MANNERS: Final[Mapping[str, tuple[int, dict[str, str]]]] = {
+    "2 threads, spinning": (2, {"OMP_NUM_THREADS": "2"}),
+    "2 threads, passive": (2, {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}),
+    "1 thread": (1, {"OMP_NUM_THREADS": "1"}),
 }
 _DEADLINE_S: Final = 3 * 3600.0
 
@@ -151,8 +149,8 @@ def fastest_manner(recipe: Path, *, steps: int, tries_of_each: int) -> tuple[str
 
 def _trl(manner: str, **order: Any) -> Any:
     """`trl_arm`'s answer to an order."""
-    threads, environment, bf16 = MANNERS[manner]
-    said = _call(["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads, "bf16": bf16})], environment)
+    threads, environment = MANNERS[manner]
+    said = _call(["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads})], environment)
     return json.loads(said.splitlines()[-1])
 
 

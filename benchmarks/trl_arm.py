@@ -48,7 +48,6 @@ class ArmOrder:
     seed: int
     steps: int
     threads: int
-    bf16: bool = False
     until: float = 1.0
     evaluate: bool = True
 
@@ -163,7 +162,7 @@ def until_end(token_ids: list[int], ends: Sequence[int]) -> list[int]:
     return token_ids[: next((at for at, token in enumerate(token_ids) if token in ends), len(token_ids))]
 
 
-def grpo_arguments(config: RunConfig, *, steps: int, folder: str, bf16: bool = False) -> dict[str, Any]:
+def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, Any]:
     """GRPOConfig's arguments for a recipe.
 
     Raises:
@@ -206,7 +205,7 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str, bf16: bool = F
         "seed": config.run.seed,
         "shuffle_dataset": False,
         "use_cpu": True,
-        "bf16": bf16,
+        "bf16": False,
         "gradient_checkpointing": False,
         "disable_dropout": True,
         "report_to": "none",
@@ -262,7 +261,7 @@ def _trained(order: ArmOrder, config: RunConfig, judge: Judge, folder: str) -> A
     trainer = trl.GRPOTrainer(
         model=model,
         reward_funcs=reward,
-        args=trl.GRPOConfig(**grpo_arguments(config, steps=order.steps, folder=folder, bf16=order.bf16)),
+        args=trl.GRPOConfig(**grpo_arguments(config, steps=order.steps, folder=folder)),
         train_dataset=_dataset(problems),
         processing_class=AutoTokenizer.from_pretrained(path, local_files_only=True),
         callbacks=[follower],

@@ -2,8 +2,7 @@
 
 Both arms train `examples/smollm2/json_facts.toml`, three seeds, as `benchmarks/trl.py` does and says: the same model
 directory, sentences, rewards, hyper-parameters and held-out sentences, answered greedily. The model is fetched with the
-example's own script when it is not there: `pip install 'pipelinerl[smollm2]'` first. Our trainer multiplies in
-bf16 where the processor does, and TRL where that is its fastest manner.
+example's own script when it is not there: `pip install 'pipelinerl[smollm2]'` first.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from typing import Final
 
 from benchmarks.measure import RESULTS, Row, print_table, write_record
 from benchmarks.trl import Arm, Task, on_two_cores, recorded
-from pipelinerl.engines.external.vllm.engine import slow_here
-from trainer_contract.types import Precision
 
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "smollm2"
 SMOLLM2: Final = Task(
@@ -43,8 +40,7 @@ def gain(arm: Arm) -> float:
 def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> None:
     """Measure, print, record; given `seeds`, these alone, beside what the record has of the others."""
     subprocess.run([sys.executable, str(EXAMPLE / "fetch_model.py")], check=True, timeout=_FETCH_S)
-    precision = Precision.FP32 if slow_here("bfloat16") else Precision.BF16
-    overrides = [f"run.steps={STEPS}", f"trainer.precision={precision}"]
+    overrides = [f"run.steps={STEPS}"]
     known = recorded(RESULTS / "trl_smollm2.json", SMOLLM2.recipe, overrides) if seeds else {}
     for payload in on_two_cores(SMOLLM2, seeds or range(1 if quick else 3), overrides=overrides, known=known):
         gains = [gain(Arm(**arm)) for arm in payload["ours"]]

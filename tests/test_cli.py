@@ -79,7 +79,7 @@ def pipelinerl(
         ("run tiny checkpoint.location=foo://bucket", "foo://bucket cannot be reached from here"),
         (
             "check tiny trainer.options.foo=1",
-            "trainer.options.foo is unknown to the torch trainer; it knows mesh, gradients, attention, lora, optimizer",
+            "trainer.options.foo is unknown to the torch trainer; it knows mesh, gradients, experts, attention",
         ),
         ("run --resume absent", "absent holds no run: expected absent/recipe.toml"),
         ("run tiny --resume absent", "--resume goes on by the recipe in absent"),

@@ -94,7 +94,7 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
         ("trainer.options.lora={rank=8, rnk=8}", r"trainer\.options\.lora\.rnk is unknown to the torch trainer"),
         (
             "trainer.options.foo=1",
-            "trainer.options.foo is unknown to the torch trainer; it knows mesh, gradients, attention, lora, optimizer",
+            "trainer.options.foo is unknown to the torch trainer; it knows mesh, gradients, experts, attention",
         ),
         ("elastic.types.zzz.max=2", "elastic.types must name engines that can be started: .*torch.*; got 'zzz'"),
         ("elastic.types.vllm_server.max=2", "elastic.types must name engines that can be started"),

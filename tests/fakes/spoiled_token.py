@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from inference_contract.errors import NotFinite
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, EngineState
+from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from tests.patience import PATIENCE_S
 
@@ -18,14 +20,25 @@ from tests.patience import PATIENCE_S
 SPOILED: Final = 8
 
 
-def with_spoiled_token(source: Path, target: Path) -> None:
-    """Write the model in `source` to `target`; whatever attends to `SPOILED` is NaN, and nothing else."""
+def untied(source: Path, target: Path) -> None:
+    """Write the model in `source` to `target` with an output layer of its own."""
     model = AutoModelForCausalLM.from_pretrained(source)
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(target)
+
+
+async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn.Module], Any]) -> None:
+    """Update the engine to the `untied` model that it was started with, but for `SPOILED`.
+
+    Whatever attends to that is NaN, and nothing else. No directory with such a value is loaded.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         model.get_input_embeddings().weight[SPOILED] = torch.nan
-    model.save_pretrained(target)
+    engine.staging()[:] = as_bytes(model)
+    await asyncio.to_thread(engine.finish_staging)
+    await engine.commit(version=1, epoch=0, digest="d", on_update=OnUpdate.CONTINUE)
 
 
 async def refuses_alone(engine: BatchingEngine) -> None:

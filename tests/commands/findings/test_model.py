@@ -32,7 +32,7 @@ REPLAYED = "trainer.routing_replay=rollout"
 @pytest.fixture
 def mixture(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
-    for name in ("tokenizer.json", "model.safetensors"):
+    for name in ("tokenizer.json", "chat_template.jinja", "model.safetensors"):
         (tmp_path / name).touch()
     return tmp_path
 

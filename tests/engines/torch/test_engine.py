@@ -22,7 +22,7 @@ from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_
 from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
-from tests.fakes.spoiled_token import refuses_alone, with_spoiled_token
+from tests.fakes.spoiled_token import refuses_alone, spoil, untied
 from tests.fakes.update_in_flight import samples_across_an_update
 from trainer_contract.types import Device
 
@@ -101,10 +101,11 @@ async def test_a_prompt_without_finite_logits_is_refused_alone(
     options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
 ) -> None:
     """And who comes next in its row finds nothing of it in the cache, whether or not there is another row."""
-    with_spoiled_token(model_path, tmp_path)
-    spoiled = replace(options, model_path=tmp_path, slots=slots)
-    engine = BatchingEngine(spoiled, load=lambda: load_runner(spoiled), tokenizer=endless)
+    untied(model_path, tmp_path)
+    own_head = replace(options, model_path=tmp_path, slots=slots)
+    engine = BatchingEngine(own_head, load=lambda: load_runner(own_head), tokenizer=endless)
     await engine.start()
+    await spoil(engine, tmp_path, _bytes)
     await refuses_alone(engine)
     await engine.close()
 

@@ -50,9 +50,9 @@ def _window(live: LiveRecipe, steps: int) -> tuple[dict[str, float], int]:
             raise RuntimeError(f"the run took fewer than {steps} steps in {_DEADLINE_S:g} s")
         time.sleep(0.25)
         live.read()
-    after = live.processor_s_by_part()
-    rollouts = (len(live.steps) - first) * load("tiny").training.rollouts_per_step
-    return {part: spent - before.get(part, 0.0) for part, spent in after.items()}, rollouts
+    after, taken = live.processor_s_by_part(), len(live.steps) - first
+    spent = {part: seconds - before.get(part, 0.0) for part, seconds in after.items()}
+    return spent, taken * load("tiny").training.rollouts_per_step
 
 
 if __name__ == "__main__":

@@ -389,12 +389,10 @@ class _Forker:
         tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
         main = [sys.executable, "-m", "pipelinerl.verifiers.worker_process", target, argument]
         command = [sys.executable, "-S", "-E", *tie, *main]
-        with theirs:
-            try:
-                process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno())
-            except BaseException:
-                ours.close()
-                raise
+        with theirs, contextlib.ExitStack() as given_up:
+            given_up.callback(ours.close)
+            process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno())
+            given_up.pop_all()
         ours.setblocking(False)
         forker = cls(process, ours, forks=False)
         try:

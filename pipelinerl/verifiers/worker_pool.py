@@ -6,15 +6,15 @@
     slow         a slow place, then its answer     the deadline       its worker is killed: `TimeoutError`
 
 The deadline runs from the moment at which a worker is given the question. What is slow is learned: a question is that
-has taken four times the processor time of the mean (on a busy machine, a worker that is kept waiting is not), or four
-times the mean on the clock if that is more than a second. One that finds every slow place taken is asked anew when one
-is free. Of those that wait, groups with the fewest slow questions so far come first, but for every fourth place. So
-hostile answers do not hold up their siblings or other groups until their deadlines.
+has taken four times the processor time of the median (on a busy machine, a worker that is kept waiting is not), or four
+times the median on the clock if that is more than a second. One that finds every slow place taken is asked anew when
+one is free. Of those that wait, groups with the fewest slow questions so far come first, but for a quarter of the time
+that places are held. So hostile answers do not hold up their siblings or other groups until their deadlines.
 
 What is promised of an answer that hangs, from the question to its verdict: the deadline, and four times what those take
 that came before it, each of which holds one of `workers` places for a fiftieth of a processor second at most (or four
-times the mean). How many come before it is for who asks to bound: no pool can judge any number of answers at once, and
-one that refused them would mask honest ones.
+times the median). How many come before it is for who asks to bound: no pool can judge any number of answers at once,
+and one that refused them would mask honest ones.
 
 Processes start when they are needed (`worker_process.py`): the first at `start`, or else at the first question, a
 second worker only while the first is busy. Whoever is cancelled while a worker has its question has that worker killed.
@@ -24,21 +24,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import math
 import os
 import signal
 import socket
 import sys
+import time
 from asyncio.subprocess import Process
 from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, final
 
 from pipelinerl.system import tied_process
 from pipelinerl.system.background import to_its_end
+from pipelinerl.verifiers.places import Places
 
 _STARTUP_S: Final = 60.0
 #: The kernel ends at once what is killed, as soon as it has a core for it.
@@ -46,13 +48,11 @@ _END_S: Final = 60.0
 #: An answer that takes less processor time, or less on the clock, is never slow.
 _LEAST_SLOW_CPU_S: Final = 0.02
 _LEAST_SLOW_S: Final = 1.0
-_TIMES_THE_MEAN: Final = 4.0
-#: Weight of the newest answer in the mean.
-_NEWEST: Final = 0.05
+_TIMES_THE_MEDIAN: Final = 4.0
+#: Answers of which the median is: few that are slow do not move it, whatever they took.
+_NEWEST: Final = 31
 #: Slow places for each of the others.
 _SLOW_PLACES: Final = 2
-#: Of so many places that are handed on, one goes to who has waited longest.
-_TO_THE_OLDEST: Final = 4
 #: A tenth of the share of others, as Linux counts.
 _LOW_PRIORITY: Final = 10
 _LONGEST_ANSWER: Final = 2**24
@@ -90,10 +90,10 @@ class WorkerPool:
         self._deadline_s = deadline_s
         size = workers or default_workers()
         self._slow_of: Counter[str] = Counter()
-        self._places = _Places(size, self._slow_of)
-        self._slow_places = _Places(_SLOW_PLACES * size, self._slow_of)
-        self._mean_s = _Mean()
-        self._mean_cpu_s = _Mean()
+        self._places = Places(size, self._slow_of)
+        self._slow_places = Places(_SLOW_PLACES * size, self._slow_of)
+        self._usual_s = _Median()
+        self._usual_cpu_s = _Median()
         self._idle: list[_Worker] = []
         self._forkers: list[_Forker] = []
         self._starting = asyncio.Lock()
@@ -115,8 +115,8 @@ class WorkerPool:
             if answer is _SLOW:
                 self._note_slow(group)
                 answer = await self._asked_slowly(turn, question, group, until=began + self._deadline_s)
-            self._mean_s.note(asyncio.get_running_loop().time() - began)
-            self._mean_cpu_s.note(max(0.0, turn.worker.cpu_s - cpu_began))
+            self._usual_s.note(asyncio.get_running_loop().time() - began)
+            self._usual_cpu_s.note(max(0.0, turn.worker.cpu_s - cpu_began))
             if turn.places is self._places:
                 self._idle.append(turn.worker)
                 turn.worker = None
@@ -140,8 +140,8 @@ class WorkerPool:
         """The answer to a question, or `_SLOW`."""
         clock = asyncio.get_running_loop().time
         began, cpu_began = clock(), worker.cpu_s
-        slow_cpu_s = max(_LEAST_SLOW_CPU_S, _TIMES_THE_MEAN * self._mean_cpu_s.value)
-        slow_s = min(self._deadline_s, max(_LEAST_SLOW_S, _TIMES_THE_MEAN * self._mean_s.value))
+        slow_cpu_s = max(_LEAST_SLOW_CPU_S, _TIMES_THE_MEDIAN * self._usual_cpu_s.value)
+        slow_s = min(self._deadline_s, max(_LEAST_SLOW_S, _TIMES_THE_MEDIAN * self._usual_s.value))
         asked = False
         while True:
             try:
@@ -158,8 +158,7 @@ class WorkerPool:
         """The answer to a question that was not answered quickly; another worker is asked when this one has to go."""
         async with asyncio.timeout_at(until):
             if self._slow_places.take_now() and turn.worker is not None:
-                turn.leave()
-                turn.places = self._slow_places
+                turn.move(self._slow_places)
                 turn.worker.lower_priority()
                 return await turn.worker.receive()
             turn.end()  # every slow place is taken
@@ -201,71 +200,17 @@ class WorkerPool:
 
 
 @final
-class _Mean:
-    """A mean in which the newest weighs most; 0 until there is one."""
+class _Median:
+    """Of the newest few; 0 until there is one."""
 
     def __init__(self) -> None:
         self.value = 0.0
-        self._begun = False
+        self._newest: deque[float] = deque(maxlen=_NEWEST)
 
     def note(self, value: float) -> None:
         """Add one."""
-        self.value = self.value + _NEWEST * (value - self.value) if self._begun else value
-        self._begun = True
-
-
-@final
-class _Places:
-    """Counts who may go on; of those that wait, groups with the fewest slow questions are first, then who came first.
-
-    How many a group has had is looked at when a place is free: a group's first slow question counts for all of it that
-    waits. One place in `_TO_THE_OLDEST` goes to who has waited longest, so that nobody waits for ever while others keep
-    coming.
-    """
-
-    def __init__(self, free: int, slow_of: Counter[str]) -> None:
-        self._free = free
-        self._slow_of = slow_of
-        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
-        self._numbers = itertools.count()
-        self._handed_on = 0
-
-    def take_now(self) -> bool:
-        """Take a place if one is free."""
-        if self._free == 0:
-            return False
-        self._free -= 1
-        return True
-
-    async def take(self, group: str) -> None:
-        """Take a place as soon as one is free."""
-        if self.take_now():
-            return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(group, deque()).append((next(self._numbers), future))
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self.give_back()
-            raise
-
-    def give_back(self) -> None:
-        """Hand the place to the next who waits."""
-        while self._waiting:
-            by_age = self._handed_on % _TO_THE_OLDEST == _TO_THE_OLDEST - 1
-            group = min(
-                self._waiting, key=lambda each: (0 if by_age else self._slow_of[each], self._waiting[each][0][0])
-            )
-            queue = self._waiting[group]
-            _, future = queue.popleft()
-            if not queue:
-                del self._waiting[group]
-            if not future.done():
-                self._handed_on += 1
-                future.set_result(None)
-                return
-        self._free += 1
+        self._newest.append(value)
+        self.value = median(self._newest)
 
 
 @final
@@ -273,19 +218,28 @@ class _Places:
 class _Turn:
     """What one question holds: a place, and a worker."""
 
-    places: _Places | None = None
+    places: Places | None = None
     worker: _Worker | None = None
+    _out_of_turn: bool = False
+    _since: float = 0.0
 
-    async def enter(self, places: _Places, group: str) -> None:
+    async def enter(self, places: Places, group: str) -> None:
         """Wait for a place."""
-        await places.take(group)
-        self.places = places
+        self._has(places, out_of_turn=await places.take(group))
+
+    def move(self, places: Places) -> None:
+        """Give the place back, and have one of these, which was taken."""
+        self.leave()
+        self._has(places, out_of_turn=False)
 
     def leave(self) -> None:
         """Give the place back."""
         if self.places is not None:
-            self.places.give_back()
+            self.places.give_back(time.monotonic() - self._since, out_of_turn=self._out_of_turn)
             self.places = None
+
+    def _has(self, places: Places, *, out_of_turn: bool) -> None:
+        self.places, self._out_of_turn, self._since = places, out_of_turn, time.monotonic()
 
     def end(self) -> None:
         """Give everything back; a worker that is still held is killed."""

@@ -11,13 +11,12 @@ import sys
 import time
 import tracemalloc
 import warnings
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool, _Forker, _Places, default_workers
+from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool, _Forker, default_workers
 from tests.patience import PATIENCE_S
 
 SLEEPER = f"{Path(__file__).with_name('slow_worker.py')}:open_sleeper"
@@ -152,24 +151,6 @@ async def test_groups_without_slow_questions_go_first(pool: Callable[..., Worker
     await asyncio.sleep(0.05)
     await asyncio.gather(ask("slow", 0.0), ask("other", 0.0), busy)
     assert order == ["slow", "busy", "other", "slow"]
-
-
-async def test_a_group_with_slow_questions_is_not_kept_waiting_while_others_keep_coming() -> None:
-    slow_of = Counter({"slow": 5})
-    places, order = _Places(1, slow_of), list[str]()
-
-    async def hold(group: str) -> None:
-        await places.take(group)
-        order.append(group)
-        places.give_back()
-
-    assert places.take_now()
-    waiting = [asyncio.create_task(hold(group)) for group in ["slow", *(f"other {n}" for n in range(12))]]
-    while sum(map(len, places._waiting.values())) < len(waiting):
-        await asyncio.sleep(0)
-    places.give_back()
-    await asyncio.gather(*waiting)
-    assert order.index("slow") == 3 and order[:3] == ["other 0", "other 1", "other 2"]
 
 
 async def test_one_that_dies_is_an_error_and_is_replaced(pool: Callable[..., WorkerPool]) -> None:

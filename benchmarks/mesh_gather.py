@@ -2,7 +2,8 @@
 
     gather    `gather_weights` to its end, each parameter dropped when the next is asked for, as a publisher does
     memcpy    as many bytes, which lie as far apart as weights do, copied into one parameter's memory, on this process
-    wire      the bytes of the other process, half of all, through a TCP connection of this machine, as gloo has them
+    wire      the bytes of the other process, half of all, through a TCP connection of this machine, as gloo has them;
+              those of a rank on this host do not go that way (`pipelinerl/trainers/ranks/shared_block.py`)
 
 Gathering is to take no longer than twice memcpy and wire together; to raise memory by at most one layer on rank 0, and
 by at most one parameter on the other. Peaks are the kernel's (`VmHWM`, begun anew by `clear_refs`), which Linux alone
@@ -132,7 +133,8 @@ def measured(trainer: TorchTrainer, other: int, *, rounds: int) -> dict[str, Any
     timings = paired(arms, rounds=rounds)
     ctypes.CDLL(None).malloc_trim(0)
     own, its = Peak("self"), Peak(other)
-    gather()
+    for _, array in trainer.gather_weights():
+        bytes_of(array).max()  # memory that is shared counts where it was read
     rises = {"rank 0": own.rise(), "rank 1": its.rise()}
     rounds_of = {name: np.array(values) for name, values in timings.samples.items()}
     ratio = bootstrap_median((rounds_of["gather"] / (2 * rounds_of["memcpy"] + rounds_of["wire"])).tolist())

@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from pipelinerl.trainers.ranks.shared_block import Place
 from trainer_contract.errors import RankError, SpecError
 from trainer_contract.types import MicroBatch, Objective, TrainerSpec
 
@@ -97,12 +98,16 @@ class GatheredKind(StrEnum):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Parameters of `gather_weights`, `count` of them from a place in the order of `weight_layout`, one by one."""
+    """Parameters of `gather_weights`, `count` of them from a place in the order of `weight_layout`, one by one.
+
+    Ranks that share memory with rank 0 write their rows `into` it, where it has said so; the others send them.
+    """
 
     trainer: int
     place: int
     kind: GatheredKind = GatheredKind.WEIGHTS
     count: int = 1
+    into: Place | None = None
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):

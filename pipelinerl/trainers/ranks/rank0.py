@@ -5,10 +5,11 @@
     a lane's thread               the next command              the process ends         the callers
     the reader of a rank          its next message or beat      silence_s                that rank
 
-A command is sent, and rank 0's part of it executed, by the one thread of its lane, in the order in which callers came,
-so the programs of all threads reach the devices of every rank in one order. Promises: a verb returns when every rank
-has done its part; a rank that dies, hangs or fails is named in a `RankError`, which every later verb raises too, and
-the others are told to end. A computation that hangs in a collective is left to its daemon thread.
+A command is sent when a verb begins, and rank 0's part of it executed by the one thread of its lane, both in the order
+in which callers came, so the programs of all threads reach the devices of every rank in one order; a verb that is begun
+before the last has ended finds the other ranks at work. Promises: a verb ends when every rank has done its part; a rank
+that dies, hangs or fails is named in a `RankError`, which every later verb raises too, and the others are told to end.
+A computation that hangs in a collective is left to its daemon thread.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar, final
 
 from pipelinerl.trainers.ranks.channel import Channel
@@ -65,9 +67,8 @@ class Together(NamedTuple, Generic[T]):
 class _Pending:
     """A command under way: rank 0's part, and the answers of the others."""
 
+    number: int
     verb: str
-    lane: Lane
-    commands: Mapping[int, Numbered]
     own: Callable[[], Any]
     result: Future[Any] = field(default_factory=Future)
     answers: dict[int, RankAnswer] = field(default_factory=dict)
@@ -95,6 +96,7 @@ class Ranks:
         self._given = 0
         self._lost: RankError | None = None
         self._left_for = ""
+        self._order = {lane: threading.Lock() for lane in Lane}
         self._lanes: dict[Lane, queue.SimpleQueue[_Pending]] = {lane: queue.SimpleQueue() for lane in Lane}
         for lane in Lane:
             threading.Thread(target=self._execute, args=(lane,), name=f"ranks-{lane}", daemon=True).start()
@@ -102,24 +104,41 @@ class Ranks:
             threading.Thread(target=self._read, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
 
     def together(self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane) -> Together[T]:
-        """Execute `command` of its rank on every other rank and `own`, rank 0's part of it, here.
+        """`begin`, and wait for its end. Raises as what it gives does."""
+        return self.begin(command, own, lane=lane)()
 
-        Raises:
+    def begin(
+        self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane
+    ) -> Callable[[], Together[T]]:
+        """Have `command` of its rank executed on every other rank and `own`, rank 0's part of it, here.
+
+        What it gives waits until that is done, and is to be called once. It raises:
             TrainerError: as `own` does, and every other rank with it; or as another rank, on whose host a file is not.
             RankError: a rank was lost, now or before.
         """
+        with self._order[lane]:
+            with self._changed:
+                self._raise_if_lost()
+                self._given += 1
+                number = self._given
+                commands = {rank: command(rank) for rank in self._channels}
+                pending = _Pending(number, type(commands[min(commands)]).__name__, own)
+                self._pending[number] = pending
+            try:
+                for rank, channel in self._channels.items():
+                    channel.send(encode(Numbered(number, lane, commands[rank])))
+            except RankError as error:  # whoever reads from that rank says why
+                pending.result.set_exception(error)
+            else:
+                self._lanes[lane].put(pending)
+        return partial(self._ended, pending)
+
+    def _ended(self, pending: _Pending) -> Together[Any]:
         with self._changed:
-            self._raise_if_lost()
-            self._given += 1
-            number = self._given
-            commands = {rank: Numbered(number, lane, command(rank)) for rank in self._channels}
-            verb = type(commands[min(commands)].command).__name__
-            self._pending[number] = pending = _Pending(verb, lane, commands, own)
-            self._lanes[lane].put(pending)
             ended = self._changed.wait_for(lambda: self._has_ended(pending), timeout=self._timeout_s)
             if pending.has_failed and pending.is_of_all:
                 self._changed.wait_for(lambda: self._lost is not None, timeout=_NAMING_S)
-            del self._pending[number]
+            del self._pending[pending.number]
             self._raise_if_lost()
         if not ended:
             raise self._lose(RankError(self._late(pending)))
@@ -197,8 +216,6 @@ class Ranks:
         while True:
             pending = self._lanes[lane].get()
             try:
-                for rank, channel in self._channels.items():
-                    channel.send(encode(pending.commands[rank]))
                 result = pending.own()
             except BaseException as error:  # handed to the caller, whatever it is
                 pending.result.set_exception(error)
@@ -222,6 +239,23 @@ class Ranks:
             self._lose(
                 RankError(f"{error}; see its log, and start all ranks again: the run goes on from its checkpoint")
             )
+
+
+def one_ahead(begun: Iterable[Callable[[], T]]) -> Generator[T]:
+    """What each verb ends with; the next has been begun by then, and whoever leaves early has waited for that one."""
+    ended: Callable[[], T] | None = None
+    try:
+        for following in begun:
+            ended, now = following, ended
+            if now is not None:
+                yield now()
+        if ended is not None:
+            now, ended = ended, None
+            yield now()
+    finally:
+        if ended is not None:
+            with suppress(TrainerError):  # what was raised before, or nothing: nobody has asked for this one
+                ended()
 
 
 _led: tuple[Distributed, Ranks] | None = None

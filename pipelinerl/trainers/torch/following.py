@@ -46,7 +46,7 @@ class MeshFollower:
             case Discard():
                 worker.model.discard_gradient()
             case Gather():
-                worker.gathered(range(command.place, command.place + command.count), command.kind)
+                worker.deliver(range(command.place, command.place + command.count), command.kind, command.into)
             case Save():
                 worker.save_shard(Path(command.path))
         return []

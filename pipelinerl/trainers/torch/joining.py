@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, final
 
+import msgspec
+import numpy as np
 import torch
 import torch.distributed
 
 from pipelinerl.trainers.ranks.distributed import Distributed
+from pipelinerl.trainers.ranks.shared_block import Place, is_here, shared_block
 from trainer_contract.errors import SpecError, StateError
 
 #: Torch's stubs leave out most of what is made in C++.
@@ -28,15 +33,21 @@ dist: Any = torch.distributed
 #: What a process tells the others of why it cannot start, and of which of these kinds it is.
 _SENTENCE_BYTES: Final = 1000
 _KINDS: Final = (SpecError, StateError)
+#: By which ranks know that memory is rank 0's.
+_CONTENT: Final = struct.Struct("<q")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TorchWorld:
-    """This process among the others; `reads` is the group of what is read beside the passes."""
+    """This process among the others; `reads` is the group of what is read beside the passes.
+
+    Those `beside` rank 0 are on its host, and can write into what it shares.
+    """
 
     rank: int
     reads: Any
+    beside: frozenset[int]
 
 
 _world: TorchWorld | None = None
@@ -64,7 +75,8 @@ def join(distributed: Distributed, port: int) -> None:
             world_size=distributed.processes,
             timeout=patience,
         )
-        _world = TorchWorld(distributed.process, dist.new_group(backend="gloo", timeout=patience))
+        reads = dist.new_group(backend="gloo", timeout=patience)
+        _world = TorchWorld(distributed.process, reads, _beside_rank0(distributed.process, distributed.processes))
     except (RuntimeError, ValueError, OSError) as error:
         raise SpecError(f"options.distributed: the other processes cannot be joined: {error}") from error
 
@@ -77,6 +89,22 @@ def _store(host: str, port: int, distributed: Distributed, patience: timedelta) 
     return dist.TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=patience, master_listen_fd=listener.detach()
     )
+
+
+def _beside_rank0(rank: int, processes: int) -> frozenset[int]:
+    """The ranks that can write into memory of rank 0: each tries, and all hear of it."""
+    now, said = time.time_ns(), torch.zeros(5, dtype=torch.int64)  # no other host has this at its place
+    with suppress(OSError):  # nobody can
+        if rank == 0:
+            block, place = shared_block(_CONTENT.size)
+            block[:] = np.frombuffer(_CONTENT.pack(now), np.uint8)
+            said = torch.tensor([*msgspec.structs.astuple(place), now])
+    dist.broadcast(said, 0)
+    *place_of, content = said.tolist()
+    can = torch.tensor(is_here(Place(*place_of), _CONTENT.pack(content)), dtype=torch.int32)
+    heard = [torch.empty_like(can) for _ in range(processes)]
+    dist.all_gather(heard, can)
+    return frozenset(number for number, each in enumerate(heard) if number and each)
 
 
 def _bind_gloo_to_loopback() -> None:

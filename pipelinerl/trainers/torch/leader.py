@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, final
@@ -32,7 +33,7 @@ from pipelinerl.trainers.ranks.commands import (
     encode_objective,
     encode_spec,
 )
-from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, Together, lead
+from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, Together, lead, one_ahead
 from pipelinerl.trainers.ranks.recycled import RecycledMemory
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import join
@@ -159,7 +160,7 @@ class MeshLeader:
         return self._worker.layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Host tensors, gathered from the ranks when they are asked for, half a layer at once."""
+        """Host tensors, gathered from the ranks as they are asked for, the next part of a layer while one is read."""
         layout, adapters = self._worker.layout(), self._worker.loaded.adapters
         if adapters is not None:
             for info in layout:
@@ -167,10 +168,12 @@ class MeshLeader:
             return
         most = self._worker.model.at_once
         memory = RecycledMemory(most * self._worker.loaded.gather_dtype.itemsize)
-        for bunch in bunches_of(layout, most):
-            found = self._gathered([info.name for info in bunch], GatheredKind.WEIGHTS, memory)
-            while bunch:
-                yield bunch.pop(0).name, found.pop(0)
+        bunches = [[info.name for info in bunch] for bunch in bunches_of(layout, most)]
+        begun = (self._begun(names, GatheredKind.WEIGHTS, memory) for names in bunches)
+        with closing(one_ahead(begun)) as gathered:
+            for names, found in zip(bunches, gathered, strict=True):
+                for name in names:
+                    yield name, found.pop(0)
 
     def save_state(self, path: Path) -> None:
         """Every rank writes its own rows; of adapters rank 0 writes what one process does."""
@@ -269,14 +272,19 @@ class MeshLeader:
         own, a, b = (self._gathered([each], GatheredKind.MASTER)[0] for each in (name, *pair))
         return adapters.merged_with(name, own, a, b).to(self._worker.loaded.gather_dtype)
 
-    def _gathered(
-        self, names: Sequence[str], kind: GatheredKind, memory: RecycledMemory = RecycledMemory(0)
-    ) -> list[Tensor]:
+    def _gathered(self, names: Sequence[str], kind: GatheredKind) -> list[Tensor]:
         """Whole parameters, or moments of them, which are neighbours in the model's order."""
+        return self._begun(names, kind, RecycledMemory(0))()
+
+    def _begun(self, names: Sequence[str], kind: GatheredKind, memory: RecycledMemory) -> Callable[[], list[Tensor]]:
         first = self._worker.place_of(names[0])
-        command = Gather(self._number, first, kind, len(names))
-        own = partial(self._worker.gathered, range(first, first + len(names)), kind, memory)
-        return self._ranks.together(lambda _: command, own, lane=Lane.READS).own
+        places = range(first, first + len(names))
+        block = memory.take(self._worker.bytes_of(places, kind))
+        command = Gather(self._number, first, kind, len(names), block.place)
+        ended = self._ranks.begin(
+            lambda _: command, partial(self._worker.received, places, kind, block), lane=Lane.READS
+        )
+        return lambda: ended().own
 
 
 def bunches_of(layout: Sequence[ParameterInfo], most: int) -> Iterator[list[ParameterInfo]]:

@@ -4,7 +4,7 @@ Every rank makes the same passes in the same order: a rank without a micro-batch
 nothing, since the others wait for its part of each layer. Before each backward the ranks agree, with 4 bytes, that no
 loss is broken: one that left the round alone would leave the others waiting.
 
-`gathered` is for the thread of reads, everything else for that of passes.
+`received` and `deliver` are for the thread of reads, everything else for that of passes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,8 @@ import torch.distributed
 from torch import Tensor
 
 from pipelinerl.trainers.ranks.commands import GatheredKind
-from pipelinerl.trainers.ranks.recycled import RecycledMemory
+from pipelinerl.trainers.ranks.recycled import Block
+from pipelinerl.trainers.ranks.shared_block import Place, opened, write_at
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import in_agreement, world
 from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device, seed_dropout
@@ -197,47 +198,53 @@ class MeshWorker:
         count: Tensor = self.optimizer.state[self.model.shards[name]]["step"]
         return count
 
-    def gathered(self, places: range, kind: GatheredKind, memory: RecycledMemory = RecycledMemory(0)) -> list[Tensor]:
-        """On rank 0 the whole parameters at these places, or their moments; the others send their rows, and find none.
+    def bytes_of(self, places: range, kind: GatheredKind) -> int:
+        """What `received` needs for these parameters."""
+        return sum(shape.numel() for shape in self._shapes(places).values()) * self._dtype_of(kind).itemsize
+
+    def received(self, places: range, kind: GatheredKind, block: Block) -> list[Tensor]:
+        """Rank 0's part of gathering: the whole parameters at these places, or their moments, in that memory.
 
         They are in memory at once on rank 0 alone, which copies its own rows while others' come in; of several copies
         the first is read.
-
-        Args:
-            memory: where they are put.
         """
-        if self.rank >= self.mesh.shards:
-            return []
-        shapes = dict(list(self.model.shapes.items())[places.start : places.stop])
-        try:
-            return self._send(list(shapes), kind) if self.rank else self._receive(shapes, kind, memory)
-        except RuntimeError as error:
-            names = ", ".join(shapes)
-            raise RankError(f"gathering {names} failed: {error}; a rank has died: start all ranks again") from error
-
-    def _receive(self, shapes: Mapping[str, torch.Size], kind: GatheredKind, memory: RecycledMemory) -> list[Tensor]:
-        dtype, sizes = self._dtype_of(kind), [shape.numel() for shape in shapes.values()]
-        flat = torch.from_numpy(memory.take(sum(sizes) * dtype.itemsize)).view(dtype)
-        parts = torch.split(flat, sizes)
+        shapes, dtype = self._shapes(places), self._dtype_of(kind)
+        flat = torch.from_numpy(block.memory).view(dtype)
+        parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
         wholes = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
-        coming = [
-            dist.irecv(_bytes(part), rank, group=world().reads)
-            for whole in wholes.values()
-            for rank in range(1, self.mesh.shards)
-            if (part := whole[self.mesh.rows_of(rank, len(whole))]).numel()
-        ]
-        with self.model.at_rest() as shards:
-            for name, whole in wholes.items():
-                self._copy(shards, name, kind, whole[self.mesh.rows_of(0, len(whole))])
-        for each in coming:
-            each.wait()
+        far = [rank for rank in range(1, self.mesh.shards) if block.place is None or rank not in world().beside]
+        with _gathering(shapes):
+            coming = [
+                dist.irecv(_bytes(part), rank, group=world().reads)
+                for whole in wholes.values()
+                for rank in far
+                if (part := whole[self.mesh.rows_of(rank, len(whole))]).numel()
+            ]
+            with self.model.at_rest() as shards:
+                for name, whole in wholes.items():
+                    self._copy(shards, name, kind, whole[self.mesh.rows_of(0, len(whole))])
+            for each in coming:
+                each.wait()
         return list(wholes.values())
 
-    def _send(self, names: Sequence[str], kind: GatheredKind) -> list[Tensor]:
-        """From where the rows lie, if that is the host and they are as they are to be sent; else from a copy."""
+    def deliver(self, places: range, kind: GatheredKind, into: Place | None) -> None:
+        """What the others do of it: put their rows into rank 0's memory, or send them.
+
+        They are taken from where they lie, if that is the host and they are as they are to be delivered; else copied.
+        """
+        if self.rank >= self.mesh.shards:
+            return
+        shapes = self._shapes(places)
+        with _gathering(shapes):
+            if into is None or self.rank not in world().beside:
+                self._send(shapes, kind)
+            else:
+                self._write(shapes, kind, into)
+
+    def _send(self, shapes: Mapping[str, torch.Size], kind: GatheredKind) -> None:
         going: deque[tuple[Any, Tensor]] = deque()
         with self.model.at_rest() as shards:
-            for name in names:
+            for name in shapes:
                 rows = self._source(shards, name, kind).detach().to("cpu", self._dtype_of(kind))
                 if len(going) == _SENT_AT_ONCE:
                     going.popleft()[0].wait()
@@ -245,7 +252,19 @@ class MeshWorker:
                     going.append((dist.isend(_bytes(rows), 0, group=world().reads), rows))
             for work, _ in going:
                 work.wait()
-        return []
+
+    def _write(self, shapes: Mapping[str, torch.Size], kind: GatheredKind, into: Place) -> None:
+        begin, dtype = 0, self._dtype_of(kind)
+        with opened(into) as file, self.model.at_rest() as shards:
+            for name, shape in shapes.items():
+                rows, size = self._source(shards, name, kind).detach().to("cpu", dtype), shape.numel() * dtype.itemsize
+                if rows.numel():
+                    first = self.mesh.rows_of(self.rank, shape[0]).start
+                    write_at(file, begin + first * (size // shape[0]), _bytes(rows).numpy())
+                begin += size
+
+    def _shapes(self, places: range) -> dict[str, torch.Size]:
+        return dict(list(self.model.shapes.items())[places.start : places.stop])
 
     def save_shard(self, path: Path) -> None:
         """Write this rank's rows, of weights and moments, below a state's directory; of several copies the first."""
@@ -328,6 +347,17 @@ def _tell(loaded: LoadedModel, attention: Planning) -> None:
     log.info("attention: %s", attention.said)
     if loaded.adapters is not None:
         log.info("LoRA: %s", share_of(*loaded.adapters.counts))
+
+
+@contextmanager
+def _gathering(names: Iterable[str]) -> Iterator[None]:
+    """Raises RankError: another rank was not there."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise RankError(
+            f"gathering {', '.join(names)} failed: {error}; a rank has died: start all ranks again"
+        ) from error
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ from pipelinerl.trainers.torch.value_model import PackedValueModel
 dist: Any = torch.distributed
 _SHARD: Final = "dp_shard"
 _COPY: Final = "dp_replicate"
+#: Of a layer, each gathered by a command of its own.
+_PARTS: Final = 4
 
 
 @final
@@ -70,9 +72,9 @@ class ShardedModel:
         self.group = None if mesh.cp == 1 else sequence_group(device.type, mesh.width, mesh.cp)
         self.shapes = {name: parameter.shape for name, parameter in named.items()}
         sizes = [[each.numel() for each in layer.parameters()] for layer in _layers(model)]
-        #: Numbers that one command gathers: half of a layer, since one half is read while the other comes, or its
+        #: Numbers that one command gathers: a quarter of a layer, since one is read while two others come, or its
         #: largest parameter where that is more.
-        self.at_once = max((max(*each, sum(each) // 2) for each in sizes), default=0)
+        self.at_once = max((max(*each, sum(each) // _PARTS) for each in sizes), default=0)
         staying = keep_own_experts(model, mesh, device) if experts is ExpertWeights.PARALLEL else set()
         for module in [*_layers(model), model]:
             whole = [each for each in module.parameters() if not (isinstance(each, DTensor) or each in staying)]

@@ -1,26 +1,76 @@
-"""How rank 0 sends the others home: as done, or as those who are to be begun again."""
+"""How rank 0 has the others at work, and sends them home: as done, or as those who are to be begun again."""
 
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 
 from pipelinerl.trainers.ranks.channel import Channel
-from pipelinerl.trainers.ranks.commands import RanksEnd, decode
-from pipelinerl.trainers.ranks.rank0 import Ranks
+from pipelinerl.trainers.ranks.commands import Discard, Lane, Numbered, RankAnswer, RanksEnd, decode, encode
+from pipelinerl.trainers.ranks.rank0 import Ranks, one_ahead
 from tests.patience import PATIENCE_S
+from trainer_contract.errors import RankError
+
+
+def two_ranks() -> tuple[Ranks, Channel]:
+    """Rank 0's end, and that of the other."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = socket.create_connection(server.getsockname())
+        other = Channel(server.accept()[0], peer="rank 0", silence_s=PATIENCE_S)
+    return Ranks({1: Channel(connection, peer="rank 1", silence_s=PATIENCE_S)}, timeout_s=PATIENCE_S), other
 
 
 @pytest.mark.parametrize("reason", ["", "rank 0 met an error"])
 def test_they_hear_whether_the_work_is_done(reason: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        connection = socket.create_connection(server.getsockname())
-        other = Channel(server.accept()[0], peer="rank 0", silence_s=PATIENCE_S)
-    ranks = Ranks({1: Channel(connection, peer="rank 1", silence_s=PATIENCE_S)}, timeout_s=PATIENCE_S)
+    ranks, other = two_ranks()
     if reason:
         ranks.leave(reason)
     ranks.end()
     ranks.end()  # once is enough
     assert decode(other.receive()) == RanksEnd(reason=reason)
     other.close()
+
+
+def test_what_is_begun_is_sent_before_the_last_has_ended() -> None:
+    ranks, other = two_ranks()
+    may_end = threading.Event()
+    first = ranks.begin(lambda _: Discard(1), lambda: may_end.wait(PATIENCE_S), lane=Lane.READS)
+    second = ranks.begin(lambda _: Discard(2), may_end.is_set, lane=Lane.READS)
+    told = [decode(other.receive()) for _ in range(2)]
+    assert told == [Numbered(1, Lane.READS, Discard(1)), Numbered(2, Lane.READS, Discard(2))]
+    for number in (2, 1):
+        other.send(encode(RankAnswer(number, [])))
+    may_end.set()
+    assert first().own and second().own, "rank 0's parts come in the order in which they were begun"
+    ranks.end()
+    other.close()
+
+
+def test_what_is_begun_after_a_rank_was_lost_says_so() -> None:
+    ranks, other = two_ranks()
+    first = ranks.begin(lambda _: Discard(1), lambda: None, lane=Lane.READS)
+    other.close()
+    with pytest.raises(RankError, match="rank 1 is gone"):
+        first()
+    with pytest.raises(RankError, match="rank 1 is gone"):
+        ranks.begin(lambda _: Discard(1), lambda: None, lane=Lane.READS)
+
+
+def test_who_leaves_early_has_waited_for_what_was_begun() -> None:
+    told: list[str] = []
+
+    def begun() -> Iterator[Callable[[], int]]:
+        for number in range(4):
+            told.append(f"begin {number}")
+            yield lambda number=number: told.append(f"end {number}") or number  # type: ignore[misc, func-returns-value]
+
+    assert list(one_ahead(begun())) == [0, 1, 2, 3]
+    assert told == ["begin 0", "begin 1", "end 0", "begin 2", "end 1", "begin 3", "end 2", "end 3"]
+    told.clear()
+    with closing(one_ahead(begun())) as ahead:
+        assert next(ahead) == 0
+    assert told == ["begin 0", "begin 1", "end 0", "end 1"]

@@ -27,6 +27,12 @@ def test_one_that_is_taken_is_not_offered() -> None:
         assert port not in free_ports(3)
 
 
+def test_each_address_has_ports_of_its_own() -> None:
+    (port,) = free_ports(1, "127.0.0.2")
+    with socket.create_server(("127.0.0.2", port)):
+        assert is_free(port) and not is_free(port, "127.0.0.2")
+
+
 def test_more_than_there_are_cannot_be_had() -> None:
     with pytest.raises(AddressError, match="fewer than 20000 ports"):
         free_ports(20000)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from pipelinerl.system.ports import family_of, free_ports
 from pipelinerl.trainers.ranks.channel import Channel
 from pipelinerl.trainers.ranks.commands import Hello, Refused, Welcome, decode, encode
 from pipelinerl.trainers.ranks.distributed import Distributed
@@ -47,7 +48,7 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     host, port = distributed.address
     try:
-        listener = socket.create_server((host, port), family=_family(host))
+        listener = socket.create_server((host, port), family=family_of(host))
     except OSError as error:
         raise SpecError(
             f"options.distributed.coordinator: rank 0 cannot listen at {distributed.coordinator} ({error}); it must be "
@@ -63,8 +64,7 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
             except TimeoutError:
                 raise _missing(distributed, channels) from None
             _admit(connection, channels, distributed, token)
-    with socket.create_server((host, 0), family=_family(host)) as probe:
-        meeting = int(probe.getsockname()[1])
+    (meeting,) = free_ports(1, host)  # one of the system's choice may be an outgoing connection's by then
     for channel in channels.values():
         channel.send(encode(Welcome(meeting)))
         channel.beat()
@@ -165,7 +165,3 @@ def _token(distributed: Distributed) -> str:
             f'options.distributed.token_file: {distributed.token_file} must hold {{"token": "…"}} ({error})'
         ) from error
     return str(token)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed
 
+from pipelinerl.system.ports import family_of
 from pipelinerl.trainers.ranks.distributed import Distributed
 from pipelinerl.trainers.ranks.shared_block import Place, is_here, shared_block
 from trainer_contract.errors import SpecError, StateError
@@ -84,8 +85,7 @@ def join(distributed: Distributed, port: int) -> None:
 def _store(host: str, port: int, distributed: Distributed, patience: timedelta) -> Any:
     if distributed.process:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family)  # a bare TCPStore listens everywhere
+    listener = socket.create_server((host, port), family=family_of(host))  # a bare TCPStore listens everywhere
     return dist.TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=patience, master_listen_fd=listener.detach()
     )

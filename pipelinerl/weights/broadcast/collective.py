@@ -26,6 +26,7 @@ import torch.distributed
 from inference_contract.weights import Backend, Connections
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
 from pipelinerl.system.addresses import address_towards, without_name_servers
+from pipelinerl.system.ports import family_of
 
 #: A wait at the store cannot be interrupted: it is made of waits as long as this.
 _SLICE_S: Final = 0.1
@@ -44,7 +45,7 @@ class Rendezvous:
         Raises:
             AddressError: the address cannot be bound.
         """
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        listener = socket.socket(family_of(host), socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))

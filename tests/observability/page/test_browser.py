@@ -445,8 +445,7 @@ def test_k_is_moved_by_its_slider_while_the_run_lives(browser: Browser, tmp_path
             step = newest(run.steps)
             run.until_step(step + 2)
             page.wait_for_function(f"(step) => {STEP} > step", arg=step)  # by itself, from the stream
-            # The trainer's thread of samples first reads the tokenizer, which takes longer than some steps.
-            run.until(lambda live: list(live.directory.glob("samples/training-*.jsonl")), "a sample of a step")
+            run.until(lambda live: list(live.directory.glob("samples/training-*.jsonl")), "a sample, after a tokenizer")
     with served_page(directory) as server, opened(browser, server.url) as page:
         go(page, server.url, "now")
         expect(page.locator("main")).to_contain_text("ended without a word")

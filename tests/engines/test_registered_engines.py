@@ -18,7 +18,7 @@ from pipelinerl.weights.parameter_server.download import WeightPuller
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
-CONTEXT = 512
+CONTEXT = 128
 
 
 def _directory(name: str, folder: Path) -> Path:

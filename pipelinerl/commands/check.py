@@ -44,7 +44,6 @@ from pipelinerl.objective.explain import differing, slot_lines
 from pipelinerl.objective.presets import preset_of, resolve
 from pipelinerl.observability.trackers.tracker import missing_package
 from pipelinerl.roles.dtypes import Dtypes, dtypes_of
-from pipelinerl.roles.engine_role import build_engine
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
 from pipelinerl.roles.wiring import (
@@ -138,6 +137,8 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     for path in dict.fromkeys([config.model.resolved, *_other_models(config).values()]):
         if left := check_values(path, most_bytes=_MOST_READ):
             yield "model", f"{left / 2**30:,.1f} GiB of {path} are not read here; the trainer looks at them as it loads"
+    from pipelinerl.roles.engine_role import build_engine  # with a server's libraries, for which `run` need not wait
+
     build_engine(_of_nobody(config))
     dtypes = dtypes_of(config)
     slow = _slow(config, dtypes)

@@ -23,11 +23,10 @@ from urllib.parse import urlsplit
 
 import uvicorn
 import uvloop
-from fastapi import Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelinerl.errors import AddressError
@@ -186,6 +185,8 @@ def refusal(status: int, message: str, *, code: str, param: str | None = None) -
 
 def refuse_in_one_shape(app: Starlette) -> None:
     """Make the framework's own refusals, and what nobody foresaw, answer as `refusal` does."""
+    from fastapi.exceptions import RequestValidationError  # of whoever has an application; who only listens has none
+
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _unforeseen)
@@ -208,6 +209,8 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 async def _invalid(_: Request, error: Exception) -> Response:
     """The first finding as a sentence, without the input that caused it."""
+    from fastapi.exceptions import RequestValidationError
+
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place, *path = (str(part) for part in first["loc"])

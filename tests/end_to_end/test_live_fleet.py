@@ -50,6 +50,7 @@ def stop(run: LiveRun) -> None:
     assert run.end() == 0, run.story()
 
 
+@pytest.mark.slow  # in short, in a run that has survived other things: test_live_run.py
 @pytest.mark.timeout(400)
 def test_an_engine_is_replaced_under_load(tmp_path: Path) -> None:
     """With no patience: what the old one has is handed over."""

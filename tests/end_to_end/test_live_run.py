@@ -22,6 +22,7 @@ from pipelinerl.commands.replay import show
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
 from pipelinerl.system.ports import free_ports, is_free
+from tests.fakes.live_fleet import swap_to_and_fro
 from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, new_run, resumed, told
 from tests.fakes.undisturbed import LOCKSTEP, STEPS, Kind, undisturbed as undisturbed_run
 from tests.faults.scenarios.system_killed import Learned, differences
@@ -133,7 +134,10 @@ def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one
 
 
 def test_a_live_run_survives_four_deaths_at_once_and_obeys_its_owner(tmp_path: Path) -> None:
-    """Engine, trainer and controller come back, and so does the tracker, which has each step of the run once."""
+    """Engine, trainer and controller come back, and so does the tracker, which has each step of the run once.
+
+    Then its engine is replaced with no patience: what that has is handed over.
+    """
     directory = tmp_path / "run"
     changes = ("staleness.k=4", "trackers.tensorboard=true")
     with launched(endless_run(directory, *changes), directory) as run:
@@ -147,14 +151,16 @@ def test_a_live_run_survives_four_deaths_at_once_and_obeys_its_owner(tmp_path: P
         assert "k = 2" in told("knobs", "set", str(directory), "k=2", "j=2")
         run.until(lambda run: len(run.events("engine_joined")) >= 2, "the engine's return")
         run.until(lambda run: len(run.events("trainer_ready")) == 2, "the trainer's return")
-        run.until_step(run.steps()[-1] + 5)
+        run.until_step(run.steps()[-1] + 2)
         run.until(lambda run: tracked_to(run) > 3, "the tracker's next life to go on")
         assert json.loads(told("status", str(directory), "--json"))["epoch"] == 2
         assert "waits for" in told("status", str(directory))
         assert "j = 2, k = 2 by" in told("knobs", "show", str(directory))
+        assert swap_to_and_fro(run, ["bigram"], times=1, grace_s=0.0) == "engine-1"
         told("stop", str(directory))
         assert run.end() == 0, run.story()
         assert_settled(run, steps=max(run.steps()))
+    assert not run.events("group_failed") and not run.events("engine_canary_failed"), run.story()
     assert [event["changes"] for event in run.events("knobs")] == [{"j": 2, "k": 2}]
     assert run.steps()[-1] == max(run.steps()), "the last word is of the last epoch"
     newest = max((directory / "checkpoints").iterdir())

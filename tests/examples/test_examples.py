@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from string import ascii_lowercase
 
 import pytest
 
 from pipelinerl.config.recipe import load
 from pipelinerl.roles.wiring import held_out_problems, training_problems
+from tests.fakes.bigram_recipe import lightest
 from tests.fakes.live_run import CLI, launched
 from tests.patience import PATIENCE_S
 
@@ -39,10 +41,12 @@ def test_a_reward_of_ones_own_is_what_the_page_shows() -> None:
 
 
 def test_two_domains_train(tmp_path: Path) -> None:
+    """Its domains, with the lightest model: the shipped one's runs are in tests/end_to_end/."""
     recipe = EXAMPLES / "two_domains" / "two_domains.toml"
     quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=48", "evaluation.problems=6")
     lockstep = ("staleness.j=1", "staleness.k=1")  # no step begins without the groups of one domain
-    with launched([str(recipe), *quick, *lockstep], tmp_path / "two_domains") as run:
+    light = lightest(tmp_path / "model", alphabet=f"{ascii_lowercase}?")
+    with launched([str(recipe), *quick, *lockstep, *light], tmp_path / "two_domains") as run:
         assert run.end() == 0, run.story()
         steps = run.events("step")
     assert len(steps) == 2 and {"backward", "last_letter"} == set(steps[-1]["by_domain"])

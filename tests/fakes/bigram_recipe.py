@@ -61,14 +61,30 @@ async def judge(answer, completion):
 """
 
 
+def lightest(model: Path, *, alphabet: str) -> tuple[str, ...]:
+    """Changes by which any recipe trains a bigram, made in `model`, that knows these characters."""
+    _written(model, alphabet)
+    return (
+        f"model.path={model}",
+        "engine.type=bigram",
+        "trainer.type=bigram",
+        f"engine.context_length={_CONTEXT}",
+        "training.no_signal=train",
+    )
+
+
 def bigram_recipe(folder: Path, *, walking: bool = False) -> Path:
     """A recipe and its model, written into `folder`, which is made; the recipe's path."""
     model = folder / "model"
-    tokenizer = char_tokenizer(alphabet="0123456789")
-    BigramModel.random(len(tokenizer), seed=0, scale=0.0, context_length=_CONTEXT).save(model)
-    tokenizer.save_pretrained(str(model), save_jinja_files=False)
+    _written(model, "0123456789")
     recipe = folder / "bigram.toml"
     (folder / "walking.py").write_text(_WALKING)
     verifier = "walking.py:judge" if walking else "reasoning_gym"
     recipe.write_text(_RECIPE.format(model=model, context=_CONTEXT, verifier=verifier))
     return recipe
+
+
+def _written(model: Path, alphabet: str) -> None:
+    tokenizer = char_tokenizer(alphabet=alphabet)
+    BigramModel.random(len(tokenizer), seed=0, scale=0.0, context_length=_CONTEXT).save(model)
+    tokenizer.save_pretrained(str(model), save_jinja_files=False)

@@ -1,7 +1,7 @@
 """Rank 0 of a JAX trainer as a process of its own, driven by a test: `… -m tests.fakes.jax_rank0 MODEL PORT DIR WHAT`.
 
-`results` tries the verbs and leaves what came of them in DIR, `kit` all checks of the kit; `wait` says
-when it is ready, and then goes on with forward passes until one fails, whose error it prints.
+WHAT are words: `results` tries the verbs and leaves what came of them in DIR, `kit` all checks of the kit; `wait`, the
+last one, says when it is ready, and then goes on with forward passes until one fails, whose error it prints.
 """
 
 import json
@@ -113,12 +113,12 @@ def until_lost(model, options):
 
 
 if __name__ == "__main__":
-    model, port, directory, what = sys.argv[1:]
+    model, port, directory, *what = sys.argv[1:]
     distributed = {"coordinator": f"127.0.0.1:{port}", "processes": 2, "timeout_s": 240, "silence_s": 5}
     options = {"mesh": {"fsdp": 2}, "distributed": distributed}
-    if what == "results":
+    if "results" in what:
         results(model, options, Path(directory))
-    elif what == "kit":
+    if "kit" in what:
         kit(model, options, Path(directory))
-    else:
+    if "wait" in what:
         until_lost(model, options)

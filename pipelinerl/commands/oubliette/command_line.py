@@ -1,4 +1,7 @@
-"""The commands `pipelinerl oubliette …`: what sandbox this machine has, programs in it, tests uploaded, a service."""
+"""The commands `pipelinerl oubliette …`: what sandbox this machine has, programs in it, tests uploaded, a service.
+
+The sandbox is imported by the command that uses it: every process of a run imports this file.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,9 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.commands.oubliette.uploading import upload
 from pipelinerl.errors import UserError
-from pipelinerl.verifiers.oubliette import control_groups, probe, toolchains
-from pipelinerl.verifiers.oubliette.repository import ContentMissing
 from pipelinerl.verifiers.oubliette.rules import CodeRules
-from pipelinerl.verifiers.oubliette.runner import Program
 from pipelinerl.verifiers.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.sandbox import default_slots, walls_of
-from pipelinerl.verifiers.oubliette.verifier import open_runner
 
 oubliette_app = typer.Typer(
     help="The sandbox that judges code: try it, run programs in it, serve it, upload tests.", no_args_is_help=True
@@ -35,6 +32,9 @@ def probe_(
     all_: Annotated[bool, typer.Option("--all", help="A line for each attack.")] = False,
 ) -> None:
     """Attack the sandbox from within, by every attack that there is; exit status 1 if one is not held off."""
+    from pipelinerl.verifiers.oubliette import control_groups, probe, toolchains
+    from pipelinerl.verifiers.oubliette.sandbox import walls_of
+
     for each in Tier:
         typer.echo(f"{each:<10} {_told(each)}")
     groups = control_groups.available()
@@ -69,6 +69,9 @@ def run_(
 
     Exit status 1 if it did not compile or not end well.
     """
+    from pipelinerl.verifiers.oubliette import toolchains
+    from pipelinerl.verifiers.oubliette.repository import ContentMissing
+
     try:
         source, read = program.read_text(), [file.read_bytes() for file in inputs or ()] or [b""]
     except (OSError, UnicodeDecodeError) as error:
@@ -88,6 +91,11 @@ def run_(
 
 
 async def _ran(rules: CodeRules, language: str, source: str, inputs: Sequence[bytes], limits: Limits) -> bool:
+    from pipelinerl.verifiers.oubliette import toolchains
+    from pipelinerl.verifiers.oubliette.runner import Program
+    from pipelinerl.verifiers.oubliette.sandbox import default_slots
+    from pipelinerl.verifiers.oubliette.verifier import open_runner
+
     runner = await open_runner(rules, at_once=min(len(inputs), default_slots()))
     try:
         program = await runner.compile(language, source, wall_s=toolchains.COMPILING.wall_s)
@@ -117,6 +125,8 @@ def upload_(
     key_variable: Key = "",
 ) -> None:
     """Lay inputs, answers and compiled checkers into a repository, once; a recipe then names the rows of --out."""
+    from pipelinerl.commands.oubliette.uploading import upload
+
     if (repository is None) == (not url):
         raise UserError("upload needs either --url, of a service, or --repository, a folder")
     rules = CodeRules(tier=tier, url=url, key_variable=key_variable, repository=str(repository or ""))
@@ -147,6 +157,7 @@ def serve_(
 ) -> None:
     """Compile, run and check programs for others, over HTTP; refuses to start below the tier that is asked for."""
     from pipelinerl.commands.oubliette.serving import ServeOptions, serve_sandbox
+    from pipelinerl.verifiers.oubliette.sandbox import default_slots
 
     options = ServeOptions(
         repository=repository,
@@ -161,6 +172,8 @@ def serve_(
 
 
 def _told(tier: Tier) -> str:
+    from pipelinerl.verifiers.oubliette import probe
+
     try:
         probe.opened(tier, at_once=1).close()
     except SandboxMissing as error:

@@ -26,12 +26,15 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.messages import ActorAlive, Starving, StepSkipped, TrainerLeaving, TrainerReady, TrainerStopped
 from tests.controller.world import ENGINE, World, controller, drawn_problem, knobs
 
+#: Schedules of a promise, the further ones among the slow tests.
+FEW_OF_100 = [*range(25), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(25, 100))]
+
 
 def world(seed: int = 0, **changes: Any) -> World:
     return World(controller(**changes), random.Random(seed))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", FEW_OF_100)
 def test_random_schedules_finish_and_keep_every_promise(seed: int) -> None:
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 4, math.inf]))
@@ -187,7 +190,7 @@ def test_actors_give_up_no_group_that_may_train_yet(settings: dict[str, Any], k:
     assert assignment_of(made.state, replace(made.settings, **settings)).k == k
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", FEW_OF_100)
 def test_a_trainer_that_waits_for_what_is_overdue_loses_nothing_to_age_and_never_waits_in_vain(seed: int) -> None:
     """Orders fail, are given up and filtered meanwhile, engines are updated: whatever it waits for comes or ends."""
     noise = random.Random(seed)
@@ -372,7 +375,7 @@ def test_an_actor_that_has_left_for_good_works_on_no_order() -> None:
         assert [type(effect) for effect in effects] == ([Record, IssuePrompts] if at > 1.0 else [])
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", FEW_OF_100)
 def test_what_a_stream_server_forgot_is_issued_again_and_nothing_is_trained_twice(seed: int) -> None:
     """Now and then the newest orders are gone, and groups not yet read: the trainer never says that it starves."""
     rng = random.Random(seed)

@@ -479,12 +479,12 @@ def same_with_and_without_deaths(seed: int, **recipe: Any) -> None:
     assert mortal.controller.state == undisturbed.controller.state, f"seed {seed}: another state, another ledger"
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_a_controller_that_dies_again_and_again_decides_alike(seed: int) -> None:
     same_with_and_without_deaths(seed)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_neither_group_sizes_nor_evaluation_sets_under_way_are_lost_with_it(seed: int) -> None:
     other = EvaluationSet(name="hard", place=1, problems=4, max_tokens=8, samples=2, interval_steps=3)
     same_with_and_without_deaths(seed, large=5, rollouts_per_step=8, other_sets=(other,), pin=Pin.AUTO)

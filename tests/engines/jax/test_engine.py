@@ -330,7 +330,7 @@ async def test_an_update_in_flight(
     assert _programs() == before_any
 
 
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_a_prompt_without_finite_logits_is_refused_alone(
     options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
 ) -> None:

@@ -20,6 +20,7 @@ from tests.commands.watch.run_files import ServedPage, loaded, served_page, writ
 from tests.fakes.live_run import endless_run, launched
 from tests.observability.page.browser import MISSING, a_browser, opened
 from tests.observability.page.hostile_run import HOSTILE, hostile_run, long_silent
+from tests.observability.page.steered_run import steered_run
 from tests.observability.synthetic import events
 from tests.patience import PATIENCE_S
 
@@ -392,6 +393,46 @@ def go_on(page: Page, screen: str) -> None:
     shown(page, screen.split("/")[0].split("?")[0])
 
 
+def test_k_is_moved_by_its_slider_while_the_controller_lives(browser: Browser, tmp_path: Path) -> None:
+    from playwright.sync_api import expect
+
+    with steered_run(tmp_path / "run") as run:
+        run.takes(1)
+        with served_page(run.directory) as server, opened(browser, server.url) as page:
+            k_is_moved_to_6(page, server)
+            assert moved_to(run.events("knobs"), 6)
+            run.takes(2)
+            page.wait_for_function(f"() => {STEP} === 2")  # by itself, from the stream
+    with served_page(long_silent(run.directory)) as server, opened(browser, server.url) as page:
+        go(page, server.url, "steer")
+        expect(page.locator("main")).to_contain_text("ended without a word")
+        slider = page.get_by_role("slider", name="k, slider", exact=True)
+        expect(slider).to_have_attribute("aria-valuetext", "6 versions")
+
+
+def k_is_moved_to_6(page: Page, server: ServedPage) -> None:
+    """From 4, on the screen for that; then what the run is doing is shown again."""
+    from playwright.sync_api import expect
+
+    go(page, server.url, "steer")
+    apply = page.get_by_role("button", name="Apply")
+    warmer = page.get_by_role("textbox", name="temperature")
+    warmer.fill("-1")
+    expect(page.locator("form .why")).to_contain_text("temperature must be")  # before it is sent
+    expect(apply).to_be_disabled()
+    page.get_by_role("button", name="Undo").click()
+    slider = page.get_by_role("slider", name="k, slider", exact=True)
+    slider.press("ArrowRight")
+    slider.press("ArrowRight")
+    apply.click()
+    expect(page.get_by_role("form", name="Knobs")).to_contain_text("Accepted: k = 6")
+    expect(page.get_by_role("region", name="Changes of knobs")).to_contain_text("k = 6")
+    expect(page.get_by_role("region", name="Engines").locator("tbody tr")).to_have_count(1)
+    page.get_by_role("link", name="Now").click()
+    shown(page, "now")
+
+
+@pytest.mark.slow  # in short, beside the controller alone: the test before
 def test_k_is_moved_by_its_slider_while_the_run_lives(browser: Browser, tmp_path: Path) -> None:
     from playwright.sync_api import expect
 
@@ -399,35 +440,15 @@ def test_k_is_moved_by_its_slider_while_the_run_lives(browser: Browser, tmp_path
     with launched(endless_run(directory, "staleness.k=4"), directory) as run:
         run.until_step(1)
         with served_page(directory) as server, opened(browser, server.url) as page:
-            go(page, server.url, "steer")
-            apply = page.get_by_role("button", name="Apply")
-            warmer = page.get_by_role("textbox", name="temperature")
-            warmer.fill("-1")
-            expect(page.locator("form .why")).to_contain_text("temperature must be")  # before it is sent
-            expect(apply).to_be_disabled()
-            page.get_by_role("button", name="Undo").click()
-            slider = page.get_by_role("slider", name="k, slider", exact=True)
-            slider.press("ArrowRight")
-            slider.press("ArrowRight")
-            apply.click()
-            expect(page.get_by_role("form", name="Knobs")).to_contain_text("Accepted: k = 6")
+            k_is_moved_to_6(page, server)
             run.until(lambda live: moved_to(live.events("knobs"), 6), "the event of k = 6")
-            expect(page.get_by_role("region", name="Changes of knobs")).to_contain_text("k = 6")
-            expect(page.get_by_role("region", name="Engines").locator("tbody tr")).to_have_count(1)
-            page.get_by_role("link", name="Now").click()
-            shown(page, "now")
             step = newest(run.steps)
             run.until_step(step + 2)
             page.wait_for_function(f"(step) => {STEP} > step", arg=step)  # by itself, from the stream
-            # The trainer's thread of samples first reads the tokenizer, which takes longer than some steps.
-            run.until(lambda live: list(live.directory.glob("samples/training-*.jsonl")), "a sample of a step")
+            run.until(lambda live: list(live.directory.glob("samples/training-*.jsonl")), "a sample, after a tokenizer")
     with served_page(directory) as server, opened(browser, server.url) as page:
         go(page, server.url, "now")
         expect(page.locator("main")).to_contain_text("ended without a word")
-        go(page, server.url, "steer")
-        expect(page.get_by_role("slider", name="k, slider", exact=True)).to_have_attribute(
-            "aria-valuetext", "6 versions"
-        )
         go(page, server.url, "samples")
 
 

@@ -63,10 +63,10 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 @contextmanager
-def pair(model: Path, directory: Path, what: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
-    """Rank 0, doing `what`, and the role of rank 1."""
+def pair(model: Path, directory: Path, *what: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
+    """Rank 0, doing `what` one after the other, and the role of rank 1."""
     (port,) = free_ports(1)
-    rank0 = [sys.executable, "-m", "tests.fakes.jax_rank0", str(model), str(port), str(directory), what]
+    rank0 = [sys.executable, "-m", "tests.fakes.jax_rank0", str(model), str(port), str(directory), *what]
     distributed = f'{{coordinator="127.0.0.1:{port}",processes=2,timeout_s=240,silence_s={SILENCE_S}}}'
     changes = ["--set", 'trainer.type="jax"', "--set", f"trainer.options={{distributed={distributed}}}"]
     rank1 = [sys.executable, "-m", "pipelinerl.cli", "trainer-rank", "--rank", "1", *changes]
@@ -94,6 +94,15 @@ def until_ready(rank0: subprocess.Popen[str]) -> None:
     assert any(line == "ready\n" for line in rank0.stdout), "rank 0 ended before both ranks had made a forward pass"
 
 
+def words_after(how: signal.Signals, model: Path, directory: Path, *what: str) -> str:
+    """Rank 0's, from when it is ready, and rank 1 is sent this signal."""
+    with pair(model, directory, *what) as (rank0, rank1):
+        until_ready(rank0)
+        rank1.send_signal(how)
+        _, said = ended(rank0, PATIENCE_S)
+    return said
+
+
 def both_succeed(model: Path, directory: Path, what: str) -> Path:
     with pair(model, directory, what) as (rank0, rank1):
         status, said = ended(rank0, PATIENCE_S)
@@ -104,9 +113,15 @@ def both_succeed(model: Path, directory: Path, what: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_processes(model_path, tmp_path_factory) -> Path:
-    """What `jax_rank0.results` left."""
-    return both_succeed(model_path("qwen3"), tmp_path_factory.mktemp("two"), "results")
+def until_killed(model_path, tmp_path_factory) -> tuple[Path, str]:
+    """What `jax_rank0.results` left, and what rank 0 said when rank 1 was killed after that."""
+    directory = tmp_path_factory.mktemp("two")
+    return directory, words_after(signal.SIGKILL, model_path("qwen3"), directory, "results", "wait")
+
+
+@pytest.fixture(scope="module")
+def two_processes(until_killed) -> Path:
+    return until_killed[0]
 
 
 def close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], tolerance: float) -> None:
@@ -157,19 +172,15 @@ def test_the_whole_kit_passes_behind_rank_0(model_path, tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("how", "sentence"),
-    [
-        (signal.SIGKILL, "rank 1 is gone"),
-        pytest.param(signal.SIGSTOP, "rank 1 was not heard for 5 s", marks=pytest.mark.slow),
-    ],
-)
-def test_rank_0_says_which_rank_it_lost(how, sentence, model_path, tmp_path):
-    with pair(model_path("qwen3"), tmp_path, "wait") as (rank0, rank1):
-        until_ready(rank0)
-        rank1.send_signal(how)
-        _, said = ended(rank0, PATIENCE_S)
-    assert "RankError: " + sentence in said
+def test_rank_0_says_which_rank_it_lost(until_killed):
+    assert "RankError: rank 1 is gone" in until_killed[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rank_0_says_which_rank_is_silent(model_path, tmp_path):
+    said = words_after(signal.SIGSTOP, model_path("qwen3"), tmp_path, "wait")
+    assert "RankError: rank 1 was not heard for 5 s" in said
 
 
 @pytest.mark.timeout(300)

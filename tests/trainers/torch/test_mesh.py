@@ -50,6 +50,8 @@ BEGUN = {"qwen2": "policy", "gpt2": "policy", "llama": "value"}
 AGREED = ["forward_at_leaves_no_trace", "parts_equal_the_whole", "non_finite_is_refused", "reads_are_of_the_last_step"]
 #: What the kit tries on every mesh.
 KIT = [("qwen3", "policy"), ("gpt2", "policy"), ("llama", "value"), ("qwen3_moe", "policy")]
+#: Steps of what divides a micro-batch's tokens, of which 20 are among the slow tests, and of adapters.
+FEW = 6
 #: A directory, what rank 0 does there, and with which arguments.
 Job = tuple[Path, str, dict[str, Any]]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
@@ -156,12 +158,12 @@ def model(model_path) -> str:
 def one(model, model_path, tmp_path_factory) -> Path:
     """30 steps in this process, and the gradient."""
     directory = tmp_path_factory.mktemp("one")
+    for name in ("lora", "epochs", "mixture"):
+        (directory / name).mkdir()
     torch_rank0.train(directory, model=model, options={}, count=30)
     torch_rank0.show(directory, model=model, options={})
-    for name, what, options in (("lora", torch_rank0.train, {"lora": LORA}), ("epochs", torch_rank0.epochs, {})):
-        (directory / name).mkdir()
-        what(directory / name, model=model, options=options)
-    (directory / "mixture").mkdir()
+    torch_rank0.train(directory / "lora", model=model, options={"lora": LORA}, count=FEW)
+    torch_rank0.epochs(directory / "epochs", model=model, options={})
     torch_rank0.mixture(directory / "mixture", model=str(model_path("qwen3_moe")), options={})
     return directory
 
@@ -173,21 +175,21 @@ def begun(model_path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
-    """The same 20 steps and gradient in two processes, then some of the kit, then rank 1 is killed."""
+    """The first 20 steps and the gradient in two processes, then some of the kit, then rank 1 is killed."""
     directory = tmp_path_factory.mktemp("two")
     jobs: list[Job] = [
         (directory, "train", {"model": model}),
         (directory, "show", {"model": model}),
         (directory / "kit", "kit", {"models": [[model, "policy"]], "names": AGREED}),
-        (directory / "cp", "train", {"model": model, "options": CP}),
+        (directory / "cp", "train", {"model": model, "count": FEW, "options": CP}),
         (directory / "cp", "show", {"model": model, "options": CP}),
         (
             directory / "back",
             "train",
             {"model": model, "first": 20, "count": 1, "restore_from": str(directory / "state")},
         ),
-        (directory / "lora", "train", {"model": model, "options": {"lora": LORA}}),
-        (directory / "lora_cp", "train", {"model": model, "count": 5, "options": CP | {"lora": LORA}}),
+        (directory / "lora", "train", {"model": model, "count": FEW, "options": {"lora": LORA}}),
+        (directory / "lora_cp", "train", {"model": model, "count": 2, "options": CP | {"lora": LORA}}),
         (directory / "epochs", "epochs", {"model": model}),
         (directory / "begin", "begin", {"models": begun}),
         (directory / "refused", "refused", {"model": model, "restore_from": str(directory / "state")}),
@@ -250,16 +252,16 @@ def test_20_steps_of_two_processes_are_those_of_one(one, two):
 
 
 @pytest.mark.timeout(600)
-def test_20_steps_whose_tokens_two_processes_share_are_those_of_one(one, two):
+def test_steps_whose_tokens_two_processes_share_are_those_of_one(one, two):
     """Prompts are shared by rollouts as in one process, and key heads are repeated where they are too few."""
     ours, theirs = arrays(two[0] / "cp"), arrays(one)
-    assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:20]).max() <= 1e-6
-    assert np.abs(ours["steps.predictions"] - theirs["steps.predictions"][:20]).max() <= 1e-5
+    assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:FEW]).max() <= 1e-6
+    assert np.abs(ours["steps.predictions"] - theirs["steps.predictions"][:FEW]).max() <= 1e-5
     assert distance(ours, theirs, "gradient") <= 2e-6
 
 
 @pytest.mark.timeout(600)
-def test_20_steps_of_adapters_over_a_divided_base_are_those_of_one_process(one, two):
+def test_steps_of_adapters_over_a_divided_base_are_those_of_one_process(one, two):
     """What engines are sent is merged on rank 0 from the rows of the base, of A and of B."""
     ours, theirs = arrays(two[0] / "lora"), arrays(one / "lora")
     assert np.abs(ours["steps.losses"] - theirs["steps.losses"]).max() <= 1e-6
@@ -446,6 +448,7 @@ def test_experts_to_which_tokens_travel_are_those_of_one_process(mesh, one, mode
         {"dp_replicate": 2},
         {"dp_shard": 3},
         {"dp_replicate": 2, "dp_shard": 2},
+        {"cp": 2},
         {"cp": 4},
         {"dp_shard": 2, "cp": 2},
         {"dp_replicate": 2, "cp": 2},

@@ -1,0 +1,77 @@
+"""A run that lives as far as its page can see: the files of one that was written, and the real controller.
+
+What is steered goes to the controller's own HTTP API, and what comes of it is in the events that it writes; steps are
+reported to it by the test, as a trainer reports them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from pipelinerl.controller.service.api import create_api
+from pipelinerl.observability.events import read_events
+from pipelinerl.system.http_service import listen, serve_until, url_of
+from tests.commands.watch.run_files import written_run
+from tests.controller.service.test_service import Running, running, step
+from tests.patience import PATIENCE_S
+
+_STATS = {"loss": 0.5, "grad_norm": 0.5, "reward": 0.5}
+
+
+@dataclass(frozen=True)
+class SteeredRun:
+    """The run's directory, and the controller in a thread of its own."""
+
+    directory: Path
+    world: Running
+    loop: asyncio.AbstractEventLoop
+
+    def takes(self, number: int) -> None:
+        """Report a step, and wait until the controller has read that."""
+        told = self.world.tell(replace(step(number), stats=_STATS))
+        asyncio.run_coroutine_threadsafe(told, self.loop).result(PATIENCE_S)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """What the controller has written of this kind."""
+        return [event for event in read_events(self.directory / "events.jsonl") if event["kind"] == kind]
+
+
+@contextmanager
+def steered_run(directory: Path) -> Iterator[SteeredRun]:
+    """A run of one engine with k = 4; its controller is gone with the block, without a word."""
+    written_run(directory, steps=1, end=False, overrides=["sampling.group_size=2"])
+    recipe = (directory / "recipe.toml").read_text()  # with the domains of the controller that answers here
+    (directory / "recipe.toml").write_text(recipe.replace('"short_words"', '"a"').replace('"long_words"', '"b"'))
+    begun: Future[tuple[SteeredRun, asyncio.Future[None]]] = Future()
+
+    async def live() -> None:
+        loop = asyncio.get_running_loop()
+        async with running(directory, steps=100) as world:
+            await world.start()
+            over: asyncio.Future[None] = loop.create_future()
+            listener = listen("127.0.0.1", 0)
+            address = url_of(*listener.getsockname()[:2])
+            (directory / "controller.json").write_text(json.dumps({"url": address, "token": "secret"}))
+            begun.set_result((SteeredRun(directory, world, loop), over))
+            await serve_until(create_api(world.service, token="secret"), listener, over=over)
+
+    with ThreadPoolExecutor(1) as threads:
+        living = threads.submit(lambda: asyncio.run(live()))
+        wait([begun, living], PATIENCE_S, FIRST_COMPLETED)
+        if not begun.done():
+            living.result(0)
+        run, over = begun.result(0)
+        try:
+            yield run
+        finally:
+            run.loop.call_soon_threadsafe(over.set_result, None)
+            living.result(PATIENCE_S)

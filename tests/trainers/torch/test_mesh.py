@@ -50,7 +50,7 @@ BEGUN = {"qwen2": "policy", "gpt2": "policy", "llama": "value"}
 AGREED = ["forward_at_leaves_no_trace", "parts_equal_the_whole", "non_finite_is_refused", "reads_are_of_the_last_step"]
 #: What the kit tries on every mesh.
 KIT = [("qwen3", "policy"), ("gpt2", "policy"), ("llama", "value"), ("qwen3_moe", "policy")]
-#: Steps of what divides a micro-batch's tokens, of which 20 are among the slow tests, and of adapters.
+#: Steps of what divides a micro-batch's tokens, of which 20 are among the slow tests.
 FEW = 6
 #: A directory, what rank 0 does there, and with which arguments.
 Job = tuple[Path, str, dict[str, Any]]
@@ -162,7 +162,7 @@ def one(model, model_path, tmp_path_factory) -> Path:
         (directory / name).mkdir()
     torch_rank0.train(directory, model=model, options={}, count=30)
     torch_rank0.show(directory, model=model, options={})
-    torch_rank0.train(directory / "lora", model=model, options={"lora": LORA}, count=FEW)
+    torch_rank0.train(directory / "lora", model=model, options={"lora": LORA})
     torch_rank0.epochs(directory / "epochs", model=model, options={})
     torch_rank0.mixture(directory / "mixture", model=str(model_path("qwen3_moe")), options={})
     return directory
@@ -188,7 +188,7 @@ def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
             "train",
             {"model": model, "first": 20, "count": 1, "restore_from": str(directory / "state")},
         ),
-        (directory / "lora", "train", {"model": model, "count": FEW, "options": {"lora": LORA}}),
+        (directory / "lora", "train", {"model": model, "options": {"lora": LORA}}),
         (directory / "lora_cp", "train", {"model": model, "count": 2, "options": CP | {"lora": LORA}}),
         (directory / "epochs", "epochs", {"model": model}),
         (directory / "begin", "begin", {"models": begun}),
@@ -261,7 +261,7 @@ def test_steps_whose_tokens_two_processes_share_are_those_of_one(one, two):
 
 
 @pytest.mark.timeout(600)
-def test_steps_of_adapters_over_a_divided_base_are_those_of_one_process(one, two):
+def test_20_steps_of_adapters_over_a_divided_base_are_those_of_one_process(one, two):
     """What engines are sent is merged on rank 0 from the rows of the base, of A and of B."""
     ours, theirs = arrays(two[0] / "lora"), arrays(one / "lora")
     assert np.abs(ours["steps.losses"] - theirs["steps.losses"]).max() <= 1e-6

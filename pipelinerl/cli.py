@@ -43,6 +43,7 @@ from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.system.files import system_words, working_directory
 from pipelinerl.system.garbage import collect_rarely
+from pipelinerl.system.process_end import run_process
 
 if TYPE_CHECKING:
     from pipelinerl.commands.memory.prediction import MemoryPrediction
@@ -432,4 +433,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

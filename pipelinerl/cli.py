@@ -92,6 +92,7 @@ def run(
     from launch import run as launching
     from pipelinerl.commands import resumption
     from pipelinerl.commands.check import refuse
+    from pipelinerl.commands.findings.first_look import FIRST, refuse_problems
 
     if resume is not None:
         if recipe is not None:
@@ -101,6 +102,7 @@ def run(
     config = recipes.load(recipe or "tiny", overrides or [])
     members = members_of(config, host, hosts, gpus, first_port)
     refuse(config)
+    refuse_problems(config, FIRST)
     if on is not None:
         from launch.cluster.launchers import start_on
 

@@ -14,9 +14,10 @@ def main() -> None:
     if handler is signal.default_int_handler:  # of a shell's background job the signal is ignored, and stays so
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from pipelinerl import cli
+    from pipelinerl.system.process_end import run_process
 
     signal.signal(signal.SIGINT, handler)
-    cli.main()
+    run_process(cli.main)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.system.files import system_words, working_directory
 from pipelinerl.system.garbage import collect_rarely
+from pipelinerl.system.process_end import run_process
 
 if TYPE_CHECKING:
     from pipelinerl.commands.memory.prediction import MemoryPrediction
@@ -91,6 +92,7 @@ def run(
     from launch import run as launching
     from pipelinerl.commands import resumption
     from pipelinerl.commands.check import refuse
+    from pipelinerl.commands.findings.first_look import FIRST, refuse_problems
 
     if resume is not None:
         if recipe is not None:
@@ -100,6 +102,7 @@ def run(
     config = recipes.load(recipe or "tiny", overrides or [])
     members = members_of(config, host, hosts, gpus, first_port)
     refuse(config)
+    refuse_problems(config, FIRST)
     if on is not None:
         from launch.cluster.launchers import start_on
 
@@ -432,4 +435,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

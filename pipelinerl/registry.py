@@ -84,6 +84,12 @@ SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "hub": RegistryEntry("pipelinerl.data.files.hub:open_hub", ("huggingface_hub",), "pip install 'pipelinerl[hub]'"),
 }
 
+#: Of sources that read rows, what looks at the first of them: `(SourceRequest, FirstRows, check) -> Problem | None`.
+LOOKS: Final[Mapping[str, str]] = {
+    "files": "pipelinerl.data.files.first_rows:look_at_files",
+    "hub": "pipelinerl.data.files.hub:look_at_hub",
+}
+
 #: A class that satisfies `Verifier`; `roles/verification.py` says what it is made with.
 VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "math_answer": RegistryEntry("pipelinerl.verifiers.math_answer:MathAnswer"),
@@ -91,6 +97,14 @@ VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "instruction_following": RegistryEntry("pipelinerl.verifiers.instruction_following:InstructionFollowing"),
     "judge": RegistryEntry("pipelinerl.verifiers.judge.judge:Judge"),
     "oubliette": RegistryEntry("pipelinerl.verifiers.oubliette.verifier:Oubliette"),
+}
+
+#: Of some of them, what refuses a problem that no answer could be judged by: `(Problem)`, raises `RecipeError`.
+PROBLEM_CHECKS: Final[Mapping[str, str]] = {
+    "math_answer": "pipelinerl.verifiers.math_answer:refuse_unreadable",
+    "reasoning_gym": "pipelinerl.verifiers.reasoning_gym:entry_of",
+    "instruction_following": "pipelinerl.verifiers.instruction_following:instructions_of_problem",
+    "oubliette": "pipelinerl.verifiers.oubliette.verifier:refuse_unreadable",
 }
 
 #: Verifiers that do not compare with a reference answer, which their problems may lack.

@@ -112,6 +112,16 @@ def test_user_errors_are_one_sentence_on_stderr_and_status_2(
     assert done.err.count("\n") == 1 and "Traceback" not in done.err
 
 
+def test_bad_data_is_one_sentence_before_anything_is_started(pipelinerl: Command, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n')
+    table = '[[domains]]\nname = "d"\nsource = "files"\nparameters = { path = "rows.jsonl" }\n'
+    (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
+    for command in (("run",), ("run", "--on", "slurm", "--hosts", "2", "--gpus", "0")):
+        done = pipelinerl(*command, "my.toml")
+        assert (done.status, done.out) == (2, "")
+        assert done.err == f'pipelinerl: {tmp_path}/rows.jsonl line 2: field "answer" is missing; the row has prompt\n'
+
+
 def test_what_the_system_refuses_is_a_sentence_with_its_file(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

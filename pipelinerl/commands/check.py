@@ -11,6 +11,7 @@ from typing import Final
 from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs, Overdue
+from pipelinerl.commands.findings.first_look import MOST, refuse_problems
 from pipelinerl.commands.findings.mini_batches import mini_batch_finding
 from pipelinerl.commands.findings.model import (
     adapter_findings,
@@ -164,6 +165,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "staleness", _staleness(config, knobs)
     if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:
         yield "old log-probs", _weight_history(config, knobs)
+    refuse_problems(config, MOST)
     for where, name in user_code(config):
         yield "user code", f"{where} = {place_of(registry.resolve(name))}"
     for domain in config.domains:

@@ -6,16 +6,24 @@ A user's own is a function of its `parameters` that returns problems, in a file 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
 
 from pipelinerl import registry
 from pipelinerl.data.drafts import Split
+from pipelinerl.data.files.rows import FirstRows
+from pipelinerl.data.files.source import RowSource
 from pipelinerl.data.prompts import NO_PROMPTS, Prompts
 from pipelinerl.data.source import ProblemSource, SourceRequest
 from pipelinerl.data.user_source import open_users
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Problem
 
 __all__ = ["ProblemSource", "Split", "open_source"]
+
+#: Problems of a generator that are looked at: an evaluation's, too, are of the same kind.
+_OF_A_GENERATOR: Final = 2
 
 
 def open_source(
@@ -32,21 +40,44 @@ def open_source(
     Raises:
         RecipeError: the source is unknown, its parameters are wrong, or its file is.
     """
+    asked = SourceRequest(domain=domain, split=split, seed=seed, parameters=dict(parameters or {}), prompts=prompts)
+    return _opened(source, asked)
+
+
+def look_at(source: str, asked: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
+    """Make the first problems of the source that a recipe names, and have each checked; returns the first, if any.
+
+    Of data these are as many as `head` says; of a generator, whose problems are all of a kind, a few.
+
+    Args:
+        check: raises `RecipeError` for what nobody could judge.
+
+    Raises:
+        RecipeError: one cannot be made, or is refused; it is named by its row, or by its id where it has none.
+    """
     name, argument = _name_of(source)
-    registered = name in registry.SOURCES
-    opener = registry.load(f"domains.{domain}.source", registry.SOURCES, name)
-    asked = SourceRequest(
-        argument=argument,
-        domain=domain,
-        split=split,
-        seed=seed,
-        parameters=dict(parameters or {}),
-        prompts=prompts,
-    )
-    if registered:
-        opened: ProblemSource = opener(asked)
-        return opened
-    return open_users(opener, asked)
+    if name in registry.LOOKS:
+        first: Problem | None = registry.resolve(registry.LOOKS[name])(replace(asked, argument=argument), head, check)
+        return first
+    opened = _opened(source, asked)
+    count = min(len(opened), head.rows) if isinstance(opened, RowSource) else _OF_A_GENERATOR
+    for index in range(count):
+        problem = opened.problem(index)
+        try:
+            check(problem)
+        except RecipeError as error:
+            place = opened.place(index) if isinstance(opened, RowSource) else f"{asked.where}: {problem.problem_id}"
+            raise RecipeError(f"{place}: {error}") from None
+    return opened.problem(0)
+
+
+def _opened(source: str, asked: SourceRequest) -> ProblemSource:
+    name, argument = _name_of(source)
+    opener = registry.load(f"{asked.where}.source", registry.SOURCES, name)
+    if name not in registry.SOURCES:
+        return open_users(opener, asked)
+    opened: ProblemSource = opener(replace(asked, argument=argument))
+    return opened
 
 
 def check_source(source: str, *, domain: str) -> None:

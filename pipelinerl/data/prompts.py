@@ -2,8 +2,8 @@
 
     [system prompt] [few-shot messages …] [the problem's messages, the last user message through the template]
 
-Promises that a problem keeps its id and split whatever it is dressed in, and that all of it is text: no message of a
-user or of data becomes a control token (`models/control_tokens.py`).
+Promises that a problem keeps its id and split whatever it is dressed in, that one which asks nothing is refused, and
+that all of it is text: no message of a user or of data becomes a control token (`models/control_tokens.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pipelinerl.types import Message, Problem
 
 _SYSTEM: Final = "system"
 _USER: Final = "user"
+_TOOL: Final = "tool"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,8 @@ class Prompts:
         """The problem as this domain asks it.
 
         Raises:
-            RecipeError: the template needs a field that the problem does not have.
+            RecipeError: the template needs a field that the problem does not have, or nothing is asked.
         """
-        if self == NO_PROMPTS:
-            return problem
         messages = problem.messages
         if self.template is not None:
             fields = {"prompt": question(messages), **problem.metadata}
@@ -58,7 +57,9 @@ class Prompts:
                 messages = asked_by(messages, self.template, fields)
             except RecipeError as error:
                 raise RecipeError(f"{problem.problem_id}: {error}") from None
-        return replace(problem, messages=self.around(messages))
+        if asks_nothing(messages):
+            raise RecipeError(f"{problem.problem_id} asks nothing: it has no message, or the last one is empty")
+        return problem if self == NO_PROMPTS else replace(problem, messages=self.around(messages))
 
 
 NO_PROMPTS: Final = Prompts()
@@ -67,6 +68,14 @@ NO_PROMPTS: Final = Prompts()
 def question(messages: Sequence[Message]) -> str | None:
     """The last user message's text."""
     return next((message.content for message in reversed(messages) if message.role == _USER), None)
+
+
+def asks_nothing(messages: Sequence[Message]) -> bool:
+    """Is there no message, or nothing but white space in the last one, which is for the model to answer?
+
+    A tool may well have found nothing.
+    """
+    return not messages or (messages[-1].role != _TOOL and not messages[-1].content.strip())
 
 
 def asked_by(messages: Sequence[Message], template: Template, fields: Mapping[str, Any]) -> tuple[Message, ...]:

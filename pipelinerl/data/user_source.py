@@ -23,7 +23,7 @@ from pipelinerl.data.files.rows import RowSequence
 from pipelinerl.data.files.source import Indexed, index_of, source_of_rows
 from pipelinerl.data.source import ProblemSource, SourceRequest
 from pipelinerl.errors import RecipeError
-from pipelinerl.types import Problem
+from pipelinerl.types import Message, Problem
 
 #: More are no list: whoever makes so many writes a `ProblemSource`, or files.
 MOST_ROWS: Final = 10_000_000
@@ -40,9 +40,9 @@ class UserSource:
     def problem(self, index: int) -> Problem:
         """Problem `index` of the user's. Raises `RecipeError` for what is no problem."""
         problem = self._source.problem(index)
-        if not isinstance(problem, Problem):
+        if not isinstance(problem, Problem) or not all(isinstance(each, Message) for each in problem.messages):
             raise RecipeError(
-                f"{self._asked.where}.source: problem({index}) must return a Problem, got {problem!r:.80}"
+                f"{self._asked.where}.source: problem({index}) must return a Problem, of Messages, got {problem!r:.80}"
             )
         return self._asked.prompts.dress(replace(problem, domain=self._asked.domain))
 

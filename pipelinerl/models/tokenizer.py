@@ -32,6 +32,8 @@ _MAX_UNDECIDED = 16
 _TAKEN_AT_THEIR_WORD: Final = frozenset({"bigram", "gpt2", "llama", "qwen3", "qwen3_moe"})
 _PLAIN_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 _NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
+#: What computing with a message of another shape than the template expects ends in.
+FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 _WITHOUT_TEMPLATE: Final = (
     "{} has no chat template, as a base model may: write one into chat_template.jinja of its directory, such as "
     "{{% for message in messages %}}{{{{ message.content }}}}{{{{ '\\n' }}}}{{% endfor %}}"
@@ -149,7 +151,7 @@ class ChatTokenizer:
             text = tokenizer.apply_chat_template(
                 list(turns), add_generation_prompt=opens, tokenize=False, **template_kwargs
             )
-        except (ValueError, TemplateError) as error:
+        except (TemplateError, *FAILURES) as error:
             raise ModelError(f"the chat template cannot render {len(turns)} messages: {error}") from error
         return str(text)
 

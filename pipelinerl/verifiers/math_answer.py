@@ -11,6 +11,7 @@ import importlib.util
 import re
 from typing import Final, final
 
+from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
@@ -74,6 +75,18 @@ class MathAnswer:
             return failed(f"math-verify failed on {given[:80]!r} against {gold[:80]!r}")
         # An answer that is equal to the truth is told as the truth, so that all that are equal are told alike.
         return correct(gold[:_TOLD]) if equal else wrong(f"{given[:80]} is not {gold[:80]}", answer=given[:_TOLD])
+
+
+def refuse_unreadable(problem: Problem) -> None:
+    """Raise `RecipeError` for a ground truth that no answer can be compared with."""
+    gold = normalise(problem.ground_truth)
+    if not gold:
+        raise RecipeError(f"the answer is empty, got {problem.ground_truth!r:.80}: math_answer compares with it")
+    if len(gold) > 2 * _MAX_ANSWER_CHARS:
+        raise RecipeError(
+            f"the answer has {len(gold)} characters, and math_answer compares with {2 * _MAX_ANSWER_CHARS} at most: it "
+            "must be the final answer alone"
+        )
 
 
 def final_answer(text: str) -> str:

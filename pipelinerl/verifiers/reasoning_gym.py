@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
+from pipelinerl.errors import RecipeError
 from pipelinerl.system import gym_tasks
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_out, wrong
@@ -61,9 +62,9 @@ class ReasoningGym:
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Judge by the task's scorer; a problem of another source is a `verifier_error`."""
         try:
-            task, parameters, index = (problem.metadata[name] for name in ("task", "parameters", "index"))
-        except KeyError as error:
-            return failed(f"{problem.problem_id} is no reasoning-gym problem: its metadata lacks {error}")
+            task, parameters, index = entry_of(problem)
+        except RecipeError as error:
+            return failed(str(error))
         if problem is not self._last[0]:  # the answers of a group come one after the other
             self._last = problem, json.dumps([task, parameters], sort_keys=True)
         name = self._last[1]
@@ -71,7 +72,7 @@ class ReasoningGym:
         if scorer is None:
             try:
                 scorer = self._scorers[name] = await asyncio.to_thread(_scorer, task, parameters)
-            except _Refused as error:
+            except RecipeError as error:
                 return failed(str(error))
         answer = extract_answer(completion_text)
         if name in self._slow or len(answer) > _MUCH_LONGER * len(problem.ground_truth) + _AND_SOME:
@@ -114,24 +115,35 @@ def open_scorers(_: str) -> Callable[[Any], float | str]:
         name, index, answer = question
         try:
             scorer = scorers.get(name) or scorers.setdefault(name, _scorer(*json.loads(name)))
-        except _Refused as error:
+        except RecipeError as error:
             return str(error)
         return _scored(scorer, index, answer)
 
     return answering
 
 
-class _Refused(Exception):
-    """The task cannot be scored."""
+def entry_of(problem: Problem) -> tuple[str, Mapping[str, Any], int]:
+    """Its task, the task's parameters, and which entry it is. Raises `RecipeError` where that cannot be scored."""
+    try:
+        task, parameters, index = (problem.metadata[name] for name in ("task", "parameters", "index"))
+    except KeyError as error:
+        raise RecipeError(f"this is no reasoning-gym problem: its metadata lacks {error}") from None
+    _refuse_unsafe(task)
+    return task, parameters, index
+
+
+def _refuse_unsafe(task: str) -> None:
+    if task in UNSAFE_TASKS:
+        raise RecipeError(f"reasoning-gym's scorer of {task} runs answers as code; choose another task")
 
 
 def _scorer(task: str, parameters: Mapping[str, Any]) -> Scorer:
-    if task in UNSAFE_TASKS:
-        raise _Refused(f"reasoning-gym's scorer of {task} runs answers as code; choose another task")
+    """Raises `RecipeError` for a task that cannot be scored."""
+    _refuse_unsafe(task)
     try:
         dataset = gym_tasks.create_dataset(task, seed=0, size=2**31 - 1, **parameters)
     except (ValueError, TypeError, AssertionError) as error:
-        raise _Refused(f"reasoning-gym refuses task {task!r} with {dict(parameters)!r}: {error}") from error
+        raise RecipeError(f"reasoning-gym refuses task {task!r} with {dict(parameters)!r}: {error}") from error
     # The G samples of a group are scored one after the other: the last entry is worth keeping.
     last: tuple[int, dict[str, Any]] = (-1, {})
 

@@ -261,7 +261,9 @@ def test_refusing_imports_no_array_library_but_numpy() -> None:
     """`pipelinerl run` does it before it starts anything, and then waits for its processes in little memory."""
     script = (
         "import sys; from pipelinerl.config.recipe import load; from pipelinerl.commands.check import refuse; "
-        "refuse(load('tiny')); print(sorted({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules)))"
+        "from pipelinerl.commands.findings.first_look import FIRST, refuse_problems; "
+        "refuse(load('tiny')); refuse_problems(load('tiny'), FIRST); "
+        "print(sorted({'torch', 'transformers', 'reasoning_gym'} & set(sys.modules)))"
     )
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (answer.stdout, answer.returncode) == ("[]\n", 0), answer.stderr
@@ -388,11 +390,11 @@ def test_prompt_and_answer_must_fit(overrides: list[str], sentence: str) -> None
         ({"source": "addition", "verifier": "zzz"}, "domains.d.verifier must be one of .*, got 'zzz'"),
         (
             {"source": "addition", "verifier": "reasoning_gym"},
-            "domains.d.verifier cannot judge its problems: .* is no reasoning-gym problem",
+            "domains.d: d:[0-9a-f]+: this is no reasoning-gym problem: its metadata lacks 'task'",
         ),
         (
             {"source": "reasoning_gym:countdown", "verifier": "reasoning_gym"},
-            "domains.d.verifier cannot judge its problems: reasoning-gym's scorer of countdown runs answers as code",
+            "domains.d: d:[0-9a-f]+: reasoning-gym's scorer of countdown runs answers as code",
         ),
     ],
 )

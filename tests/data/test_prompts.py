@@ -50,6 +50,16 @@ def test_any_source_is_dressed_and_its_problems_keep_id_and_split(source: str) -
             assert dressed.problem_id == plain.problem_id and dressed.ground_truth == plain.ground_truth
 
 
+def test_a_template_that_leaves_nothing_is_refused_by_row(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", [row | {"hint": " "} for row in ROWS])
+    with pytest.raises(RecipeError, match=r"a\.jsonl line \d+: prompt_template makes an empty prompt of hint"):
+        asked("files", Prompts(template=Template("{hint}")), path=path)
+    (problem, *_) = asked("files", Prompts(template=Template("say: {hint}")), path=path)
+    assert problem.messages[-1].content == "say:  "
+    with pytest.raises(RecipeError, match=r"d:[0-9a-f]+ asks nothing"):
+        asked("addition", Prompts(template=Template("{% if false %}x{% endif %}")))
+
+
 def test_a_template_sees_the_fields_of_its_row(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ROWS)
     template = Template("{{ prompt }}:{% for c in choices %} {{ c }}{% endfor %}")

@@ -86,4 +86,24 @@ def test_what_is_wrong_is_said() -> None:
         def problem(self, index: int) -> str:
             return "q"
 
-    assert "problem(0) must return a Problem, got 'q'" in refused(Wrong)
+    assert "problem(0) must return a Problem, of Messages, got 'q'" in refused(Wrong)
+    assert 'row 0: field "prompt" is empty' in refused(lambda: [{"prompt": " ", "answer": "a"}])
+
+
+@pytest.mark.parametrize("messages", [(), (Message("user", " \n"),), (Message("user", "q"), Message("user", ""))])
+def test_a_problem_that_asks_nothing_is_refused(messages: tuple[Message, ...]) -> None:
+    class Silent:
+        def problem(self, index: int) -> Problem:
+            return Problem(problem_id="p7", domain="mine", messages=messages, ground_truth="a")
+
+    assert "p7 asks nothing: it has no message, or the last one is empty" in refused(Silent)
+
+
+def test_a_tool_may_have_found_nothing() -> None:
+    class Called:
+        def problem(self, index: int) -> Problem:
+            return Problem(
+                problem_id="p", domain="mine", messages=(Message("user", "q"), Message("tool", "")), ground_truth="a"
+            )
+
+    assert source(Called).problem(0).messages[-1].content == ""

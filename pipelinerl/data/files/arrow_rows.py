@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, final
 
-from pipelinerl.data.files.rows import Row
+from pipelinerl.data.files.rows import FirstRows, Row
 from pipelinerl.errors import RecipeError
 
 #: Rows that become Python values at a time when all are looked at.
 _AT_A_TIME: Final = 4096
+#: And when only the first are: few, for each may be large.
+_LOOKED_AT: Final = 256
 
 
 @final
@@ -34,8 +36,8 @@ class ArrowRows:
         self._nested = frozenset(field.name for field in table.schema if pa.types.is_nested(field.type))
 
     @classmethod
-    def read(cls, path: Path, fields: frozenset[str] | None) -> ArrowRows:
-        """Read these columns of the file, as far as it has them; or all.
+    def read(cls, path: Path, fields: frozenset[str] | None, head: FirstRows | None = None) -> ArrowRows:
+        """Read these columns of the file, as far as it has them; or all. With a `head`, so much of it.
 
         Raises:
             RecipeError: pyarrow is not installed, or cannot read the file.
@@ -51,12 +53,14 @@ class ArrowRows:
             if path.suffix == ".parquet":
                 with pq.ParquetFile(path) as file:
                     names = file.schema_arrow.names
-                    table = file.read(columns=[name for name in names if fields is None or name in fields])
+                    columns = [name for name in names if fields is None or name in fields]
+                    table = file.read(columns=columns) if head is None else _beginning(file, columns, head)
             else:
                 with pa.memory_map(str(path)) as source:
                     table = _ipc_reader(source).read_all()
                 names = table.column_names
                 table = table.select([name for name in names if fields is None or name in fields])
+                table = table if head is None else table.slice(0, head.rows)
         except (pa.ArrowException, OSError) as error:
             raise RecipeError(f"{path} cannot be read: {error}") from None
         return cls(table, str(path), also=tuple(name for name in names if name not in table.column_names))
@@ -95,6 +99,20 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _beginning(file: Any, columns: list[str], head: FirstRows) -> Any:
+    """The first rows of a `ParquetFile`, as a table."""
+    import pyarrow as pa
+
+    batches, rows, size = [], 0, 0
+    for batch in file.iter_batches(batch_size=_LOOKED_AT, columns=columns):
+        batches.append(batch)
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+        if rows >= head.rows or size >= head.bytes:
+            break
+    table = pa.Table.from_batches(batches) if batches else file.schema_arrow.empty_table().select(columns)
+    return table.slice(0, head.rows)
 
 
 def _ipc_reader(source: Any) -> Any:

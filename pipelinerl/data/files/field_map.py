@@ -15,7 +15,7 @@ import orjson
 
 from pipelinerl.data.drafts import Draft, text_of, to_problem
 from pipelinerl.data.files.rows import Row
-from pipelinerl.data.prompts import asked_by, question
+from pipelinerl.data.prompts import asked_by, asks_nothing, question
 from pipelinerl.data.templates import Template
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message, Problem
@@ -123,6 +123,8 @@ class FieldMap:
         messages = self._messages(row)
         if self.template is not None:
             messages = asked_by(messages, self.template, {_PROMPT: question(messages), **row})
+            if asks_nothing(messages):
+                raise RecipeError(f"prompt_template makes an empty prompt of {', '.join(sorted(self._of_template))}")
         return Draft(
             messages=messages,
             ground_truth=_as_text(_found(row, self.answer_field)),
@@ -143,7 +145,10 @@ class FieldMap:
                 continue  # the recipe names the other one
             value = _found(row, field)
             if value is not None:
-                return _conversation(value, field)
+                messages = _conversation(value, field)
+                if self.template is None and asks_nothing(messages):
+                    raise RecipeError(f'field "{field}" is empty: it, or its last message, is nothing but white space')
+                return messages
         if self.template is not None and not (self.messages_field or self.prompt_field):
             return ()
         raise _missing(self.messages_field or self.prompt_field or _PROMPT, row)

@@ -6,13 +6,17 @@ reached, and the cache does not have it, one sentence says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
+from pipelinerl.data.files.first_rows import look_at_files
 from pipelinerl.data.files.layouts import SUFFIXES
+from pipelinerl.data.files.rows import FirstRows
 from pipelinerl.data.files.source import RowSource, open_files
 from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
+from pipelinerl.types import Problem
 
 #: Longest wait for the hub to say what it has.
 _ANSWER_S: Final = 10.0
@@ -24,26 +28,54 @@ def open_hub(asked: SourceRequest) -> RowSource:
     Raises:
         RecipeError: it cannot be fetched; or as `open_files` does.
     """
+    revision, parameters = _asked_of(asked)
+    folder = _fetched(asked.argument, revision, where=asked.where)
+    return open_files(replace(asked, argument="", parameters={**parameters, "path": folder}))
+
+
+def look_at_hub(asked: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
+    """As `look_at_files`, of what the cache has: nothing is fetched for a look."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    revision, parameters = _asked_of(asked)
+    try:
+        folder = _snapshot(asked.argument, revision, local=True)
+    except (LocalEntryNotFoundError, ValueError):  # what is wrong with its name is said when it is fetched
+        return None
+    return look_at_files(replace(asked, argument="", parameters={**parameters, "path": folder}), head, check)
+
+
+def _asked_of(asked: SourceRequest) -> tuple[str | None, dict[str, Any]]:
+    """(revision, what `files` is given)."""
     if not asked.argument or "path" in asked.parameters:
         raise RecipeError(f"{asked.where}.source must be hub:<id of a data set>, without parameters.path")
     parameters = dict(asked.parameters)
     revision = parameters.pop("revision", None)
     if not (revision is None or isinstance(revision, str)):
         raise RecipeError(f"{asked.where}.parameters.revision must be a branch, tag or commit, got {revision!r}")
-    folder = _fetched(asked.argument, revision, where=asked.where)
-    return open_files(replace(asked, argument="", parameters={**parameters, "path": folder}))
+    return revision, parameters
+
+
+def _snapshot(name: str, revision: str | None, *, local: bool) -> str:
+    from huggingface_hub import snapshot_download
+
+    wanted = ["README.md", *(f"*{suffix}{packed}" for suffix in SUFFIXES for packed in ("", ".gz"))]
+    return snapshot_download(
+        name,
+        repo_type="dataset",
+        revision=revision,
+        allow_patterns=wanted,
+        etag_timeout=_ANSWER_S,
+        local_files_only=local,
+    )
 
 
 def _fetched(name: str, revision: str | None, *, where: str) -> str:
     """The folder of the cache that holds its files, fetched where they are not there yet."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # its client's own
 
-    wanted = ["README.md", *(f"*{suffix}{packed}" for suffix in SUFFIXES for packed in ("", ".gz"))]
     try:
-        return snapshot_download(
-            name, repo_type="dataset", revision=revision, allow_patterns=wanted, etag_timeout=_ANSWER_S
-        )
+        return _snapshot(name, revision, local=False)
     except HFValidationError as error:
         raise RecipeError(f"{where}.source: {error}") from None
     except (OSError, HTTPError, RuntimeError) as error:  # what its client raises is one of these

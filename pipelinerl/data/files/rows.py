@@ -11,9 +11,10 @@ import csv
 import gzip
 import io
 import itertools
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import numpy as np
 import orjson
@@ -23,8 +24,17 @@ from pipelinerl.errors import RecipeError
 Row = dict[str, Any]
 
 _NEWLINE: Final = 10
+#: What some editors begin a file with.
+_MARK: Final = b"\xef\xbb\xbf"
 #: Of a file whose lines are counted at a time; numpy marks each with a byte.
 _CHUNK_BYTES: Final = 1 << 26
+
+
+class FirstRows(NamedTuple):
+    """How much of a file is looked at: so many rows, within so many bytes where they can be read alone."""
+
+    rows: int
+    bytes: int
 
 
 class DataRows(Protocol):
@@ -51,29 +61,34 @@ class DataRows(Protocol):
 class JsonRows:
     """One JSON object on each line; what comes from another format was brought into this form."""
 
-    def __init__(self, text: bytes, name: str, *, numbered: str = "row") -> None:
+    def __init__(self, text: bytes, name: str, *, numbered: str = "row", most: int | None = None) -> None:
         self._text = text
         self._name = name
         self._numbered = numbered
-        self._starts, self._ends = _lines(text)
+        self._starts, self._ends = (each[:most] for each in _lines(text))
 
     @classmethod
-    def read(cls, path: Path) -> JsonRows:
+    def read(cls, path: Path, head: FirstRows | None = None) -> JsonRows:
         """Read a file of JSON lines, a JSON array or CSV; `.gz` behind the suffix is unpacked.
+
+        Args:
+            head: how much of it; of an array and of CSV, which have no lines, all is read and fewer rows are kept.
 
         Raises:
             RecipeError: the file cannot be read, or is not what its suffix says.
         """
-        suffix = suffix_of(path)
-        text = _unpacked(path)
+        suffix, most = suffix_of(path), None if head is None else head.rows
         if suffix == ".csv":
-            return cls.of(_csv_rows(text, path), str(path))
-        if suffix == ".json" and text.lstrip()[:1] == b"[":
+            return cls.of(itertools.islice(_csv_rows(_unpacked(path), path), most), str(path))
+        if suffix == ".json" and _unpacked(path, 1 << 10).lstrip()[:1] == b"[":
             try:
-                return cls.of(orjson.loads(text), str(path))
+                return cls.of(orjson.loads(_unpacked(path))[:most], str(path))
             except orjson.JSONDecodeError as error:
                 raise RecipeError(f"{path} is no JSON: {error}") from None
-        return cls(text, str(path), numbered="line")
+        text = _unpacked(path, None if head is None else head.bytes)
+        if head is not None and len(text) == head.bytes:
+            text = text[: text.rfind(b"\n") + 1]  # its last line may be half a row
+        return cls(text, str(path), numbered="line", most=most)
 
     @classmethod
     def of(cls, rows: Iterable[Any], name: str) -> JsonRows:
@@ -189,11 +204,12 @@ def _lines(text: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     return np.delete(starts, blank), np.delete(ends, blank)
 
 
-def _unpacked(path: Path) -> bytes:
+def _unpacked(path: Path, most: int | None = None) -> bytes:
+    """What the file holds, or the first `most` bytes of it."""
     try:
-        text = path.read_bytes()
-        return (gzip.decompress(text) if path.suffix == ".gz" else text).removeprefix(b"\xef\xbb\xbf")
-    except (OSError, EOFError) as error:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return file.read(-1 if most is None else most).removeprefix(_MARK)
+    except (OSError, EOFError, zlib.error) as error:
         raise RecipeError(f"{path} cannot be read: {error}") from None
 
 

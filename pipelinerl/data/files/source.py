@@ -22,7 +22,7 @@ from pipelinerl.data.files.arrow_rows import ArrowRows
 from pipelinerl.data.files.curriculum import ORDER, PASS_RATE, Curriculum, ProblemOrder
 from pipelinerl.data.files.field_map import FieldMap
 from pipelinerl.data.files.layouts import NAMES, Layout, layout_of
-from pipelinerl.data.files.rows import ChainedRows, DataRows, JsonRows
+from pipelinerl.data.files.rows import ChainedRows, DataRows, FirstRows, JsonRows
 from pipelinerl.data.prompts import Prompts
 from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
@@ -79,9 +79,20 @@ class RowSource:
 
     def problem(self, index: int) -> Problem:
         """Problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
+        row = self._row(index)
+        with placed(self._rows, row):
+            found, digest = self._rows.row(row), self._digests[row].tobytes()
+            return self._prompts.dress(self._columns.problem(found, digest, domain=self._asked.domain))
+
+    def place(self, index: int) -> str:
+        """What a user would call the row of problem `index`."""
+        return self._rows.place(self._row(index))
+
+    def _row(self, index: int) -> int:
+        """The number of the row that is problem `index`."""
         asked = self._asked
         if index < len(self._sweep):
-            return self._made(int(self._sweep[index]))
+            return int(self._sweep[index])
         epoch, place = divmod(index - len(self._sweep), len(self._chosen))
         if epoch and asked.split is not Split.TRAIN:
             raise RecipeError(
@@ -91,16 +102,26 @@ class RowSource:
         if self._order[0] != epoch:
             noise = rng.generator(asked.seed, "rows", asked.split, epoch)
             self._order = (epoch, noise.permutation(self._chosen))
-        return self._made(int(self._order[1][place]))
+        return int(self._order[1][place])
 
-    def _made(self, row: int) -> Problem:
-        with placed(self._rows, row):
-            found, digest = self._rows.row(row), self._digests[row].tobytes()
-            return self._prompts.dress(self._columns.problem(found, digest, domain=self._asked.domain))
+
+class FilesRequest(NamedTuple):
+    """What a recipe's `parameters` say of files: which, what their rows' fields are, and in which order they come."""
+
+    files: Mapping[Split, Files]
+    field_map: FieldMap
+    curriculum: Curriculum
 
 
 def open_files(asked: SourceRequest) -> RowSource:
     """The source `files`. Raises `RecipeError` naming file, row and field."""
+    files, field_map, curriculum = asked_files(asked)
+    indexed = {split: _indexed(_stamped(paths), field_map) for split, paths in files.items()}
+    return source_of_rows(indexed, field_map, asked, curriculum)
+
+
+def asked_files(asked: SourceRequest) -> FilesRequest:
+    """Which files are asked for; none is opened. Raises `RecipeError` where one is missing, or a parameter is wrong."""
     if asked.argument:
         raise RecipeError(f"{asked.where}.source must be files alone, with parameters.path, got files:{asked.argument}")
     parameters = dict(asked.parameters)
@@ -120,9 +141,7 @@ def open_files(asked: SourceRequest) -> RowSource:
         raise RecipeError(f"{asked.where}.parameters: unknown {', '.join(sorted(unknown))}; known: {known}")
     if Split.TRAIN not in layouts:
         raise RecipeError(f"{asked.where}.parameters.path must be the path of a file or folder, got None")
-    files = files_of_splits(layouts, named, where=asked.where)
-    indexed = {split: _indexed(_stamped(paths), field_map) for split, paths in files.items()}
-    return source_of_rows(indexed, field_map, asked, curriculum)
+    return FilesRequest(files_of_splits(layouts, named, where=asked.where), field_map, curriculum)
 
 
 def source_of_rows(
@@ -152,12 +171,17 @@ def source_of_rows(
         chosen = chosen[are_of(own.digests[chosen], wanted)]
     if not len(chosen):
         raise RecipeError(f"{asked.where}: the {split} split of its files is empty; add rows or name files for it")
-    prompts = Prompts(system=asked.prompts.system, few_shot=asked.prompts.few_shot)  # the template is the field map's
+    prompts = prompts_of_rows(asked)
     sweep = _NO_SWEEP
     if split is Split.TRAIN and curriculum.order is not ProblemOrder.SHUFFLED:
         rates = _rates(own.rows, field_map)
         sweep = chosen[curriculum.sweep(rates[chosen], seed=asked.seed)]
     return RowSource(own, chosen, field_map, prompts, asked, sweep=sweep)
+
+
+def prompts_of_rows(asked: SourceRequest) -> Prompts:
+    """How they are asked beside their template, which is the field map's."""
+    return Prompts(system=asked.prompts.system, few_shot=asked.prompts.few_shot)
 
 
 def _rates(rows: DataRows, field_map: FieldMap) -> NDArray[np.float64]:
@@ -176,7 +200,8 @@ def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:
     for number, row in enumerate(rows.scan(field_map.fields_of_text)):
         asked = row.get(plain)
         try:
-            if type(asked) is str and row.get(answer) is not None:  # as nearly all are, at a third of the time
+            if type(asked) is str and not (asked == "" or asked.isspace()) and row.get(answer) is not None:
+                # as nearly all are, at a third of the time
                 digests += digest_of(f"user\x1f{asked}")
             else:
                 field_map.check(row)
@@ -258,10 +283,11 @@ def _stamped(paths: Files) -> tuple[tuple[Path, int, int], ...]:
 
 @lru_cache(maxsize=_KEPT)
 def _indexed(stamped: tuple[tuple[Path, int, int], ...], field_map: FieldMap) -> Indexed:
-    parts = [_read(path, field_map) for path, _, _ in stamped]
+    parts = [read_rows(path, field_map) for path, _, _ in stamped]
     return index_of(parts[0] if len(parts) == 1 else ChainedRows(parts), field_map)
 
 
-def _read(path: Path, field_map: FieldMap) -> DataRows:
+def read_rows(path: Path, field_map: FieldMap, head: FirstRows | None = None) -> DataRows:
+    """The rows of a file, or its first ones. Raises `RecipeError` where it cannot be read."""
     arrow = path.suffix in (".parquet", ".arrow")
-    return ArrowRows.read(path, field_map.fields) if arrow else JsonRows.read(path)
+    return ArrowRows.read(path, field_map.fields, head) if arrow else JsonRows.read(path, head)

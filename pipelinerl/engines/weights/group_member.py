@@ -27,7 +27,7 @@ from inference_contract.errors import (
 from inference_contract.weights import MOST_GENERATION_STEP, InitProcessGroupRequest, ProcessGroupStatus
 from pipelinerl.engines.weights.group_endpoint import EndpointFactory, GroupEndpoint
 from pipelinerl.errors import DeadlineError, PipelineError
-from pipelinerl.system.background import in_background, settled, tell
+from pipelinerl.system.background import in_background_soon, settled, tell
 
 #: Joins that may wait for their peers at once: each has a thread.
 _MOST_JOINING: Final = 16
@@ -47,6 +47,11 @@ class _Membership:
         """A join cannot be interrupted: one that was given up meanwhile is closed when it turns up."""
         self.usable = False
         self.close_if_left()
+
+    def leave_soon(self) -> None:
+        """`leave`, of which the event loop does not wait for the end: gloo's threads take 10 ms to end."""
+        self.usable = False
+        in_background_soon(f"leave-{self.request.generation}", self.close_if_left)
 
     def close_if_left(self) -> None:
         if not self.usable and self.formed:
@@ -109,7 +114,7 @@ class GroupMember:
             return begun
         if len(self._joining) >= _MOST_JOINING:
             raise Overloaded(f"{len(self._joining)} joins wait for their peers already; wait until one has ended")
-        joining = in_background(f"join-{generation}", lambda: self._endpoints.join(request))
+        joining = in_background_soon(f"join-{generation}", lambda: self._endpoints.join(request))
         made = self._joining[generation] = _Membership(request, joining)
         loop = asyncio.get_running_loop()
         joining.add_done_callback(partial(_ended, made, loop, self._promote))
@@ -128,7 +133,7 @@ class GroupMember:
             else:
                 if before is not None:
                     self._on_replaced()
-                    before.leave()
+                    before.leave_soon()
                 self._membership = candidate
 
     async def _joined(self, membership: _Membership, timeout_s: float) -> ProcessGroupStatus:

@@ -22,6 +22,7 @@ import time
 from dataclasses import replace
 from typing import Final, final
 
+from pipelinerl.errors import RecipeError
 from pipelinerl.system.files import from_home
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.oubliette import probe, toolchains
@@ -45,6 +46,14 @@ _TRIES: Final = 8
 _GRACE_S: Final = 60.0
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
+
+
+def refuse_unreadable(problem: Problem) -> None:
+    """Raise `RecipeError` for a problem whose tests, or what else its metadata says, cannot be read."""
+    try:
+        CodeProblem.of(problem)
+    except TestsMalformed as error:
+        raise RecipeError(str(error)) from None
 
 
 @final

@@ -131,9 +131,9 @@ class Collective:
             DeadlineError: nothing was announced until `deadline` (monotonic seconds).
             UpdateError: rank 0 has gone, or this rank has left the group meanwhile.
         """
+        self._store.set_timeout(timedelta(seconds=_SLICE_S))  # a wait before it would ask once more
         while self._group is not None:
             try:
-                self._store.wait([key], timedelta(seconds=_SLICE_S))
                 return str(self._store.get(key).decode(errors="replace"))
             except RuntimeError as error:
                 found = _translated(error, f"waiting for {key} in {self._name}")

@@ -39,7 +39,7 @@ from inference_contract.weights import (
 )
 from pipelinerl.errors import DeadlineError, PipelineError, ReachedNoEngine, UpdateError
 from pipelinerl.system.addresses import address_facing
-from pipelinerl.system.background import in_background, settled
+from pipelinerl.system.background import in_background, in_background_soon, settled
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from pipelinerl.weights.broadcast.sender import WeightSender
 from pipelinerl.weights.engine_control import EngineControl, Preparation
@@ -159,7 +159,7 @@ class BroadcastPublisher:
         known = self._group
         if known is not None and known.members == members and known.membership == membership:
             return known
-        self._leave()
+        self._leave_soon()
         floor = publication.epoch * _EPOCH_STEP + publication.membership * _MEMBERSHIP_STEP % _EPOCH_STEP
         self._generation = generation = max(self._generation + 1, floor)
         meeting = await self._meeting_place(members)
@@ -253,6 +253,17 @@ class BroadcastPublisher:
         if self._group is not None:
             self._group.collective.close()
             self._group = None
+
+    def _leave_soon(self) -> None:
+        """`_leave`, of which the next group does not wait for the end: gloo's threads take 10 ms to end.
+
+        NCCL's next group needs the device that this one has.
+        """
+        if self._backend is not Backend.GLOO:
+            self._leave()
+        group, self._group = self._group, None
+        if group is not None:
+            in_background_soon(f"leave-{group.generation}", group.collective.close)
 
     # --- the phases ----------------------------------------------------------------------------------------------
 

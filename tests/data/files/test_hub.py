@@ -27,11 +27,23 @@ except RecipeError as error:
 """
 
 
-def asked(cache: Path) -> str:
+LOOK = """
+from pipelinerl.data.drafts import Split
+from pipelinerl.data.files.rows import FirstRows
+from pipelinerl.data.problems import look_at
+from pipelinerl.data.source import SourceRequest
+seen = []
+asked = SourceRequest(domain="d", split=Split.TRAIN, seed=0)
+first = look_at("hub:some/thing", asked, FirstRows(9, 2**20), seen.append)
+print(first and first.messages[0].content, len(seen))
+"""
+
+
+def asked(cache: Path, program: str = ASK) -> str:
     """What a process says that is told to stay away from the network; the library reads that when it is imported."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
     done = subprocess.run(
-        [sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     return done.stdout.strip()
 
@@ -44,6 +56,11 @@ def test_what_the_cache_has_is_read_as_a_folder(tmp_path: Path) -> None:
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     assert asked(tmp_path) == str(sorted(row["prompt"] for row in ROWS[40:]))
+    assert asked(tmp_path, LOOK) == f"{ROWS[0]['prompt']} 18", "nine rows of each file"
+
+
+def test_nothing_is_fetched_for_a_look(tmp_path: Path) -> None:
+    assert asked(tmp_path, LOOK) == "None 0"
 
 
 def test_what_cannot_be_fetched_is_said_in_one_sentence(tmp_path: Path) -> None:

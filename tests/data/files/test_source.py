@@ -296,6 +296,10 @@ def _all(path: Path, split: Split) -> list[Problem]:
         ({"prompt": "a", "solution": "1"}, {}, 'field "answer" is missing; the row has '),
         ({"prompt": "a", "answer": None}, {}, 'field "answer" is missing; the row has prompt'),
         ({"prompt": "a", "answer": "1"}, {"id_field": "key"}, 'field "key" is missing; the row has '),
+        ({"prompt": "", "answer": "1"}, {}, 'field "prompt" is empty'),
+        ({"prompt": " \t\n\u3000", "answer": "1"}, {}, 'field "prompt" is empty'),
+        ({"messages": [{"role": "user", "content": " "}], "answer": "1"}, {}, 'field "messages" is empty'),
+        ({"messages": [], "answer": "1"}, {}, "field 'messages' must be a text, or mess"),
         (
             {"messages": [{"role": "bot", "content": "x"}], "answer": "1"},
             {},

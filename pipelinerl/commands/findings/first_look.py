@@ -1,0 +1,66 @@
+"""A look at a recipe's problems before a run: can they be made, judged, and rendered by the model's chat template?
+
+The same look is short before `pipelinerl run` starts anything, and long in `pipelinerl check`. It imports no array
+library but numpy, unless a user's own code does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from pipelinerl import registry
+from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.data.files.rows import FirstRows
+from pipelinerl.data.problems import Split, look_at
+from pipelinerl.data.source import SourceRequest
+from pipelinerl.errors import ModelError, RecipeError
+from pipelinerl.models.chat_template import refuse_unrenderable
+from pipelinerl.roles.verification import names_of
+from pipelinerl.types import Problem
+
+#: Of each data file, before a run: a tenth of a second's worth of rows.
+FIRST: Final = FirstRows(rows=2048, bytes=16 * 2**20)
+#: And when a recipe is checked: one to two seconds.
+MOST: Final = FirstRows(rows=50_000, bytes=2**30)
+
+
+def refuse_problems(config: RunConfig, head: FirstRows) -> None:
+    """Make so many problems of each domain as `head` says of a file, and render the first as the engine will.
+
+    Raises:
+        RecipeError: naming the row and what is wrong with it; or the domain whose messages the template refuses.
+        ModelError: the model's tokenizer cannot be read.
+    """
+    for domain in config.domains:
+        evaluated = (Split(each.split) for each in config.evaluation_sets if domain.name in each.domains)
+        asked = SourceRequest(
+            domain=domain.name,
+            split=Split.TRAIN if domain.weight else next(evaluated, Split.TRAIN),
+            seed=config.run.seed,
+            parameters=domain.parameters,
+            prompts=domain.prompts,
+        )
+        first = look_at(domain.source, asked, head, _readable_by(domain))
+        if first is None:
+            continue
+        try:
+            refuse_unrenderable(config.model.resolved, first.messages, domain.chat_template_kwargs)
+        except ModelError as error:
+            roles = ", ".join(message.role for message in first.messages)
+            raise RecipeError(
+                f"domains.{domain.name}: messages of {roles}: {error} (the template of {config.model.resolved})"
+            ) from None
+
+
+def _readable_by(domain: DomainSection) -> Callable[[Problem], None]:
+    """Raises `RecipeError` for a problem that what judges the domain could not judge by any answer."""
+    names = {name for _, name in names_of(domain)} & registry.PROBLEM_CHECKS.keys()
+    checks = [registry.resolve(registry.PROBLEM_CHECKS[name]) for name in sorted(names)]
+
+    def check(problem: Problem) -> None:
+        for each in checks:
+            each(problem)
+
+    return check

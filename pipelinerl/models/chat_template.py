@@ -1,0 +1,62 @@
+"""Does a model directory's chat template render given messages? Told in milliseconds, without transformers.
+
+That library renders with Jinja's sandbox and a few names of its own, and takes seconds to be imported, in a launcher
+that then waits for its run in little memory. Here the same template is rendered in the same way. Promises no refusal of
+its own: where this rendering fails, or the directory has several templates, the tokenizer itself has the last word.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from pipelinerl.models.tokenizer import FAILURES, ChatTokenizer
+from pipelinerl.types import Message
+
+#: What stands in a tokenizer_config.json for templates to write.
+_TOKEN: Final = "_token"
+
+
+def refuse_unrenderable(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> None:
+    """Render the conversation by the template of the directory `path`, the opening of the assistant's turn included.
+
+    Raises:
+        ModelError: the template cannot; or a file that it is read from is damaged.
+    """
+    if not messages or not _renders(path, messages, template_kwargs):
+        ChatTokenizer.load(path).encode_chat(messages, template_kwargs)
+
+
+def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> bool:
+    """Without the library; False where it must be asked."""
+    from jinja2 import TemplateError
+
+    try:
+        settings = json.loads((path / "tokenizer_config.json").read_text())
+        own = path / "chat_template.jinja"
+        template = own.read_text() if own.is_file() else settings["chat_template"]
+        if not isinstance(template, str) or (path / "additional_chat_templates").exists():
+            return False
+        tokens = {name: value for name, value in settings.items() if name.endswith(_TOKEN) and isinstance(value, str)}
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        _compiled(template).render(messages=turns, add_generation_prompt=True, **tokens, **template_kwargs)
+    except (OSError, TemplateError, *FAILURES):
+        return False
+    return True
+
+
+def _compiled(template: str) -> Any:
+    """As `transformers` compiles it (`utils/chat_template_utils.py`), less the block `generation`, which few write."""
+    from jinja2 import TemplateError, ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    world = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols])
+    world.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False} | options)
+    world.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return world.from_string(template)

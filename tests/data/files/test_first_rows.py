@@ -1,0 +1,71 @@
+"""A look at the first rows of a file: as many as asked for and no more, whatever the format; what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.data.drafts import Split
+from pipelinerl.data.files.rows import FirstRows
+from pipelinerl.data.problems import look_at
+from pipelinerl.data.prompts import Prompts
+from pipelinerl.data.source import SourceRequest
+from pipelinerl.errors import RecipeError
+from pipelinerl.types import Problem
+from tests.data.files.test_source import ROWS, WRITERS, jsonl
+
+MEBIBYTE = 2**20
+
+
+def looked_at(path: Path, rows: int, *, size: int = MEBIBYTE, refuse: str = "", **parameters: Any) -> list[str]:
+    """The questions that were looked at; the one that is `refuse` is refused."""
+    seen: list[str] = []
+
+    def check(problem: Problem) -> None:
+        if problem.messages[-1].content == refuse:
+            raise RecipeError("nobody could judge it")
+        seen.append(problem.messages[-1].content)
+
+    asked = SourceRequest(domain="d", split=Split.TRAIN, seed=0, parameters={"path": str(path), **parameters})
+    first = look_at("files", asked, FirstRows(rows, size), check)
+    assert first is None or first.messages[-1].content == seen[0]
+    return seen
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_as_many_rows_are_looked_at_as_asked_for(name: str, tmp_path: Path) -> None:
+    path = WRITERS[name](tmp_path / name)
+    questions = [row["prompt"] for row in ROWS]
+    each = 10 if name != "saved" else 5  # of each of two files
+    expected = questions[:10] if name != "saved" else questions[:5] + questions[25:30]
+    assert looked_at(path, each) == expected
+    assert looked_at(path, 1000) == questions
+    with pytest.raises(RecipeError, match=r"a?\S* (row \d+|line 4): nobody could judge it"):
+        looked_at(path, 1000, refuse=questions[3])
+
+
+def test_the_last_whole_line_within_the_bytes_is_the_last(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl")
+    whole = len(path.read_bytes().split(b"\n", 3)[:3][0]) * 3 + 20
+    assert 1 <= len(looked_at(path, 1000, size=whole)) <= 3
+    assert looked_at(path, 1000, size=5) == []
+
+
+def test_a_row_that_cannot_be_made_is_named_as_a_run_would(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [*ROWS, {"prompt": "a", "answer": "b", "metadata": "c"}])
+    with pytest.raises(RecipeError, match=r"a\.jsonl line 61: field 'metadata' must be an object, got 'c'"):
+        looked_at(path, 1000)
+    assert len(looked_at(path, 60)) == 60
+    path.write_text(json.dumps({"prompt": "a", "answer": "b", "rate": 2}))
+    with pytest.raises(RecipeError, match=r"a\.jsonl line 1: field 'rate' must be a pass rate"):
+        looked_at(path, 10, rate_field="rate", order="easy_first")
+
+
+def test_a_generator_is_looked_at_too() -> None:
+    seen: list[Problem] = []
+    asked = SourceRequest(domain="d", split=Split.TRAIN, seed=0, parameters={"max_digits": 1}, prompts=Prompts())
+    assert look_at("addition", asked, FirstRows(100, MEBIBYTE), seen.append) == seen[0]
+    assert len(seen) == 2

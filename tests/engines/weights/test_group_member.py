@@ -1,0 +1,75 @@
+"""A membership that another replaces is left, and nobody waits for the end of that: neither the loop nor the join."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from inference_contract.weights import Backend, InitProcessGroupRequest, ProcessGroupStatus
+from pipelinerl.engines.weights.group_member import GroupMember
+from tests.patience import PATIENCE_S, SOON_S
+
+
+class Endpoint:
+    """Takes as long to leave as it is told to, as gloo's threads do that look every 10 ms whether they are to end."""
+
+    def __init__(self) -> None:
+        self.may_leave, self.left = threading.Event(), threading.Event()
+
+    def expect(self, key: str, *, deadline: float) -> str:
+        return ""
+
+    def broadcast(self, tensor: Any, *, deadline: float) -> None: ...
+
+    def close(self) -> None:
+        assert self.may_leave.wait(SOON_S)
+        self.left.set()
+
+
+class Endpoints:
+    """Joins at once."""
+
+    def __init__(self) -> None:
+        self.made: list[Endpoint] = []
+
+    def reaches(self, backend: Backend, staging: Any) -> bool:
+        return True
+
+    def buffer(self, staging: Any, num_bytes: int) -> Any:
+        return bytearray(num_bytes)
+
+    def join(self, request: InitProcessGroupRequest) -> Endpoint:
+        self.made.append(Endpoint())
+        return self.made[-1]
+
+
+def joining(generation: int) -> InitProcessGroupRequest:
+    return InitProcessGroupRequest(
+        group="g",
+        backend=Backend.GLOO,
+        rendezvous_host="127.0.0.1",
+        rendezvous_port=1,
+        rank=1,
+        world_size=2,
+        generation=generation,
+        timeout_s=PATIENCE_S,
+    )
+
+
+async def test_a_join_does_not_wait_until_the_membership_before_has_been_left() -> None:
+    endpoints = Endpoints()
+    member = GroupMember(endpoints)
+    await member.join(joining(1))
+    second = asyncio.create_task(member.join(joining(2)))
+    answer = await asyncio.wait_for(second, PATIENCE_S)
+    assert isinstance(answer, ProcessGroupStatus) and answer.generation == 2
+    member.check(group="g", generation=2)
+    before, joined = endpoints.made
+    assert not before.left.is_set()
+    before.may_leave.set()
+    assert await asyncio.to_thread(before.left.wait, PATIENCE_S)
+    assert member.endpoint()[0] is joined and not joined.left.is_set()
+    joined.may_leave.set()
+    member.leave()
+    assert joined.left.is_set(), "who leaves for good has left"

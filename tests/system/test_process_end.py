@@ -1,0 +1,51 @@
+"""A process ends with the status that it was given, whatever its threads are doing, and with what it owes others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.patience import PATIENCE_S
+
+#: A thread that is in torch's C++ nearly all of its time, and comes back from there again and again.
+BUSY = """
+import atexit, sys, threading, time, torch
+from pipelinerl.system.process_end import run_process
+weights, begun = torch.ones(512, 512), threading.Event()
+def work():
+    while True:
+        weights @ weights
+        begun.set()
+threading.Thread(target=work, daemon=True).start()
+begun.wait()
+atexit.register(print, "registered")
+def main():
+    print("said", end=" ")
+    sys.exit(143)
+"""
+QUIET = "import sys\nfrom pipelinerl.system.process_end import run_process\n"
+
+
+def ended(program: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_thread_in_native_code_does_not_abort_the_process() -> None:
+    assert ended(f"{BUSY}run_process(main)") == (143, "said registered\n", "")
+
+
+@pytest.mark.parametrize(
+    ("main", "status", "said"),
+    [
+        ("lambda: None", 0, ""),
+        ("lambda: sys.exit(2)", 2, ""),
+        ("lambda: sys.exit('a sentence')", 1, "a sentence\n"),
+        ("lambda: 1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+    ],
+)
+def test_without_threads_it_ends_as_any_other(main: str, status: int, said: str) -> None:
+    found, _, error = ended(f"{QUIET}run_process({main})")
+    assert found == status and error.endswith(said) and bool(error) == bool(said)

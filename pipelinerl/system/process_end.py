@@ -3,8 +3,8 @@
 CPython ends a daemon thread as it comes back from native code to an interpreter that is going away, in the middle of
 the frames that called it. In C++ these abort the process ("terminate called without an active exception"): an engine
 that was told to stop while it read its weights ended with SIGABRT, which is no status of a role's. Promises that a
-process ends with the status that its main function gives, whatever its threads are doing; what is registered with
-`atexit` is called, and what was printed is written.
+process ends with the status that its main function gives, whatever its daemon threads are doing; the other threads are
+waited for, what is registered with `atexit` is called, and what was printed is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def run_process(main: Callable[[], None]) -> None:
             raise
         status = ended.code
     if any(thread.daemon for thread in threading.enumerate()):
-        atexit._run_exitfuncs()  # as the interpreter would begin its end; what comes after is left out
+        threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter begins its end: others are waited for
+        atexit._run_exitfuncs()  # and what comes after is left out
         with suppress(OSError):  # nobody reads it any more
             sys.stdout.flush()
             sys.stderr.flush()

@@ -12,6 +12,7 @@ from tests.patience import PATIENCE_S
 #: A thread that is in torch's C++ nearly all of its time, and comes back from there again and again.
 BUSY = """
 import atexit, sys, threading, time, torch
+from concurrent.futures import ThreadPoolExecutor
 from pipelinerl.system.process_end import run_process
 weights, begun = torch.ones(512, 512), threading.Event()
 def work():
@@ -21,6 +22,8 @@ def work():
 threading.Thread(target=work, daemon=True).start()
 begun.wait()
 atexit.register(print, "registered")
+pool = ThreadPoolExecutor(1)
+pool.submit(lambda: (time.sleep(0.2), print("written", end=" ")))
 def main():
     print("said", end=" ")
     sys.exit(143)
@@ -34,7 +37,7 @@ def ended(program: str) -> tuple[int, str, str]:
 
 
 def test_a_thread_in_native_code_does_not_abort_the_process() -> None:
-    assert ended(f"{BUSY}run_process(main)") == (143, "said registered\n", "")
+    assert ended(f"{BUSY}run_process(main)") == (143, "said written registered\n", "")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ def test_a_bfloat16_directory_trains_with_an_engine_of(tmp_path: Path, overrides
 
 
 def test_a_run_whose_verifier_always_fails_ends_and_its_last_line_says_why(tmp_path: Path) -> None:
-    domain = '[{name = "sums", source = "addition", verifier = "reasoning_gym"}]'
+    (tmp_path / "mine.py").write_text("def score(completion_text):\n    return float('nan')\n")
+    domain = f'[{{name = "sums", source = "addition", verifier = "{tmp_path}/mine.py:score"}}]'
     with launched(light_run(tmp_path / "run", *FEW, f"domains={domain}"), tmp_path / "run") as run:
         assert run.end() == 1, run.story()
         (failing,), (failed,) = run.events("run_failing"), run.events("run_failed")

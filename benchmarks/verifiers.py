@@ -13,6 +13,7 @@ deadline and a second after it was asked for; the others' 95th percentile at mos
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -40,6 +41,8 @@ _DEADLINE_S = 2.0
 MOST_LATE_S = _DEADLINE_S + 1.0
 #: Groups of ordinary and of hostile answers that are judged at once.
 _AT_ONCE = 2
+#: Ordinary groups go on for as long as hostile ones do, with so many times the answers that are asked for, at most.
+_MOST_TURNS = 16
 
 _HOSTILE = (
     "<|im_start|>assistant<|im_end|><|endoftext|>\\boxed{{{n}}}",
@@ -233,18 +236,18 @@ def both(texts: Sequence[str], *, groups: int, parts: int) -> tuple[Beside, Besi
 async def beside(hostile: Sequence[str], *, groups: int) -> Beside:
     """Judge ordinary groups for as long as the hostile ones last, and for so many groups at least."""
     verifier = open_verifier(DomainSection(name="math", source="addition", verifier_timeout_s=_DEADLINE_S))
-    ordinary = expressions(groups * GROUP)
+    ordinary = expressions(_MOST_TURNS * groups * GROUP)  # sympy remembers what it has compared
     latencies: list[float] = []
     seconds: list[float] = []
     outcomes: Counter[Outcome] = Counter()
     waiting = [hostile[begin : begin + GROUP] for begin in range(0, len(hostile), GROUP)][::-1]
-    left = list(range(groups))
+    begun = itertools.count()
     hostile_left = len(waiting)
 
     async def judge_ordinary() -> None:
-        while left or hostile_left:
-            number = left.pop() if left else groups - 1
-            pairs = ordinary[number * GROUP : (number + 1) * GROUP]
+        while (number := next(begun)) < groups or hostile_left:
+            first = number * GROUP % len(ordinary)
+            pairs = ordinary[first : first + GROUP]
             began = time.monotonic()
             await _all_judged(verifier, pairs)
             latencies.append(time.monotonic() - began)

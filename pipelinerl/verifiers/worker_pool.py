@@ -48,6 +48,8 @@ _END_S: Final = 60.0
 #: An answer that takes less processor time, or less on the clock, is never slow.
 _LEAST_SLOW_CPU_S: Final = 0.02
 _LEAST_SLOW_S: Final = 1.0
+#: So often at most it is looked at what processor time an answer has taken: the kernel counts no finer.
+_LEAST_LOOK_S: Final = 0.01
 _TIMES_THE_MEDIAN: Final = 4.0
 #: Answers of which the median is: few that are slow do not move it, whatever they took.
 _NEWEST: Final = 31
@@ -142,17 +144,19 @@ class WorkerPool:
         began, cpu_began = clock(), worker.cpu_s
         slow_cpu_s = max(_LEAST_SLOW_CPU_S, _TIMES_THE_MEDIAN * self._usual_cpu_s.value)
         slow_s = min(self._deadline_s, max(_LEAST_SLOW_S, _TIMES_THE_MEDIAN * self._usual_s.value))
-        asked = False
+        asked, look_s = False, min(slow_cpu_s, slow_s)
         while True:
             try:
-                async with asyncio.timeout(min(slow_cpu_s, slow_s)):
+                async with asyncio.timeout(look_s):
                     if not asked:
                         asked = True
                         await worker.send(question)
                     return await worker.receive()
             except TimeoutError:
-                if clock() - began >= slow_s or worker.cpu_now_s() - cpu_began >= slow_cpu_s:
+                left_s = slow_cpu_s - (worker.cpu_now_s() - cpu_began)
+                if clock() - began >= slow_s or left_s <= 0:
                     return _SLOW
+                look_s = max(_LEAST_LOOK_S, left_s)
 
     async def _asked_slowly(self, turn: _Turn, question: Any, group: str, *, until: float) -> Any:
         """The answer to a question that was not answered quickly; another worker is asked when this one has to go."""

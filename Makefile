@@ -4,9 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 VLLM   ?= .venv-vllm
 RECIPE ?= tiny
-# Test processes at once; a file's tests stay together. One more than two cores: many wait for processes to start. With two
-# more it took longer (13:30 against 12:09).
-WORKERS ?= 3
+# Test processes at once; a file's tests stay together. Two more than two cores: many wait for processes to start.
+WORKERS ?= 4
 # Up to so many that fail beside others are tried once more, alone, and count if they fail again. All are named in the
 # last lines either way: one that fails so is a fault of its own, and none that needs to stop who changes something else.
 AGAIN ?= 10

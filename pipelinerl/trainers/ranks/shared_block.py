@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from mmap import mmap
 from pathlib import Path
 
@@ -33,13 +33,12 @@ def shared_block(size: int) -> tuple[NDArray[np.uint8], Place]:
     if not hasattr(os, "memfd_create"):
         raise OSError("only Linux has files without a name")
     file = os.memfd_create("pipelinerl gathering")
-    try:
+    with ExitStack() as given_up:
+        given_up.callback(os.close, file)
         os.ftruncate(file, size)
         block = np.frombuffer(mmap(file, size), np.uint8)
         found = os.fstat(file)
-    except BaseException:
-        os.close(file)
-        raise
+        given_up.pop_all()
     weakref.finalize(block, os.close, file)
     return block, Place(os.getpid(), file, found.st_dev, found.st_ino)
 

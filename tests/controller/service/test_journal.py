@@ -479,7 +479,7 @@ def same_with_and_without_deaths(seed: int, **recipe: Any) -> None:
     assert mortal.controller.state == undisturbed.controller.state, f"seed {seed}: another state, another ledger"
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 40))])
 def test_a_controller_that_dies_again_and_again_decides_alike(seed: int) -> None:
     same_with_and_without_deaths(seed)
 

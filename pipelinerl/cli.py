@@ -90,19 +90,19 @@ def run(
     else starts these (docs/clusters.md).
     """
     from launch import run as launching
+    from launch.run_directory import open_run
     from pipelinerl.commands import resumption
-    from pipelinerl.commands.check import refuse
-    from pipelinerl.commands.findings.first_look import FIRST, refuse_problems
 
     if resume is not None:
         if recipe is not None:
             raise UserError(f"--resume goes on by the recipe in {resume}; change its recipe.toml, or start another run")
         refuse_hosts(resume, on, host, hosts)
-        raise typer.Exit(launching.resume(resumption.directory_of(resume), connect=_connect))
+        path = resumption.directory_of(resume)
+        _refuse(open_run(path).config)
+        raise typer.Exit(launching.resume(path, connect=_connect))
     config = recipes.load(recipe or "tiny", overrides or [])
     members = members_of(config, host, hosts, gpus, first_port)
-    refuse(config)
-    refuse_problems(config, FIRST)
+    _refuse(config)
     if on is not None:
         from launch.cluster.launchers import start_on
 
@@ -393,7 +393,18 @@ def _claim(config: recipes.RunConfig) -> bool:
 
 app.command()(bench)
 app.command()(chaos)
-add_cluster_commands(app, connect=_connect, claim=_claim)
+
+
+def _refuse(config: recipes.RunConfig) -> None:
+    """Look at what would stop the run, before anything is made or started: in no time, and in little memory."""
+    from pipelinerl.commands.check import refuse
+    from pipelinerl.commands.findings.first_look import FIRST, refuse_problems
+
+    refuse(config)
+    refuse_problems(config, FIRST)
+
+
+add_cluster_commands(app, connect=_connect, claim=_claim, refuse=_refuse)
 app.add_typer(roles_app)
 
 

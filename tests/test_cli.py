@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import pytest
 
+from launch.run_directory import create
 from pipelinerl import cli
 from pipelinerl.commands.processes.role_options import LOCAL_REDIS
-from pipelinerl.config.recipe import MODELS
+from pipelinerl.config.recipe import MODELS, load
 from pipelinerl.roles import process
 from pipelinerl.roles.process import REDIS_VARIABLE, TOKEN_VARIABLE
 from pipelinerl.system.http_service import listen
@@ -116,10 +117,25 @@ def test_bad_data_is_one_sentence_before_anything_is_started(pipelinerl: Command
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n')
     table = '[[domains]]\nname = "d"\nsource = "files"\nparameters = { path = "rows.jsonl" }\n'
     (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
-    for command in (("run",), ("run", "--on", "slurm", "--hosts", "2", "--gpus", "0")):
+    sentence = f'pipelinerl: {tmp_path}/rows.jsonl line 2: field "answer" is missing; the row has prompt\n'
+    head = ("node", "run", "--name", "a", "--host", "a=127.0.0.1", "--host", "b=127.0.0.1", "--gpus", "0", "--recipe")
+    for command in (("run",), ("run", "--on", "slurm", "--hosts", "2", "--gpus", "0"), head):
         done = pipelinerl(*command, "my.toml")
+        assert (done.status, done.out, done.err) == (2, "", sentence)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my.toml", "rows.jsonl"]
+
+
+def test_data_that_was_damaged_since_is_named_before_a_run_goes_on(pipelinerl: Command, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
+    table = '[[domains]]\nname = "d"\nsource = "files"\nparameters = { path = "rows.jsonl" }\n'
+    (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
+    begun = create(load(str(tmp_path / "my.toml"), [f"run.directory={tmp_path}"]))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    node = ("node", str(begun.path), "--name", "a", "--host", "a=127.0.0.1", "--host", "b=127.0.0.1", "--gpus", "0")
+    for command in (("run", "--resume", str(begun.path)), node):
+        done = pipelinerl(*command)
         assert (done.status, done.out) == (2, "")
-        assert done.err == f'pipelinerl: {tmp_path}/rows.jsonl line 2: field "answer" is missing; the row has prompt\n'
+        assert done.err == f'pipelinerl: {tmp_path}/rows.jsonl line 1: field "answer" is missing; the row has prompt\n'
 
 
 def test_what_the_system_refuses_is_a_sentence_with_its_file(

@@ -1,9 +1,9 @@
 """The commands for runs on several hosts: `plan` and `node`; and the options that `run` shares with them.
 
-    add_cluster_commands(app, connect=…, claim=…)
+    add_cluster_commands(app, connect=…, claim=…, refuse=…)
 
-They read arguments and call what does the work. The controller's client is handed in: the launcher knows it by what it
-calls alone.
+They read arguments and call what does the work. The controller's client is handed in, and what looks at a recipe: the
+launcher knows both by what it calls alone.
 """
 
 from __future__ import annotations
@@ -96,13 +96,19 @@ def members_of(
     return Members(hosts=read_hosts(config, words or [], count=count, gpus=gpus), first_port=first_port or FIRST_PORT)
 
 
-def add_cluster_commands(app: typer.Typer, *, connect: Connect, claim: Callable[[RunConfig], bool]) -> None:
+def add_cluster_commands(
+    app: typer.Typer,
+    *,
+    connect: Connect,
+    claim: Callable[[RunConfig], bool],
+    refuse: Callable[[RunConfig], None],
+) -> None:
     """Add the commands to the command line; `connect` makes the client of a run's controller.
 
-    `claim` is `run_directory.create`'s.
+    `claim` is `run_directory.create`'s; `refuse` raises UserError for a recipe that cannot run.
     """
     _add_plan(app)
-    _add_node(app, connect, claim)
+    _add_node(app, connect, claim, refuse)
 
 
 def _add_plan(app: typer.Typer) -> None:
@@ -141,7 +147,12 @@ def _add_plan(app: typer.Typer) -> None:
                 typer.echo("ports: examples; a run on one machine takes some that are free when it begins")
 
 
-def _add_node(app: typer.Typer, connect: Connect, claim: Callable[[RunConfig], bool]) -> None:
+def _add_node(
+    app: typer.Typer,
+    connect: Connect,
+    claim: Callable[[RunConfig], bool],
+    refuse: Callable[[RunConfig], None],
+) -> None:
     @app.command(rich_help_panel=_PANEL)
     def node(
         run: Annotated[Path, typer.Argument(help="Directory of the run, which all its hosts see.")],
@@ -166,6 +177,7 @@ def _add_node(app: typer.Typer, connect: Connect, claim: Callable[[RunConfig], b
                 lambda config: members_of(config, host, None, gpus, first_port),
                 recipe=recipe,
                 claim=claim,
+                refuse=refuse,
                 connect=connect,
             )
         )

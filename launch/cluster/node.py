@@ -59,23 +59,26 @@ def run_node(
     *,
     recipe: Path | None,
     claim: Callable[[RunConfig], bool],
+    refuse: Callable[[RunConfig], None],
     connect: Connect,
 ) -> int:
     """Run the share of the host `name`, as the head of the run if it is that; returns the exit status.
 
     `members_of` gives the hosts of the command line, if it names any: then they take the place of those that the run
     was begun with, for schedulers that choose other hosts each time. Where there is no run in `run_dir` yet, the head
-    begins it there, by `recipe`.
+    begins it there, by `recipe`. The head looks at the recipe with `refuse` before it makes or starts anything.
 
     Raises:
-        UserError: this host has no part in the run, or its share cannot be run.
+        UserError: this host has no part in the run, its share cannot be run, or the recipe is refused.
     """
     if recipe is not None and not (run_dir / "recipe.toml").is_file():
         config = _in(run_dir, load(recipe))
         given = members_of(config)
         if given is not None and given.hosts[0].name == name:
             run_directory.refuse_taken(run_dir)
+            refuse(config)
             prepare(config, claim=claim, members=given)
+            return resume(run_dir, connect=connect)
     members = read_members(run_dir)
     if (run_dir / "recipe.toml").is_file():
         given = members_of(run_directory.open_run(run_dir).config)
@@ -83,6 +86,7 @@ def run_node(
             write_members(run_dir, given)
         members = given or members
     if members is not None and members.hosts[0].name == name:
+        refuse(run_directory.open_run(run_dir).config)
         return resume(run_dir, connect=connect)
     return serve_share(run_dir, name)
 

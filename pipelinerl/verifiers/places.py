@@ -1,7 +1,7 @@
 """`Places`: who may go on; of those that wait, groups with the fewest slow questions are first, then who came first.
 
-So that nobody waits for ever while others keep coming, who has waited longest is given every fourth place. A slow
-question holds one for longer than others do: until those in turn have held places for three times as long, no other goes
+So that nobody waits for ever while others keep coming, who has waited longest is given every fourth place. A slow one
+holds it for longer than others do: until those in turn have held places for three times as long, no other goes
 out of turn. So that is a quarter of the time at most, and never in one piece, by which whole groups would be held up.
 """
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from pipelinerl.models.plain_tokenizer import compiled
 from pipelinerl.models.tokenizer import FAILURES, ChatTokenizer
 from pipelinerl.types import Message
 
@@ -42,21 +42,7 @@ def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[s
             return False
         tokens = {name: value for name, value in settings.items() if name.endswith(_TOKEN) and isinstance(value, str)}
         turns = [{"role": message.role, "content": message.content} for message in messages]
-        _compiled(template).render(messages=turns, add_generation_prompt=True, **tokens, **template_kwargs)
+        compiled(template).render(messages=turns, add_generation_prompt=True, **tokens, **template_kwargs)
     except (OSError, TemplateError, *FAILURES):
         return False
     return True
-
-
-def _compiled(template: str) -> Any:
-    """As `transformers` compiles it (`utils/chat_template_utils.py`), less the block `generation`, which few write."""
-    from jinja2 import TemplateError, ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    world = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols])
-    world.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False} | options)
-    world.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return world.from_string(template)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from pipelinerl.errors import ModelError, TemplateNameError
 from pipelinerl.models.control_tokens import ContentGuard, Turn
+from pipelinerl.models.plain_tokenizer import PlainTokenizer, read_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 #: More undecided tokens than any character has bytes: then the bytes are not text, and are shown as they are.
 _MAX_UNDECIDED = 16
-#: A directory of such a model, whose tokenizer_config.json names the plain class, is read by that class at once:
+#: A directory of such a model, whose tokenizer_config.json names the plain class, is read as that class reads it:
 #: `AutoTokenizer` would take it for the same, and to ask it costs each role two seconds of processor, and torch in its
 #: memory. Of other types it may know better than the directory.
 _TAKEN_AT_THEIR_WORD: Final = frozenset({"bigram", "gpt2", "llama", "qwen3", "qwen3_moe"})
@@ -58,7 +59,7 @@ class ChatTurn(Protocol):
 class ChatTokenizer:
     """A fast tokenizer with a chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_token_ids: Iterable[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast | PlainTokenizer, eos_token_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = len(tokenizer)
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -76,7 +77,7 @@ class ChatTokenizer:
                 "directory with a fast tokenizer"
             )
         try:
-            tokenizer: Any = _reader(path).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            tokenizer: Any = _read(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"the tokenizer of {path} cannot be read: {error}; copy it again") from error
         ids = _declared_eos(path) | ({tokenizer.eos_token_id} - {None})
@@ -141,14 +142,16 @@ class ChatTokenizer:
         from jinja2 import TemplateError
 
         tokenizer = self._tokenizer
-        if taken := sorted(template_kwargs.keys() & self._not_for_templates):
+        if template_kwargs and (taken := sorted(template_kwargs.keys() & self._not_for_templates)):
             raise TemplateNameError(
                 f"chat_template_kwargs must not set {', '.join(taken)}, which the engine decides; remove it"
             )
         if tokenizer.chat_template is None:
             raise ModelError(_WITHOUT_TEMPLATE.format(tokenizer.name_or_path or "the model"))
         try:
-            text = tokenizer.apply_chat_template(
+            if isinstance(tokenizer, PlainTokenizer) and not template_kwargs:
+                return tokenizer.rendered(turns, opens=opens)
+            text = self._whole.apply_chat_template(
                 list(turns), add_generation_prompt=opens, tokenize=False, **template_kwargs
             )
         except (TemplateError, *FAILURES) as error:
@@ -158,11 +161,17 @@ class ChatTokenizer:
     @cached_property
     def _not_for_templates(self) -> frozenset[str]:
         """What `apply_chat_template` takes for itself, and what it gives templates of its own accord."""
-        signature = inspect.signature(self._tokenizer.apply_chat_template)
-        return frozenset({*signature.parameters, *self._tokenizer.special_tokens_map, "messages"})
+        signature = inspect.signature(self._whole.apply_chat_template)
+        return frozenset({*signature.parameters, *self._whole.special_tokens_map, "messages"})
+
+    @property
+    def _whole(self) -> PreTrainedTokenizerFast:
+        return self._tokenizer.whole if isinstance(self._tokenizer, PlainTokenizer) else self._tokenizer
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included."""
+        if isinstance(self._tokenizer, PlainTokenizer):
+            return self._tokenizer.decode(token_ids)
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
@@ -173,7 +182,7 @@ class ChatTokenizer:
 
     def save(self, path: Path) -> None:
         """Write the tokenizer files into the existing directory `path`, chat template in tokenizer_config.json."""
-        self._tokenizer.save_pretrained(str(path), save_jinja_files=False)
+        self._whole.save_pretrained(str(path), save_jinja_files=False)
 
 
 @final
@@ -239,10 +248,28 @@ def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
     return lambda token_ids: decode()(token_ids)
 
 
+def _read(path: Path) -> PreTrainedTokenizerFast | PlainTokenizer:
+    """The tokenizer of `path`, without transformers where that comes to the same. Raises what transformers raises."""
+    whole = partial(_read_whole, path)
+    return (read_plain(path, whole) if _is_plain(path) else None) or whole()
+
+
+def _read_whole(path: Path) -> PreTrainedTokenizerFast:
+    tokenizer: PreTrainedTokenizerFast = _reader(path).from_pretrained(
+        str(path), local_files_only=True, trust_remote_code=False
+    )
+    return tokenizer
+
+
+def _is_plain(path: Path) -> bool:
+    """Is it taken at its word?"""
+    plain = _named(path / "tokenizer_config.json", "tokenizer_class") in _PLAIN_CLASSES
+    return plain and _named(path / "config.json", "model_type") in _TAKEN_AT_THEIR_WORD
+
+
 def _reader(path: Path) -> Any:
     """The class of transformers that reads the tokenizer of `path`."""
-    plain = _named(path / "tokenizer_config.json", "tokenizer_class") in _PLAIN_CLASSES
-    if plain and _named(path / "config.json", "model_type") in _TAKEN_AT_THEIR_WORD:
+    if _is_plain(path):
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast

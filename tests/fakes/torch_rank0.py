@@ -97,6 +97,11 @@ def train(directory, *, model, options, first=0, count=20, parts=5, restore_from
     return {"version": first + count}
 
 
+def train_alone(directory, *, options, **given):
+    """The same by this process, while the others wait for it."""
+    return train(directory, options={}, **given)
+
+
 def begin(directory, *, models, options):
     """The weights that each model begins with, under each of its heads."""
     for model, head in models:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
 
 from inference_contract.conformance.session import chunks
 from inference_contract.schemas import ChatCompletion
@@ -26,6 +24,10 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
+
+if TYPE_CHECKING:  # nobody else needs it, and to import it takes 0.6 s of each test process
+    import openai
+    from openai.types.chat import ChatCompletionMessageParam
 
 RECORDED = [
     pytest.param(request["body"], id=f"{recorded['client']} {recorded['version']}: {request['call']}")
@@ -49,6 +51,8 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def public_client(url: str) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as made:
         yield made
 

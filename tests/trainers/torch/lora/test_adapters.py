@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -65,6 +64,8 @@ def test_conformance(name, head, model_path, tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
 def test_twenty_steps_are_those_of_a_plain_loop_with_peft(name, model_path, micro_batch):
+    from peft import LoraConfig, get_peft_model  # here: the other test processes need not import it
+
     optimizer = OptimizerSpec(weight_decay=0.1, grad_clip=0.5)
     trainer = started(model_path(name), optimizer=optimizer)
     model = AutoModelForCausalLM.from_pretrained(model_path(name), attn_implementation="eager").eval()
@@ -108,6 +109,8 @@ def plain_loss(model, batch):
 
 
 def test_engines_are_sent_the_base_models_names_with_the_adapters_merged(model_path, micro_batch, tmp_path):
+    from peft import PeftModel
+
     path, batch = model_path("gpt2"), micro_batch()
     trainer, whole = started(path), started(path, lora=None)
     assert trainer.weight_layout() == whole.weight_layout()

@@ -1,0 +1,140 @@
+"""`PlainTokenizer`: what a tokenizer.json and a chat template say, without `transformers`.
+
+To import that library takes most of a second of processor time, and an engine of numpy or JAX has no other use for it.
+Promises that ids, texts and renderings are those of `PreTrainedTokenizerFast`, to the character: a directory that says
+more than that class writes for itself is not read here, and what is asked beyond plain messages, or fails, is left to
+that class (`whole`), which is then read after all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from tokenizers import Tokenizer
+
+#: The tokens that have a name, in transformers' order.
+_NAMED: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+#: What else stands in a tokenizer_config.json without a meaning for ids, texts and renderings.
+_WITHOUT_MEANING: Final = frozenset(
+    {
+        "backend", "chat_template", "clean_up_tokenization_spaces", "is_local", "local_files_only", "model_max_length",
+        "padding_side", "tokenizer_class", "truncation_side",
+    }
+)  # fmt: skip
+#: Files beside it in which older versions kept tokens, and a folder of templates by name.
+_MORE: Final = ("added_tokens.json", "special_tokens_map.json", "additional_chat_templates")
+#: What transformers gives templates in a form of its own.
+_OF_ITS_OWN: Final = re.compile(r"\b(end)?generation\b|\bnamespace\b|\bdict\b")
+#: Larger vocabularies may be Mistral's, whose pre-tokenizer transformers repairs.
+_MOST_TOKENS: Final = 100_000
+
+
+@final
+class PlainTokenizer:
+    """The part of `PreTrainedTokenizerFast` that `ChatTokenizer` uses."""
+
+    def __init__(
+        self,
+        backend: Tokenizer,
+        *,
+        path: Path,
+        chat_template: str | None,
+        named: Mapping[str, str],
+        read_whole: Callable[[], Any],
+    ) -> None:
+        self.backend_tokenizer = backend
+        self.name_or_path = str(path)
+        self.chat_template = chat_template
+        self.eos_token_id, self.unk_token_id = (
+            backend.token_to_id(named[name]) if name in named else None for name in ("eos_token", "unk_token")
+        )
+        self._named = dict(named)
+        self._read_whole = read_whole
+
+    def __len__(self) -> int:
+        """Number of tokens, added ones included."""
+        return int(self.backend_tokenizer.get_vocab_size())
+
+    @cached_property
+    def whole(self) -> Any:
+        """What transformers reads from the directory."""
+        return self._read_whole()
+
+    def get_chat_template(self) -> str:
+        """The template; ValueError where there is none."""
+        if self.chat_template is None:
+            raise ValueError("there is no chat template")
+        return self.chat_template
+
+    def rendered(self, turns: Sequence[Mapping[str, Any]], *, opens: bool) -> str:
+        """The template's text of messages; `opens` adds the opening of the assistant's turn. Raises as `whole` does."""
+        from jinja2 import TemplateError
+
+        plain = turns and all(isinstance(value, str) for turn in turns for value in turn.values())
+        if plain and self.chat_template is not None and not _OF_ITS_OWN.search(self.chat_template):
+            try:
+                return self._template.render(
+                    messages=[{key: str.__str__(value) for key, value in turn.items()} for turn in turns],
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=opens,
+                    **self._named,
+                )
+            except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
+                pass  # it fails there as well, in that library's words
+        return str(
+            self.whole.apply_chat_template([dict(turn) for turn in turns], add_generation_prompt=opens, tokenize=False)
+        )
+
+    @cached_property
+    def _template(self) -> Template:
+        return compiled(self.get_chat_template())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included."""
+        return str(self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+
+def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | None:
+    """The tokenizer of the directory `path`; None where only `read_whole` knows, which also says what is wrong."""
+    from tokenizers import Tokenizer
+
+    if any((path / name).exists() for name in _MORE):
+        return None
+    try:
+        settings = json.loads((path / "tokenizer_config.json").read_text())
+        own = path / "chat_template.jinja"
+        template = own.read_text() if own.is_file() else settings.get("chat_template")
+        text = (path / "tokenizer.json").read_text()
+        special = {token["content"] for token in json.loads(text)["added_tokens"] if token["special"]}
+        named = {name: settings[name] for name in _NAMED if settings.get(name) is not None}
+        if settings.keys() - {*_NAMED, *_WITHOUT_MEANING} or not special.issuperset(named.values()):
+            return None
+        backend = Tokenizer.from_str(text)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    if not isinstance(template, str | None) or backend.get_vocab_size() > _MOST_TOKENS:
+        return None
+    return PlainTokenizer(backend, path=path, chat_template=template, named=named, read_whole=read_whole)
+
+
+def compiled(template: str) -> Template:
+    """As `transformers` compiles it (`utils/chat_template_utils.py`), less what it gives in a form of its own."""
+    from jinja2 import TemplateError, ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    world = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols])
+    world.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False} | options)
+    world.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return world.from_string(template)

@@ -1,0 +1,134 @@
+"""A tokenizer that is read without transformers is that library's own; what is not plain is left to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from pipelinerl.config.sections import MODELS
+from pipelinerl.errors import ModelError
+from pipelinerl.models.plain_tokenizer import PlainTokenizer, read_plain
+from pipelinerl.models.tiny_decoder import CHAT_TEMPLATE, char_tokenizer, word_tokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.types import Message
+
+TEXTS = ["", "cat", " a  b\n", "1+2=3", "héllo <|end|> wörld", "日本語 👩‍👩‍👧", "<|user|><|assistant|>"]
+LOOKS = "{{ unk_token }}{% if tools is none and documents is none %}{{ messages | tojson(indent=1) }}{% endif %}\n x"
+
+
+def taken(path: Path) -> PlainTokenizer | None:
+    return read_plain(path, lambda: PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True))
+
+
+def both(path: Path) -> tuple[ChatTokenizer, ChatTokenizer]:
+    """Ours and transformers' of the same directory."""
+    plain = taken(path)
+    assert plain is not None
+    return ChatTokenizer(plain, {4}), ChatTokenizer(plain.whole, {4})
+
+
+def answers(tokenizer: ChatTokenizer, turns: list[Message]) -> list[list[int] | str]:
+    """The chat and its first content in tokens, or why not."""
+    found: list[list[int] | str] = []
+    for encode in (lambda: tokenizer.encode_chat(turns), lambda: tokenizer.encode(turns[0].content)):
+        try:
+            found.append(encode())
+        except ModelError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.fixture(scope="module", params=["tiny_rlvr", "tiny_speller", "words", "characters"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if (MODELS / request.param).is_dir():
+        return MODELS / request.param
+    made = word_tokenizer(TEXTS * 3, vocab=300) if request.param == "words" else char_tokenizer(phrases=("cat",))
+    folder = tmp_path_factory.mktemp(request.param)
+    made.save_pretrained(str(folder))  # its template in a file of its own
+    return folder
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_it_is_what_transformers_reads(path: Path) -> None:
+    ours, theirs = both(path)
+    assert (ours.vocab_size, ours._tokenizer.chat_template) == (theirs.vocab_size, theirs._tokenizer.chat_template)
+    for name in ("eos_token_id", "unk_token_id", "name_or_path"):
+        assert getattr(ours._tokenizer, name) == getattr(theirs._tokenizer, name)
+
+    @settings(max_examples=25, database=None)
+    @given(st.lists(st.text() | st.sampled_from(TEXTS), min_size=1, max_size=3), st.randoms(use_true_random=False))
+    def same(contents: list[str], random) -> None:
+        turns = [Message(random.choice(["system", "user", "assistant"]), content) for content in contents]
+        drawn = [random.randrange(theirs.vocab_size) for _ in range(9)]
+        assert ours.decode(drawn) == theirs.decode(drawn)
+        assert answers(ours, turns) == answers(theirs, turns)
+
+    same()
+
+
+@pytest.mark.parametrize("template", [LOOKS, "{% generation %}a{% endgeneration %}", "{{ dict(a=1) }}", "{{ 1 / 0 }}"])
+def test_a_template_sees_what_it_sees_there(path: Path, template: str, tmp_path: Path) -> None:
+    copied = copytree(path, tmp_path / "model")
+    (copied / "chat_template.jinja").write_text(template)
+    turns, found = [{"role": "user", "content": "é<a>'"}], []
+    for tokenizer in both(copied):
+        try:
+            found.append(tokenizer._render(turns, True))
+        except ModelError as error:
+            found.append(str(error))
+    assert found[0] == found[1] and found[0]
+
+
+def test_what_is_asked_beyond_messages_is_asked_of_transformers(path: Path, tmp_path: Path) -> None:
+    ours, theirs = both(path)
+    turns = [Message("user", "a")]
+    assert ours.encode_chat(turns, {"thinking": True}) == theirs.encode_chat(turns, {"thinking": True})
+    with pytest.raises(ModelError, match="must not set unk_token"):
+        ours.encode_chat(turns, {"unk_token": "b"})
+    for name, tokenizer in (("ours", ours), ("theirs", theirs)):
+        (tmp_path / name).mkdir()
+        tokenizer.save(tmp_path / name)
+    for file in (tmp_path / "theirs").iterdir():
+        assert (tmp_path / "ours" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("tokenizer_config.json", {"extra_special_tokens": ["<|a|>"]}),
+        ("tokenizer_config.json", {"eos_token": "a token that is not there"}),
+        ("tokenizer_config.json", {"eos_token": {"content": "<|end|>", "__type": "AddedToken"}}),
+        ("tokenizer_config.json", {"chat_template": {"default": CHAT_TEMPLATE}}),
+        ("tokenizer_config.json", {"fast_tokenizer_files": ["tokenizer.4.json"]}),
+        ("tokenizer.json", {"added_tokens": []}),
+        ("special_tokens_map.json", {}),
+        ("added_tokens.json", {}),
+    ],
+)
+def test_what_says_more_is_left_to_transformers(file: str, changes: dict[str, object], tmp_path: Path) -> None:
+    copied = copytree(MODELS / "tiny_rlvr", tmp_path / "model")
+    assert taken(copied) is not None
+    (copied / file).exists() or (copied / file).write_text("{}")
+    rewrite(copied / file, **changes)
+    assert taken(copied) is None
+
+
+def test_a_process_that_encodes_and_decodes_imports_no_transformers() -> None:
+    code = (
+        "import sys; from pathlib import Path; from pipelinerl.types import Message\n"
+        "from pipelinerl.models.tokenizer import ChatTokenizer\n"
+        f"tokenizer = ChatTokenizer.load(Path({str(MODELS / 'tiny_rlvr')!r}))\n"
+        "tokenizer.decode(tokenizer.encode_chat([Message('user', 'a')]))\n"
+        "assert not {'transformers', 'torch'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

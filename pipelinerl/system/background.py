@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar, final
 
@@ -29,9 +29,9 @@ def in_background(name: str, function: Callable[[], T]) -> Future[T]:
     It has begun when this returns, as far as that can be said of a thread.
     An exception nobody asks for is dropped in silence: whoever starts the call decides who must hear of it.
     """
-    call = _Call(name, function, Future())
+    call = _Call(name, function, Future(), begun := threading.Event())
     call.begin()
-    call.begun.wait()
+    begun.wait()
     return call.future
 
 
@@ -47,7 +47,7 @@ class _Call:
     name: str
     function: Callable[[], Any]
     future: Future[Any]
-    begun: threading.Event = field(default_factory=threading.Event)
+    begun: threading.Event | None = None
 
     def begin(self) -> None:
         self.future.set_running_or_notify_cancel()
@@ -59,7 +59,8 @@ class _Call:
             thread.calls.put(self)
 
     def make(self) -> None:
-        self.begun.set()
+        if self.begun is not None:
+            self.begun.set()
         try:
             result = self.function()
         except BaseException as error:  # handed to the waiter, whatever it is
@@ -134,15 +135,23 @@ async def to_its_end(work: Awaitable[T]) -> T:
 
 
 async def settled(future: Future[Any], *, timeout_s: float) -> bool:
-    """Wait until `future` has a result or an exception, which stays with the future; False after `timeout_s`."""
+    """Wait until `future` has a result or an exception, which stays with the future; False after `timeout_s`.
+
+    It takes half the turns of the event loop that `asyncio.wrap_future` takes: an engine waits so in each update.
+    """
     if future.done():
         return True
-    waiter = asyncio.wrap_future(future)
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+    future.add_done_callback(lambda _: tell(loop, _end, over))
+    late = loop.call_later(timeout_s, _end, over)
     try:
-        await asyncio.wait({waiter}, timeout=timeout_s)
-        return waiter.done()
+        await over
     finally:
-        if waiter.done():
-            waiter.exception()
-        else:
-            waiter.cancel()
+        late.cancel()
+    return future.done()
+
+
+def _end(wait: asyncio.Future[None]) -> None:
+    if not wait.done():
+        wait.set_result(None)

@@ -197,14 +197,19 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 400:
         return refusal(400, _NOT_JSON, code="invalid_json")
-    detail = str(error.detail)
     if error.status_code in _CODES:
-        return refusal(error.status_code, detail, code=_CODES[error.status_code])
+        return refused_body(error)
+    detail = str(error.detail)
     answer = refusal(
         error.status_code, f"{request.method} {request.url.path}: {detail}", code=detail.lower().replace(" ", "_")
     )
     answer.headers.update(error.headers or {})
     return answer
+
+
+def refused_body(error: HTTPException) -> Response:
+    """The answer to a body that is too large or too slow, of which an endpoint's `receive` has told."""
+    return refusal(error.status_code, str(error.detail), code=_CODES[error.status_code])
 
 
 async def _invalid(_: Request, error: Exception) -> Response:

@@ -74,6 +74,7 @@ class Collective:
         self._store = store
         self._backend = backend
         self._name = name
+        self._waits_in_slices = False
 
     @staticmethod
     def join(
@@ -131,7 +132,9 @@ class Collective:
             DeadlineError: nothing was announced until `deadline` (monotonic seconds).
             UpdateError: rank 0 has gone, or this rank has left the group meanwhile.
         """
-        self._store.set_timeout(timedelta(seconds=_SLICE_S))  # a wait before it would ask once more
+        if not self._waits_in_slices:
+            self._store.set_timeout(timedelta(seconds=_SLICE_S))  # a wait before it would ask once more
+            self._waits_in_slices = True
         while self._group is not None:
             try:
                 return str(self._store.get(key).decode(errors="replace"))

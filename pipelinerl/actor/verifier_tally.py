@@ -6,13 +6,14 @@ sampled for ever and teaches nothing. The controller ends such a run by what an 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import groupby
 from typing import final
 
 from msgspec.structs import replace
 
 from pipelinerl.messages import VerifierFigures
-from pipelinerl.types import Outcome
+from pipelinerl.types import Outcome, Verdict
 from pipelinerl.verifiers.verifier import Judgement
 
 
@@ -23,33 +24,33 @@ class VerifierTally:
     def __init__(self) -> None:
         self._by_domain: dict[str, VerifierFigures] = {}
 
-    def note(self, domain: str, judgements: Iterable[Judgement]) -> None:
+    def note(self, domain: str, judgements: Sequence[Judgement]) -> None:
         """Count the verdicts on answers of `domain`."""
         figures = self._by_domain.get(domain) or VerifierFigures()
-        for verdict, seconds in judgements:
-            figures = replace(figures, seconds=figures.seconds + seconds)
-            match verdict.outcome:
-                case Outcome.VERIFIER_ERROR:
-                    figures = replace(
-                        figures,
-                        errors=figures.errors + 1,
-                        errors_in_a_row=figures.errors_in_a_row + 1,
-                        reason=f"{verdict.outcome}: {verdict.reason}",
-                    )
-                case Outcome.TIMEOUT:
-                    figures = replace(
-                        figures,
-                        timeouts=figures.timeouts + 1,
-                        timeouts_in_a_row=figures.timeouts_in_a_row + 1,
-                        reason=f"{verdict.outcome}: {verdict.reason}",
-                    )
-                case _:
-                    figures = replace(
-                        figures, judged=figures.judged + 1, errors_in_a_row=0, timeouts_in_a_row=0, reason=""
-                    )
-        self._by_domain[domain] = figures
+        for outcome, verdicts in groupby((verdict for verdict, _ in judgements), key=_kind):
+            figures = _counted(figures, outcome, list(verdicts))
+        seconds = figures.seconds + sum(seconds for _, seconds in judgements)
+        self._by_domain[domain] = replace(figures, seconds=seconds)
 
     @property
     def by_domain(self) -> dict[str, VerifierFigures]:
         """The counts so far."""
         return dict(self._by_domain)
+
+
+def _kind(verdict: Verdict) -> Outcome | None:
+    """How it failed; None where it judges."""
+    return None if verdict.outcome.is_judgement else verdict.outcome
+
+
+def _counted(figures: VerifierFigures, failure: Outcome | None, verdicts: Sequence[Verdict]) -> VerifierFigures:
+    """With so many more of one kind, which came one after the other."""
+    more = len(verdicts)
+    if failure is None:
+        return replace(figures, judged=figures.judged + more, errors_in_a_row=0, timeouts_in_a_row=0, reason="")
+    reason = f"{failure}: {verdicts[-1].reason}"
+    if failure is Outcome.TIMEOUT:
+        timeouts, in_a_row = figures.timeouts + more, figures.timeouts_in_a_row + more
+        return replace(figures, timeouts=timeouts, timeouts_in_a_row=in_a_row, reason=reason)
+    errors, in_a_row = figures.errors + more, figures.errors_in_a_row + more
+    return replace(figures, errors=errors, errors_in_a_row=in_a_row, reason=reason)

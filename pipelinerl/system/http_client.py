@@ -4,8 +4,8 @@ environment names (the token is for the run's peers alone), and ends its calls b
 | opened by | library | for | because, measured on two cores over loopback |
 |---|---|---|---|
 | `session`, `async_session` | httpx | every call that is not below | one interface, blocking or not |
-| `hot_session` | aiohttp | chats | 64 chats at a time: 0.24 ms a chat; by httpx 4.8 ms |
-| `post_connections` | asyncio | weight updates, polls | the same bytes to 64 engines: 29 µs a call; by aiohttp 125 µs |
+| `hot_session` | aiohttp | verifiers, others' engines | 64 chats at a time: 0.24 ms a chat; by httpx 4.8 ms |
+| `post_connections` | asyncio | all that engines are asked | the same bytes to 64: 29 µs a call; by aiohttp 125 µs |
 | `byte_connection` | the standard library's | ranges of weights | see below |
 
 A parameter server's bytes go between a socket and memory that is there already, 8 MiB at a time: 1.4 GB/s both ways,

@@ -5,7 +5,8 @@ bytes that are written as they are: the head differs by the peer's name alone, t
 at a time on each connection; a connection is used again only after a whole answer, and never after a call that was
 given up; every call has a deadline; an answer is `MOST_ANSWER_BYTES` at most, its head included. A peer may close a
 connection at the moment at which it is used again: what it has not begun to answer there is asked once more on another.
-So a call may reach its peer twice, and is for what twice does as once, which weight updates and polls do.
+So a call may reach its peer twice, and is for what twice does as once, which weight updates and polls do. What is
+streamed is asked once, may be of any length, and is read as it comes: a peer that is quicker than its reader waits.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 from typing import Any, Final, final
 from urllib.parse import urlsplit
 
@@ -75,19 +77,45 @@ class PostConnections:
             TimeoutError: no whole answer within `timeout_s`.
             ValueError: `url` is none.
         """
-        own = b"content-length: %d\r\n\r\n%b" % (len(body), body)
-        return await self._asked(url, "POST", path, own, timeout_s)
+        return await self._asked(url, path, body, timeout_s)
 
     async def get(self, url: str, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         """Status and body of what is at `path` below `url`; raises as `post`."""
-        return await self._asked(url, "GET", path, b"\r\n", timeout_s)
+        return await self._asked(url, path, None, timeout_s)
 
-    async def _asked(self, url: str, method: str, path: str, own: bytes, timeout_s: float) -> tuple[int, bytes]:
+    async def stream(
+        self, url: str, path: str, body: bytes | None, *, timeout_s: float
+    ) -> AsyncGenerator[tuple[int, bytes]]:
+        """Status and body as `post` or, without a body, `get`, piece by piece; the last piece may be empty.
+
+        Raises as `post`; what has come until then has been given. To be closed, which gives up what is to come.
+        """
+        peer, due = self._peer(url), (now := time.monotonic()) + timeout_s
+        line = self._kept(peer, now) or await self._connected(peer, due)
+        answer = line.begin(_request(peer, path, self._headers, body), streams=True)
+        alarm = answer.get_loop().call_later(max(due - time.monotonic(), 0.0), line.fail, TimeoutError())
+        try:
+            while not answer.done():
+                if piece := line.taken():
+                    yield piece
+                else:
+                    await line.grown()
+            yield answer.result()
+        finally:
+            alarm.cancel()
+            if not answer.cancel():
+                answer.exception()  # nobody is left to be told
+            self._give_back(line, peer)
+
+    def _peer(self, url: str) -> _Peer:
         peer = self._peers.get(url)
         if peer is None:
             peer = self._peers[url] = _Peer(url)
-        due = (now := time.monotonic()) + timeout_s
-        request = peer.head(method, path, self._headers) + own
+        return peer
+
+    async def _asked(self, url: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+        peer, due = self._peer(url), (now := time.monotonic()) + timeout_s
+        request = _request(peer, path, self._headers, body)
         if (kept := self._kept(peer, now)) is not None:
             try:
                 return await self._asked_on(kept, peer, request, timeout_s)
@@ -104,10 +132,13 @@ class PostConnections:
             return await answer
         finally:
             due.cancel()
-            if line.is_free:
-                peer.idle.append(line)
-            else:
-                line.drop()
+            self._give_back(line, peer)
+
+    def _give_back(self, line: _Line, peer: _Peer) -> None:
+        if line.is_free:
+            peer.idle.append(line)
+        else:
+            line.drop()
 
     async def close(self) -> None:
         """Close every connection, and wait until the sockets are."""
@@ -141,6 +172,13 @@ class PostConnections:
         return line
 
 
+def _request(peer: _Peer, path: str, headers: str, body: bytes | None) -> bytes:
+    """What is sent to ask for what is at `path`, or with a body, to have it done."""
+    if body is None:
+        return peer.head("GET", path, headers) + b"\r\n"
+    return b"%bcontent-length: %d\r\n\r\n%b" % (peer.head("POST", path, headers), len(body), body)
+
+
 @final
 class _NotAnswered(ConnectionError):
     """The connection ended before the first byte of an answer."""
@@ -157,20 +195,41 @@ class _Line:
         self._parser: Any = None
         self._body = b""
         self._num_bytes = 0
-        self._has_end = self._to_the_end = False
+        self._has_end = self._to_the_end = self._has_begun = False
+        self._streams = self._is_paused = False
+        self._grown: asyncio.Future[None] | None = None
         self.since = 0.0
         self.closed = asyncio.Event()
 
-    def begin(self, request: bytes) -> asyncio.Future[tuple[int, bytes]]:
-        """Send a request; its answer comes, or `ConnectionError` does. `fail` ends the wait."""
+    def begin(self, request: bytes, *, streams: bool = False) -> asyncio.Future[tuple[int, bytes]]:
+        """Send a request; its answer comes, or `ConnectionError` does. `fail` ends the wait.
+
+        Of an answer that `streams` it is what was not `taken` before.
+        """
         answer = self._answer = asyncio.get_running_loop().create_future()
         self._parser, self._body, self._num_bytes = httptools.HttpResponseParser(self), b"", 0
-        self._has_end = self._to_the_end = False
+        self._has_end = self._to_the_end = self._has_begun = False
+        self._streams = streams
         if self._transport is None:
             self.fail(_NotAnswered("the connection was closed"))
         else:
             self._transport.write(request)
         return answer
+
+    def taken(self) -> tuple[int, bytes] | None:
+        """Status and what has come of the body since the last look; None where that is nothing."""
+        if not self._body:
+            return None
+        piece, self._body, self._num_bytes = self._body, b"", 0
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return self._parser.get_status_code(), piece
+
+    async def grown(self) -> None:
+        """Return once there is more to take, or the answer has ended."""
+        self._grown = asyncio.get_running_loop().create_future()
+        await self._grown
 
     @property
     def is_free(self) -> bool:
@@ -186,6 +245,7 @@ class _Line:
         """End the wait for the answer."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
+            self._tell()
 
     # What the event loop calls.
 
@@ -200,11 +260,17 @@ class _Line:
             self.drop()
             return
         self._num_bytes += len(data)
+        self._has_begun = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.fail(ConnectionError(f"the answer is not HTTP: {str(error) or type(error).__name__}"))
-        if self._num_bytes > MOST_ANSWER_BYTES:
+        if self._num_bytes <= MOST_ANSWER_BYTES:
+            return
+        if self._streams and self._body and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+        else:
             self.fail(ConnectionError(f"the answer is longer than {MOST_ANSWER_BYTES} bytes"))
 
     def eof_received(self) -> bool:
@@ -218,7 +284,8 @@ class _Line:
         self.closed.set()
         if self._to_the_end and error is None and self._answer is not None and not self._answer.done():
             self._answer.set_result((self._parser.get_status_code(), self._body))
-        kind = ConnectionError if self._num_bytes else _NotAnswered
+            self._tell()
+        kind = ConnectionError if self._has_begun else _NotAnswered
         self.fail(kind(f"the connection ended before the answer{f': {error}' if error else ''}"))
 
     def pause_writing(self) -> None:
@@ -240,6 +307,8 @@ class _Line:
     def on_body(self, body: bytes) -> None:
         """A piece of the answer's body."""
         self._body += body
+        if self._streams:
+            self._tell()
 
     def on_message_complete(self) -> None:
         """The answer is whole; one that only says that another comes is none."""
@@ -252,3 +321,9 @@ class _Line:
             self._answer = None
         if answer is not None and not answer.done():
             answer.set_result((status, self._body))
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wake whoever reads a stream."""
+        if self._grown is not None and not self._grown.done():
+            self._grown.set_result(None)

@@ -38,6 +38,14 @@ class MathAnswer:
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Compare the final answer in `completion_text` with the ground truth."""
+        verdict = self.at_once(problem, completion_text)
+        if verdict is not None:
+            return verdict
+        gold, given = normalise(problem.ground_truth), normalise(final_answer(completion_text))
+        return await self._equivalent(gold, given, group=problem.problem_id)
+
+    def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
+        """The verdict, unless it takes mathematics."""
         said = final_answer(completion_text).strip()
         if len(said) > 2 * _MAX_ANSWER_CHARS:
             return wrong(f"an answer of {len(said)} characters", answer=said[:_TOLD])
@@ -53,7 +61,7 @@ class MathAnswer:
             return correct(answer) if equal else wrong(f"{answer} is not {gold}", answer=answer)
         if not self._installed:
             return wrong(f"{answer} is not {gold} as text (math-verify is not installed)", answer=answer)
-        return await self._equivalent(gold, given, group=problem.problem_id)
+        return None
 
     async def start(self) -> None:
         """Import the library, so that the first answer need not wait for that."""

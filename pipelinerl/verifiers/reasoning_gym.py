@@ -14,7 +14,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.system import gym_tasks
@@ -45,6 +45,15 @@ _TOLD: Final = 200
 Scorer = Callable[[int, str], float]
 
 
+class _Entry(NamedTuple):
+    """A problem's task by the name of its scorer, and which of the task's entries it is."""
+
+    scorer: str
+    task: str
+    parameters: Mapping[str, Any]
+    number: int
+
+
 @final
 class ReasoningGym:
     """Verifier for problems of `data/generated.py`."""
@@ -54,7 +63,7 @@ class ReasoningGym:
         self._scorers: dict[str, Scorer] = {}
         self._slow: set[str] = set()
         self._not_quick: Counter[str] = Counter()
-        self._last: tuple[Problem | None, str] = (None, "")  # and which scorer it has
+        self._last: tuple[Problem | None, _Entry] = None, _Entry("", "", {}, 0)
         self._pool = WorkerPool(
             "pipelinerl.verifiers.reasoning_gym:open_scorers", workers=workers, deadline_s=deadline_s
         )
@@ -62,21 +71,25 @@ class ReasoningGym:
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Judge by the task's scorer; a problem of another source is a `verifier_error`."""
         try:
-            task, parameters, index = entry_of(problem)
+            name, task, parameters, index = self._entry(problem)
+            if name not in self._scorers:
+                self._scorers[name] = await asyncio.to_thread(_scorer, task, parameters)
         except RecipeError as error:
             return failed(str(error))
-        if problem is not self._last[0]:  # the answers of a group come one after the other
-            self._last = problem, json.dumps([task, parameters], sort_keys=True)
-        name = self._last[1]
-        scorer = self._scorers.get(name)
-        if scorer is None:
-            try:
-                scorer = self._scorers[name] = await asyncio.to_thread(_scorer, task, parameters)
-            except RecipeError as error:
-                return failed(str(error))
-        answer = extract_answer(completion_text)
-        if name in self._slow or len(answer) > _MUCH_LONGER * len(problem.ground_truth) + _AND_SOME:
-            return await self._judged_elsewhere(name, index, answer, group=problem.problem_id)
+        verdict = self.at_once(problem, completion_text)
+        if verdict is not None:
+            return verdict
+        return await self._judged_elsewhere(name, index, extract_answer(completion_text), group=problem.problem_id)
+
+    def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
+        """The verdict of a scorer that is loaded, and quick for such an answer; else None."""
+        try:
+            name, _, _, index = self._entry(problem)
+        except RecipeError as error:
+            return failed(str(error))
+        scorer, answer = self._scorers.get(name), extract_answer(completion_text)
+        if scorer is None or name in self._slow or len(answer) > _MUCH_LONGER * len(problem.ground_truth) + _AND_SOME:
+            return None
         began = time.thread_time()
         verdict = _verdict(_scored(scorer, index, answer), answer)
         self._note(name, time.thread_time() - began)
@@ -85,6 +98,14 @@ class ReasoningGym:
     async def close(self) -> None:
         """End the worker processes."""
         await self._pool.close()
+
+    def _entry(self, problem: Problem) -> _Entry:
+        """Raises `RecipeError` as `entry_of`. The answers of a group come one after the other."""
+        if problem is not self._last[0]:
+            task, parameters, index = entry_of(problem)
+            name = json.dumps([task, parameters], sort_keys=True)
+            self._last = problem, _Entry(name, task, parameters, index)
+        return self._last[1]
 
     def _note(self, name: str, seconds: float) -> None:
         """How long a scoring has held up the loop."""

@@ -43,6 +43,16 @@ class Verifier(Protocol):
         ...
 
 
+@runtime_checkable
+class Quick(Protocol):
+    """A verifier that need not wait for most of its verdicts."""
+
+    def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
+        """What `verify` would find, the same for the same answer; None where that takes longer than an event loop may
+        be held up."""
+        ...
+
+
 class GroupVerifier(Protocol):
     """What a domain's answers are judged by."""
 
@@ -74,16 +84,24 @@ async def start(verifier: object) -> None:
 class EachAlone:
     """Judges the answers of a group with a `Verifier`, all at once; each has `deadline_s`, kept by cancelling.
 
-    A verifier that keeps a deadline of its own is given none here.
+    A verifier that keeps a deadline of its own is given none here. What it can say at once needs no task, and is asked
+    once of answers that are alike.
     """
 
     def __init__(self, verifier: Verifier, *, deadline_s: float | None = None) -> None:
         self._verifier = verifier
+        self._quick = verifier if isinstance(verifier, Quick) else None
         self._deadline_s = deadline_s
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         """Judge them beside one another."""
-        return list(await asyncio.gather(*(self._judged(problem, answer.text) for answer in answers)))
+        texts = [answer.text for answer in answers]
+        known = {} if self._quick is None else _judged_at_once(self._quick, problem, texts)
+        later = [text for text in texts if text not in known]
+        if not later:
+            return [known[text] for text in texts]
+        waited = iter(await asyncio.gather(*(self._judged(problem, text) for text in later)))
+        return [known[text] if text in known else next(waited) for text in texts]
 
     async def start(self) -> None:
         """Start the verifier, if it can be."""
@@ -106,6 +124,16 @@ class EachAlone:
         except TimeoutError:
             verdict = timed_out(time.monotonic() - began)
         return Judgement(verdict, time.monotonic() - began)
+
+
+def _judged_at_once(verifier: Quick, problem: Problem, texts: Sequence[str]) -> dict[str, Judgement]:
+    """By answer, what can be said of it without waiting."""
+    found: dict[str, Judgement] = {}
+    began = time.monotonic()
+    for text in texts:
+        if text not in found and (verdict := verifier.at_once(problem, text)) is not None:
+            found[text] = Judgement(verdict, -began + (began := time.monotonic()))
+    return found
 
 
 def wrong(reason: str, *, answer: str = "") -> Verdict:

@@ -147,6 +147,43 @@ async def test_what_is_not_asked_again(answers: tuple[bytes | None, ...], heard:
     assert len(peer.heard) == heard
 
 
+async def test_a_stream_is_read_as_it_comes_and_its_connection_used_again() -> None:
+    pieces = [b"x" * MOST_ANSWER_BYTES, b"y" * MOST_ANSWER_BYTES, b"z"]
+    body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in (*pieces, b""))
+    peer = Peer(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + body, OK)
+    async with talking(peer) as (posts, url):
+        came = []
+        async for status, piece in posts.stream(url, "/do", b"{}", timeout_s=PATIENCE_S):
+            assert status == 200
+            came.append(piece)
+            await asyncio.sleep(0.01)  # the peer waits meanwhile
+        assert (b"".join(came), max(map(len, came)) < 2 * MOST_ANSWER_BYTES) == (b"".join(pieces), True)
+        assert await _post(posts, url) == (200, b"hi")
+    assert peer.connections == 1
+
+
+@pytest.mark.parametrize("ends", [b"connection: close\r\n", b""], ids=["it breaks off", "it says nothing more"])
+async def test_of_half_a_stream_the_half_is_given(ends: bytes) -> None:
+    peer = Peer(b"HTTP/1.1 200 OK\r\n" + ends + b"content-length: 9\r\n\r\nhi", OK)
+    async with talking(peer) as (posts, url):
+        stream = posts.stream(url, "/do", None, timeout_s=0.1)
+        assert await anext(stream) == (200, b"hi")
+        with pytest.raises(ConnectionError if ends else TimeoutError):
+            await anext(stream)
+        assert await _post(posts, url) == (200, b"hi")
+    assert peer.connections == 2
+
+
+async def test_a_stream_that_is_closed_takes_its_connection_with_it() -> None:
+    peer = Peer(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi", OK)
+    async with talking(peer) as (posts, url):
+        stream = posts.stream(url, "/do", None, timeout_s=PATIENCE_S)
+        assert await anext(stream) == (200, b"hi")
+        await stream.aclose()
+        assert await _post(posts, url) == (200, b"hi")
+    assert peer.connections == 2
+
+
 async def test_who_closes_its_connections_opens_no_other() -> None:
     peer = Peer(OK, b"")
     async with talking(peer) as (posts, url):

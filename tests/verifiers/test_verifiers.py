@@ -13,6 +13,7 @@ from pipelinerl.data.problems import Split, open_source
 from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers.math_answer import MathAnswer, final_answer, normalise
 from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extract_answer
+from pipelinerl.verifiers.verifier import EachAlone, SampledAnswer
 from tests.patience import PATIENCE_S, SOON_S
 
 #: Of the tests that use the shared verifier.
@@ -59,6 +60,21 @@ async def test_what_reasoning_gym_cannot_judge_is_an_error_not_a_wrong_answer():
         {"task": "?", "parameters": {}, "index": 1},
     ):
         assert (await verifier.verify(problem("1", **metadata), "1")).outcome is Outcome.VERIFIER_ERROR
+
+
+@shared_loop
+async def test_what_can_be_said_at_once_is_what_is_said_after_waiting(math_answer):
+    first, gym = spelling(), ReasoningGym()
+    assert gym.at_once(first, "x") is None  # its scorer is not loaded
+    texts = [first.ground_truth, "x", first.ground_truth, "x"]
+    waited = [await gym.verify(first, text) for text in texts]
+    answers = [SampledAnswer(text) for text in texts]
+    judged = await EachAlone(gym).judge(first, answers)
+    assert [each.verdict for each in judged] == waited == [gym.at_once(first, text) for text in texts]
+    assert judged[0] is judged[2]  # what is alike is judged once
+    mixed = [SampledAnswer(text) for text in ("7", "6/3", "8/4", "2")]  # two of them take mathematics
+    found = await EachAlone(math_answer).judge(problem("2"), mixed)
+    assert [each.verdict.reward for each in found] == [0.0, 1.0, 1.0, 1.0]
 
 
 def test_every_task_whose_scorer_would_run_the_answer_is_refused():

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager
+from contextlib import aclosing
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self, TypeVar, final
 
-import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from inference_contract import routes
@@ -54,7 +53,6 @@ class EngineClient:
             state_timeout_s: longest wait for health, models and metrics.
         """
         self._token = token
-        self._session: aiohttp.ClientSession | None = None
         self._posts: PostConnections | None = None
         self._chat_timeout_s = chat_timeout_s
         self._state_timeout_s = state_timeout_s
@@ -71,8 +69,6 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close every connection."""
-        if self._session is not None:
-            await self._session.close()
         if self._posts is not None:
             await self._posts.close()
 
@@ -89,19 +85,18 @@ class EngineClient:
             EngineUnreachable: it cannot be reached, or the stream broke off.
         """
         path, timeout_s = routes.CHAT_COMPLETIONS, self._chat_timeout_s
+        call = f"POST {url}{path}"
         body = request.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
         try:
-            async with self._request("POST", url + path, timeout_s, body) as response:
-                if response.status != 200:
-                    raise _refusal(f"POST {url}{path}", response.status, await response.read())
-                async for event in _events(response.content):
+            async with aclosing(self._control().stream(url, path, body, timeout_s=timeout_s)) as pieces:
+                async for event in _events(pieces, call):
                     yield _chunk(event, f"{url}{path}")
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise _unreachable(f"POST {url}{path}", error, timeout_s) from error
+        except (ConnectionError, TimeoutError, ValueError) as error:
+            raise _unreachable(call, error, timeout_s) from error
 
     async def health(self, url: str) -> Health:
         """GET /health."""
-        return await self._call(url, routes.HEALTH, Health, self._state_timeout_s)
+        return _validated(url + routes.HEALTH, Health, await self._polled(url, routes.HEALTH))
 
     async def models(self, url: str) -> ModelList:
         """GET /v1/models."""
@@ -173,27 +168,16 @@ class EngineClient:
             EngineUnreachable: no answer, or none in time; or a failure that is not told in the contract's shape, which
                 a server that is ending sends, or a proxy in front of one that has ended.
         """
-        method = "GET" if body is None else "POST"
+        call = f"{'GET' if body is None else 'POST'} {url}{path}"
         try:
-            async with self._request(method, url + path, timeout_s, body) as response:
-                status, content = response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: a name that no resolver takes
-            raise _unreachable(f"{method} {url}{path}", error, timeout_s) from error
-        if status == 200:
-            return content
-        raise _refusal(f"{method} {url}{path}", status, content)
-
-    def _request(
-        self, method: str, url: str, timeout_s: float, body: bytes | None
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        timeout = http_client.call_timeout(timeout_s)
-        return self._opened().request(method, url, data=body, timeout=timeout, allow_redirects=False)
-
-    def _opened(self) -> aiohttp.ClientSession:
-        # Made by the first call, for it belongs to the event loop in which it is made.
-        if self._session is None:
-            self._session = http_client.hot_session(token=self._token, keep_alive_s=_KEEP_ALIVE_S, headers=_JSON)
-        return self._session
+            async with aclosing(self._control().stream(url, path, body, timeout_s=timeout_s)) as pieces:
+                came = [piece async for piece in pieces]
+        except (ConnectionError, TimeoutError, ValueError) as error:  # ValueError: a name that no resolver takes
+            raise _unreachable(call, error, timeout_s) from error
+        status, content = came[-1][0], b"".join(piece for _, piece in came)
+        if status != 200:
+            raise _refusal(call, status, content)
+        return content
 
     def _control(self) -> PostConnections:
         if self._posts is None:
@@ -214,7 +198,7 @@ def _validated(asked: str, schema: type[Answer], content: bytes) -> Answer:
 
 def _unreachable(call: str, error: Exception, timeout_s: float) -> EngineUnreachable:
     """A connection that does not come about counts as refused, whatever the network did with it."""
-    if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
+    if isinstance(error, TimeoutError):
         return EngineUnreachable(f"{call} had no answer within {timeout_s:g} s")
     return EngineUnreachable(f"{call} failed: {str(error) or type(error).__name__}; is the engine running?")
 
@@ -227,10 +211,13 @@ def _refusal(call: str, status: int, content: bytes) -> ContractError | EngineUn
     return from_wire(status, answer)
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
-    """The data of server-sent events, up to `[DONE]`; an event may be of any length."""
-    rest, done = b"", False
-    async for piece in content.iter_any():
+async def _events(pieces: AsyncGenerator[tuple[int, bytes]], call: str) -> AsyncGenerator[bytes]:
+    """The data of server-sent events, up to `[DONE]`; an event may be of any length. Another status is raised."""
+    status, rest, done = 200, b"", False
+    async for status, piece in pieces:
+        if status != 200:
+            rest += piece
+            continue
         *events, rest = (rest + piece).split(_EVENT_END)
         for event in events:
             data = event.removeprefix(_DATA)
@@ -238,8 +225,10 @@ async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
                 done = True
             else:
                 yield data
+    if status != 200:
+        raise _refusal(call, status, rest)
     if not done:
-        raise aiohttp.ClientPayloadError("the stream ended before data: [DONE]")
+        raise ConnectionError("the stream ended before data: [DONE]")
 
 
 def _chunk(data: bytes, path: str) -> ChatCompletionChunk:

@@ -129,10 +129,10 @@ class EachAlone:
 def _judged_at_once(verifier: Quick, problem: Problem, texts: Sequence[str]) -> dict[str, Judgement]:
     """By answer, what can be said of it without waiting."""
     found: dict[str, Judgement] = {}
-    began = time.monotonic()
-    for text in texts:
-        if text not in found and (verdict := verifier.at_once(problem, text)) is not None:
-            found[text] = Judgement(verdict, -began + (began := time.monotonic()))
+    for text in dict.fromkeys(texts):
+        began = time.monotonic()
+        if (verdict := verifier.at_once(problem, text)) is not None:
+            found[text] = Judgement(verdict, time.monotonic() - began)
     return found
 
 

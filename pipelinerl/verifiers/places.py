@@ -1,8 +1,7 @@
 """`Places`: who may go on; of those that wait, groups with the fewest slow questions are first, then who came first.
 
-So that nobody waits for ever while others keep coming, who has waited longest is given every fourth place. A slow one
-holds it for longer than others do: until those in turn have held places for three times as long, no other goes
-out of turn. So that is a quarter of the time at most, and never in one piece, by which whole groups would be held up.
+So that nobody waits for ever while others keep coming, who has waited longest is given every fourth place, but for no
+more than a quarter of the time that places are held: a slow question holds one for longer than others do.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import Final, final
 #: Of so many places that are handed on, that are held at once, and of so many seconds that they are held, one goes to
 #: those who had waited longest.
 _TO_THE_OLDEST: Final = 4
+#: What is left of such a second's weight when another place has been handed back.
+_KEPT: Final = 0.98
 
 
 @final
@@ -33,7 +34,7 @@ class Places:
         self._numbers = itertools.count()
         self._most_out_of_turn = max(1, free // _TO_THE_OLDEST)
         self._in_turn = self._out_of_turn = 0
-        self._owed_s = 0.0
+        self._out_of_turn_s = self._held_s = 0.0
 
     def take_now(self) -> bool:
         """Take a place if one is free."""
@@ -58,7 +59,8 @@ class Places:
     def give_back(self, held_s: float, *, out_of_turn: bool) -> None:
         """Hand the place to the next who waits."""
         self._out_of_turn -= out_of_turn
-        self._owed_s = max(0.0, self._owed_s + held_s * (_TO_THE_OLDEST - 1 if out_of_turn else -1))
+        self._held_s = _KEPT * self._held_s + held_s
+        self._out_of_turn_s = _KEPT * self._out_of_turn_s + held_s * out_of_turn
         while self._waiting:
             oldest = min(self._waiting, key=self._age)
             group = min(self._waiting, key=lambda each: (self._slow_of[each], self._age(each)))
@@ -79,7 +81,7 @@ class Places:
     @property
     def _oldest_is_due(self) -> bool:
         few = self._out_of_turn < self._most_out_of_turn and self._in_turn >= _TO_THE_OLDEST - 1
-        return few and self._owed_s == 0
+        return few and self._out_of_turn_s * _TO_THE_OLDEST <= self._held_s
 
     def _age(self, group: str) -> int:
         return self._waiting[group][0][0]

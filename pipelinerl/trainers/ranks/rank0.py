@@ -84,12 +84,28 @@ class _Pending:
         return self.result.done() and not isinstance(self.result.exception(), TrainerError | None)
 
 
+def _end_process(error: RankError) -> None:
+    print(f"pipelinerl: the trainer ends without its ranks: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 @final
 class Ranks:
-    """The ranks above 0, as rank 0 has them."""
+    """The ranks above 0, as rank 0 has them.
 
-    def __init__(self, channels: Mapping[int, Channel], *, timeout_s: float) -> None:
+    Args:
+        end_process: called if this process has not ended by itself `_LAST_S` after a rank was lost.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[int, Channel],
+        *,
+        timeout_s: float,
+        end_process: Callable[[RankError], None] = _end_process,
+    ) -> None:
         self._channels = channels
+        self._end_process = end_process
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._pending: dict[int, _Pending] = {}
@@ -201,7 +217,7 @@ class Ranks:
             self._lost = error
             self._changed.notify_all()
         self._dismiss(RanksEnd(reason=f"rank 0 has given up: {error}"))
-        watchdog = threading.Timer(_LAST_S, _leave, args=(error,))
+        watchdog = threading.Timer(_LAST_S, self._end_process, args=(error,))
         watchdog.daemon = True
         watchdog.start()
         return error
@@ -286,8 +302,3 @@ def leave_undone() -> None:
     """This process ends before its work is done, and its ranks with it, which whoever started them begins again."""
     if _led is not None:
         _led[1].leave("rank 0 has ended before its work was done; see its log")
-
-
-def _leave(error: RankError) -> None:
-    print(f"pipelinerl: the trainer ends without its ranks: {error}", file=sys.stderr, flush=True)
-    os._exit(1)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:  # `pipelinerl --help` need not wait for them
     from launch.plan import Launch
     from launch.run import Connect
 
+_Claim = Callable[[RunConfig], bool]
+_Refuse = Callable[[RunConfig], None]
+
 _PANEL: Final = "More than one machine"
 
 HostWords = Annotated[
@@ -96,13 +99,7 @@ def members_of(
     return Members(hosts=read_hosts(config, words or [], count=count, gpus=gpus), first_port=first_port or FIRST_PORT)
 
 
-def add_cluster_commands(
-    app: typer.Typer,
-    *,
-    connect: Connect,
-    claim: Callable[[RunConfig], bool],
-    refuse: Callable[[RunConfig], None],
-) -> None:
+def add_cluster_commands(app: typer.Typer, *, connect: Connect, claim: _Claim, refuse: _Refuse) -> None:
     """Add the commands to the command line; `connect` makes the client of a run's controller.
 
     `claim` is `run_directory.create`'s; `refuse` raises UserError for a recipe that cannot run.
@@ -147,12 +144,7 @@ def _add_plan(app: typer.Typer) -> None:
                 typer.echo("ports: examples; a run on one machine takes some that are free when it begins")
 
 
-def _add_node(
-    app: typer.Typer,
-    connect: Connect,
-    claim: Callable[[RunConfig], bool],
-    refuse: Callable[[RunConfig], None],
-) -> None:
+def _add_node(app: typer.Typer, connect: Connect, claim: _Claim, refuse: _Refuse) -> None:
     @app.command(rich_help_panel=_PANEL)
     def node(
         run: Annotated[Path, typer.Argument(help="Directory of the run, which all its hosts see.")],

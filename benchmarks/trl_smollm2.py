@@ -7,6 +7,7 @@ example's own script when it is not there: `pip install 'pipelinerl[smollm2]'` f
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ SMOLLM2: Final = Task(
     probe_steps=1,
     probe_tries=1,  # of most of a minute each
 )
+PICTURE: Final = Path(__file__).parents[1] / "docs" / "smollm2.png"
 STEPS: Final = 30
 HALF_AN_HOUR_S: Final = 1800.0
 GAIN: Final = 0.25
@@ -48,3 +50,28 @@ def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> None:
         least = Row("held-out points won in 30 minutes, by seed", shown, f">= {100 * GAIN:g}", min(gains) >= GAIN)
         print_table("SmolLM2-135M on the example's task", [least])
         write_record("trl_smollm2", {"quick": quick, "gains": gains, **payload})
+
+
+def plot(record: Path = RESULTS / "trl_smollm2.json", picture: Path = PICTURE) -> None:
+    """Draw held-out accuracy over seconds for both arms, a line per seed."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    arms = json.loads(record.read_text())
+    figure, axes = plt.subplots(figsize=(8.0, 3.2), dpi=130, layout="constrained")
+    for name, label, colour in (("ours", "pipelinerl", "#2a78d6"), ("trl", "TRL's GRPOTrainer", "#e0662f")):
+        for number, arm in enumerate(arms[name]):
+            _, seconds, accuracy = zip(*arm["curve"], strict=True)
+            axes.plot(seconds, [100 * each for each in accuracy], color=colour, marker="o", markersize=4,
+                      linewidth=1.6, label=None if number else label)  # fmt: skip
+    axes.set(xlabel="seconds of training, two CPU cores", ylabel="held out, % right", ylim=(40, 102), xlim=(0, None))
+    axes.set_title(
+        "SmolLM2-135M learns to turn sentences into JSON, three seeds", loc="left", fontsize=10, weight="bold"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e7ec")
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(picture, metadata={"Software": None})
+    plt.close(figure)

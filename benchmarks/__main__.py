@@ -1,6 +1,6 @@
 """`python -m benchmarks NAME… | all [--quick | --plot]`: find the benchmarks in this folder and run them.
 
-A benchmark is a module here with a function `run(quick: bool)`. It prints its table and writes its record; the exit status
+A benchmark is a module here with a function `run(quick: bool)`. It prints its table and writes its record; the status
 is 1 when one of them raised. One that also has `plot()` draws its picture in `docs/` from the record, without a run.
 """
 

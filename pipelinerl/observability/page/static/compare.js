@@ -3,7 +3,6 @@ import { Chart, sharedWindow } from "./charts.js";
 import { anything, runName, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { settle } from "./route.js";
-import uPlot from "./uplot.js";
 import { html, useMemo } from "./view.js";
 
 const AXES = [
@@ -55,7 +54,7 @@ function Lines({ state, metrics, label }) {
       metrics.map((metric) => {
         const known = state.runs.filter((each) => each.y[metric]?.some((value) => value !== null));
         if (!known.length) return null;
-        const [x, ...columns] = uPlot.join(known.map((each) => [each.x, each.y[metric]]));
+        const { x, columns } = overlaid(known.map((each) => [each.x, each.y[metric]]));
         return {
           title: words(metric),
           x,
@@ -73,6 +72,20 @@ function Lines({ state, metrics, label }) {
       ? html`<${Chart} key=${metrics[index]} ...${figure} label=${label} window=${shared} tall=${true} />`
       : html`<p class="none" key=${metrics[index]}>No run has measured ${words(metrics[index])}.</p>`,
   )}</div>`;
+}
+
+// Tables of [x, values] over the values of x that any of them has; null where a table has none.
+function overlaid(tables) {
+  const x = [...new Set(tables.flatMap(([each]) => each))].sort((a, b) => a - b);
+  const rows = new Map(x.map((value, at) => [value, at]));
+  const columns = tables.map(([places, values]) => {
+    const column = x.map(() => null);
+    places.forEach((value, at) => {
+      column[rows.get(value)] = values[at];
+    });
+    return column;
+  });
+  return { x, columns };
 }
 
 function Differences({ state }) {

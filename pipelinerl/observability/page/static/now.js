@@ -157,9 +157,10 @@ function useSteps(run, metrics, shared, all) {
   const [range, setRange] = useState(shared.range);
   useEffect(() => {
     let timer = 0;
-    const leave = shared.subscribe((next) => {
+    const leave = shared.subscribe((what) => {
+      if (what !== "window") return;
       clearTimeout(timer);
-      timer = setTimeout(() => setRange(next), 150);
+      timer = setTimeout(() => setRange(shared.range), 150);
     });
     return () => {
       leave();

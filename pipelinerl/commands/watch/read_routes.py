@@ -78,7 +78,8 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         chosen = _chosen(pages, runs)
         told = [_overlaid(watched, _names(metrics), x, points) for watched in chosen]
         recipes = [watched.run.recipe() for watched in chosen]
-        return answer({"x": x, "runs": told, "differences": differences(recipes)})
+        made = [watched.run.settings_made() for watched in chosen]
+        return answer({"x": x, "runs": told, "differences": differences(recipes, made)})
 
 
 def _add_now(app: FastAPI, pages: Pages) -> None:
@@ -229,10 +230,14 @@ def _overlaid(watched: Watched, metrics: Sequence[str], axis: Axis, points: int)
     }
 
 
-def differences(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Keys of which not all recipes have the same value, each with every recipe's, None where it has none."""
+def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Keys of which not all recipes have the same value, each with every recipe's, None where it has none.
+
+    Args:
+        made: of each recipe the settings that are no defaults; a key that is in none of them is left out.
+    """
     flat = [dict(_flat(recipe, "")) for recipe in recipes]
-    paths = sorted({path for each in flat for path in each})
+    paths = sorted({path for each in made for path, _ in _flat(each, "")})
     return [
         {"path": path, "values": [each.get(path) for each in flat]}
         for path in paths

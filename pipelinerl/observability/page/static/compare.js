@@ -1,6 +1,6 @@
 // Compare: several runs over each other, by steps, samples or seconds, and where their recipes differ.
 import { Chart, sharedWindow } from "./charts.js";
-import { anything, runName, words } from "./format.js";
+import { anything, duration, measureOf, number, runName, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { settle } from "./route.js";
 import { html, useMemo } from "./view.js";
@@ -57,6 +57,8 @@ function Lines({ state, metrics, label }) {
         const { x, columns } = overlaid(known.map((each) => [each.x, each.y[metric]]));
         return {
           title: words(metric),
+          ...measureOf(metric),
+          formatX: label === "seconds" ? duration : number,
           x,
           lines: known.map((each, index) => ({
             label: runName(each, state.runs),
@@ -65,7 +67,7 @@ function Lines({ state, metrics, label }) {
           })),
         };
       }),
-    [state, metrics.join()],
+    [state, metrics.join(), label],
   );
   return html`<div class="grid two">${figures.map((figure, index) =>
     figure
@@ -89,7 +91,7 @@ function overlaid(tables) {
 }
 
 function Differences({ state }) {
-  return html`<section class="card"><h2>Where the recipes differ</h2>${
+  return html`<section class="card"><h2>Where the recipes differ <span class="soft">defaults are left out</span></h2>${
     state.differences.length
       ? html`<div class="scroll" tabindex="0" role="region" aria-label="Differences of the recipes"><table>
     <thead><tr><th scope="col">setting</th>${state.runs.map((each) => html`<th

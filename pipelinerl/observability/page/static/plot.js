@@ -1,16 +1,17 @@
 // Draw lines over a common x on a canvas, with axes, a cursor and a choice of what to zoom into. A plot draws itself
 // anew when its data, its size, its colours or the window that it shares with others change, once a frame at most, and
 // not while it is scrolled out of sight.
-import { number } from "./format.js";
+import { number, tick } from "./format.js";
 import { onTheme } from "./theme.js";
 
 const FONT = "11px system-ui, sans-serif";
+const LEFT = 36; // at least, so that charts below one another stand in line
 const TOP = 8;
 const RIGHT = 12;
 const BOTTOM = 24;
 const ROOM = 0.06; // above and below the lines, as a share of what they span
 const X_SPACE = 70; // pixels between two ticks
-const Y_SPACE = 34;
+const Y_SPACE = 30;
 const LEAST_DRAG = 4;
 
 export class Plot {
@@ -101,9 +102,9 @@ export class Plot {
     const range = this.range();
     const [from, to] = [Math.max(0, firstFrom(x, range[0]) - 1), Math.min(x.length, firstFrom(x, range[1]) + 2)];
     const limits = limitsOf(lines, from, to);
-    const ticks = ticksOf(limits, (height - TOP - BOTTOM) / Y_SPACE).map((at) => [at, format(at)]);
+    const ticks = ticksOf(limits, (height - TOP - BOTTOM) / Y_SPACE).map((at) => [at, tick(format(at))]);
     paper.font = FONT;
-    const left = Math.ceil(Math.max(24, ...ticks.map(([, text]) => paper.measureText(text).width)) + 10);
+    const left = Math.ceil(Math.max(LEFT, ...ticks.map(([, text]) => paper.measureText(text).width)) + 10);
     this.area = { left, width: Math.max(1, width - left - RIGHT), height: height - TOP - BOTTOM };
     const scale = {
       x: (value) => left + ((value - range[0]) / (range[1] - range[0])) * this.area.width,

@@ -238,8 +238,11 @@ def sentence(event: Event) -> str:
     for name in ("what", "reason", "waits_for", "path"):
         if event.get(name):
             return cut(f"{event['url']}: {event[name]}" if event.get("url") else event[name])
-    told = ("url", "names", "epoch", "model_version", "domain", "orders", "accuracy")
-    return cut(", ".join(f"{name} {event[name]}" for name in told if event.get(name) not in (None, "", [])))
+    names = event.get("names")
+    themselves = [*(names if isinstance(names, list) else []), *map(event.get, ("url", "alarm", "domain"))]
+    labelled = [(name.replace("_", " "), event.get(name)) for name in ("epoch", "model_version", "orders", "accuracy")]
+    told = [*themselves, *(f"{name} {value}" for name, value in labelled if value not in (None, "", []))]
+    return cut(", ".join(str(each) for each in told if each not in (None, "")))
 
 
 def cut(text: object) -> str:

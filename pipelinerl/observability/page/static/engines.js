@@ -40,6 +40,7 @@ export function Engines({ run, facts }) {
     }
   };
   const here = new Set(state.engines.filter((each) => !isOut(each)).map((each) => each.name));
+  const usual = state.engines.find((each) => !isOut(each) && state.types.includes(each.type))?.type;
   const starting = state.requested.filter((each) => !here.has(each.name));
   return html`<section class="card"><h2>Engines</h2>
     <p class="soft">${summaryOf(state, facts)}</p>
@@ -55,7 +56,7 @@ export function Engines({ run, facts }) {
         : html`<p class="none">No engine has joined.</p>`
     }
     ${starting.length > 0 && html`<p>Starting: ${starting.map((each) => `${each.name} (${each.type})`).join(", ")}</p>`}
-    ${state.may_steer && html`<${Add} types=${state.types} order=${order} />`}
+    ${state.may_steer && html`<${Add} types=${state.types} usual=${usual} order=${order} />`}
     <div role="status">${said && html`<p class=${`note ${said.look}`}>${said.text}</p>`}</div></section>`;
 }
 
@@ -75,6 +76,12 @@ function summaryOf(state, facts) {
   if (Number.isFinite(state.occupancy)) parts.push(`${percent(state.occupancy, 0)} busy`);
   if (Number.isFinite(state.update_pause_s)) parts.push(`${duration(state.update_pause_s)} pause for an update`);
   return parts.join(" · ") + (state.source === "events" && facts.state !== "live" ? ", as last reported" : "");
+}
+
+// Version, running, waiting, tokens/s; nothing of an engine that left.
+function figuresOf(engine) {
+  const { version, running, waiting, tokens_per_s: rate, slots } = isOut(engine) ? {} : engine;
+  return [number(version), number(running) + (slots > 0 ? ` of ${number(slots)}` : ""), number(waiting), number(rate)];
 }
 
 function Engine({ engine, types, able, order }) {
@@ -103,8 +110,7 @@ function Engine({ engine, types, able, order }) {
   return html`<tr class=${isOut(engine) ? "out" : ""}><td>${name}<div class="soft">${engine.name ? engine.url : ""}</div>${engine.last_error && html`<div
     class="soft">${engine.last_error}</div>`}</td><td>${engine.type}</td>
     <td><span class=${`pill ${LOOKS[shown] ?? "plain"}`}>${shown}</span></td>
-      <td class="number">${number(engine.version)}</td>
-    <td class="number">${number(engine.running)}${Number.isFinite(engine.slots) ? ` of ${number(engine.slots)}` : ""}</td><td class="number">${number(engine.waiting)}</td><td class="number">${number(engine.tokens_per_s)}</td>
+      ${figuresOf(engine).map((text, at) => html`<td key=${at} class="number">${text}</td>`)}
     <td>${
       !able || isOut(engine)
         ? null
@@ -120,8 +126,8 @@ function Engine({ engine, types, able, order }) {
     }</td></tr>`;
 }
 
-function Add({ types, order }) {
-  const [type, setType] = useState(types[0]);
+function Add({ types, usual, order }) {
+  const [type, setType] = useState(usual ?? types[0]);
   const [count, setCount] = useState("1");
   const [url, setUrl] = useState("");
   const start = (event) => {

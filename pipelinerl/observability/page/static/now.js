@@ -383,10 +383,10 @@ function Shares({ state }) {
 function Incidents({ incidents }) {
   return html`<section class="card"><h2>What happened</h2>${
     incidents.length
-      ? html`<div class="scroll" tabindex="0" role="region" aria-label="Incidents"><table><thead><tr>
+      ? html`<div class="scroll long" tabindex="0" role="region" aria-label="Incidents"><table><thead><tr>
         <th scope="col">when</th><th scope="col">what</th><th scope="col">which</th></tr></thead>
-    <tbody>${incidents.map((each, index) => html`<tr key=${index}><td>${clock(each.time)}</td>
-      <td>${words(each.kind)}</td><td>${each.what}</td></tr>`)}</tbody></table></div>`
-      : html`<p class="none">Nothing to tell.</p>`
+    <tbody>${incidents.map((each, index) => html`<tr key=${index}><td class="figure">${clock(each.time)}</td>
+      <td class="figure">${words(each.kind)}</td><td>${each.what}</td></tr>`)}</tbody></table></div>`
+      : html`<p class="none">Nothing yet.</p>`
   }</section>`;
 }

@@ -206,14 +206,14 @@ function Told({ data }) {
     )}</tbody></table></div></section>
     <section class="card"><h2>What happened</h2>${
       data.marks.length
-        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Marks"><table><thead><tr>
+        ? html`<div class="scroll long" tabindex="0" role="region" aria-label="Marks"><table><thead><tr>
           <th class="number" scope="col">at</th><th scope="col">what</th><th scope="col">which</th></tr></thead>
       <tbody>${data.marks
         .slice(-60)
         .reverse()
         .map(
           ([at, kind, text], index) =>
-            html`<tr key=${index}><td class="number">${duration(at)}</td><td>${words(kind)}</td><td>${text}</td>
+            html`<tr key=${index}><td class="number">${duration(at)}</td><td class="figure">${words(kind)}</td><td>${text}</td>
               </tr>`,
         )}</tbody></table></div>`
         : html`<p class="none">Nothing out of the ordinary.</p>`

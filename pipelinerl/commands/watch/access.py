@@ -60,25 +60,25 @@ def new_token() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SharedLink:
     """A link that lasts: its key, and the port that its address names; 0 while none is known."""
 
     key: str
     port: int = 0
 
 
-def lasting_share(run_dir: Path) -> Share:
+def lasting_link(run_dir: Path) -> SharedLink:
     """Return the share that the run's directory keeps, or a new one."""
     try:
         kept = json.loads((run_dir / _SHARE_FILE).read_text())
         key, port = kept["key"], kept["port"]
     except (OSError, ValueError, KeyError, TypeError):
-        return Share(new_token())
+        return SharedLink(new_token())
     fits = isinstance(key, str) and len(key) >= 40 and key.isascii() and isinstance(port, int) and 0 < port < 65536
-    return Share(key, port) if fits else Share(new_token())
+    return SharedLink(key, port) if fits else SharedLink(new_token())
 
 
-def keep_share(run_dir: Path, share: Share) -> bool:
+def keep_link(run_dir: Path, share: SharedLink) -> bool:
     """Write it down for the next `pipelinerl watch --share`; return whether the directory takes it."""
     try:
         write_private(run_dir / _SHARE_FILE, json.dumps({"key": share.key, "port": share.port}))
@@ -215,8 +215,8 @@ def _ask_for_key(scope: Scope) -> Response:
         return refusal(401, _ASK_FOR_LINK, code="unauthorized")
     style = re.search("<style>(.*?)</style>", _KEY_PAGE, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256((style[1] if style else "").encode()).digest()).decode()
-    policy = POLICY.replace("style-src 'self'", f"style-src 'sha256-{digest}'").replace(
-        "form-action 'none'", "form-action 'self'"
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
     )
     return Response(_KEY_PAGE, 401, headers={"content-security-policy": policy}, media_type="text/html")
 

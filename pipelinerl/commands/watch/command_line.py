@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from pipelinerl.commands.watch.access import Share
+    from pipelinerl.commands.watch.access import SharedLink
 
 
 def watch(
@@ -26,14 +26,14 @@ def watch(
     ] = False,
 ) -> None:
     """Show runs in the browser, live, finished or crashed, and steer those that live. Ctrl-C ends it."""
-    from pipelinerl.commands.watch.access import PageLinks, Share, lasting_share, new_token
+    from pipelinerl.commands.watch.access import PageLinks, SharedLink, lasting_link, new_token
     from pipelinerl.commands.watch.server import create_page
     from pipelinerl.commands.watch.watched_run import watched_runs
     from pipelinerl.system.addresses import outward_address
     from pipelinerl.system.http_service import serve, url_of
 
     watched = watched_runs(runs)
-    shared = lasting_share(runs[0]) if share else Share("")
+    shared = lasting_link(runs[0]) if share else SharedLink("")
     with _listening(host, port, shared.port) as bound:
         bound_host, taken = bound.getsockname()[:2]
         address = url_of(outward_address() if ip_address(bound_host).is_unspecified else host, taken)
@@ -46,7 +46,9 @@ def watch(
         links.offer()
         if share:
             typer.echo(f"share at {address}/?share={shared.key}")
-            for line in _about_share(runs[0], Share(shared.key, taken), is_local=ip_address(bound_host).is_loopback):
+            for line in _about_share(
+                runs[0], SharedLink(shared.key, taken), is_local=ip_address(bound_host).is_loopback
+            ):
                 typer.echo(f"  {line}")
         serve(app, bound)
 
@@ -64,11 +66,11 @@ def _listening(host: str, port: int, port_before: int) -> socket.socket:
     return listen(host, port)
 
 
-def _about_share(run_dir: Path, share: Share, *, is_local: bool) -> Iterator[str]:
+def _about_share(run_dir: Path, share: SharedLink, *, is_local: bool) -> Iterator[str]:
     """Keep the share for the next time, and say who can open it and for how long."""
-    from pipelinerl.commands.watch.access import keep_share
+    from pipelinerl.commands.watch.access import keep_link
 
-    if keep_share(run_dir, share):
+    if keep_link(run_dir, share):
         yield f"read-only, and the same the next time; remove {run_dir / 'share.json'} to make it void"
     else:
         yield f"read-only, until Ctrl-C: {run_dir} cannot be written to"

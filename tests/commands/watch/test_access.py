@@ -10,7 +10,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from pipelinerl.commands.watch.access import PageLinks, Share, keep_share, lasting_share
+from pipelinerl.commands.watch.access import PageLinks, SharedLink, keep_link, lasting_link
 from pipelinerl.commands.watch.server import create_page
 from tests.commands.watch.run_files import TOKEN, ServedPage, served_page, written_run
 from tests.patience import PATIENCE_S
@@ -81,14 +81,14 @@ def test_a_shared_link_opens_any_number_of_browsers_and_shows_only(page: ServedP
 
 
 def test_a_share_is_the_same_the_next_time(tmp_path: Path) -> None:
-    first = lasting_share(tmp_path)
-    assert first.port == 0 and lasting_share(tmp_path) != first
-    assert keep_share(tmp_path, Share(first.key, 4321))
-    assert lasting_share(tmp_path) == Share(first.key, 4321)
+    first = lasting_link(tmp_path)
+    assert first.port == 0 and lasting_link(tmp_path) != first
+    assert keep_link(tmp_path, SharedLink(first.key, 4321))
+    assert lasting_link(tmp_path) == SharedLink(first.key, 4321)
     assert (tmp_path / "share.json").stat().st_mode & 0o077 == 0
     for damaged in ("", "[]", '{"key": "", "port": 1}', '{"key": null, "port": 1}', '{"key": "' + "x" * 50 + '"}'):
         (tmp_path / "share.json").write_text(damaged)
-        assert lasting_share(tmp_path).key not in ("", first.key)
+        assert lasting_link(tmp_path).key not in ("", first.key)
 
 
 @pytest.mark.parametrize("key", ["", "x", "%00", "%ff", "a&key=b", "a" * 5000])

@@ -6,11 +6,11 @@ import { html, useEffect, useRef } from "./view.js";
 
 const LEAST_SPAN = 4;
 
-// A window over the steps, null for all of them, and the step that is pointed at, null for none. `subscribe` is told
-// after each change which of them it was: "window" or "cursor".
+// A window over the steps, null for all of them, and the step under the pointer, null for none. Subscribers are called
+// after each change with "window" or "cursor".
 export function sharedWindow() {
   const listeners = new Set();
-  const tell = (what) => {
+  const notify = (what) => {
     for (const listener of [...listeners]) listener(what);
   };
   return {
@@ -20,12 +20,12 @@ export function sharedWindow() {
       if (range === this.range || (range && this.range && range[0] === this.range[0] && range[1] === this.range[1]))
         return;
       this.range = range;
-      tell("window");
+      notify("window");
     },
     point(value) {
       if (value === this.cursor) return;
       this.cursor = value;
-      tell("cursor");
+      notify("cursor");
     },
     subscribe(listener) {
       listeners.add(listener);
@@ -120,7 +120,7 @@ function tellCursor(keys, { x, lines, format = number, formatX = number, label =
     });
 }
 
-// The exponential mean of values over about so many of them; of what is not known there is none.
+// Exponential mean of values over about `span` of them; null where a value is missing.
 export function smoothed(values, span) {
   const share = 2 / (span + 1);
   let [sum, weight] = [0, 0];

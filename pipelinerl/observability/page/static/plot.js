@@ -1,6 +1,5 @@
-// Draw lines over a common x on a canvas, with axes, a cursor and a choice of what to zoom into. A plot draws itself
-// anew when its data, its size, its colours or the window that it shares with others change, once a frame at most, and
-// not while it is scrolled out of sight.
+// Draw lines over a common x on a canvas, with axes, a cursor and a choice of what to zoom into. A plot redraws when
+// its data, size, colours or shared window change: once a frame at most, and not while it is scrolled out of sight.
 import { number, tick } from "./format.js";
 import { onTheme } from "./theme.js";
 

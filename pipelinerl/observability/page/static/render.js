@@ -1,12 +1,12 @@
-// Draw components: `render(element, container)` makes the document what `element` says, and keeps it so whenever the
-// state of a component changes. A component is a function of its properties that returns elements; between two calls
-// it keeps what it asked for by `useState`, `useRef`, `useMemo` and `useEffect`, in the order in which it asked.
+// Draw components: `render(element, container)` draws an element, and draws a component again when its state changes.
+// A component is a function of its properties that returns elements. Its hooks (`useState`, `useRef`, `useMemo`,
+// `useEffect`) keep their values between calls, by the order of the calls.
 //
-// Drawing again changes only what differs. Children are matched by their `key`, and else by their place among their
-// siblings; one whose type is another is made anew. Texts become text nodes and properties attributes, never markup.
+// Drawing again changes only what differs. Children are matched by their `key`, or else by their place among their
+// siblings; a child of another type is replaced. Texts become text nodes and properties attributes, never markup.
 
 const LISTENERS = Symbol("listeners");
-// What the reader changes as well; set after the children that it may depend on.
+// Properties that the reader changes as well; set after the children, since a choice depends on its options.
 const CONTROLLED = ["value", "checked"];
 
 const waiting = new Set();
@@ -117,16 +117,16 @@ function call(component) {
   }
 }
 
-// --- what is drawn: a tree of {vnode, parent, depth, children}, of which texts and tags have a `node` of the document
+// --- the drawn tree: each part is {vnode, parent, depth, children}; texts and tags also have a `node` of the document
 
-// Makes the children of `drawn` what `vnodes` say. Texts, lists and nothing at all are values that are not elements.
+// Draws `vnodes` as the children of `drawn`. A vnode is an element, a text, a list of vnodes, or nothing at all.
 function update(drawn, vnodes) {
   const before = drawn.children;
   drawn.children = new Map();
   vnodes.forEach((vnode, at) => {
     if (vnode === null || vnode === undefined || typeof vnode === "boolean") return;
     let identity = vnode.key ?? at;
-    while (drawn.children.has(identity)) identity = `${identity}'`; // two of one key are drawn twice
+    while (drawn.children.has(identity)) identity = `${identity}'`; // a repeated key must not hide its first child
     const old = before.get(identity);
     if (old && typeOf(old.vnode) === typeOf(vnode)) {
       before.delete(identity);
@@ -185,7 +185,7 @@ function setProperty(node, name, value, before) {
   else node.setAttribute(name, value === true ? "" : value);
 }
 
-// A text that somebody is writing stays as it is until the property changes.
+// Text that the reader is writing stays until the property changes.
 function setControlled(node, before, after) {
   const writing = node.localName === "input" && node === document.activeElement;
   for (const name of CONTROLLED) {
@@ -201,7 +201,7 @@ function listen(node, kind, listener) {
   listeners[kind] = listener;
 }
 
-// Puts the nodes below `host` in the order of its children, moving only those that are elsewhere.
+// Puts the nodes below `host` in the order of its children; moves only those that are out of place.
 function place(host) {
   let next = host.node.firstChild;
   const below = (drawn) => {

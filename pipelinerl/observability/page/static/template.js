@@ -1,8 +1,9 @@
-// Parse `html` templates: `html\`<p class=${look}>${text}</p>\`` makes the elements that it spells out. Each template is
-// parsed once, into steps that are kept with its strings, and then filled with the values of each call.
+// Parse templates: html`<p class=${look}>${text}</p>` returns the element that it spells out. Each template is parsed
+// once; every call fills the parsed plan with its values.
 //
-// The language: elements, attributes whose value is a literal in quotes or one `${value}`, `...${properties}`, components
-// as `<${Component} …>`, and `/>` for whatever has no content. White space with a line break in it separates nothing.
+// The language has elements; attributes whose value is a quoted literal or one `${value}`; `...${properties}`; components
+// as `<${Component} …>`; and `/>` for elements without content. White space that contains a line break is dropped at both
+// ends of a text.
 
 const HOLE = "\0";
 const NAME = /[^\s/>=\0]+/y;

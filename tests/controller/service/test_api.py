@@ -349,7 +349,8 @@ async def test_a_drained_engine_goes_once_it_has_had_nothing_to_do_for_a_while(
     assert [engine["state"] for engine in (await http.get("/engines")).json()["engines"]] == ["draining"]
     run.probe.answer = {"slots": 4.0}
     await run.until(lambda: run.events("engine_lost"))
-    assert run.events("engine_lost")[0]["reason"] == "drained"
+    assert run.events("engine_lost")[0]["reason"] == "drained" and run.events("engine_lost")[0]["planned"]
+    assert (await http.get("/engines")).json()["engines"][0]["left_as_planned"]
     (record,) = run.controller.state.fleet.records()
     assert record.to_stop
 

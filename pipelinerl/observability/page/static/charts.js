@@ -2,9 +2,11 @@
 // Drag, Ctrl and wheel, or the keys + − ← → 0 on a focused chart; a double click shows everything.
 import { number } from "./format.js";
 import { Plot } from "./plot.js";
+import { settle } from "./route.js";
 import { html, useEffect, useRef } from "./view.js";
 
 const LEAST_SPAN = 4;
+const SPANS = [5, 20, 50, 200];
 
 // A window over the steps, null for all of them, and the step under the pointer, null for none. Subscribers are called
 // after each change with "window" or "cursor".
@@ -120,8 +122,25 @@ function tellCursor(keys, { x, lines, format = number, formatX = number, label =
     });
 }
 
+// The choice over how many rows lines are smoothed, kept in the page's address.
+export function Smoothing({ span, of }) {
+  return html`<label>smoothed over <select value=${span || ""}
+    onChange=${(event) => settle({ smooth: event.target.value })}><option value="">nothing</option>
+    ${SPANS.map((each) => html`<option key=${each} value=${each}>${each} ${of}</option>`)}</select></label>`;
+}
+
+// The smoothed lines, with the measured ones faint behind them; dots stay as they are.
+export function smoothLines(lines, span) {
+  if (span <= 1) return lines;
+  const behind = lines.filter((line) => !line.dots).map((line) => ({ ...line, label: "", faint: true, low: undefined }));
+  const front = lines.map((line) =>
+    line.dots ? line : { ...line, values: smoothed(line.values, span), low: undefined },
+  );
+  return [...behind, ...front];
+}
+
 // Exponential mean of values over about `span` of them; null where a value is missing.
-export function smoothed(values, span) {
+function smoothed(values, span) {
   const share = 2 / (span + 1);
   let [sum, weight] = [0, 0];
   return values.map((value) => {

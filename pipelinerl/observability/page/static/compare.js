@@ -1,5 +1,5 @@
 // Compare: several runs over each other, by steps, samples or seconds, and where their recipes differ.
-import { Chart, sharedWindow } from "./charts.js";
+import { Chart, Smoothing, sharedWindow, smoothLines } from "./charts.js";
 import { anything, duration, measureOf, number, runName, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { settle } from "./route.js";
@@ -23,6 +23,7 @@ export function Compare({ facts, query }) {
     { matters: (kind) => kind === "step" || kind === "behind", pauseMs: 4000 },
   );
   const state = value ?? old;
+  const smooth = Number(query.smooth) || 0;
   const toggle = (id) =>
     settle({
       runs:
@@ -35,6 +36,7 @@ export function Compare({ facts, query }) {
         onChange=${() => toggle(String(each.run))} />${runName(each, facts.runs)} <span class="soft">${each.state}</span></label>`,
     )}</fieldset>
       <label>over <select value=${x} onChange=${(event) => settle({ x: event.target.value })}>${AXES.map(([name, title]) => html`<option key=${name} value=${name}>${title}</option>`)}</select></label>
+      <${Smoothing} span=${smooth} of="points" />
       <label>measure <select value=""
         onChange=${(event) => settle({ metrics: [...metrics.filter((name) => name !== event.target.value), event.target.value].join(",") })}>
         <option value="">add…</option>${facts.metrics.filter((name) => !metrics.includes(name)).map((name) => html`<option key=${name} value=${name}>${words(name)}</option>`)}</select></label>
@@ -43,11 +45,11 @@ export function Compare({ facts, query }) {
     ${facts.runs.length < 2 && html`<p
       class="note">One run is open. To compare, name several: <code>pipelinerl watch RUN RUN</code>.</p>`}
     ${error && html`<p class="note bad" role="alert">${error.message}</p>`}
-    ${state && html`<${Lines} state=${state} metrics=${metrics} label=${x} />
+    ${state && html`<${Lines} state=${state} metrics=${metrics} label=${x} smooth=${smooth} />
       <${Differences} state=${state} />`}</div>`;
 }
 
-function Lines({ state, metrics, label }) {
+function Lines({ state, metrics, label, smooth }) {
   const shared = useMemo(sharedWindow, [label]);
   const figures = useMemo(
     () =>
@@ -60,14 +62,17 @@ function Lines({ state, metrics, label }) {
           ...measureOf(metric),
           formatX: label === "seconds" ? duration : number,
           x,
-          lines: known.map((each, index) => ({
-            label: runName(each, state.runs),
-            values: columns[index],
-            colour: 1 + (each.run % 8),
-          })),
+          lines: smoothLines(
+            known.map((each, index) => ({
+              label: runName(each, state.runs),
+              values: columns[index],
+              colour: 1 + (each.run % 8),
+            })),
+            smooth,
+          ),
         };
       }),
-    [state, metrics.join(), label],
+    [state, metrics.join(), label, smooth],
   );
   return html`<div class="grid two">${figures.map((figure, index) =>
     figure

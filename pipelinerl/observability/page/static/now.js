@@ -1,6 +1,6 @@
 // Now: how the run does. Rewards and accuracies with their intervals, staleness, who is waited for, alarms; and every
 // measure over the steps.
-import { Bars, Chart, sharedWindow, smoothed } from "./charts.js";
+import { Bars, Chart, Smoothing, sharedWindow, smoothLines } from "./charts.js";
 import { clock, duration, measureOf, number, percent, words } from "./format.js";
 import { useAnswer, useStream } from "./live.js";
 import { settle } from "./route.js";
@@ -23,8 +23,6 @@ const CHARTS = [
   ["Trainer − sampler, P95 |Δ log-prob|", ["mismatch_numerics_p95", "mismatch_staleness_p95", "mismatch_cache_p95"]],
   ["Learning rate", ["learning_rate"]],
 ];
-// Over how many steps lines may be smoothed.
-const SMOOTHING = [5, 20, 50, 200];
 
 export function Now({ run, facts, query, refresh }) {
   const wide = query.window ?? "20";
@@ -194,7 +192,10 @@ function Charts({ run, facts, coarse, metrics, domains, extra, smooth }) {
   const shared = useMemo(sharedWindow, [run]);
   const rows = useSteps(run, metrics, shared, coarse);
   const figures = useMemo(
-    () => (rows ? figuresOf(rows, domains, extra).map((each) => ({ ...each, lines: smoothLines(each.lines, smooth / rows.each) })) : []),
+    () =>
+      rows
+        ? figuresOf(rows, domains, extra).map((each) => ({ ...each, lines: smoothLines(each.lines, smooth / rows.each) }))
+        : [],
     [rows, extra.join(), smooth],
   );
   if (!rows || rows.count === 0) return html`<p class="none">No steps to draw.</p>`;
@@ -202,9 +203,7 @@ function Charts({ run, facts, coarse, metrics, domains, extra, smooth }) {
   return html`<section aria-label="Over the steps">
     <div class="row"><h2>Over the steps</h2>
       <${ZoomButtons} shared=${shared} all=${all} />
-      <label>smoothed over <select value=${smooth ? String(smooth) : ""}
-        onChange=${(event) => settle({ smooth: event.target.value })}><option value="">nothing</option>
-        ${SMOOTHING.map((span) => html`<option key=${span} value=${span}>${span} steps</option>`)}</select></label>
+      <${Smoothing} span=${smooth} of="steps" />
       <label>add a chart <select onChange=${(event) => {
         settle({ charts: [...extra, event.target.value].join(",") });
         event.target.value = "";
@@ -254,13 +253,6 @@ function shortOf(name, names) {
   const short = name.replace(/_s$/, "");
   if (names.length === 1) return words(short);
   return words(short.replace("mismatch_", "").replace("_p95", "").replace("staleness_m", "m"));
-}
-
-// The lines with those that were measured faint behind them; points are no line.
-function smoothLines(lines, span) {
-  if (span <= 1) return lines;
-  const made = lines.map((line) => (line.dots ? line : { ...line, values: smoothed(line.values, span), low: undefined }));
-  return [...lines.filter((line) => !line.dots).map((line) => ({ ...line, label: "", faint: true, low: undefined })), ...made];
 }
 
 // Held-out accuracies as points, at the row of their step.

@@ -103,7 +103,7 @@ def _measured(link: str) -> dict[str, Any]:
         page.reload()
         page.wait_for_selector(".chart canvas")
         opened_s = time.monotonic() - began
-        charts = page.evaluate(_ZOOMING, [".chart .u-over", _FRAMES, True])
+        charts = page.evaluate(_ZOOMING, [".chart canvas", _FRAMES, True])
         page.evaluate("location.hash = '#/timeline'")
         page.wait_for_selector("main canvas[role=img]")
         timeline = page.evaluate(_ZOOMING, ["main canvas[role=img]", _FRAMES, False])

@@ -325,8 +325,12 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     return merged(_read(_locate(base, beside=path), (*above, path.resolve())), table)
 
 
-def to_table(config: RunConfig) -> dict[str, Any]:
-    """The resolved recipe as plain TOML values, without its secrets; keys that are None are left out."""
+def to_table(config: RunConfig, *, without_defaults: bool = False) -> dict[str, Any]:
+    """The resolved recipe as plain TOML values, without its secrets; keys that are None are left out.
+
+    Args:
+        without_defaults: leave out what is as it would be if nobody had said it; j and k always stay.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -337,10 +341,10 @@ def to_table(config: RunConfig) -> dict[str, Any]:
             return without_secrets(value.get_secret_value())
         return str(value) if isinstance(value, Path) else value
 
-    table: dict[str, Any] = plain(config.model_dump(mode="python"))
+    table: dict[str, Any] = plain(config.model_dump(mode="python", exclude_defaults=without_defaults))
     bounds = config.staleness.bounds
     k = bounds.k if math.isinf(bounds.k) else int(bounds.k)
-    kept = {name: value for name, value in table["staleness"].items() if name != "preset"}
+    kept = {name: value for name, value in table.get("staleness", {}).items() if name != "preset"}
     table["staleness"] = kept | {"j": bounds.j, "k": k}
     return table
 

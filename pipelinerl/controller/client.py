@@ -15,6 +15,7 @@ Every call raises:
 
 from __future__ import annotations
 
+import json
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, final
 
@@ -72,7 +73,12 @@ class ControllerClient:
 
     def change_knobs(self, changes: dict[str, Any]) -> KnobsAnswer:
         """Change knobs, all of them or none; they take effect at the next step boundary."""
-        return self._call("PATCH", routes.KNOBS, KnobsAnswer, json=changes)
+        try:
+            body = json.dumps(changes, allow_nan=False)  # escapes half a surrogate pair, which the controller refuses
+        except ValueError:
+            raise RecipeError("knobs must be finite numbers, or the text inf for no bound on k") from None
+        headers = {"content-type": "application/json"}
+        return self._call("PATCH", routes.KNOBS, KnobsAnswer, content=body, headers=headers)
 
     def stop(self) -> None:
         """End the run at its next step boundary."""

@@ -27,6 +27,7 @@ Questions are checked by the controller alone, so that there is one sentence for
 from __future__ import annotations
 
 import math
+from reprlib import repr as short
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -58,6 +59,33 @@ _OfferedUrl = Annotated[
     str, Field(pattern=r"^https?://[^/?#@\s]+/?$", max_length=256), AfterValidator(can_be_looked_up)
 ]
 _Name = Annotated[str, Field(max_length=64)]
+
+
+def _plain_json(changes: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what Python's reader takes and JSON cannot carry: NaN, infinite numbers and halves of surrogate pairs.
+
+    No bound on k is the text `inf`.
+    """
+    for name, value in changes.items():
+        each = value if isinstance(value, dict) else {"": value}
+        for inner, number in each.items():
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"{short(name)} must be a finite number (no bound on k is the text inf), got {number}")
+            if not all(_is_unicode(text) for text in (name, inner, number) if isinstance(text, str)):
+                raise ValueError(f"{short(name)} and its value must be Unicode text, got half of a surrogate pair")
+    return changes
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+#: New values by knob, as a request's body.
+KnobChanges = Annotated[dict[str, Any], AfterValidator(_plain_json)]
 #: Recipes bound no domain's name; every actor is told those of every verifier service.
 _DomainName = Annotated[str, Field(max_length=256)]
 #: A verifier service that has not been heard of for so many seconds is given nothing new.

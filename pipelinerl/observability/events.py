@@ -46,6 +46,15 @@ _PAUSE_S: Final = 1.0
 Event = dict[str, Any]
 
 
+def kind_of(event: Event) -> str:
+    """Return the kind by which readers show an event: an engine lost as planned is `engine_left`.
+
+    Planned is what somebody drained, replaced or removed.
+    """
+    kind = str(event["kind"])
+    return "engine_left" if kind == "engine_lost" and event.get("planned") is True else kind
+
+
 class Sync(StrEnum):
     """When a record is forced to the disk; a killed process loses nothing with either."""
 

@@ -24,7 +24,7 @@ from pipelinerl.observability.evaluations import (
     group_rows,
     pass_at_lines,
 )
-from pipelinerl.observability.events import Event, read_events
+from pipelinerl.observability.events import Event, kind_of, read_events
 from pipelinerl.observability.picture import draw
 from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.observability.run_history import HELD_OUT, RunHistory, Series, tell
@@ -293,7 +293,7 @@ def _incidents(history: RunHistory) -> str:
         rest = ", ".join(
             f"{k} {v}" for k, v in event.items() if k not in ("time", "kind", "elapsed_s", "decision") and v is not None
         )
-        rows.append((_when(event), str(event["kind"]).replace("_", " "), rest))
+        rows.append((_when(event), kind_of(event).replace("_", " "), rest))
     return _table(("time", "what", "which"), rows) if rows else "<p class=none>Nothing to tell.</p>"
 
 

@@ -42,6 +42,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = 0
     tokens_per_s: float = 0.0
     last_error: str = ""
+    left_as_planned: bool = False
+    """It is out because somebody drained, replaced or removed it."""
 
     @property
     def serves(self) -> bool:

@@ -32,6 +32,14 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+def outward_address() -> str:
+    """Return the address that faces the network at large, or loopback where there is no network."""
+    try:
+        return address_towards("192.0.2.1", 9)  # documentation's: no packet is sent
+    except OSError:
+        return LOOPBACK
+
+
 def address_facing(urls: Iterable[str]) -> str:
     """One address by which all who serve `urls` reach this machine: loopback while all of them are on it.
 

@@ -1,18 +1,26 @@
-"""Who may look at the page: the server's own token, which a browser gets by a link that works once.
+"""Who may look at the page, and who may steer by it.
 
-    http://127.0.0.1:4321/?key=…  ──▶  Set-Cookie (HttpOnly, SameSite=Strict)  ──▶  http://127.0.0.1:4321/
+    http://127.0.0.1:4321/?key=…    works once     ──▶ a cookie with the server's token  ──▶  /   looks and steers
+    http://127.0.0.1:4321/?share=…  works always   ──▶ a cookie with the share's key     ──▶  /   looks
 
-The key leaves the address at once, and whoever finds it later in a history or a log has nothing. When a link has been
-used the next is announced, for another browser. The cookie is turned into the bearer token that `http_service`'s gate
-asks for: there is one place that lets requests in. It counts only where a browser does not say that another site, or
-another port of this machine, has made the request.
+A key leaves the address at once, so a browser's history or a log opens nothing that works once; when such a link was
+used, the next is announced, for another browser. Cookies are HttpOnly and SameSite=Strict. Either becomes the bearer
+token that `http_service`'s gate requires, so requests are admitted in one place, and counts only where the browser does
+not say that another site, or another port of this machine, made the request. Who comes without a cookie gets a page
+that asks for a key; programs get JSON.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import hmac
+import json
+import re
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, final
 from urllib.parse import parse_qs
 
@@ -20,6 +28,8 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipelinerl.observability import page
+from pipelinerl.system.files import write_private
 from pipelinerl.system.http_service import OPEN_PATH, refusal
 
 #: What a page may do: run and show what this server gives it, ask this server, and nothing else.
@@ -28,7 +38,6 @@ POLICY: Final = (
     "form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS: Final = (
-    (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
@@ -36,20 +45,51 @@ _HEADERS: Final = (
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 )
-_OWN: Final = frozenset({b"none", b"same-origin"})
-_ASK_FOR_LINK: Final = (
-    "this page is for who has its link: open the newest that `pipelinerl watch` has printed; each works once"
-)
+_OWN_SITE: Final = frozenset({b"none", b"same-origin"})
+_READS_ONLY: Final = frozenset({"GET", "HEAD"})
+_ASK_FOR_LINK: Final = "a key is required: open the newest link that `pipelinerl watch` has printed; each works once"
+_SHARED: Final = "this link is for looking only: to steer, open one that `pipelinerl watch` prints without --share"
+#: The page that asks for a key. Its style is part of it, since no file is served to who has none.
+_KEY_PAGE: Final = (Path(page.__file__).parent / "static" / "key.html").read_text()
+_SHARE_FILE: Final = "share.json"
 
 
 def new_token() -> str:
-    """One that nobody has."""
+    """Return a token that nobody has."""
     return secrets.token_urlsafe(32)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLink:
+    """A link that lasts: its key, and the port that its address names; 0 while none is known."""
+
+    key: str
+    port: int = 0
+
+
+def lasting_link(run_dir: Path) -> SharedLink:
+    """Return the share that the run's directory keeps, or a new one."""
+    try:
+        kept = json.loads((run_dir / _SHARE_FILE).read_text())
+        key, port = kept["key"], kept["port"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return SharedLink(new_token())
+    fits = isinstance(key, str) and len(key) >= 40 and key.isascii() and isinstance(port, int) and 0 < port < 65536
+    return SharedLink(key, port) if fits else SharedLink(new_token())
+
+
+def keep_link(run_dir: Path, share: SharedLink) -> bool:
+    """Write it down for the next `pipelinerl watch --share`; return whether the directory takes it."""
+    try:
+        write_private(run_dir / _SHARE_FILE, json.dumps({"key": share.key, "port": share.port}))
+    except OSError:
+        return False
+    return True
 
 
 @final
 class PageLinks:
-    """Makes the links; `announce` is given each, the first when it is asked for and the next when one was used."""
+    """Links that work once: `announce` is given the key of each, and of the next when one was used."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         self._announce = announce
@@ -61,27 +101,33 @@ class PageLinks:
         self._announce(self._key)
 
     def redeem(self, key: str) -> bool:
-        """Is this the key that was offered last? It never is again."""
-        if not self._key or not hmac.compare_digest(key.encode(errors="replace"), self._key.encode()):
+        """Return whether this is the key that was offered last; it never is again."""
+        if not self._key or not _same(key.encode(errors="replace"), self._key):
             return False
         self.offer()
         return True
 
 
-def admit(app: FastAPI, links: PageLinks, *, token: str, cookie: str) -> None:
-    """Put it in front of the gate, which must be there before."""
-    app.add_middleware(_Door, links=links, token=token, cookie=cookie)
+def admit(app: FastAPI, links: PageLinks, *, token: str, cookie: str, share_key: str = "") -> None:
+    """Put the door in front of the gate, which must be there before.
+
+    Args:
+        share_key: of the link that lasts; empty for none.
+    """
+    app.add_middleware(_Door, links=links, token=token, cookie=cookie, share_key=share_key)
 
 
 @final
 class _Door:
-    """ASGI middleware: links and cookies become the token, and every answer says what a page may do with it."""
+    """ASGI middleware: turns links and cookies into the token, and says with every answer what a page may do."""
 
-    def __init__(self, app: ASGIApp, links: PageLinks, token: str, cookie: str) -> None:
+    def __init__(self, app: ASGIApp, links: PageLinks, token: str, cookie: str, share_key: str) -> None:
         self._app = app
         self._links = links
         self._token = token
+        self._share_key = share_key
         self._cookie = cookie
+        self._share_cookie = f"{cookie}_share"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -90,46 +136,93 @@ class _Door:
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *_HEADERS]
+                given = message.get("headers", ())
+                own_policy = any(name == b"content-security-policy" for name, _ in given)
+                policy = () if own_policy else ((b"content-security-policy", POLICY.encode()),)
+                message["headers"] = [*given, *_HEADERS, *policy]
             await send(message)
 
-        answer = self._redeemed(scope) or self._refused(scope)
-        if answer is None and self._has_cookie(scope):
+        steers = self._has_cookie(scope, self._cookie, self._token)
+        looks = not steers and self._has_cookie(scope, self._share_cookie, self._share_key)
+        answer = self._opened(scope, is_known=steers or looks)
+        if answer is None and (steers or looks):
             bearer = (b"authorization", b"Bearer " + self._token.encode())
-            scope = {**scope, "headers": [*scope["headers"], bearer]}
+            state = {**scope.get("state", {}), "looks_only": looks}
+            scope = {**scope, "headers": [*scope["headers"], bearer], "state": state}
+            if looks and scope["method"] not in _READS_ONLY:
+                answer = refusal(403, _SHARED, code="read_only")
+        elif answer is None:
+            answer = self._refused(scope)
         await (self._app if answer is None else answer)(scope, receive, sending)
 
-    def _redeemed(self, scope: Scope) -> Response | None:
-        """To who brings a link: the cookie, and the way to the page without the key."""
-        if scope["path"] != "/" or scope["method"] != "GET" or b"key=" not in scope["query_string"]:
+    def _opened(self, scope: Scope, *, is_known: bool) -> Response | None:
+        """Answer a link: with its cookie and the way to the page, or with the page that asks for another key."""
+        if scope["path"] != "/" or scope["method"] != "GET":
             return None
-        try:
-            key = parse_qs(scope["query_string"].decode("ascii"), max_num_fields=4).get("key", [""])[0]
-        except ValueError:
-            key = ""
-        if not self._links.redeem(key):
-            return None if self._has_cookie(scope) else refusal(401, _ASK_FOR_LINK, code="unauthorized")
-        there = Response(status_code=303, headers={"location": "/"})
-        if _headers(scope, b"sec-fetch-site") == [b"cross-site"]:
-            # A link in another site's page: no Strict cookie goes along with its redirects, but with a reload.
-            there = Response(status_code=200, headers={"refresh": "0; url=/"}, media_type="text/plain")
-        there.set_cookie(self._cookie, self._token, path="/", httponly=True, samesite="strict")
-        return there
+        name, key = _link_in(scope["query_string"])
+        if name == "share" and self._share_key and _same(key.encode(errors="replace"), self._share_key):
+            return _welcome(scope, self._share_cookie, self._share_key)
+        if name == "key" and self._links.redeem(key):
+            return _welcome(scope, self._cookie, self._token)
+        return None if not name or is_known else _ask_for_key(scope)
 
     def _refused(self, scope: Scope) -> Response | None:
-        """People who come without anything are told what to do, and not how programs do it."""
-        comes_bare = not _headers(scope, b"authorization") and not self._has_cookie(scope)
-        if scope["path"] == OPEN_PATH or not comes_bare:
+        """Turn away who brings nothing; the gate judges programs, which bring a token of their own."""
+        if scope["path"] == OPEN_PATH or _headers(scope, b"authorization"):
             return None
-        return refusal(401, _ASK_FOR_LINK, code="unauthorized")
+        return _ask_for_key(scope)
 
-    def _has_cookie(self, scope: Scope) -> bool:
-        if _headers(scope, b"authorization") or not set(_headers(scope, b"sec-fetch-site")) <= _OWN:
+    def _has_cookie(self, scope: Scope, name: str, expected: str) -> bool:
+        if not expected or _headers(scope, b"authorization"):
+            return False
+        if not set(_headers(scope, b"sec-fetch-site")) <= _OWN_SITE:
             return False
         # Not by http.cookies, which unescapes in time that grows with the square of a value: 11 s for one head.
         pairs = (pair.strip().partition(b"=") for header in _headers(scope, b"cookie") for pair in header.split(b";"))
-        given = (value for name, _, value in pairs if name == self._cookie.encode())
-        return any(hmac.compare_digest(value, self._token.encode()) for value in given)
+        return any(_same(value, expected) for each, _, value in pairs if each == name.encode())
+
+
+def _link_in(query: bytes) -> tuple[str, str]:
+    """Return `key` or `share` and its value; two empty texts where the query has neither.
+
+    People paste whole links into the page that asks for a key: the last part counts.
+    """
+    try:
+        fields = parse_qs(query.decode("ascii"), max_num_fields=4, keep_blank_values=True)
+    except ValueError:
+        return ("key", "") if b"key=" in query or b"share=" in query else ("", "")
+    for name in ("share", "key"):
+        if name in fields:
+            value = fields[name][0].strip()
+            pasted = re.search(r"[?&](key|share)=([^&#\s]*)$", value)
+            return (pasted[1], pasted[2]) if pasted else (name, value)
+    return "", ""
+
+
+def _welcome(scope: Scope, cookie: str, value: str) -> Response:
+    there = Response(status_code=303, headers={"location": "/"})
+    if _headers(scope, b"sec-fetch-site") == [b"cross-site"]:
+        # A link in another site's page: no Strict cookie goes along with its redirects, but with a reload.
+        there = Response(status_code=200, headers={"refresh": "0; url=/"}, media_type="text/plain")
+    there.set_cookie(cookie, value, path="/", httponly=True, samesite="strict")
+    return there
+
+
+def _ask_for_key(scope: Scope) -> Response:
+    """Answer a browser with a page, and everything else with JSON."""
+    accepted = b",".join(_headers(scope, b"accept"))
+    if scope["path"] != "/" or b"text/html" not in accepted:
+        return refusal(401, _ASK_FOR_LINK, code="unauthorized")
+    style = re.search("<style>(.*?)</style>", _KEY_PAGE, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256((style[1] if style else "").encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    )
+    return Response(_KEY_PAGE, 401, headers={"content-security-policy": policy}, media_type="text/html")
+
+
+def _same(given: bytes, expected: str) -> bool:
+    return hmac.compare_digest(given, expected.encode())
 
 
 def _headers(scope: Scope, name: bytes) -> list[bytes]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from pipelinerl.commands.watch.access import SharedLink
 
 
 def watch(
@@ -14,20 +20,59 @@ def watch(
     host: Annotated[str, typer.Option(help="Address to serve on; others than loopback let the network in.")] = (
         "127.0.0.1"
     ),
-    read_only: Annotated[bool, typer.Option("--read-only", help="A link that cannot steer.")] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="No link can steer.")] = False,
+    share: Annotated[
+        bool, typer.Option("--share", help="Also print a read-only link that opens any number of browsers, and lasts.")
+    ] = False,
 ) -> None:
     """Show runs in the browser, live, finished or crashed, and steer those that live. Ctrl-C ends it."""
-    from pipelinerl.commands.watch.access import PageLinks, new_token
+    from pipelinerl.commands.watch.access import PageLinks, SharedLink, lasting_link, new_token
     from pipelinerl.commands.watch.server import create_page
     from pipelinerl.commands.watch.watched_run import watched_runs
-    from pipelinerl.system.http_service import listen, serve, url_of
+    from pipelinerl.system.addresses import outward_address
+    from pipelinerl.system.http_service import serve, url_of
 
     watched = watched_runs(runs)
-    with listen(host, port) as bound:
-        taken = bound.getsockname()[1]
-        address = url_of(host, taken)
+    shared = lasting_link(runs[0]) if share else SharedLink("")
+    with _listening(host, port, shared.port) as bound:
+        bound_host, taken = bound.getsockname()[:2]
+        address = url_of(outward_address() if ip_address(bound_host).is_unspecified else host, taken)
         links = PageLinks(lambda key: typer.echo(f"watch at {address}/?key={key}"))
         # Cookies know hosts and no ports: a name for each lets several pages of one machine be open at once.
-        app = create_page(watched, token=new_token(), links=links, cookie=f"pipelinerl_{taken}", read_only=read_only)
+        cookie = f"pipelinerl_{taken}"
+        app = create_page(
+            watched, token=new_token(), links=links, cookie=cookie, read_only=read_only, share_key=shared.key
+        )
         links.offer()
+        if share:
+            typer.echo(f"share at {address}/?share={shared.key}")
+            for line in _about_share(
+                runs[0], SharedLink(shared.key, taken), is_local=ip_address(bound_host).is_loopback
+            ):
+                typer.echo(f"  {line}")
         serve(app, bound)
+
+
+def _listening(host: str, port: int, port_before: int) -> socket.socket:
+    """Listen on `port`; where any will do, on the one that the last share's link names, if it is free."""
+    from pipelinerl.errors import AddressError
+    from pipelinerl.system.http_service import listen
+
+    if port == 0 and port_before:
+        try:
+            return listen(host, port_before)
+        except AddressError:
+            pass
+    return listen(host, port)
+
+
+def _about_share(run_dir: Path, share: SharedLink, *, is_local: bool) -> Iterator[str]:
+    """Keep the share for the next time, and say who can open it and for how long."""
+    from pipelinerl.commands.watch.access import keep_link
+
+    if keep_link(run_dir, share):
+        yield f"read-only, and the same the next time; remove {run_dir / 'share.json'} to make it void"
+    else:
+        yield f"read-only, until Ctrl-C: {run_dir} cannot be written to"
+    if is_local:
+        yield "this machine alone can open it; add --host 0.0.0.0 for your network, or lead a tunnel here"

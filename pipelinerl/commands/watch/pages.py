@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, final
 
-from fastapi import Query
+from fastapi import Depends, Query, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
@@ -21,6 +21,14 @@ STATE_S: Final = 2.0
 
 #: Which of the runs a question is about.
 RunNumber = Annotated[int, Query(alias="run", ge=0, le=10_000)]
+
+
+def _looks_only(request: Request) -> bool:
+    return bool(getattr(request.state, "looks_only", False))
+
+
+#: Whether the request comes by a link that only looks.
+LooksOnly = Annotated[bool, Depends(_looks_only)]
 #: A name that a question filters by.
 Name = Annotated[str | None, Query(max_length=500)]
 #: A step, or a version.

@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from pipelinerl.commands.watch.feed import as_json
-from pipelinerl.commands.watch.pages import STATE_S, Pages, RunNumber, StepNumber, Watched, answer
+from pipelinerl.commands.watch.pages import STATE_S, LooksOnly, Pages, RunNumber, StepNumber, Watched, answer
 from pipelinerl.commands.watch.watched_run import WatchedRun
 from pipelinerl.observability.page.now import overview
 from pipelinerl.observability.page.step_table import StepRows, plain, plain_columns
@@ -49,12 +49,12 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
     _add_now(app, pages)
 
     @app.get("/api/run")
-    def run(number: RunNumber = 0) -> Response:
+    def run(looks_only: LooksOnly, number: RunNumber = 0) -> Response:
         watched = pages.of(number)
         pages.note_states()
         runs = [{"run": each.run.number, "name": each.run.name, "state": each.run.state} for each in pages.all]
         with watched.run.lock:
-            return answer({"run": number, "runs": runs, **_told(watched)})
+            return answer({"run": number, "runs": runs, **_told(watched, looks_only)})
 
     @app.get("/api/steps")
     def steps(
@@ -78,7 +78,8 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         chosen = _chosen(pages, runs)
         told = [_overlaid(watched, _names(metrics), x, points) for watched in chosen]
         recipes = [watched.run.recipe() for watched in chosen]
-        return answer({"x": x, "runs": told, "differences": differences(recipes)})
+        made = [watched.run.settings_made() for watched in chosen]
+        return answer({"x": x, "runs": told, "differences": differences(recipes, made)})
 
 
 def _add_now(app: FastAPI, pages: Pages) -> None:
@@ -132,12 +133,12 @@ def _now(run: WatchedRun, status: RunStatus | None, window: int) -> dict[str, An
     return told | {"fleet": fleet | {"update_pause_s": pause, "engines": engines}}
 
 
-def _told(watched: Watched) -> dict[str, Any]:
+def _told(watched: Watched, looks_only: bool) -> dict[str, Any]:
     run, view = watched.run, watched.run.view
     recipe, names = run.recipe(), run.samples.names
     section, domains = recipe.get("run"), recipe.get("domains")
     declared = [each.get("name") for each in domains if isinstance(each, dict)] if isinstance(domains, list) else []
-    obstacle = watched.steering.obstacle() if not view.state else "the run is over"
+    obstacle = watched.steering.obstacle(looks_only=looks_only) if not view.state else "the run is over"
     return {
         "name": run.name,
         "state": run.state,
@@ -229,10 +230,14 @@ def _overlaid(watched: Watched, metrics: Sequence[str], axis: Axis, points: int)
     }
 
 
-def differences(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Keys of which not all recipes have the same value, each with every recipe's, None where it has none."""
+def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Keys of which not all recipes have the same value, each with every recipe's, None where it has none.
+
+    Args:
+        made: of each recipe the settings that are no defaults; a key that is in none of them is left out.
+    """
     flat = [dict(_flat(recipe, "")) for recipe in recipes]
-    paths = sorted({path for each in flat for path in each})
+    paths = sorted({path for each in made for path, _ in _flat(each, "")})
     return [
         {"path": path, "values": [each.get(path) for each in flat]}
         for path in paths

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
@@ -19,6 +21,10 @@ from pipelinerl.observability.samples.record import AnswerRecord, AnswerTokens, 
 from pipelinerl.system.http_service import refusal
 
 _BRIEF: Final = 200
+#: Of a prompt among others so much is shown.
+_PART: Final = 60
+_WORD_AT_END: Final = re.compile(r"\w+\Z")
+_WORD_AT_START: Final = re.compile(r"\A\w+")
 _GONE: Final = "the log has no such sample, or no more: samples.max_bytes bounds it, and the oldest go"
 _NO_TOKENS: Final = "no tokens were recorded of this sample: it is an evaluation's, or of an older run"
 
@@ -100,7 +106,8 @@ def add_samples(app: FastAPI, pages: Pages) -> None:
             found = list(answers_of(choice, run.samples))
             complete = not run.samples.unread_bytes
         rest = None if choice.after is None else "{!r}:{:016x}:{}".format(*choice.after)
-        rows = [_row(place, group) for place, group in found]
+        parts = _told_apart([group for _, group in found])
+        rows = [_row(place, group) | {"prompt_part": part} for (place, group), part in zip(found, parts, strict=True)]
         return answer({"complete": complete, "matched": choice.matched, "after": rest, "samples": rows})
 
 
@@ -163,6 +170,35 @@ def _row(place: SamplePlace, group: SampleGroup) -> dict[str, Any]:
         "text": shortened(each.text, _BRIEF),
         "versions": each.spans,
     }
+
+
+def _told_apart(groups: Sequence[SampleGroup]) -> list[str]:
+    """Return of each prompt the part by which it differs from the others of its domain."""
+    prompts: dict[str, list[str]] = {}
+    for group in groups:
+        prompts.setdefault(group.domain, []).append(group.prompt)
+    parts = {domain: dict(zip(each, differing_parts(each, _PART), strict=True)) for domain, each in prompts.items()}
+    return [parts[group.domain][group.prompt] for group in groups]
+
+
+def differing_parts(texts: Sequence[str], most: int) -> list[str]:
+    """Return of each text what is left without the words with which all begin and end, in at most about so many
+    characters.
+
+    Where all are one, nothing differs: its end is returned, since prompts have their question there.
+    """
+    if len(set(texts)) < 2:
+        return [text if len(text) <= most else f"… {text[-most:]}" for text in texts]
+    begin = _WORD_AT_END.sub("", _shared_start(texts))
+    rests = [text[len(begin) :] for text in texts]
+    end = _WORD_AT_START.sub("", _shared_start([rest[::-1] for rest in rests])[::-1])
+    parts = [shortened(rest[: len(rest) - len(end)].strip(), most) for rest in rests]
+    return [f"{'… ' if begin.strip() else ''}{part}{' …' if end.strip() else ''}" for part in parts]
+
+
+def _shared_start(texts: Sequence[str]) -> str:
+    first, last = min(texts, default=""), max(texts, default="")
+    return first[: next((at for at, each in enumerate(first) if last[at : at + 1] != each), len(first))]
 
 
 def _answer(number: int, each: AnswerRecord) -> dict[str, Any]:

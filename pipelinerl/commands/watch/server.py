@@ -38,12 +38,14 @@ def create_page(
     links: PageLinks,
     cookie: str = "pipelinerl",
     read_only: bool = False,
+    share_key: str = "",
 ) -> FastAPI:
     """The application; it follows the runs while it is up.
 
     Args:
         token: what programs bring as a bearer token and browsers in the cookie of that name, which a link gives them.
         read_only: nobody steers by it.
+        share_key: of the link that lasts and only looks; empty for none.
     """
 
     @asynccontextmanager
@@ -67,7 +69,7 @@ def create_page(
     add_timeline(app, pages)
     refuse_in_one_shape(app)
     guard(app, token=token)
-    admit(app, links, token=token, cookie=cookie)
+    admit(app, links, token=token, cookie=cookie, share_key=share_key)
     return app
 
 

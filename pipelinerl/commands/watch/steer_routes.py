@@ -9,8 +9,9 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
 from pipelinerl import registry
-from pipelinerl.commands.watch.pages import Pages, RunNumber, Watched, answer
+from pipelinerl.commands.watch.pages import LooksOnly, Pages, RunNumber, Watched, answer
 from pipelinerl.commands.watch.steering import GRACE_S, described, flat, fleet_told, sort_of
+from pipelinerl.controller.routes import KnobChanges
 from pipelinerl.errors import UserError
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.staleness import PRESETS
@@ -71,17 +72,17 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 def _add_knobs(app: FastAPI, pages: Pages) -> None:
     @app.get("/api/knobs")
-    def knobs(number: RunNumber = 0) -> Response:
-        return answer(_knobs(pages.of(number)))
+    def knobs(looks_only: LooksOnly, number: RunNumber = 0) -> Response:
+        return answer(_knobs(pages.of(number), looks_only))
 
     @app.patch("/api/knobs")
-    def change(changes: Annotated[dict[str, Any], Body()], number: RunNumber = 0) -> Response:
+    def change(changes: Annotated[KnobChanges, Body()], number: RunNumber = 0) -> Response:
         watched = pages.of(number)
         watched.steering.change(changes)
         return answer(_knobs(watched))
 
     @app.post("/api/knobs/check")
-    def check(changes: Annotated[dict[str, Any], Body()], number: RunNumber = 0) -> Response:
+    def check(changes: Annotated[KnobChanges, Body()], number: RunNumber = 0) -> Response:
         found = pages.of(number).steering.refused(changes)
         if found:
             return answer({"ok": False, "refused": found})
@@ -90,9 +91,9 @@ def _add_knobs(app: FastAPI, pages: Pages) -> None:
 
 def _add_engines(app: FastAPI, pages: Pages) -> None:
     @app.get("/api/engines")
-    def engines(number: RunNumber = 0) -> Response:
+    def engines(looks_only: LooksOnly, number: RunNumber = 0) -> Response:
         watched = pages.of(number)
-        steered, status = _steered(watched)
+        steered, status = _steered(watched, looks_only)
         if status is not None:
             told = fleet_told(status.fleet) | {"source": "controller"}
         else:
@@ -125,17 +126,17 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
         return answer({"state": "removed"})
 
 
-def _steered(watched: Watched) -> tuple[dict[str, Any], RunStatus | None]:
+def _steered(watched: Watched, looks_only: bool = False) -> tuple[dict[str, Any], RunStatus | None]:
     """Whether the run can be steered from here; and what its controller says, None where it cannot be asked."""
     if watched.run.view.state:
         status, why_not = None, "the run is over"
     else:
-        status, why_not = watched.steering.status(), watched.steering.obstacle()
+        status, why_not = watched.steering.status(), watched.steering.obstacle(looks_only=looks_only)
     return {"may_steer": not why_not, "why_not": why_not}, status
 
 
-def _knobs(watched: Watched) -> dict[str, Any]:
-    steered, status = _steered(watched)
+def _knobs(watched: Watched, looks_only: bool = False) -> dict[str, Any]:
+    steered, status = _steered(watched, looks_only)
     if status is not None:
         known = watched.steering.knobs()
         values, log, source = known.knobs, list[Any](known.log), "controller"

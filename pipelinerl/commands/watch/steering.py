@@ -32,7 +32,8 @@ T = TypeVar("T")
 _TIMEOUT_S: Final = 5.0
 #: A page asks for the status again and again; the controller is asked no more often.
 _STATUS_S: Final = 1.0
-_READ_ONLY: Final = "this link is for looking only: whoever started `pipelinerl watch` said --read-only"
+_READ_ONLY: Final = "`pipelinerl watch` was started with --read-only, so no link of it can steer"
+_SHARED: Final = "this is the shared link, which only shows the run"
 
 #: What is said of each knob, its range for a slider, and the limits that are its own.
 _KNOBS: Final[dict[str, dict[str, Any]]] = {
@@ -98,10 +99,10 @@ class Steering:
             self._asking.close()
             self._asking = None
 
-    def obstacle(self) -> str:
-        """Why nothing can be steered, in a sentence; empty where it can."""
-        if self.read_only:
-            return _READ_ONLY
+    def obstacle(self, *, looks_only: bool = False) -> str:
+        """Why nothing can be steered by who asks, in a sentence; empty where it can."""
+        if self.read_only or looks_only:
+            return _SHARED if looks_only else _READ_ONLY
         return "" if self.status() is not None else "no controller answers: the run is not live, or is just starting"
 
     def knobs(self) -> KnobsAnswer:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from pipelinerl.commands.watch.feed import Feed, step_told
+from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.page.event_tail import EventTail
@@ -75,6 +76,14 @@ class WatchedRun:
         except (OSError, ValueError):
             return {}
         plain: dict[str, Any] = _plain(table)
+        return plain
+
+    def settings_made(self) -> dict[str, Any]:
+        """Return what of its recipe is not a default; all of it where this version cannot read it."""
+        try:
+            plain: dict[str, Any] = _plain(recipes.to_table(recipes.load_run(self.run_dir), without_defaults=True))
+        except UserError:
+            return self.recipe()
         return plain
 
     def advance(self) -> bool:

@@ -191,11 +191,11 @@ def _expel(state: RunState, url: str, reason: str) -> list[Effect]:
 
 
 def _after_expulsion(state: RunState, url: str) -> list[Effect]:
-    """Nobody is requested in its name or in its place any more."""
+    """Note that it left as planned: no request is for its name or its place any more."""
     record = state.fleet.by_url[url]
     _cancel_request(state, record.name)
     _cancel_replacement(state, url)
-    return _loss_of(url, record.last_error)
+    return [Record("engine_lost", {"url": url, "reason": record.last_error, "planned": True})]
 
 
 def _cancel_replacement(state: RunState, url: str) -> None:

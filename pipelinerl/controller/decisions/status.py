@@ -196,4 +196,5 @@ def _engine(record: EngineRecord, load: EngineLoad) -> status.EngineStatus:
         slots=load.metrics.slots,
         tokens_per_s=load.tokens_per_s,
         last_error=record.last_error,
+        left_as_planned=record.to_stop and record.lifecycle is EngineLifecycle.EXPELLED,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from ipaddress import IPv6Address, ip_address
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,6 +26,7 @@ from pipelinerl.controller.routes import (
     EngineOffer,
     EngineStart,
     EngineTaken,
+    KnobChanges,
     KnobsAnswer,
     VerifierOffer,
 )
@@ -113,7 +114,7 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
         return _answer(KnobsAnswer(knobs=state.knobs.to_json(), log=state.knob_log))
 
     @app.patch(routes.KNOBS)
-    async def patch(changes: Annotated[dict[str, Any], Body()], who: _Who = "somebody") -> Response:
+    async def patch(changes: Annotated[KnobChanges, Body()], who: _Who = "somebody") -> Response:
         try:
             now = await service.now()
             service.controller.state.knobs.patched(changes)  # what cannot run is refused in the words of its knob

@@ -202,6 +202,8 @@ class Knobs:
 def _number(name: str, value: Any, *, whole: bool = False) -> float:
     try:
         number = float(value)
+        if isinstance(value, str) and math.isinf(number) and "inf" not in value.lower():
+            number = math.nan  # 1e999 is a slip, and would lift the bound
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if isinstance(value, bool) or math.isnan(number) or (whole and not number.is_integer()):

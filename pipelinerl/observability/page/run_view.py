@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, final
 
-from pipelinerl.observability.events import Event
+from pipelinerl.observability.events import Event, kind_of
 from pipelinerl.observability.page.step_table import StepTable
 from pipelinerl.observability.run_history import HELD_OUT
 from pipelinerl.observability.timeline.run_timeline import RunTimeline
@@ -28,15 +28,24 @@ _MOST_TEXT: Final = 500
 _ENDS: Final = {"run_finished": "finished", "run_suspended": "suspended", "run_failed": "failed"}
 _INCIDENTS: Final = frozenset(
     {
-        "engine_joined", "engine_lost", "engine_suspect", "engine_back", "engine_draining", "engine_canary_failed",
-        "engines_hired", "engines_scaled", "engines_would_scale", "alarm", "alarm_cleared", "checkpoint_delayed",
-        "controller_returned", "trainer_left",
-        "trainer_ready", "step_skipped", "stalled", "orders_lost", "evaluation_restarted", "run_started", "run_failing",
-        "run_suspending", *_ENDS,
+        "engine_joined", "engine_lost", "engine_left", "engine_suspect", "engine_back", "engine_draining",
+        "engine_canary_failed", "engines_hired", "engines_scaled", "engines_would_scale", "alarm", "alarm_cleared",
+        "checkpoint_delayed", "controller_returned", "trainer_left", "trainer_ready", "step_skipped", "stalled",
+        "orders_lost", "evaluation_restarted", "run_started", "run_failing", "run_suspending", *_ENDS,
     }
 )  # fmt: skip
 _MARKS: Final = frozenset(
-    {"knobs", "evaluation", "checkpoint", "alarm", "alarm_cleared", "engine_joined", "engine_lost", "run_started"}
+    {
+        "knobs",
+        "evaluation",
+        "checkpoint",
+        "alarm",
+        "alarm_cleared",
+        "engine_joined",
+        "engine_lost",
+        "engine_left",
+        "run_started",
+    }
 )
 _LIFECYCLES: Final = {
     "engine_joined": "joining",
@@ -45,6 +54,7 @@ _LIFECYCLES: Final = {
     "engine_suspect": "suspect",
     "engine_draining": "draining",
     "engine_lost": "expelled",
+    "engine_left": "left",
     "engine_canary_failed": "unverified",
 }
 #: Of what happens often only how often is told, since the last step.
@@ -96,7 +106,7 @@ class RunView:
 
     def take(self, event: Event) -> bool:
         """Take the next event in; True where it undoes steps: the run was resumed below its last one."""
-        kind = str(event["kind"])
+        kind = kind_of(event)
         self.newest = event
         self.timeline.feed(event)
         rewound = False
@@ -228,8 +238,11 @@ def sentence(event: Event) -> str:
     for name in ("what", "reason", "waits_for", "path"):
         if event.get(name):
             return cut(f"{event['url']}: {event[name]}" if event.get("url") else event[name])
-    told = ("url", "names", "epoch", "model_version", "domain", "orders", "accuracy")
-    return cut(", ".join(f"{name} {event[name]}" for name in told if event.get(name) not in (None, "", [])))
+    names = event.get("names")
+    themselves = [*(names if isinstance(names, list) else []), *map(event.get, ("url", "alarm", "domain"))]
+    labelled = [(name.replace("_", " "), event.get(name)) for name in ("epoch", "model_version", "orders", "accuracy")]
+    told = [*themselves, *(f"{name} {value}" for name, value in labelled if value not in (None, "", []))]
+    return cut(", ".join(str(each) for each in told if each not in (None, "")))
 
 
 def cut(text: object) -> str:

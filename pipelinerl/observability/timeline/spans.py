@@ -9,7 +9,8 @@
 |---------------|----------------|---------|--------------------------------------------------------------------------|
 | an engine     | `serves`       | version | one publication to the next, or to its loss; −1 before the first         |
 |               | `pause`        | version | measured by the engine; drawn at the end of the publication              |
-|               | `away`         | –       | suspect until it is back, lost until it joins anew; the note says why    |
+|               | `away`         | –       | suspect until it is back, lost until it joins anew; the note says why;   |
+|               |                |         | an engine that left as planned is not away                               |
 | `trainer`     | `step`, `wait` | step    | measured by the trainer; the note of a wait is its culprit               |
 |               | `publish_wait` | step    | weights could not change yet; measured, and drawn at the end of the step |
 | `publication` | `publish`      | version | measured by the trainer                                                  |
@@ -29,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, final
 
-from pipelinerl.observability.events import Event
+from pipelinerl.observability.events import Event, kind_of
 from pipelinerl.observability.timeline.groups import GroupJoiner, TracedGroup, number
 
 TRAINER: Final = "trainer"
@@ -92,7 +93,7 @@ class SpanReader:
 
     def read(self, event: Event) -> Iterator[Drawn]:
         """What has ended with this event."""
-        kind, before = str(event["kind"]), self.now
+        kind, before = kind_of(event), self.now
         self.now = max(self.now, number(event.get("elapsed_s")))  # a clock that was set back draws nothing backwards
         if kind == "run_started":
             yield from self._cut(before)
@@ -155,10 +156,12 @@ class SpanReader:
             self._engineless = None
 
     def _lost(self, event: Event) -> Iterator[Drawn]:
-        url = str(event.get("url"))
+        yield from self._left(event)
+        self._away[str(event.get("url"))] = _Begun(self.now, -1, f"lost: {event.get('reason', '')}")
+
+    def _left(self, event: Event) -> Iterator[Drawn]:
         yield from self._back(event)
-        yield from self._ended_serving(url)
-        self._away[url] = _Begun(self.now, -1, f"lost: {event.get('reason', '')}")
+        yield from self._ended_serving(str(event.get("url")))
         if not self._serves and self._engineless is None:
             self._engineless = _Begun(self.now, -1)
 
@@ -232,6 +235,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "trainer_left": "the trainer left at v{model_version}",
     "engine_joined": "{url} joined",
     "engine_lost": "{url} is lost: {reason}",
+    "engine_left": "{url} left: {reason}",
     "engine_draining": "{url} is drained",
     "engines_scaled": "{from} → {to} {type} engines: {why}",
     "engines_would_scale": "{from} → {to} {type} engines, were it no dry run: {why}",
@@ -259,6 +263,7 @@ _READINGS: Final = {
     "engine_back": SpanReader._back,
     "engine_suspect": SpanReader._suspect,
     "engine_lost": SpanReader._lost,
+    "engine_left": SpanReader._left,
     "evaluation_began": SpanReader._evaluation_began,
     "evaluation": SpanReader._evaluated,
     "evaluation_restarted": SpanReader._evaluated,

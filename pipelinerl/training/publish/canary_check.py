@@ -40,6 +40,12 @@ class Tolerance:
     worst: float = math.inf
     mean: float = math.inf
 
+    def __str__(self) -> str:
+        """Return the bounds that there are, as a message has them."""
+        worst = [f"{self.worst:g} nats"] if math.isfinite(self.worst) else []
+        mean = [f"{self.mean:g} nats on average"] if math.isfinite(self.mean) else []
+        return " and ".join(worst + mean) or "any number of nats"
+
 
 #: By how the engine keeps or computes its weights. Two float32 implementations of one decoder differ by rounding, 1e-5
 #: at most in our tests. Coarser weights are judged by the mean: of int8 rollouts that is 0.02 on average and 0.08 in
@@ -187,8 +193,8 @@ class LogprobCanaryChecker:
         allowed = self._canary.tolerance
         if not (worst <= allowed.worst and mean <= allowed.mean):
             raise _Mismatched(
-                f"log-probs of {differences.size} canary tokens must be within {allowed.worst:g} nats of the "
-                f"trainer's, and {allowed.mean:g} on average; the worst is {worst:.3g} off, the mean {mean:.3g}"
+                f"log-probs of {differences.size} canary tokens must be within {allowed} of the trainer's; the worst "
+                f"is {worst:.3g} off, the mean {mean:.3g}"
             )
         return worst
 

@@ -101,12 +101,12 @@ class ServedPage:
 
 
 @contextmanager
-def served_page(*run_dirs: Path, read_only: bool = False) -> Iterator[ServedPage]:
+def served_page(*run_dirs: Path, read_only: bool = False, share_key: str = "") -> Iterator[ServedPage]:
     """The page of these runs; `http` has its cookie."""
     keys: list[str] = []
     links, runs = PageLinks(keys.append), watched_runs(run_dirs)
     links.offer()
-    app = create_page(runs, token=TOKEN, links=links, read_only=read_only)
+    app = create_page(runs, token=TOKEN, links=links, read_only=read_only, share_key=share_key)
     with in_thread(app) as url, httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http:
         http.cookies.set("pipelinerl", TOKEN)
         yield ServedPage(url, keys, http, runs)

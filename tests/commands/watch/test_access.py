@@ -5,23 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import pytest
 
-from pipelinerl.commands.watch.access import PageLinks
+from pipelinerl.commands.watch.access import PageLinks, SharedLink, keep_link, lasting_link
 from pipelinerl.commands.watch.server import create_page
 from tests.commands.watch.run_files import TOKEN, ServedPage, served_page, written_run
 from tests.patience import PATIENCE_S
 from tests.security.servers import TOKEN as GATE_TOKEN, application
 from tests.security.test_authorisation import routes
 
+SHARE = "share-key" * 5
 COOKIE = {"cookie": f"pipelinerl={TOKEN}"}
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
-    with served_page(written_run(tmp_path_factory.mktemp("access") / "run", steps=3)) as served:
+    with served_page(written_run(tmp_path_factory.mktemp("access") / "run", steps=3), share_key=SHARE) as served:
         yield served
 
 
@@ -47,6 +49,46 @@ def test_a_link_in_another_sites_page_leads_here_with_its_cookie(page: ServedPag
     there = ask(page, f"/?key={page.keys[-1]}", sec_fetch_site="cross-site")
     assert (there.status_code, there.headers["refresh"], there.content) == (200, "0; url=/", b"")
     assert TOKEN in there.headers["set-cookie"]
+
+
+def test_a_browser_with_a_used_link_gets_a_page_that_takes_another_key(page: ServedPage) -> None:
+    used = page.keys[-1]
+    ask(page, f"/?key={used}")
+    for path in (f"/?key={used}", "/"):
+        answer = ask(page, path, accept="text/html,*/*")
+        assert answer.status_code == 401 and answer.headers["content-type"].startswith("text/html"), path
+        assert 'name="key"' in answer.text and "form-action 'self'" in answer.headers["content-security-policy"]
+    pasted = quote(f"http://127.0.0.1:4321/?key={page.keys[-1]}", safe="")
+    assert ask(page, f"/?key={pasted}").status_code == 303, "people paste the whole link"
+
+
+def test_a_shared_link_opens_any_number_of_browsers_and_shows_only(page: ServedPage) -> None:
+    keys = list(page.keys)
+    for _ in range(3):
+        there = ask(page, f"/?share={SHARE}")
+        assert there.status_code == 303 and TOKEN not in there.headers["set-cookie"]
+    cookie = {"cookie": there.headers["set-cookie"].partition(";")[0]}
+    told = ask(page, "/api/run", **cookie).json()
+    assert told["step"] == 3 and not told["may_steer"]
+    for method, path in (("PATCH", "/api/knobs"), ("POST", "/api/stop"), ("POST", "/api/engines/add")):
+        answer = httpx.request(method, page.url + path, headers=cookie, json={}, trust_env=False, timeout=PATIENCE_S)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "read_only"), path
+    assert page.keys == keys, "the link that steers is still good"
+    both = {"cookie": f"{cookie['cookie']}; {COOKIE['cookie']}"}
+    assert ask(page, "/api/stop", "POST", **both).json()["error"]["code"] != "read_only"
+    for wrong in ("/?share=", "/?share=x", f"/?key={SHARE}"):
+        assert ask(page, wrong).status_code == 401, wrong
+
+
+def test_a_share_is_the_same_the_next_time(tmp_path: Path) -> None:
+    first = lasting_link(tmp_path)
+    assert first.port == 0 and lasting_link(tmp_path) != first
+    assert keep_link(tmp_path, SharedLink(first.key, 4321))
+    assert lasting_link(tmp_path) == SharedLink(first.key, 4321)
+    assert (tmp_path / "share.json").stat().st_mode & 0o077 == 0
+    for damaged in ("", "[]", '{"key": "", "port": 1}', '{"key": null, "port": 1}', '{"key": "' + "x" * 50 + '"}'):
+        (tmp_path / "share.json").write_text(damaged)
+        assert lasting_link(tmp_path).key not in ("", first.key)
 
 
 @pytest.mark.parametrize("key", ["", "x", "%00", "%ff", "a&key=b", "a" * 5000])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.commands.watch.read_routes import differences
-from pipelinerl.commands.watch.sample_routes import causes_of
+from pipelinerl.commands.watch.sample_routes import causes_of, differing_parts
 from pipelinerl.commands.watch.watched_run import watched_runs
 from pipelinerl.errors import UserError
 from pipelinerl.numerics.causes import Cause
@@ -149,8 +149,33 @@ def test_runs_are_laid_over_each_other(page: ServedPage) -> None:
 def test_differences_are_by_path_and_by_name() -> None:
     one = {"a": {"b": 1}, "domains": [{"name": "x", "weight": 1}], "same": [1]}
     two = {"a": {"b": 2}, "domains": [{"name": "x", "weight": 1}, {"name": "y", "weight": 1}], "same": [1]}
-    found = {each["path"]: each["values"] for each in differences([one, two])}
+    found = {each["path"]: each["values"] for each in differences([one, two], [one, two])}
     assert found == {"a.b": [1, 2], "domains.y.name": [None, "y"], "domains.y.weight": [None, 1]}
+
+
+def test_prompts_are_shown_by_what_tells_them_apart() -> None:
+    head, tail = "Answer in JSON.\nSpell this backward: ", "\nThink first."
+    texts = [head + word + tail for word in ("stone", "storm", "a cat")]
+    assert differing_parts(texts, 200) == ["… stone …", "… storm …", "… a cat …"]
+    assert differing_parts(["one", "one two"], 200) == ["one", "one two"]
+    chats = [f"<|user|>{word}<|end|>" for word in ("stone", "tone")]
+    assert differing_parts(chats, 200) == ["… stone …", "… tone …"], "words stay whole"
+    assert differing_parts(["say hello", "say hello\nagain"], 200) == ["… hello", "… hello\nagain"]
+    assert differing_parts(["x" * 300 + "the question"], 20) == ["… " + "x" * 8 + "the question"]
+    assert differing_parts([], 20) == []
+
+
+def test_settings_that_nobody_made_are_no_difference(tmp_path: Path) -> None:
+    one = written_run(tmp_path / "one", steps=1, overrides=["engine.count=2"])
+    two = written_run(tmp_path / "two", steps=1, overrides=["staleness.j=2"])
+    text = (two / "recipe.toml").read_text()
+    text = text.replace("stall_s = 120.0\n", "")  # an older version did not write it
+    (two / "recipe.toml").write_text(text.replace('name = "long_words"', 'name = "other_words"'))
+    with served_page(one, two) as page:
+        found = {each["path"]: each["values"] for each in page.get("/api/compare")["differences"]}
+    assert found["engine.count"] == [2, 1] and found["staleness.j"] == [1, 2]
+    assert found["domains.other_words.weight"] == [None, 2.0], "a domain's own settings stay"
+    assert "run.stall_s" not in found and "domains.other_words.oubliette.tier" not in found, found
 
 
 def test_the_cause_of_a_token_is_that_of_its_weights_and_its_turns_first() -> None:

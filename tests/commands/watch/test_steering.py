@@ -25,10 +25,15 @@ from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
 
-async def ask(page: ServedPage, method: str, path: str, body: Any = None) -> httpx.Response:
+async def ask(
+    page: ServedPage, method: str, path: str, body: Any = None, *, content: bytes | None = None
+) -> httpx.Response:
     def asked() -> httpx.Response:
-        headers = {"authorization": f"Bearer {TOKEN}"}
-        return httpx.request(method, page.url + path, json=body, headers=headers, trust_env=False, timeout=PATIENCE_S)
+        headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+        given = content if content is not None else json.dumps(body).encode()
+        return httpx.request(
+            method, page.url + path, content=given, headers=headers, trust_env=False, timeout=PATIENCE_S
+        )
 
     return await asyncio.to_thread(asked)
 
@@ -51,6 +56,7 @@ async def test_the_page_steers_as_an_operator_does(tmp_path: Path) -> None:
         (run_dir / "controller.json").write_text(json.dumps({"url": address, "token": "secret"}))
         with served_page(run_dir) as page:
             await knobs_are_changed(page, run)
+            await what_json_cannot_carry_is_refused(page, run)
             await engines_come_and_go(page)
         with served_page(run_dir, read_only=True) as page:
             await nothing_is_changed(page, run)
@@ -80,6 +86,24 @@ async def knobs_are_changed(page: ServedPage, run: Any) -> None:
     assert changed["log"][-1]["changes"] == {"temperature": 0.5} and changed["log"][-1]["who"]
     refused = await ask(page, "PATCH", "/api/knobs", {"temperature": -1})
     assert refusal_of(refused) == (422, "refused") and "temperature" in refused.json()["error"]["message"]
+
+
+async def what_json_cannot_carry_is_refused(page: ServedPage, run: Any) -> None:
+    """By the check before it is sent as by the change itself; the controller is not said to be silent."""
+    before = run.controller.state.knobs
+    for body in (
+        b'{"k": NaN}',
+        b'{"k": -Infinity}',
+        b'{"k": 1e999}',
+        b'{"k": [NaN]}',
+        b'{"k": "\\ud800"}',
+        b'{"\\udfff": 1}',
+    ):
+        for method, path in (("POST", "/api/knobs/check"), ("PATCH", "/api/knobs")):
+            answer = await ask(page, method, path, content=body)
+            refused = answer.status_code == 422 or not answer.json().get("ok", True)
+            assert refused and answer.status_code in (200, 422), (body, path, answer.status_code)
+    assert run.controller.state.knobs == before
 
 
 async def engines_come_and_go(page: ServedPage) -> None:

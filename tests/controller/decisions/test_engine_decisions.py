@@ -197,7 +197,9 @@ def test_a_drained_engine_goes_when_it_is_idle_and_its_process_with_it(run: Worl
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
     assert told(made, EngineIdle(now=0.0, url=NEW)) == [], "nobody asked it to go"
     told(made, EngineDrainAsked(now=0.0, url=NEW, grace_s=60.0))
-    assert told(made, EngineIdle(now=3.0, url=NEW)) == [("engine_lost", {"url": NEW, "reason": "drained"})]
+    assert told(made, EngineIdle(now=3.0, url=NEW)) == [
+        ("engine_lost", {"url": NEW, "reason": "drained", "planned": True})
+    ]
     assert to_stop(made.state) == ["engine-1"]
     assert told(made, EngineDrainAsked(now=4.0, url=NEW, grace_s=60.0)) == []
 

@@ -111,6 +111,11 @@ async def test_knobs_change_and_are_logged(run: Running, http: httpx.AsyncClient
         (b'{"k": [4]}', 422, "invalid_knob", "k must be a number, got [4]"),
         (b'{"k": 2.5}', 422, "invalid_knob", "staleness.k must be a whole number or inf"),
         (b'{"j": ' + b"9" * 4000 + b"}", 422, "invalid_knob", "j must be a whole number"),
+        (b'{"k": NaN}', 422, "invalid_request_error", "body: 'k' must be a finite number"),
+        (b'{"k": 1e999}', 422, "invalid_request_error", "body: 'k' must be a finite number"),
+        (b'{"k": "1e999"}', 422, "invalid_knob", "k must be a number, got '1e999'"),
+        (b'{"domain_weights": {"a": -Infinity}}', 422, "invalid_request_error", "body: 'domain_weights' must be"),
+        (b'{"preset": "\\ud800"}', 422, "invalid_request_error", "body: 'preset' and its value must be Unicode"),
         (b'{"preset": {}}', 422, "invalid_knob", "preset must be one of on_policy"),
         (b'{"rollouts_per_step": 3}', 422, "invalid_knob", "rollouts_per_step must be a multiple"),
     ],
@@ -344,7 +349,8 @@ async def test_a_drained_engine_goes_once_it_has_had_nothing_to_do_for_a_while(
     assert [engine["state"] for engine in (await http.get("/engines")).json()["engines"]] == ["draining"]
     run.probe.answer = {"slots": 4.0}
     await run.until(lambda: run.events("engine_lost"))
-    assert run.events("engine_lost")[0]["reason"] == "drained"
+    assert run.events("engine_lost")[0]["reason"] == "drained" and run.events("engine_lost")[0]["planned"]
+    assert (await http.get("/engines")).json()["engines"][0]["left_as_planned"]
     (record,) = run.controller.state.fleet.records()
     assert record.to_stop
 

@@ -365,6 +365,46 @@ def test_who_has_no_key_is_told_what_to_do(browser: Browser, server: ServedPage)
         page.get_by_role("alert").filter(has_text="open the link that").first.wait_for()
 
 
+def test_a_used_link_asks_for_another_key_and_takes_it(browser: Browser, server: ServedPage) -> None:
+    used = server.keys[-1]
+    server.http.get(f"/?key={used}")
+    context = browser.new_context()
+    try:
+        page = context.new_page()
+        page.goto(f"{server.url}/?key={used}")
+        page.get_by_role("heading", name="This page needs a key").wait_for()
+        assert page.evaluate(CONTRASTS)["low"] == []
+        page.get_by_label("Newest link").fill(f"{server.url}/?key={server.keys[-1]}")
+        page.get_by_role("button", name="Open").click()
+        shown(page, "now")
+        assert "key=" not in page.url
+    finally:
+        context.close()
+
+
+def test_charts_are_smoothed_and_show_the_value_at_the_pointer(browser: Browser, server: ServedPage) -> None:
+    from playwright.sync_api import expect
+
+    with opened(browser, server.url) as page:
+        go(page, server.url, "now")
+        figure = page.locator("figure").filter(has_text="Gradient norm")
+        newest = figure.locator("b").inner_text()
+        page.get_by_label("smoothed over").select_option("5")
+        expect(figure.locator("b")).not_to_have_text(newest)
+        assert "smooth=5" in page.url
+        figure.locator("canvas").hover()
+        expect(figure.locator("b")).to_contain_text("at step")
+        expect(page.locator("figure").filter(has_text="Loss").locator("b")).to_contain_text("at step")  # in all charts
+        box = figure.locator("canvas").bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + 60)
+        expect(figure.locator(".choice")).to_be_visible()
+        page.mouse.up()
+        expect(figure.locator(".choice")).to_be_hidden()
+
+
 def test_two_hundred_hostile_texts_are_shown_and_none_runs(browser: Browser, server: ServedPage) -> None:
     from playwright.sync_api import expect
 
@@ -473,13 +513,15 @@ def test_engines_are_added_swapped_drained_and_removed_while_the_run_lives(brows
             page.get_by_role("button", name="Yes, swap").click()
             expect(page.locator("main")).to_contain_text("engine-1 is replaced: engine-2")
             expect(rows.filter(has_text="engine-2").locator(".pill")).to_have_text("healthy")
-            expect(rows.filter(has_text="engine-1").locator(".pill")).to_have_text("expelled")
+            expect(rows.filter(has_text="engine-1").locator(".pill")).to_have_text("left")
+            expect(rows.filter(has_text="engine-1").get_by_role("button")).to_have_count(0)
+            expect(page.locator("main")).not_to_contain_text("Starting:")
             page.get_by_role("button", name="Drain engine-0").click()
             page.get_by_role("button", name="No", exact=True).click()
             expect(rows.filter(has_text="engine-0").locator(".pill")).to_have_text("healthy")  # nothing was asked
             page.get_by_role("button", name="Drain engine-0").click()
             page.get_by_role("button", name="Yes, drain").click()
-            expect(rows.filter(has_text="engine-0").locator(".pill")).to_have_text("expelled")
+            expect(rows.filter(has_text="engine-0").locator(".pill")).to_have_text("left")
             step = newest(run.steps)
             run.until_step(step + 2)  # what was swapped in does the work alone
             for screen in SCREENS:
@@ -487,7 +529,7 @@ def test_engines_are_added_swapped_drained_and_removed_while_the_run_lives(brows
             go_on(page, "steer")
             page.get_by_role("button", name="Remove engine-2").click()
             page.get_by_role("button", name="Yes, remove").click()
-            expect(rows.filter(has_text="engine-2").locator(".pill")).to_have_text("expelled")
+            expect(rows.filter(has_text="engine-2").locator(".pill")).to_have_text("left")
             kinds = [event["kind"] for event in run.events()]
             assert kinds.count("engine_joined") == 3 and kinds.count("engine_lost") == 3, run.story()
 

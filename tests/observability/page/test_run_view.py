@@ -40,6 +40,18 @@ def test_alarms_stand_until_they_are_cleared_and_knobs_as_last_changed() -> None
     assert overview(made, window=5)["alarms"] == []
 
 
+def test_an_engine_that_was_drained_has_left_and_is_not_lost() -> None:
+    lost = {"kind": "engine_lost", "url": "http://a:1", "reason": "drained"}
+    made = view({"kind": "engine_joined", "url": "http://a:1"}, lost | {"planned": True})
+    assert made.engines["http://a:1"]["state"] == "left"
+    assert [(each["kind"], each["what"]) for each in made.incidents] == [
+        ("engine_joined", "http://a:1"),
+        ("engine_left", "http://a:1: drained"),
+    ]
+    made.take(lost)
+    assert made.engines["http://a:1"]["state"] == "expelled" and made.incidents[-1]["kind"] == "engine_lost"
+
+
 def test_marks_are_told_from_where_somebody_was_though_the_oldest_have_gone() -> None:
     made = RunView(marks=deque(maxlen=3))
     for version in range(5):

@@ -87,6 +87,11 @@ def test_an_engine_is_away_from_its_loss_until_it_joins_anew() -> None:
     assert _spans(events, A, "serves")[-1].end == 12.0
 
 
+def test_an_engine_that_left_as_planned_is_not_away() -> None:
+    events = [*run(1, ended=False), event("engine_lost", 12.0, url=A, reason="drained", planned=True)]
+    assert _spans(events, A, "away") == [] and _spans(events, A, "serves")[-1].end == 12.0
+
+
 def test_what_was_open_when_the_processes_died_ends_with_them() -> None:
     """Between two lives of a run there is no time: seconds go on where they stood."""
     events = [*run(1, ended=False), event("evaluation_began", 11.0, model_version=1), event("run_started", 11.5)]

@@ -1,9 +1,8 @@
 // Compare: several runs over each other, by steps, samples or seconds, and where their recipes differ.
-import { Chart, sharedWindow } from "./charts.js";
-import { anything, runName, words } from "./format.js";
+import { Chart, Smoothing, sharedWindow, smoothLines } from "./charts.js";
+import { anything, duration, measureOf, number, runName, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { settle } from "./route.js";
-import uPlot from "./uplot.js";
 import { html, useMemo } from "./view.js";
 
 const AXES = [
@@ -24,6 +23,7 @@ export function Compare({ facts, query }) {
     { matters: (kind) => kind === "step" || kind === "behind", pauseMs: 4000 },
   );
   const state = value ?? old;
+  const smooth = Number(query.smooth) || 0;
   const toggle = (id) =>
     settle({
       runs:
@@ -36,6 +36,7 @@ export function Compare({ facts, query }) {
         onChange=${() => toggle(String(each.run))} />${runName(each, facts.runs)} <span class="soft">${each.state}</span></label>`,
     )}</fieldset>
       <label>over <select value=${x} onChange=${(event) => settle({ x: event.target.value })}>${AXES.map(([name, title]) => html`<option key=${name} value=${name}>${title}</option>`)}</select></label>
+      <${Smoothing} span=${smooth} of="points" />
       <label>measure <select value=""
         onChange=${(event) => settle({ metrics: [...metrics.filter((name) => name !== event.target.value), event.target.value].join(",") })}>
         <option value="">add…</option>${facts.metrics.filter((name) => !metrics.includes(name)).map((name) => html`<option key=${name} value=${name}>${words(name)}</option>`)}</select></label>
@@ -44,29 +45,34 @@ export function Compare({ facts, query }) {
     ${facts.runs.length < 2 && html`<p
       class="note">One run is open. To compare, name several: <code>pipelinerl watch RUN RUN</code>.</p>`}
     ${error && html`<p class="note bad" role="alert">${error.message}</p>`}
-    ${state && html`<${Lines} state=${state} metrics=${metrics} label=${x} />
+    ${state && html`<${Lines} state=${state} metrics=${metrics} label=${x} smooth=${smooth} />
       <${Differences} state=${state} />`}</div>`;
 }
 
-function Lines({ state, metrics, label }) {
+function Lines({ state, metrics, label, smooth }) {
   const shared = useMemo(sharedWindow, [label]);
   const figures = useMemo(
     () =>
       metrics.map((metric) => {
         const known = state.runs.filter((each) => each.y[metric]?.some((value) => value !== null));
         if (!known.length) return null;
-        const [x, ...columns] = uPlot.join(known.map((each) => [each.x, each.y[metric]]));
+        const { x, columns } = overlaid(known.map((each) => [each.x, each.y[metric]]));
         return {
           title: words(metric),
+          ...measureOf(metric),
+          formatX: label === "seconds" ? duration : number,
           x,
-          lines: known.map((each, index) => ({
-            label: runName(each, state.runs),
-            values: columns[index],
-            colour: 1 + (each.run % 8),
-          })),
+          lines: smoothLines(
+            known.map((each, index) => ({
+              label: runName(each, state.runs),
+              values: columns[index],
+              colour: 1 + (each.run % 8),
+            })),
+            smooth,
+          ),
         };
       }),
-    [state, metrics.join()],
+    [state, metrics.join(), label, smooth],
   );
   return html`<div class="grid two">${figures.map((figure, index) =>
     figure
@@ -75,8 +81,22 @@ function Lines({ state, metrics, label }) {
   )}</div>`;
 }
 
+// Tables of [x, values] over the values of x that any of them has; null where a table has none.
+function overlaid(tables) {
+  const x = [...new Set(tables.flatMap(([each]) => each))].sort((a, b) => a - b);
+  const rows = new Map(x.map((value, at) => [value, at]));
+  const columns = tables.map(([places, values]) => {
+    const column = x.map(() => null);
+    places.forEach((value, at) => {
+      column[rows.get(value)] = values[at];
+    });
+    return column;
+  });
+  return { x, columns };
+}
+
 function Differences({ state }) {
-  return html`<section class="card"><h2>Where the recipes differ</h2>${
+  return html`<section class="card"><h2>Where the recipes differ <span class="soft">defaults are left out</span></h2>${
     state.differences.length
       ? html`<div class="scroll" tabindex="0" role="region" aria-label="Differences of the recipes"><table>
     <thead><tr><th scope="col">setting</th>${state.runs.map((each) => html`<th

@@ -11,6 +11,7 @@ const LOOKS = {
   draining: "warn",
   joining: "live",
   expelled: "bad",
+  left: "plain",
 };
 
 export function Engines({ run, facts }) {
@@ -38,24 +39,49 @@ export function Engines({ run, facts }) {
       setSaid({ look: "bad", text: error.message });
     }
   };
+  const here = new Set(state.engines.filter((each) => !isOut(each)).map((each) => each.name));
+  const usual = state.engines.find((each) => !isOut(each) && state.types.includes(each.type))?.type;
+  const starting = state.requested.filter((each) => !here.has(each.name));
   return html`<section class="card"><h2>Engines</h2>
-    <p class="soft">${number(state.engines.length)} engines, ${number(state.tokens_per_s)} tokens/s, ${percent(state.occupancy, 0)} busy, update pause ${duration(state.update_pause_s)}
-      ${state.source === "events" && facts.state !== "live" && " when they were last heard"}</p>
+    <p class="soft">${summaryOf(state, facts)}</p>
     ${
       state.engines.length > 0
         ? html`<div class="scroll" tabindex="0" role="region" aria-label="Engines"><table><thead><tr>
           <th scope="col">engine</th><th scope="col">type</th><th scope="col">state</th>
       <th class="number" scope="col">version</th><th class="number" scope="col">running</th>
-        <th class="number" scope="col">waiting</th><th class="number" scope="col">tokens/s</th><th scope="col">do</th>
-        </tr></thead>
-      <tbody>${state.engines.map((engine) => html`<${Engine} key=${engine.url} engine=${engine} types=${state.types}
+        <th class="number" scope="col">waiting</th><th class="number" scope="col">tokens/s</th>
+        <th scope="col"><span class="said">actions</span></th></tr></thead>
+      <tbody>${inOrder(state.engines).map((engine) => html`<${Engine} key=${engine.url} engine=${engine} types=${state.types}
         able=${state.may_steer} order=${order} />`)}</tbody></table></div>`
         : html`<p class="none">No engine has joined.</p>`
     }
-    ${state.requested.length > 0 && html`<p>On their way: ${state.requested.map((each) => `${each.name} (${each.type})`).join(", ")}</p>`}
-    ${state.may_steer ? html`<${Add} types=${state.types} order=${order} />` : html`<p
-      class="soft">Engines cannot be changed here${state.why_not && `: ${state.why_not}`}</p>`}
+    ${starting.length > 0 && html`<p>Starting: ${starting.map((each) => `${each.name} (${each.type})`).join(", ")}</p>`}
+    ${state.may_steer && html`<${Add} types=${state.types} usual=${usual} order=${order} />`}
     <div role="status">${said && html`<p class=${`note ${said.look}`}>${said.text}</p>`}</div></section>`;
+}
+
+function isOut(engine) {
+  return engine.state === "expelled" || engine.state === "left";
+}
+
+// Those that left stand below the others.
+function inOrder(engines) {
+  return [...engines].sort((a, b) => isOut(a) - isOut(b));
+}
+
+function summaryOf(state, facts) {
+  const serving = state.engines.filter((each) => !isOut(each)).length;
+  const parts = [`${number(serving)} ${serving === 1 ? "engine" : "engines"}`];
+  if (Number.isFinite(state.tokens_per_s)) parts.push(`${number(state.tokens_per_s)} tokens/s`);
+  if (Number.isFinite(state.occupancy)) parts.push(`${percent(state.occupancy, 0)} busy`);
+  if (Number.isFinite(state.update_pause_s)) parts.push(`${duration(state.update_pause_s)} pause for an update`);
+  return parts.join(" · ") + (state.source === "events" && facts.state !== "live" ? ", as last reported" : "");
+}
+
+// Version, running, waiting, tokens/s; nothing of an engine that left.
+function figuresOf(engine) {
+  const { version, running, waiting, tokens_per_s: rate, slots } = isOut(engine) ? {} : engine;
+  return [number(version), number(running) + (slots > 0 ? ` of ${number(slots)}` : ""), number(waiting), number(rate)];
 }
 
 function Engine({ engine, types, able, order }) {
@@ -63,6 +89,7 @@ function Engine({ engine, types, able, order }) {
   const [type, setType] = useState(engine.type || types[0]);
   const name = engine.name || engine.url;
   const named = engine.name || engine.url;
+  const shown = engine.left_as_planned ? "left" : engine.state;
   const actions = {
     drain: [
       "Drain",
@@ -80,13 +107,14 @@ function Engine({ engine, types, able, order }) {
     actions[sure][2]();
     setSure("");
   };
-  return html`<tr><td>${name}<div class="soft">${engine.name ? engine.url : ""}</div>${engine.last_error && html`<div
+  return html`<tr class=${isOut(engine) ? "out" : ""}><td>${name}<div class="soft">${engine.name ? engine.url : ""}</div>${engine.last_error && html`<div
     class="soft">${engine.last_error}</div>`}</td><td>${engine.type}</td>
-    <td><span class=${`pill ${LOOKS[engine.state] ?? "plain"}`}>${engine.state}</span></td>
-      <td class="number">${number(engine.version)}</td>
-    <td class="number">${number(engine.running)}${Number.isFinite(engine.slots) ? ` of ${number(engine.slots)}` : ""}</td><td class="number">${number(engine.waiting)}</td><td class="number">${number(engine.tokens_per_s)}</td>
+    <td><span class=${`pill ${LOOKS[shown] ?? "plain"}`}>${shown}</span></td>
+      ${figuresOf(engine).map((text, at) => html`<td key=${at} class="number">${text}</td>`)}
     <td>${
-      sure
+      !able || isOut(engine)
+        ? null
+        : sure
         ? html`<span class="row" role="group" aria-label=${actions[sure][1]}><span>${actions[sure][1]}</span>
         ${sure === "swap" && html`<select aria-label="Type of the new engine" value=${type}
           onChange=${(event) => setType(event.target.value)}>${types.map((each) => html`<option key=${each}
@@ -94,12 +122,12 @@ function Engine({ engine, types, able, order }) {
         <button type="button" class="primary" onClick=${yes}>Yes, ${sure}</button>
           <button type="button" onClick=${() => setSure("")}>No</button></span>`
         : html`<span class="row">${Object.entries(actions).map(([id, [title]]) => html`<button type="button" key=${id}
-          disabled=${!able} aria-label=${`${title} ${name}`} onClick=${() => setSure(id)}>${title}</button>`)}</span>`
+          aria-label=${`${title} ${name}`} onClick=${() => setSure(id)}>${title}</button>`)}</span>`
     }</td></tr>`;
 }
 
-function Add({ types, order }) {
-  const [type, setType] = useState(types[0]);
+function Add({ types, usual, order }) {
+  const [type, setType] = useState(usual ?? types[0]);
   const [count, setCount] = useState("1");
   const [url, setUrl] = useState("");
   const start = (event) => {

@@ -31,6 +31,24 @@ export function duration(seconds) {
   return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
 }
 
+// How a measure is written, and its unit: {unit, format}. A text that has its unit in it needs no other.
+export function measureOf(name) {
+  const last = String(name).split("/").pop();
+  if (/_s$/.test(last)) return { unit: "", format: duration };
+  if (/^(accuracy|truncated|all_right|all_wrong|unjudged|stale|ess|occupancy)$|_share$|fraction$/.test(last)) {
+    return { unit: "", format: percent };
+  }
+  if (/tokens$|^length/.test(last)) return { unit: "tokens", format: number };
+  if (/entropy|logprob|^kl|_kl|mismatch_.*_(mean|p50|p95|max)$/.test(last)) return { unit: "nats", format: number };
+  if (/^staleness/.test(last)) return { unit: "versions", format: number };
+  return { unit: "", format: number };
+}
+
+// A tick's text is as short as it may be: 60 %, and not 60.0 %.
+export function tick(text) {
+  return text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
+}
+
 export function clock(unixSeconds) {
   if (typeof unixSeconds !== "number" || !Number.isFinite(unixSeconds)) return NONE;
   return new Date(unixSeconds * 1e3).toLocaleString("sv");

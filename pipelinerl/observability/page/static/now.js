@@ -1,7 +1,7 @@
 // Now: how the run does. Rewards and accuracies with their intervals, staleness, who is waited for, alarms; and every
 // measure over the steps.
-import { Bars, Chart, sharedWindow } from "./charts.js";
-import { clock, duration, number, percent, words } from "./format.js";
+import { Bars, Chart, Smoothing, sharedWindow, smoothLines } from "./charts.js";
+import { clock, duration, measureOf, number, percent, words } from "./format.js";
 import { useAnswer, useStream } from "./live.js";
 import { settle } from "./route.js";
 import { html, useEffect, useMemo, useRef, useState } from "./view.js";
@@ -12,14 +12,14 @@ const ROWS = 1000;
 const NEWER = 250;
 
 const CHARTS = [
-  ["Staleness, in versions", ["staleness_mean", "staleness_max"]],
-  ["Entropy", ["entropy"]],
+  ["Staleness", ["staleness_mean", "staleness_max"]],
+  ["Entropy", ["entropy"], "nats a token"],
   ["Gradient norm", ["grad_norm"]],
   ["Loss", ["loss"]],
-  ["Time of a step", ["step_s", "wait_s"], duration],
-  ["Tokens in a step", ["sampled_tokens", "tokens"]],
-  ["Share of tokens clipped", ["clip_fraction"], percent],
-  ["Effective sample size, of 1", ["ess"], percent],
+  ["Time of a step", ["step_s", "wait_s"]],
+  ["Tokens in a step", ["sampled_tokens", "tokens"], ""],
+  ["Share of tokens clipped", ["clip_fraction"]],
+  ["Effective sample size", ["ess"], "of the batch"],
   ["Trainer − sampler, P95 |Δ log-prob|", ["mismatch_numerics_p95", "mismatch_staleness_p95", "mismatch_cache_p95"]],
   ["Learning rate", ["learning_rate"]],
 ];
@@ -48,7 +48,7 @@ export function Now({ run, facts, query, refresh }) {
     }
     <${Tiles} state=${state} wide=${wide} />
     <${Shares} state=${state} />
-    <${Charts} run=${run} facts=${facts} coarse=${state.steps} ...${shown} />
+    <${Charts} run=${run} facts=${facts} coarse=${state.steps} smooth=${Number(query.smooth) || 0} ...${shown} />
     <${Domains} state=${state} wide=${wide} />
     <${Incidents} incidents=${state.incidents ?? []} />
   </div>`;
@@ -157,9 +157,10 @@ function useSteps(run, metrics, shared, all) {
   const [range, setRange] = useState(shared.range);
   useEffect(() => {
     let timer = 0;
-    const leave = shared.subscribe((next) => {
+    const leave = shared.subscribe((what) => {
+      if (what !== "window") return;
       clearTimeout(timer);
-      timer = setTimeout(() => setRange(next), 150);
+      timer = setTimeout(() => setRange(shared.range), 150);
     });
     return () => {
       leave();
@@ -187,23 +188,30 @@ function lineOf(rows, metric, label, colour, more) {
   return { label, values: column.mean, low: column.low, high: column.high, colour, ...more };
 }
 
-function Charts({ run, facts, coarse, metrics, domains, extra }) {
+function Charts({ run, facts, coarse, metrics, domains, extra, smooth }) {
   const shared = useMemo(sharedWindow, [run]);
   const rows = useSteps(run, metrics, shared, coarse);
-  const figures = useMemo(() => (rows ? figuresOf(rows, domains, extra) : []), [rows, extra.join()]);
+  const figures = useMemo(
+    () =>
+      rows
+        ? figuresOf(rows, domains, extra).map((each) => ({ ...each, lines: smoothLines(each.lines, smooth / rows.each) }))
+        : [],
+    [rows, extra.join(), smooth],
+  );
   if (!rows || rows.count === 0) return html`<p class="none">No steps to draw.</p>`;
   const all = [rows.first, rows.last];
   return html`<section aria-label="Over the steps">
     <div class="row"><h2>Over the steps</h2>
       <${ZoomButtons} shared=${shared} all=${all} />
-      <label>One chart more <select onChange=${(event) => {
+      <${Smoothing} span=${smooth} of="steps" />
+      <label>add a chart <select onChange=${(event) => {
         settle({ charts: [...extra, event.target.value].join(",") });
         event.target.value = "";
       }}>
         <option value="">choose a measure</option>${facts.metrics.filter((name) => !extra.includes(name)).map((name) => html`<option key=${name} value=${name}>${words(name)}</option>`)}
       </select></label>
       ${extra.length > 0 && html`<button type="button" class="quiet"
-        onClick=${() => settle({ charts: "" })}>without them</button>`}
+        onClick=${() => settle({ charts: "" })}>remove those added</button>`}
       ${rows.each > 1 && html`<span class="soft">each point is ${number(rows.each)} steps; zoom in for more</span>`}
     </div>
     <div class="grid">${figures.map((figure) => html`<${Chart} key=${figure.title} x=${rows.x.step}
@@ -213,9 +221,9 @@ function Charts({ run, facts, coarse, metrics, domains, extra }) {
 
 function figuresOf(rows, domains, extra) {
   const figures = [];
-  const add = (title, lines, format, more) => {
+  const add = (title, lines, measure) => {
     const known = lines.filter(Boolean);
-    if (known.length) figures.push({ title, lines: known, format, ...more });
+    if (known.length) figures.push({ title, lines: known, ...measure });
   };
   add("Reward", [lineOf(rows, "reward", "reward", 1), ...evaluationsOf(rows)]);
   add(
@@ -223,7 +231,7 @@ function figuresOf(rows, domains, extra) {
     domains.length
       ? domains.map((name, index) => lineOf(rows, `domain/${name}/accuracy`, name, 1 + (index % 8)))
       : [lineOf(rows, "accuracy", "accuracy", 1)],
-    percent,
+    measureOf("accuracy"),
   );
   add(
     "Reward by domain",
@@ -231,19 +239,20 @@ function figuresOf(rows, domains, extra) {
       ? domains.map((name, index) => lineOf(rows, `domain/${name}/reward`, name, 1 + (index % 8)))
       : [],
   );
-  for (const [title, names, format] of CHARTS)
+  for (const [title, names, unit] of CHARTS)
     add(
       title,
       names.map((name, index) => lineOf(rows, name, shortOf(name, names), 1 + index)),
-      format,
+      { ...measureOf(names[0]), ...(unit !== undefined && { unit }) },
     );
-  for (const name of extra) add(words(name), [lineOf(rows, name, words(name), 6)]);
+  for (const name of extra) add(words(name), [lineOf(rows, name, words(name), 6)], measureOf(name));
   return figures;
 }
 
 function shortOf(name, names) {
-  if (names.length === 1) return words(name);
-  return words(name.replace("mismatch_", "").replace("_p95", "").replace("staleness_m", "m"));
+  const short = name.replace(/_s$/, "");
+  if (names.length === 1) return words(short);
+  return words(short.replace("mismatch_", "").replace("_p95", "").replace("staleness_m", "m"));
 }
 
 // Held-out accuracies as points, at the row of their step.
@@ -304,8 +313,8 @@ function Domains({ state, wide }) {
           ${row.resting !== null && row.resting !== undefined && html` <span
             class="soft">resting until ${number(row.resting)}</span>`}</td>
         <td class="number">${number(row.rollouts)}</td>
-        <td>${number(row.reward?.mean)} <span class="soft">${interval(row.reward)}</span></td>
-          <td>${percent(row.accuracy?.mean)} <span class="soft">${interval(row.accuracy, percent)}</span></td>
+        <td class="figure">${number(row.reward?.mean)} <span class="soft">${interval(row.reward)}</span></td>
+          <td class="figure">${percent(row.accuracy?.mean)} <span class="soft">${interval(row.accuracy, percent)}</span></td>
         <td class="number">${number(row.length_mean)}</td><td class="number">${percent(row.truncated)}</td>
           <td class="number">${percent(row.all_right)}</td>
         <td class="number">${percent(row.all_wrong)}</td><td class="number">${percent(row.stale)}</td>
@@ -366,10 +375,10 @@ function Shares({ state }) {
 function Incidents({ incidents }) {
   return html`<section class="card"><h2>What happened</h2>${
     incidents.length
-      ? html`<div class="scroll" tabindex="0" role="region" aria-label="Incidents"><table><thead><tr>
+      ? html`<div class="scroll long" tabindex="0" role="region" aria-label="Incidents"><table><thead><tr>
         <th scope="col">when</th><th scope="col">what</th><th scope="col">which</th></tr></thead>
-    <tbody>${incidents.map((each, index) => html`<tr key=${index}><td>${clock(each.time)}</td>
-      <td>${words(each.kind)}</td><td>${each.what}</td></tr>`)}</tbody></table></div>`
-      : html`<p class="none">Nothing to tell.</p>`
+    <tbody>${incidents.map((each, index) => html`<tr key=${index}><td class="figure">${clock(each.time)}</td>
+      <td class="figure">${words(each.kind)}</td><td>${each.what}</td></tr>`)}</tbody></table></div>`
+      : html`<p class="none">Nothing yet.</p>`
   }</section>`;
 }

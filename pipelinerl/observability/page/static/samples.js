@@ -124,6 +124,6 @@ function Table({ rows, wanted, run }) {
         class="soft">cut off</span>`}</td>
       <td>${row.domain} ${row.tags.map((tag) => html`<span class="tag" key=${tag}>${tag}</span>`)}</td>
       <td>${row.versions.map(([version]) => version).join(", ")}</td><td>
-        <span class="preview mono soft">${row.prompt}</span></td></tr>`,
+        <span class="preview wide mono soft">${row.prompt_part}</span></td></tr>`,
     )}</tbody></table></div>`;
 }

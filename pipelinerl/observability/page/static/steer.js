@@ -117,15 +117,15 @@ function Knobs({ run, state, again }) {
         <option value="">none</option>${state.presets.map((name) => html`<option key=${name}
           value=${name}>${words(name)}</option>`)}</select></label></p>`
     }
-    <div class="apply">
+    ${state.may_steer && html`<div class="apply">
       <button class="primary" type="submit"
-        disabled=${!state.may_steer || !count || !checked || refused.length > 0 || busy}>${count > 1 ? `Apply ${count} changes` : "Apply"}</button>
+        disabled=${!count || !checked || refused.length > 0 || busy}>${count > 1 ? `Apply ${count} changes` : "Apply"}</button>
       <button type="button" disabled=${!count} onClick=${() => {
         setDraft({});
         setSaid(null);
       }}>Undo</button>
       <span role="status" class="soft">${count > 0 && !checked ? "asking the run…" : count > 0 && !refused.length ? "It takes effect at the next step boundary." : ""}</span>
-    </div>
+    </div>`}
     <div role="alert">${whole.map((each) => html`<p class="note bad" key=${each.message}>${each.message}</p>`)}</div>
     <div role="status">${said && html`<p class=${`note ${said.look}`}>${said.text}</p>`}</div>
   </form>`;

@@ -10,6 +10,7 @@ import { html, useEffect, useMemo, useRef, useState } from "./view.js";
 
 const LEAST_S = 0.02;
 const ASK_AFTER_MS = 120;
+const HOW = "Wheel zooms, dragging moves; on the keyboard + − ← → 0.";
 const SPANS = [
   ["last minute", 60],
   ["last 10 minutes", 600],
@@ -78,6 +79,7 @@ function Lanes({ data, live, ask }) {
   }, [data]);
   useEffect(() => {
     const element = canvas.current;
+    tip.current.textContent = HOW;
     const sized = new ResizeObserver(paint);
     sized.observe(element);
     const leave = onTheme(() => {
@@ -118,7 +120,7 @@ function Lanes({ data, live, ask }) {
       ${SPANS.filter(([, span]) => span < data.end).map(([title, span]) => html`<button type="button" key=${span}
         onClick=${() => show([data.end - span, data.end], true)}>${title}</button>`)}
       ${live && html`<span class="soft">${following ? "follows the newest" : "stands still; “all” follows again"}</span>`}</div>
-    <p class="tip" ref=${tip}>Wheel zooms, dragging moves; on the keyboard + − ← → 0.</p>
+    <p class="tip" ref=${tip}></p>
     <canvas ref=${canvas} style=${style} tabindex="0" role="img" onKeyDown=${key}
       aria-label=${`Timeline of ${data.lanes.length} lanes over ${duration(data.end)}; what it shows stands in the tables below`}></canvas></section>`;
 }
@@ -204,14 +206,14 @@ function Told({ data }) {
     )}</tbody></table></div></section>
     <section class="card"><h2>What happened</h2>${
       data.marks.length
-        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Marks"><table><thead><tr>
+        ? html`<div class="scroll long" tabindex="0" role="region" aria-label="Marks"><table><thead><tr>
           <th class="number" scope="col">at</th><th scope="col">what</th><th scope="col">which</th></tr></thead>
       <tbody>${data.marks
         .slice(-60)
         .reverse()
         .map(
           ([at, kind, text], index) =>
-            html`<tr key=${index}><td class="number">${duration(at)}</td><td>${words(kind)}</td><td>${text}</td>
+            html`<tr key=${index}><td class="number">${duration(at)}</td><td class="figure">${words(kind)}</td><td>${text}</td>
               </tr>`,
         )}</tbody></table></div>`
         : html`<p class="none">Nothing out of the ordinary.</p>`

@@ -1,9 +1,8 @@
-// What every screen draws with: preact's hooks, and `html`, which makes elements of a template. A value in a template
-// becomes a text node or an attribute, never markup: what a model, a recipe or an engine wrote cannot become any.
-// Characters that nobody sees, or that turn a line round, come out as escapes: `visible`.
-import htm from "./htm.js";
-import { h, render } from "./preact.js";
-import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "./preact_hooks.js";
+// What every screen draws with: `html`, which makes elements of a template, and the hooks of components. A value in a
+// template becomes a text node or an attribute, never markup: what a model, a recipe or an engine wrote cannot become
+// any. Characters that nobody sees, or that turn a line round, come out as escapes: `visible`.
+import { element, render, useEffect, useMemo, useRef, useState } from "./render.js";
+import { templates } from "./template.js";
 
 // Control and format characters, halves of surrogate pairs, private and unassigned ones, separators of lines; but for
 // what lays out ordinary text. As `pipelinerl.observability.samples.visible` has it.
@@ -26,12 +25,12 @@ function seen(child) {
   return typeof child === "string" ? visible(child) : child;
 }
 
-function element(type, props, ...children) {
-  if (props && typeof type === "string") {
+function visibleElement(type, props, ...children) {
+  if (typeof type === "string") {
     for (const name of READ_ALOUD) if (typeof props[name] === "string") props[name] = visible(props[name]);
   }
-  return h(type, props, ...children.map(seen));
+  return element(type, props, ...children.map(seen));
 }
 
-export const html = htm.bind(element);
-export { render, useEffect, useLayoutEffect, useMemo, useRef, useState };
+export const html = templates(visibleElement);
+export { render, useEffect, useMemo, useRef, useState };

@@ -1,0 +1,158 @@
+"""The page's own renderer and templates, in the browser that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.commands.watch.run_files import served_page, written_run
+from tests.observability.page.browser import MISSING, a_browser, opened
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+#: Runs `body` with `html`, the hooks and an empty `place`; `settled()` waits for what a change of state draws.
+SETUP = """async (body) => {
+  const view = await import("/static/view.js");
+  const place = document.createElement("div");
+  document.body.replaceChildren(place);
+  const settled = () => new Promise((done) => setTimeout(done));
+  return await new Function("view", "place", "settled",
+    `const { html, render, useEffect, useMemo, useRef, useState } = view; return (async () => { ${body} })();`,
+  )(view, place, settled);
+}"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    run_dir: Path = written_run(tmp_path_factory.mktemp("renderer") / "run", steps=1)
+    with a_browser() as browser, served_page(run_dir) as server, opened(browser, server.url, bypass_csp=True) as one:
+        yield one
+
+
+def run(page: Page, body: str) -> Any:
+    return page.evaluate(SETUP, body)
+
+
+def test_a_template_becomes_elements_texts_and_attributes(page: Page) -> None:
+    drawn = run(
+        page,
+        """
+      const rest = { id: "x", hidden: true };
+      render(html`<p class=${"a b"} title='t' ...${rest} lang=${undefined}>one ${2} <b>three</b>
+        four${null}${false}</p>`, place);
+      return place.innerHTML;
+    """,
+    )
+    assert drawn == '<p class="a b" title="t" id="x" hidden="">one 2 <b>three</b>four</p>'
+
+
+def test_a_value_never_becomes_markup(page: Page) -> None:
+    drawn = run(
+        page, "render(html`<p title=${'<b>'}>${'<b>x</b>'}</p>`, place); return place.firstChild.children.length;"
+    )
+    assert drawn == 0
+
+
+def test_keyed_children_move_and_keep_their_nodes_and_state(page: Page) -> None:
+    drawn = run(
+        page,
+        """
+      let show;
+      function Row({ name }) { const [born] = useState(name); return html`<li>${born}</li>`; }
+      function List() {
+        const [names, setNames] = useState(["a", "b", "c"]);
+        show = setNames;
+        return html`<ul><li>first</li>${names.map((name) => html`<${Row} key=${name} name=${name} />`)}
+          <li>last</li></ul>`;
+      }
+      render(html`<${List} />`, place);
+      const b = place.querySelectorAll("li")[2];
+      show(["c", "b", "d"]);
+      await settled();
+      return [place.textContent, b === place.querySelectorAll("li")[2]];
+    """,
+    )
+    assert drawn == ["firstcbdlast", True]
+
+
+def test_a_component_that_draws_nothing_comes_back_in_its_place(page: Page) -> None:
+    drawn = run(
+        page,
+        """
+      let show;
+      function Maybe() { const [is, set] = useState(true); show = set; return is && html`<i>i</i><b>b</b>`; }
+      render(html`<div>1<${Maybe} />2</div>`, place);
+      const said = [place.textContent];
+      for (const each of [false, true]) { show(each); await settled(); said.push(place.textContent); }
+      return said;
+    """,
+    )
+    assert drawn == ["1ib2", "12", "1ib2"]
+
+
+def test_effects_run_when_their_inputs_change_and_end_with_their_component(page: Page) -> None:
+    drawn = run(
+        page,
+        """
+      const said = [];
+      let show;
+      function Child({ of }) {
+        useEffect(() => { said.push(`on ${of}`); return () => said.push(`off ${of}`); }, [of]);
+        return html`<p>${of}</p>`;
+      }
+      function Parent() { const [of, set] = useState("a"); show = set; return of && html`<${Child} of=${of} />`; }
+      render(html`<${Parent} />`, place);
+      for (const each of ["a", "b", ""]) { show(each); await settled(); }
+      return said;
+    """,
+    )
+    assert drawn == ["on a", "off a", "on b", "off b"]
+
+
+def test_several_changes_of_state_are_drawn_once(page: Page) -> None:
+    drawn = run(
+        page,
+        """
+      let times = 0, set;
+      function Count() { const [n, setN] = useState(0); set = setN; times += 1; return html`<p>${n}</p>`; }
+      render(html`<${Count} />`, place);
+      set((n) => n + 1); set((n) => n + 1);
+      await settled();
+      return [place.textContent, times];
+    """,
+    )
+    assert drawn == ["2", 2]
+
+
+def test_what_somebody_writes_outlasts_a_drawing_and_a_choice_follows_its_value(page: Page) -> None:
+    drawn = run(
+        page,
+        """
+      let again;
+      function Form() {
+        const [n, setN] = useState(0);
+        again = setN;
+        return html`<input value="kept" /><select value=${n ? "b" : "a"}><option value="a">a</option>
+          <option value="b">b</option></select>`;
+      }
+      render(html`<${Form} />`, place);
+      const [input, select] = place.children;
+      input.focus();
+      input.value = "half a wo";
+      again(1);
+      await settled();
+      return [input.value, select.value];
+    """,
+    )
+    assert drawn == ["half a wo", "b"]
+
+
+def test_a_broken_template_is_an_error_that_shows_where(page: Page) -> None:
+    said = run(page, 'try { html`<p class="a ${1}">x</p>`; } catch (error) { return error.message; }')
+    assert said.startswith("a template cannot be read from here on")

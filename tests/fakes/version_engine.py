@@ -99,7 +99,7 @@ class _NoText:
 
     eos_token_ids: frozenset[int] = frozenset()
 
-    def encode_chat(self, messages: object, template_kwargs: object = ()) -> list[int]:
+    def encode_chat(self, messages: object, template_kwargs: object = (), tools: object = ()) -> list[int]:
         return PROMPT
 
     def decode(self, token_ids: object) -> str:

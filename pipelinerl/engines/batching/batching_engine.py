@@ -16,7 +16,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Final, Protocol, final
 
-from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UnknownModel
+from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest
 from inference_contract.schemas import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -29,6 +29,7 @@ from inference_contract.schemas import (
     ModelCard,
     StreamOptions,
 )
+from inference_contract.tools import ToolDefinition
 from inference_contract.weights import (
     InitProcessGroupRequest,
     OnUpdate,
@@ -41,14 +42,21 @@ from pipelinerl import rng
 from pipelinerl.engines.batching import responses
 from pipelinerl.engines.batching.decode_loop import DecodeLoop
 from pipelinerl.engines.batching.model_runner import ModelRunner
-from pipelinerl.engines.batching.request_checks import add_samples, refuse_oversized, room_after
+from pipelinerl.engines.batching.request_checks import (
+    add_samples,
+    check_model,
+    offered_tools,
+    refuse_oversized,
+    refuse_unserved,
+    room_after,
+)
 from pipelinerl.engines.batching.sample_loop import Delivery, LoopBuilder, SampleLoop, ServedModel
 from pipelinerl.engines.batching.scheduler import Capacity, Scheduler
 from pipelinerl.engines.batching.sequence import Detokenizer, Request, TextWindow
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
-from pipelinerl.errors import PipelineError, TemplateNameError
+from pipelinerl.errors import PipelineError, TemplateNameError, UnshownFieldError
 from pipelinerl.weights.layout import converted_by
 
 #: How long `close` waits for the loop's thread to end its step.
@@ -63,7 +71,12 @@ _CLOSING: Final = "the engine is closing; send the request to another one"
 class Tokenizer(responses.Decoder, Protocol):
     """What the engine needs of a tokenizer; `pipelinerl.models.tokenizer.ChatTokenizer` satisfies it."""
 
-    def encode_chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any] = ...) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        template_kwargs: Mapping[str, Any] = ...,
+        tools: Sequence[ToolDefinition] = ...,
+    ) -> list[int]:
         """The prompt's tokens, the opening of the assistant's turn included."""
         ...
 
@@ -224,8 +237,8 @@ class BatchingEngine:
             raise EngineStopped(_CLOSING)
         if self._receiver.dirty is not None:
             raise Dirty(f"{self._receiver.dirty}; the engine serves again after a full update")
-        if asked.model is not None and asked.model != self._options.model_id:
-            raise UnknownModel(f"this engine serves {self._options.model_id!r}, got {asked.model!r}", param="model")
+        check_model(asked, self._options.model_id)
+        refuse_unserved(asked)
         if asked.return_routed_experts and model.route_log is None:
             raise InvalidRequest(_TELLS_NO_ROUTING, param="return_routed_experts")
         prompt = asked.prompt_token_ids or await self._encoded(asked, model)
@@ -256,9 +269,9 @@ class BatchingEngine:
 
     async def _encoded(self, asked: ChatCompletionRequest, model: ServedModel) -> list[int]:
         """The prompt's tokens, made beside the event loop: a long text takes seconds, and others wait for tokens."""
-        messages = asked.messages or []
-        refuse_oversized(messages, model)
-        encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs)
+        messages, tools = asked.messages or [], offered_tools(asked)
+        refuse_oversized(messages, tools, model)
+        encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs, tools)
         try:
             return await self._events.run_in_executor(self._encoder, encode)
         except asyncio.CancelledError:
@@ -268,6 +281,8 @@ class BatchingEngine:
             raise EngineStopped(_CLOSING) from None  # `close` took it from the queue
         except TemplateNameError as error:
             raise InvalidRequest(str(error), param="chat_template_kwargs") from error
+        except UnshownFieldError as error:
+            raise InvalidRequest(str(error), param=error.place) from error
         except PipelineError as error:
             raise InvalidRequest(str(error), param="messages") from error
 

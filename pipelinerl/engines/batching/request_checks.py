@@ -10,29 +10,64 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from inference_contract.errors import ContextExceeded, InvalidRequest
+from inference_contract.errors import ContextExceeded, InvalidRequest, UnknownModel
 from inference_contract.schemas import AnswerPrefix, ChatCompletionRequest, ChatMessage
+from inference_contract.tools import ToolDefinition
 from pipelinerl import rng
 from pipelinerl.engines.batching.sample_loop import ServedModel
 from pipelinerl.engines.batching.sequence import Request, TextWindow
 
 #: Characters; vocabularies have a few tokens of so many, all of them spaces or dashes.
 _LONGEST_TOKEN: Final = 128
+_UNSERVED: Final = (
+    *("prompt", "response_format", "min_p", "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs"),
+)
 
 
-def refuse_oversized(messages: Sequence[ChatMessage], model: ServedModel) -> None:
-    """Raise `ContextExceeded` for messages that cannot fit, by their characters: before the work of tokenising them.
+def check_model(asked: ChatCompletionRequest, model_id: str) -> None:
+    """Raise `UnknownModel` unless the request names this model, the last part of its directory, or none."""
+    if asked.model is None or asked.model == model_id:
+        return
+    short = model_id.rstrip("/").rpartition("/")[2]
+    if asked.model != short:
+        also = "" if short == model_id else f", {short!r} in short"
+        raise UnknownModel(f"this engine serves {model_id!r}{also}, got {asked.model!r}", param="model")
+
+
+def refuse_unserved(asked: ChatCompletionRequest) -> None:
+    """Raise `InvalidRequest` for a field that no engine serves yet."""
+    for name in _UNSERVED:
+        if getattr(asked, name):
+            raise InvalidRequest(f"{name}: this engine would ignore it; leave it out", param=name)
+
+
+def offered_tools(asked: ChatCompletionRequest) -> Sequence[ToolDefinition]:
+    """The tools that the prompt describes: none where the request forbids to call any."""
+    return () if asked.tools is None or asked.tool_choice == "none" else asked.tools
+
+
+def refuse_oversized(messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition], model: ServedModel) -> None:
+    """Raise `ContextExceeded` for a chat that cannot fit, by its characters: before the work of tokenising it.
 
     A message has a token at least, and no tokenizer's tokens are longer than `_LONGEST_TOKEN` on an average.
     """
     most = model.context_length * _LONGEST_TOKEN
-    length = sum(len(message.content) for message in messages)
+    length = sum(map(_characters, messages)) + sum(len(tool.model_dump_json(exclude_none=True)) for tool in tools)
     if length > most or len(messages) > model.context_length:
         raise ContextExceeded(
             f"the prompt must leave room for a token in the context of {model.context_length} tokens, it has "
             f"{len(messages)} messages of {length} characters; shorten it",
             param="messages",
         )
+
+
+def _characters(message: ChatMessage) -> int:
+    calls = message.tool_calls or ()
+    return (
+        len(message.content)
+        + len(message.reasoning_content or "")
+        + sum(len(call.function.name) + len(call.function.arguments) for call in calls)
+    )
 
 
 def room_after(prompt: list[int], model: ServedModel, param: str) -> int:

@@ -45,9 +45,9 @@ from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.batching.request_checks import (
     add_samples,
     check_model,
+    logit_change,
     offered_tools,
     refuse_oversized,
-    refuse_unserved,
     room_after,
 )
 from pipelinerl.engines.batching.sample_loop import Delivery, LoopBuilder, SampleLoop, ServedModel
@@ -78,6 +78,10 @@ class Tokenizer(responses.Decoder, Protocol):
         tools: Sequence[ToolDefinition] = ...,
     ) -> list[int]:
         """The prompt's tokens, the opening of the assistant's turn included."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that no template renders."""
         ...
 
     def detokenizer(self) -> Detokenizer:
@@ -238,11 +242,11 @@ class BatchingEngine:
         if self._receiver.dirty is not None:
             raise Dirty(f"{self._receiver.dirty}; the engine serves again after a full update")
         check_model(asked, self._options.model_id)
-        refuse_unserved(asked)
         if asked.return_routed_experts and model.route_log is None:
             raise InvalidRequest(_TELLS_NO_ROUTING, param="return_routed_experts")
         prompt = asked.prompt_token_ids or await self._encoded(asked, model)
-        room = room_after(prompt, model, "prompt_token_ids" if asked.prompt_token_ids else "messages")
+        param = next(name for name in ("prompt_token_ids", "prompt", "messages") if getattr(asked, name))
+        room = room_after(prompt, model, param)
         number = next(self._numbers)
         work = Request(
             request_id=f"chatcmpl-{number}",
@@ -254,6 +258,10 @@ class BatchingEngine:
             streams=streams,
             stop_ids=frozenset() if asked.ignore_eos else self._tokenizer.eos_token_ids,
             priority=asked.priority,
+            min_p=asked.min_p,
+            num_top=asked.top_logprobs or 0,
+            change=logit_change(asked, model.vocab_size),
+            response_format=asked.response_format,
             tells_routing=asked.return_routed_experts,
         )
         seed = asked.seed if asked.seed is not None else rng.key(self._options.seed, "request", number)
@@ -269,9 +277,12 @@ class BatchingEngine:
 
     async def _encoded(self, asked: ChatCompletionRequest, model: ServedModel) -> list[int]:
         """The prompt's tokens, made beside the event loop: a long text takes seconds, and others wait for tokens."""
-        messages, tools = asked.messages or [], offered_tools(asked)
-        refuse_oversized(messages, tools, model)
-        encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs, tools)
+        messages, tools, text = asked.messages or [], offered_tools(asked), asked.prompt
+        refuse_oversized(messages, tools, text or "", model)
+        if text:
+            encode = partial(self._tokenizer.encode, text)
+        else:
+            encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs, tools)
         try:
             return await self._events.run_in_executor(self._encoder, encode)
         except asyncio.CancelledError:
@@ -284,7 +295,7 @@ class BatchingEngine:
         except UnshownFieldError as error:
             raise InvalidRequest(str(error), param=error.place) from error
         except PipelineError as error:
-            raise InvalidRequest(str(error), param="messages") from error
+            raise InvalidRequest(str(error), param="prompt" if text else "messages") from error
 
     def _submit(self, work: Request, waiter: Callable[[Delivery], None]) -> None:
         self._waiters[work.request_id] = (work, waiter)

@@ -14,14 +14,12 @@ from inference_contract.errors import ContextExceeded, InvalidRequest, UnknownMo
 from inference_contract.schemas import AnswerPrefix, ChatCompletionRequest, ChatMessage
 from inference_contract.tools import ToolDefinition
 from pipelinerl import rng
+from pipelinerl.engines.batching.logit_changes import LogitChange
 from pipelinerl.engines.batching.sample_loop import ServedModel
 from pipelinerl.engines.batching.sequence import Request, TextWindow
 
 #: Characters; vocabularies have a few tokens of so many, all of them spaces or dashes.
 _LONGEST_TOKEN: Final = 128
-_UNSERVED: Final = (
-    *("prompt", "response_format", "min_p", "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs"),
-)
 
 
 def check_model(asked: ChatCompletionRequest, model_id: str) -> None:
@@ -34,11 +32,15 @@ def check_model(asked: ChatCompletionRequest, model_id: str) -> None:
         raise UnknownModel(f"this engine serves {model_id!r}{also}, got {asked.model!r}", param="model")
 
 
-def refuse_unserved(asked: ChatCompletionRequest) -> None:
-    """Raise `InvalidRequest` for a field that no engine serves yet."""
-    for name in _UNSERVED:
-        if getattr(asked, name):
-            raise InvalidRequest(f"{name}: this engine would ignore it; leave it out", param=name)
+def logit_change(asked: ChatCompletionRequest, vocab_size: int) -> LogitChange | None:
+    """What the request adds to logits; None for nothing. Raises `InvalidRequest` for a token outside the vocabulary."""
+    bias = asked.logit_bias or {}
+    if not bias and asked.frequency_penalty == 0 and asked.presence_penalty == 0:
+        return None
+    if bias and (min(bias) < 0 or max(bias) >= vocab_size):
+        wrong = min(bias) if min(bias) < 0 else max(bias)
+        raise InvalidRequest(f"logit_bias: token ids must be in [0, {vocab_size}), got {wrong}", param="logit_bias")
+    return LogitChange(bias, asked.frequency_penalty, asked.presence_penalty)
 
 
 def offered_tools(asked: ChatCompletionRequest) -> Sequence[ToolDefinition]:
@@ -46,18 +48,21 @@ def offered_tools(asked: ChatCompletionRequest) -> Sequence[ToolDefinition]:
     return () if asked.tools is None or asked.tool_choice == "none" else asked.tools
 
 
-def refuse_oversized(messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition], model: ServedModel) -> None:
-    """Raise `ContextExceeded` for a chat that cannot fit, by its characters: before the work of tokenising it.
+def refuse_oversized(
+    messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition], text: str, model: ServedModel
+) -> None:
+    """Raise `ContextExceeded` for a prompt that cannot fit, by its characters: before the work of tokenising it.
 
     A message has a token at least, and no tokenizer's tokens are longer than `_LONGEST_TOKEN` on an average.
     """
     most = model.context_length * _LONGEST_TOKEN
-    length = sum(map(_characters, messages)) + sum(len(tool.model_dump_json(exclude_none=True)) for tool in tools)
+    length = len(text) + sum(map(_characters, messages))
+    length += sum(len(tool.model_dump_json(exclude_none=True)) for tool in tools)
     if length > most or len(messages) > model.context_length:
         raise ContextExceeded(
             f"the prompt must leave room for a token in the context of {model.context_length} tokens, it has "
             f"{len(messages)} messages of {length} characters; shorten it",
-            param="messages",
+            param="prompt" if text else "messages",
         )
 
 

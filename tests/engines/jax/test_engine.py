@@ -290,8 +290,8 @@ def test_a_row_without_a_distribution_is_told_of_and_the_others_are_sampled(
             "noise": random.random(4),
             "truncates": truncates,
         }
-        token_ids, logprobs = map(np.asarray, sample(jax.numpy.asarray(spoiled), **options))
-        healthy = list(map(np.asarray, sample(jax.numpy.asarray(logits), **options)))
+        token_ids, logprobs = map(np.asarray, sample(jax.numpy.asarray(spoiled), **options)[:2])
+        healthy = list(map(np.asarray, sample(jax.numpy.asarray(logits), **options)[:2]))
         assert np.isnan(logprobs[1:3]).all() and (token_ids[1:3] < vocab).all() and (token_ids[1:3] >= 0).all()
         assert token_ids[::3].tolist() == healthy[0][::3].tolist()
         assert logprobs[::3].tolist() == healthy[1][::3].tolist() and np.isfinite(logprobs[::3]).all()

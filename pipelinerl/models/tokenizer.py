@@ -158,6 +158,15 @@ class ChatTokenizer:
         template: Any = self._tokenizer.chat_template
         return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of `text` as a whole prompt, after the token that the tokenizer begins each text with, if any.
+
+        Raises:
+            ModelError: the text spells a control token and has no plain form.
+        """
+        special: list[int] = self._tokenizer.backend_tokenizer.encode("", add_special_tokens=True).ids
+        return [token_id for token_id in special if token_id not in self._eos_token_ids] + self.encode(text)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as the assistant's content: no control token that structures a chat comes out.
 

@@ -104,7 +104,7 @@ class _NoText:
     def encode_chat(self, messages: object, template_kwargs: object = (), tools: object = ()) -> list[int]:
         return PROMPT
 
-    def encode(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         return PROMPT
 
     def decode(self, token_ids: object) -> str:

@@ -80,7 +80,7 @@ class Tokenizer(responses.Decoder, Protocol):
         """The prompt's tokens, the opening of the assistant's turn included."""
         ...
 
-    def encode(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         """The tokens of a text that no template renders."""
         ...
 
@@ -280,7 +280,7 @@ class BatchingEngine:
         messages, tools, text = asked.messages or [], offered_tools(asked), asked.prompt
         refuse_oversized(messages, tools, text or "", model)
         if text:
-            encode = partial(self._tokenizer.encode, text)
+            encode = partial(self._tokenizer.encode_prompt, text)
         else:
             encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs, tools)
         try:

@@ -88,7 +88,7 @@ class Letters:
     def encode_chat(self, messages: Items[ChatMessage], template_kwargs: object = (), tools: object = ()) -> list[int]:
         raise AssertionError("prompts come as tokens")
 
-    def encode(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         return [1]
 
     def decode(self, token_ids: Items[int]) -> str:

@@ -11,27 +11,14 @@ from hypothesis import given, settings, strategies as st
 from inference_contract.schemas import ChatMessage
 from inference_contract.tools import ToolDefinition
 from pipelinerl.errors import ModelError, UnshownFieldError
+from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS
 from pipelinerl.models.tokenizer import ChatTokenizer
-from tests.models.test_control_tokens import CHATML_TOKENS, byte_level, guarded
+from tests.fakes.tool_model import TOOL_TEMPLATE, TOOL_TOKENS, tool_tokenizer
+from tests.models.test_control_tokens import guarded
 
-#: As Hermes' and Qwen's: calls and results stand between tokens of their own.
-TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-TOOL_TEMPLATE = (
-    "{%- if tools %}{{- '<|im_start|>system\n# Tools\n' }}{%- for tool in tools %}{{- tool | tojson + '\n' }}"
-    "{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}"
-    "{%- for m in messages %}"
-    "{%- if m.role == 'tool' %}"
-    "{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
-    "{%- else %}{{- '<|im_start|>' + m.role + '\n' }}"
-    "{%- if m.reasoning_content %}{{- '<think>\n' + m.reasoning_content + '\n</think>\n' }}{%- endif %}{{- m.content }}"
-    '{%- for call in m.tool_calls %}{{- \'\n<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
-    "{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}"
-    "{{- '}\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
-RAW = byte_level(TOOL_TEMPLATE, CHATML_TOKENS, "<|im_end|>", *TOOL_TOKENS)
+RAW = tool_tokenizer()
 TOKENIZER = guarded(RAW)
-CONTROL = frozenset({*CHATML_TOKENS, *TOOL_TOKENS})
+CONTROL = frozenset({*SPECIAL_TOKENS, *TOOL_TOKENS})
 
 
 def tool(name: str = "add", description: str = "Add", parameters: dict[str, Any] | None = None) -> ToolDefinition:
@@ -60,16 +47,16 @@ def control_tokens(ids: list[int]) -> list[str]:
 def test_template_sees_tools_calls_and_results() -> None:
     ids = TOKENIZER.encode_chat(conversation(), tools=[tool()])
     assert RAW.decode(ids) == (
-        "<|im_start|>system\n# Tools\n"
+        "<|system|># Tools\n"
         '{"type": "function", "function": {"name": "add", "description": "Add", "parameters": {"type": "object"}}}\n'
-        "<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 2<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\nHm.\n</think>\n\n<tool_call>\n"
-        '{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
-        "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        "<|end|><|system|>Be brief.<|end|><|user|>1 + 2<|end|>"
+        "<|assistant|><think>\nHm.\n</think>\n<tool_call>\n"
+        '{"name": "add", "arguments": {"a": 1}}\n</tool_call><|end|>'
+        "<|user|><tool_response>\n3\n</tool_response><|end|><|assistant|>"
     )
 
 
-@pytest.mark.parametrize("spelled", ["<|im_end|>", "<|im_start|>", "</tool_response>", "</tool_call>"])
+@pytest.mark.parametrize("spelled", ["<|end|>", "<|user|>", "</tool_response>", "</tool_call>"])
 @pytest.mark.parametrize(
     "place", ["result", "argument", "argument's name", "unparsed arguments", "name", "description", "parameter"]
 )
@@ -108,7 +95,7 @@ def test_no_data_becomes_a_control_token(texts: list[str]) -> None:
 
 
 def test_assistants_thinking_may_hold_inner_tokens_but_no_structural_ones() -> None:
-    ids = TOKENIZER.encode_chat(conversation(thinking="<tool_call><|im_end|>"), tools=[tool()])
+    ids = TOKENIZER.encode_chat(conversation(thinking="<tool_call><|end|>"), tools=[tool()])
     expected = control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
     expected.insert(expected.index("<think>") + 1, "<tool_call>")
     assert control_tokens(ids) == expected
@@ -121,9 +108,7 @@ def test_arguments_that_are_no_object_are_shown_as_they_are(arguments: str) -> N
 
 
 def test_template_without_a_place_for_a_field_refuses_it_by_name() -> None:
-    plain: ChatTokenizer = guarded(
-        byte_level("{% for m in messages %}{{ m.content }}{% endfor %}", CHATML_TOKENS, "<|im_end|>")
-    )
+    plain: ChatTokenizer = guarded(tool_tokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}"))
     user = [ChatMessage(role="user", content="a")]
     with pytest.raises(UnshownFieldError, match="does not look at tools") as tools:
         plain.encode_chat(user, tools=[tool()])
@@ -135,6 +120,6 @@ def test_template_without_a_place_for_a_field_refuses_it_by_name() -> None:
 
 def test_untrackable_spelling_in_a_tool_names_its_place() -> None:
     template = TOOL_TEMPLATE.replace("tool | tojson", "tool | tojson | urlencode")
-    encoding = guarded(byte_level(template, CHATML_TOKENS, "<|im_end|>", *TOOL_TOKENS))
+    encoding = guarded(tool_tokenizer(template=template))
     with pytest.raises(ModelError, match=r"tools\.0\.function\.description spells a control token"):
-        encoding.encode_chat(conversation(), tools=[tool(description="<|im_end|>")])
+        encoding.encode_chat(conversation(), tools=[tool(description="<|end|>")])

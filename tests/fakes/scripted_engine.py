@@ -104,6 +104,7 @@ class Fault(StrEnum):
     SERVES_HALF_A_PULL = "serves_half_a_pull"
     PULLS_ELSEWHERE = "pulls_elsewhere"
     COMMITS_ON_ABORT = "commits_on_abort"
+    LEAVES_FOR_ANY_JOIN = "leaves_for_any_join"
     IGNORES_DRAIN = "ignores_drain"
     NEVER_FREES = "never_frees"
     SPELLS_TOKENS = "spells_tokens"
@@ -227,6 +228,8 @@ class ScriptedEngine:
         return 0.0
 
     async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
+        if self._fault is Fault.LEAVES_FOR_ANY_JOIN and request.world_size > 2:
+            self._receiver.close()
         if self._fault is Fault.LOWER_GENERATION and self._receiver._member._membership is not None:
             known = self._receiver._member._membership.request
             if request.generation < known.generation:

@@ -380,8 +380,9 @@ def replay(
 def _connect(url: str, token: str) -> Any:
     """The controller's client, by which the launcher follows a run."""
     from pipelinerl.controller.client import ControllerClient
+    from pipelinerl.controller.routes import LAUNCHER
 
-    return ControllerClient(url, token, who="the launcher")
+    return ControllerClient(url, token, who=LAUNCHER)
 
 
 def _claim(config: recipes.RunConfig) -> bool:

@@ -46,8 +46,9 @@ ENGINES_DRAIN: Final = "/engines/drain"
 VERIFIERS: Final = "/verifiers"
 STOP: Final = "/stop"
 SUSPEND: Final = "/suspend"
-#: The header that says who asks.
+#: The header that says who asks, and what a launcher says there.
 WHO: Final = "x-who"
+LAUNCHER: Final = "the launcher"
 
 #: How long what an engine has may run on when the engine is to go, in seconds, unless its operator says otherwise.
 GRACE_S: Final = 60.0

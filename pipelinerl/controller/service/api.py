@@ -84,8 +84,10 @@ async def _cannot_be(_: Request, error: Exception) -> Response:
 
 def _add_status(app: FastAPI, service: ControllerService) -> None:
     @app.get(routes.STATUS)
-    async def status() -> Response:
+    async def status(who: _Who = "somebody") -> Response:
         await service.begun()
+        if who == routes.LAUNCHER:
+            service.note_launcher()
         return _answer(service.status())
 
     @app.get(routes.METRICS)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipelinerl.controller.routes import OFFER_S, OFFERS_AT_ONCE
+from pipelinerl.controller.routes import LAUNCHER, OFFER_S, OFFERS_AT_ONCE
 from pipelinerl.controller.service import api
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import JOURNAL, Journal
@@ -225,6 +225,15 @@ async def test_an_engine_that_does_not_answer_at_its_address_is_refused_within_s
     refused = await http.post("/engines", json={"url": ENGINE, "incarnation": "1"})
     assert refused.json()["error"]["message"] == "url: no engine answers there: no answer within 0.05 s"
     assert run.controller.state.fleet.records() == []
+
+
+async def test_a_launcher_is_there_as_long_as_it_asks_for_the_status(run: Running, http: httpx.AsyncClient) -> None:
+    assert (await http.get("/engines")).json()["has_launcher"], "one may be about to ask"
+    run.service._launcher_at -= 60.0
+    await http.get("/status")
+    assert not (await http.get("/engines")).json()["has_launcher"]
+    await http.get("/status", headers={"x-who": LAUNCHER})
+    assert (await http.get("/engines")).json()["has_launcher"]
 
 
 async def test_an_address_whose_engines_die_unproven_is_kept_waiting(run: Running, http: httpx.AsyncClient) -> None:

@@ -51,7 +51,7 @@ def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) 
         case HealthCheckMissed(url=url):
             return [Record("engine_suspect", {"url": url})] if fleet.on_missed_poll(url) else []
         case EngineAnswered(url=url):
-            return _answered(state, url)
+            return _answered(state, url, now=given.now)
         case EngineRestarted(url=url):
             return _join_of(url) if fleet.restarted(url) else []
         case EngineTimedOut(url=url, reason=reason):
@@ -168,9 +168,9 @@ def _loss_of(url: str, reason: str) -> list[Effect]:
     return [Record("engine_lost", {"url": url, "reason": reason})]
 
 
-def _answered(state: RunState, url: str) -> list[Effect]:
+def _answered(state: RunState, url: str, *, now: float) -> list[Effect]:
     proven = url in state.fleet.verified()
-    if not state.fleet.answered(url, version=state.version):
+    if not state.fleet.answered(url, version=state.version, now=now):
         return []
     return [Record("engine_back", {"url": url})] if proven else _join_of(url)
 

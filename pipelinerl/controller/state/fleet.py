@@ -107,7 +107,7 @@ class EngineRecord:
         proven: this life of it has proven weights.
         unproven_lives: lives before this one, in a row, that ended without a proof.
         expulsions: for failures, since it last proved its weights.
-        returns_at: when it may come back, counted from its first offer after the expulsion; 0 before that.
+        returns_at: when it may come back, counted from its first sign of life after the failure; 0 before that.
         draining_since, drain_by: when an operator asked, and how long what it has may run; on the controller's clock.
         to_stop: an operator took it out: whoever started its process may end it.
         refuses: no retry mends why it was expelled; another life of it may.
@@ -265,7 +265,7 @@ class Fleet:
         if now < known.returns_at:
             return False
         self._rejoin(known.url, known.last_error)
-        self._change(known.url, failed_updates=0, returns_at=0.0)
+        self._change(known.url, failed_updates=0)
         self.membership += 1
         return True
 
@@ -360,22 +360,33 @@ class Fleet:
         self._change(url, lifecycle=EngineLifecycle.SUSPECT)
         return True
 
-    def answered(self, url: str, *, version: int) -> bool:
+    def answered(self, url: str, *, version: int, now: float = 0.0) -> bool:
         """One that was not trusted answers again: a suspect goes on, the dead and the dirty join anew.
 
-        While others serve, one whose proof failed waits until the newest `version` is another.
+        While others serve, one whose proof failed waits until the newest `version` is another. One that has yet to
+        prove any weights waits longer after each failure, as each costs the others a new group.
         """
         match self._lifecycle(url):
             case EngineLifecycle.SUSPECT:
                 self._change(url, lifecycle=EngineLifecycle.HEALTHY)
             case EngineLifecycle.DEAD | EngineLifecycle.DIRTY if (
                 self.by_url[url].refused != version or not self.verified()
-            ):
+            ) and self._retry_is_due(url, now=now):
                 self._rejoin(url, self.by_url[url].last_error)
                 self.membership += 1
             case _:
                 return False
         return True
+
+    def _retry_is_due(self, url: str, *, now: float) -> bool:
+        """Whether a failed engine is tried again; its wait begins with its first answer after the failure."""
+        record = self.by_url[url]
+        setbacks = record.failed_updates + record.unproven_lives
+        if record.proven or setbacks < 2:
+            return True
+        if not record.returns_at:
+            self._change(url, returns_at=now + min(_FIRST_WAIT_S * 2 ** (setbacks - 2), _LONGEST_WAIT_S))
+        return now >= self.by_url[url].returns_at
 
     def on_timeout(self, url: str, reason: str) -> bool:
         """The engine has not answered for too long."""
@@ -435,6 +446,7 @@ class Fleet:
             lifecycle=EngineLifecycle.JOINING,
             loaded=-1,
             joined_at=self.membership + 1,
+            returns_at=0.0,
             last_error=reason,
         )
 

@@ -373,6 +373,20 @@ def test_lives_that_die_unproven_wait_longer_and_longer(fleet: Fleet) -> None:
     assert fleet.offer_wait_s(B, "13", now=now) == 0, "a proof forgives"
 
 
+def test_an_unproven_engine_that_fails_is_tried_again_at_growing_intervals() -> None:
+    fleet, now, waits = Fleet(updates_to_expulsion=9), 0.0, []
+    fleet.join(A, "1")
+    for _ in range(8):
+        assert fail(fleet, A)
+        began = now
+        while not fleet.answered(A, version=1, now=now):
+            now += 0.5
+        waits.append(now - began)
+    assert waits == [0, 1, 2, 4, 8, 16, 32, 60]
+    serve(fleet, A, 1)
+    assert fail(fleet, A) and fleet.answered(A, version=2, now=now), "one that has proven itself is tried at once"
+
+
 def test_a_suspect_keeps_its_weights(fleet: Fleet) -> None:
     before = fleet.membership
     assert fleet.on_missed_poll(A) and not fleet.on_missed_poll(A) and not fleet.on_missed_poll(B)

@@ -105,6 +105,25 @@ def namesakes(config: RunConfig) -> Iterator[Path]:
         yield path
 
 
+def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> None:
+    """Return when no run of this name is live; a second one would share the machine, which nobody may have meant.
+
+    Args:
+        by_hand: says of a directory without a launcher who runs there; empty for nobody.
+
+    Raises:
+        UserError: one is live; the message says what to type.
+    """
+    for path in namesakes(config):
+        runner = f"process {pid}" if (pid := holder_of(path)) is not None else by_hand(path)
+        if runner:
+            raise UserError(
+                f"a run of this name is live in {path} ({runner}): to look at it, pipelinerl top {path}; to end it, "
+                f"pipelinerl stop {path}; to go on with it once it has ended, pipelinerl run --resume {path}; to start "
+                "another one beside it on this machine, add --new"
+            )
+
+
 def _numbered(config: RunConfig, number: int) -> RunConfig:
     name = config.run.name if number == 1 else f"{config.run.name}-{number}"
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})

@@ -96,10 +96,10 @@ def run(
     else starts these (docs/clusters.md).
     """
     from launch import run as launching
-    from launch.run_directory import open_run
+    from launch.resumed_recipe import change_recipe, record_change
+    from launch.run_directory import open_run, refuse_namesake
     from pipelinerl.commands import resumption
-    from pipelinerl.commands.live_namesake import refuse_namesake
-    from pipelinerl.commands.resumed_recipe import change_recipe, record_change
+    from pipelinerl.commands.remote import started_by_hand
 
     if resume is not None:
         changes = [*([] if recipe is None else [recipe]), *(overrides or [])]
@@ -109,12 +109,13 @@ def run(
         path = resumption.directory_of(resume)
         config = change_recipe(path, changes) if changes else open_run(path).config
         _refuse(config)
-        for change in record_change(path, config):
-            typer.echo(change)
+        if changes:
+            for change in record_change(path, config, step=resumption.newest_step(config, path)):
+                typer.echo(change)
         raise typer.Exit(launching.resume(path, connect=_connect))
     config = recipes.load(recipe or "tiny", overrides or [])
     if not new and on is None:
-        refuse_namesake(config)
+        refuse_namesake(config, by_hand=started_by_hand)
     members = members_of(config, host, hosts, gpus, first_port)
     _refuse(config)
     if on is not None:

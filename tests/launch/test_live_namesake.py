@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from launch.run_directory import create
-from pipelinerl.commands.live_namesake import refuse_namesake
+from launch.run_directory import create, refuse_namesake
+from pipelinerl.commands.remote import started_by_hand
 from pipelinerl.config.recipe import RunConfig, parse
 from pipelinerl.errors import UserError
 from pipelinerl.observability.status import RunStatus
@@ -37,9 +37,9 @@ def controller_url() -> Iterator[str]:
 
 
 def test_runs_that_are_over_are_in_nobodys_way(config: RunConfig) -> None:
-    refuse_namesake(config)
+    refuse_namesake(config, by_hand=started_by_hand)
     create(config), create(config)
-    refuse_namesake(config)
+    refuse_namesake(config, by_hand=started_by_hand)
 
 
 def test_a_live_run_of_this_name_is_named_whichever_number_it_has(config: RunConfig) -> None:
@@ -49,9 +49,9 @@ def test_a_live_run_of_this_name_is_named_whichever_number_it_has(config: RunCon
         second.locked(),
         pytest.raises(UserError, match=r"a run of this name is live in .*tiny-2 \(process \d+\)") as e,
     ):
-        refuse_namesake(config)
+        refuse_namesake(config, by_hand=started_by_hand)
     assert f"--resume {second.path}" in str(e.value) and "--new" in str(e.value)
-    refuse_namesake(config)
+    refuse_namesake(config, by_hand=started_by_hand)
 
 
 def test_a_live_run_whose_services_were_started_by_hand_is_found_by_its_controller(
@@ -61,6 +61,6 @@ def test_a_live_run_whose_services_were_started_by_hand_is_found_by_its_controll
     address = directory.path / "controller.json"
     address.write_text(json.dumps({"url": controller_url, "token": None}))
     with pytest.raises(UserError, match=f"started by hand, controller at {controller_url}"):
-        refuse_namesake(config)
+        refuse_namesake(config, by_hand=started_by_hand)
     address.write_text(json.dumps({"url": "http://127.0.0.1:9", "token": None}))  # left by one that was killed
-    refuse_namesake(config)
+    refuse_namesake(config, by_hand=started_by_hand)

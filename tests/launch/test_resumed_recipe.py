@@ -8,30 +8,27 @@ from typing import Any
 
 import pytest
 
+from launch.resumed_recipe import BOUND, change_recipe, record_change
 from launch.run_directory import create, open_run
-from pipelinerl.commands.resumed_recipe import BOUND, change_recipe, record_change
 from pipelinerl.config.recipe import RunConfig, parse
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.report import write_report
-from pipelinerl.roles.wiring import checkpoints_of
-from tests.fakes.checkpoints import model_directory, save
+from tests.fakes.checkpoints import model_directory
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run of two domains that has come to step 3."""
+    """A run of two domains."""
     table: dict[str, Any] = {
         "model": {"path": str(model_directory(tmp_path / "model"))},
         "domains": [{"name": "d", "source": "s"}, {"name": "e", "source": "s"}],
         "run": {"name": "tiny", "directory": str(tmp_path / "runs"), "steps": 30},
     }
-    directory = create(parse(table))
-    save(checkpoints_of(directory.config, directory.path), 3)
-    return directory.path
+    return create(parse(table)).path
 
 
 def changed(run_dir: Path, *overrides: str) -> list[str]:
-    return record_change(run_dir, change_recipe(run_dir, overrides))
+    return record_change(run_dir, change_recipe(run_dir, overrides), step=3)
 
 
 def test_what_may_change_is_recorded_in_the_recipe_with_the_step(run_dir: Path) -> None:

@@ -17,7 +17,6 @@ from pipelinerl.config.recipe import RunConfig, load_run, save, to_table
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import read_events
 from pipelinerl.observability.redaction import without_secrets
-from pipelinerl.roles.wiring import checkpoints_of
 
 _MAY_CHANGE: Final = ""
 _DRAWN: Final = "the problems and answers drawn so far follow from it"
@@ -110,8 +109,8 @@ def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
     return after
 
 
-def record_change(run_dir: Path, after: RunConfig) -> list[str]:
-    """Make `after` the run's recipe; returns a sentence for each change, which the file begins with as comments.
+def record_change(run_dir: Path, after: RunConfig, *, step: int) -> list[str]:
+    """Make `after` the run's recipe from `step` on; returns the changes in words, with which the file begins.
 
     Raises:
         UserError: the run is live.
@@ -121,7 +120,6 @@ def record_change(run_dir: Path, after: RunConfig) -> list[str]:
     if not changed:
         return []
     with directory.locked():
-        step = max((int(path.name.removeprefix("step-")) for path in checkpoints_of(after, run_dir).all()), default=0)
         made = [f"resumed at step {step}: {key} = {new} (was {old})" for key, (old, new) in changed.items()]
         save(after, directory.recipe, notes=[*_notes(directory.recipe), *made])
     return made

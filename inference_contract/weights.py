@@ -59,7 +59,8 @@ class InitProcessGroupRequest(Wire):
     `generation` orders memberships: the same one again is a no-op, a higher one replaces the group once it has formed,
     a lower one is refused with `stale_generation`, which tells the one joined. A join that fails changes nothing, but
     that its generation is spent. One more than `MOST_GENERATION_STEP` above the group joined is refused.
-    `rendezvous_*` is the trainer's TCP store.
+    `rendezvous_*` is the trainer's TCP store, which is there before any engine is asked to join. The trainer closes it
+    when the group cannot form, since another rank is missing: a join that waits there fails at once.
     """
 
     group: Annotated[str, StringConstraints(min_length=1, max_length=128)]

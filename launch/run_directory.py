@@ -19,13 +19,16 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from pipelinerl.config.recipe import RunConfig, check_layout, load_run, save, write_layout
 from pipelinerl.errors import UserError
 from pipelinerl.system.files import system_words, write_private
+
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +65,9 @@ class RunDirectory:
         Raises:
             UserError: another launcher holds it.
         """
-        # The kernel frees it when its holder dies, on whatever machine; filelock's other kind, a mere file, would stay.
-        lock = self.path / ".lock"
+        lock = self.path / _LOCK
         try:
-            held = FileLock(lock, timeout=0, mode=0o600, fallback_to_soft=False).acquire()
+            held = _lock(lock).acquire()
         except Timeout:
             holder = lock.read_text() or "unknown"
             raise UserError(
@@ -77,6 +79,56 @@ class RunDirectory:
             yield
 
 
+def _lock(path: Path) -> BaseFileLock:
+    """A lock that the kernel frees when its holder dies, on whatever machine; a mere file would stay."""
+    return FileLock(path, timeout=0, mode=0o600, fallback_to_soft=False)
+
+
+def holder_of(path: Path) -> str | None:
+    """The process id of the launcher that runs the directory; None when nobody does."""
+    lock = path / _LOCK
+    if not lock.is_file():
+        return None
+    try:
+        with _lock(lock).acquire():
+            return None
+    except Timeout:
+        return lock.read_text() or "unknown"
+
+
+def namesakes(config: RunConfig) -> Iterator[Path]:
+    """The directories of earlier runs by this name: tiny, tiny-2, tiny-3, …, as far as they follow one another."""
+    for number in count(1):
+        path = _numbered(config, number).run_directory
+        if not os.path.lexists(path):
+            return
+        yield path
+
+
+def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> None:
+    """Return when no run of this name is live; a second one would share the machine, which nobody may have meant.
+
+    Args:
+        by_hand: says of a directory without a launcher who runs there; empty for nobody.
+
+    Raises:
+        UserError: one is live; the message says what to type.
+    """
+    for path in namesakes(config):
+        runner = f"process {pid}" if (pid := holder_of(path)) is not None else by_hand(path)
+        if runner:
+            raise UserError(
+                f"a run of this name is live in {path} ({runner}): to look at it, pipelinerl top {path}; to end it, "
+                f"pipelinerl stop {path}; to go on with it once it has ended, pipelinerl run --resume {path}; to start "
+                "another one beside it on this machine, add --new"
+            )
+
+
+def _numbered(config: RunConfig, number: int) -> RunConfig:
+    name = config.run.name if number == 1 else f"{config.run.name}-{number}"
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
 def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda config: True) -> RunDirectory:
     """Make the directory of a new run. A name that is taken gets a number: tiny, tiny-2, tiny-3, …
 
@@ -86,12 +138,8 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
     Raises:
         UserError: the directory cannot be made.
     """
-    wanted = config.run.name
-    number = 1
-    while True:
-        name = wanted if number == 1 else f"{wanted}-{number}"
-        chosen = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-        number += 1
+    for number in count(1):
+        chosen = _numbered(config, number)
         try:
             chosen.run_directory.mkdir(parents=True, exist_ok=False)
         except OSError as error:
@@ -110,6 +158,7 @@ def create(config: RunConfig, *, claim: Callable[[RunConfig], bool] = lambda con
                 raise UserError(f"run.directory: {directory.path} cannot be written: {system_words(error)}") from None
             undoing.pop_all()
             return directory
+    raise AssertionError("numbers do not end")
 
 
 def refuse_taken(path: Path) -> None:

@@ -75,7 +75,13 @@ RunPath = Annotated[Path, typer.Argument(help="Directory of the run, such as run
 def run(
     recipe: Annotated[str | None, typer.Argument(help="Recipe file, or name of a shipped one (default: tiny).")] = None,
     overrides: Overrides = None,
-    resume: Annotated[str | None, typer.Option(help="Go on with the run in this directory, or at this URL.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="Go on with the run in this directory, or at this URL; changes may follow: run.steps=200."),
+    ] = None,
+    new: Annotated[
+        bool, typer.Option("--new", help="Start another run although one of this name is live; it gets a number.")
+    ] = False,
     host: HostWords = None,
     hosts: HostCount = None,
     gpus: Gpus = None,
@@ -90,17 +96,26 @@ def run(
     else starts these (docs/clusters.md).
     """
     from launch import run as launching
-    from launch.run_directory import open_run
+    from launch.resumed_recipe import change_recipe, record_change
+    from launch.run_directory import open_run, refuse_namesake
     from pipelinerl.commands import resumption
+    from pipelinerl.commands.remote import started_by_hand
 
     if resume is not None:
-        if recipe is not None:
-            raise UserError(f"--resume goes on by the recipe in {resume}; change its recipe.toml, or start another run")
+        changes = [*([] if recipe is None else [recipe]), *(overrides or [])]
+        if recipe is not None and "=" not in recipe:
+            raise UserError(f"--resume goes on by the recipe in {resume}; name changes of it alone, as run.steps=200")
         refuse_hosts(resume, on, host, hosts)
         path = resumption.directory_of(resume)
-        _refuse(open_run(path).config)
+        config = change_recipe(path, changes) if changes else open_run(path).config
+        _refuse(config)
+        if changes:
+            for change in record_change(path, config, step=resumption.newest_step(config, path)):
+                typer.echo(change)
         raise typer.Exit(launching.resume(path, connect=_connect))
     config = recipes.load(recipe or "tiny", overrides or [])
+    if not new and on is None:
+        refuse_namesake(config, by_hand=started_by_hand)
     members = members_of(config, host, hosts, gpus, first_port)
     _refuse(config)
     if on is not None:
@@ -381,8 +396,9 @@ def replay(
 def _connect(url: str, token: str) -> Any:
     """The controller's client, by which the launcher follows a run."""
     from pipelinerl.controller.client import ControllerClient
+    from pipelinerl.controller.routes import LAUNCHER
 
-    return ControllerClient(url, token, who="the launcher")
+    return ControllerClient(url, token, who=LAUNCHER)
 
 
 def _claim(config: recipes.RunConfig) -> bool:

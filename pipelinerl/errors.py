@@ -122,12 +122,24 @@ class UpdateError(PipelineError):
 
 
 class ReachedNoEngine(UpdateError):
-    """No engine took an update: the reason of each in `failed`; for those in `permanent`, no retry mends it."""
+    """No engine took an update.
 
-    def __init__(self, message: str, *, failed: Mapping[str, str], permanent: frozenset[str]) -> None:
+    `failed` holds the reason of each. For those in `permanent` no retry mends it; those in `blameless` failed because
+    of others.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        failed: Mapping[str, str],
+        permanent: frozenset[str] = frozenset(),
+        blameless: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__(message)
         self.failed = failed
         self.permanent = permanent
+        self.blameless = blameless
 
 
 class ServerLost(UpdateError):

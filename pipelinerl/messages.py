@@ -142,7 +142,7 @@ class Starving(ControlMessage, frozen=True):
 class Published(ControlMessage, frozen=True):
     """Outcome of a publication, engine by engine (base URL).
 
-    For those in `permanent`, no retry mends the reason in `failed`.
+    For those in `permanent`, no retry mends the reason in `failed`; those in `blameless` failed because of others.
     """
 
     epoch: int
@@ -153,6 +153,7 @@ class Published(ControlMessage, frozen=True):
     send_s: float
     total_s: float
     permanent: list[str] = []
+    blameless: list[str] = []
 
 
 class CanaryChecked(ControlMessage, frozen=True):

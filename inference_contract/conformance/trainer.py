@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, final
 
@@ -24,6 +26,8 @@ dist: Any = torch.distributed
 
 _GROUP = "conformance"
 _BUCKET_BYTES = 2**16
+#: By then an engine that was asked to join waits for the others.
+_JOINS_S = 0.3
 
 
 def weights(layout: WeightLayout, tag: int) -> torch.Tensor:
@@ -59,19 +63,23 @@ def digest(data: torch.Tensor) -> str:
     return xxhash.xxh3_128(bytes_).hexdigest()
 
 
+def _listening_store(host: str) -> tuple[Any, int]:
+    """A store at a free port of `host`, and that port."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    # Our own listening socket: a store that opens its own listens on every address.
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, port
+
+
 @final
 class KitTrainer:
     """Forms groups of two, itself and the engine, and sends updates through them."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._host = host = session.host
-        listener = socket.create_server((host, 0))
-        self._port = listener.getsockname()[1]
-        # Our own listening socket: a store that opens its own listens on every address.
-        self._store: Any = dist.TCPStore(
-            host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._host = session.host
+        self._store, self._port = _listening_store(self._host)
         self._group: Any = None
         card = session.card()
         # Above whatever the engine has seen, so that the kit may be run again.
@@ -114,6 +122,16 @@ class KitTrainer:
             asking.join(self._session.timeout_s)
         assert answer, "POST /init_process_group must answer once both ranks have joined"
         return answer[0]
+
+    def form_and_abandon(self) -> httpx.Response:
+        """Ask for a group of three of which nobody else comes, and close its store; returns the engine's answer."""
+        store, port = _listening_store(self._host)
+        request = self.join_request(self.generation + 500, rendezvous_port=port, world_size=3)
+        with ThreadPoolExecutor(1) as asking:
+            answer = asking.submit(self._session.post, routes.INIT_PROCESS_GROUP, request)
+            time.sleep(_JOINS_S)
+            del store
+            return answer.result()
 
     def formed(self) -> None:
         """Form a group unless there is one."""

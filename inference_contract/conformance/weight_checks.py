@@ -77,6 +77,18 @@ def higher_generation_replaces(session: Session) -> None:
     trainer.publish(trainer.next_version(), tag=2)
 
 
+def abandoned_group_is_given_up(session: Session) -> None:
+    """A join whose trainer closes the rendezvous fails at once, and the group before it lives on."""
+    trainer = kit_trainer(session)
+    trainer.formed()
+    began = time.monotonic()
+    error = refused(trainer.form_and_abandon(), 502, 504, 409)
+    took_s = time.monotonic() - began
+    assert error["code"] in ("peer_lost", "deadline_exceeded", "stale_generation"), f"got the code {error['code']!r}"
+    assert took_s < session.timeout_s / 4, f"a join whose rendezvous is closed must fail at once, took {took_s:.1f} s"
+    trainer.publish(trainer.next_version(), tag=36)
+
+
 # --- an update ---------------------------------------------------------------------------------------------------
 
 
@@ -373,6 +385,7 @@ CHECKS = (
     group_is_joined,
     lower_generation_is_refused,
     higher_generation_replaces,
+    abandoned_group_is_given_up,
     update_is_served,
     layout_id_is_enough,
     same_version_is_a_no_op,

@@ -1,12 +1,16 @@
 """The commands `pipelinerl engines …`: the fleet of a live run, seen and changed.
 
 `add`, `drain`, `remove` and `swap` wait until it has happened, and say what did; with `--no-wait` they only ask for it.
+Processes are started and ended by the run's launcher. Where there is none, since the services were started by hand, the
+commands print what to type, and wait for exactly that engine.
 """
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -84,11 +88,14 @@ def add(
             wanted: tuple[str, ...] = (url.rstrip("/"),)
         else:
             wanted = controller.request_engines(str(type), count=count)
+        start = StartByHand(run, controller.url, type) if type is not None else None
         if not wait:
             typer.echo("asked for " + ", ".join(wanted))
+            if start is not None and not controller.engines().has_launcher:
+                _explain(start, wanted, waits=False)
             return
         for which in wanted:
-            typer.echo(line(joined(controller, which, logs=_logs(run))))
+            typer.echo(line(joined(controller, which, logs=_logs(run), start=start)))
 
 
 @engines_app.command()
@@ -100,6 +107,7 @@ def drain(run: Run, engine: Which, patience: Patience = 60.0, wait: Wait = True)
         controller.drain_engine(engine, grace_s=patience)
         if wait:
             typer.echo(line(gone(controller, engine, within_s=patience + 30.0)))
+            _explain_end(controller, engine)
 
 
 @engines_app.command()
@@ -109,7 +117,8 @@ def remove(run: Run, engine: Which) -> None:
 
     with controller_of(run) as controller:
         controller.remove_engine(engine)
-    typer.echo(f"{engine} is out")
+        typer.echo(f"{engine} is out")
+        _explain_end(controller, engine)
 
 
 @engines_app.command()
@@ -122,11 +131,15 @@ def swap(run: Run, engine: Which, type: Type = None, patience: Patience = 60.0, 
     type = _known(type)
     with controller_of(run) as controller:
         (name,) = controller.request_engines(type, replaces=engine, grace_s=patience)
+        start = StartByHand(run, controller.url, type)
         if not wait:
             typer.echo(f"asked for {name}")
+            if not controller.engines().has_launcher:
+                _explain(start, [name], waits=False)
             return
-        typer.echo(line(joined(controller, name, logs=_logs(run))))
+        typer.echo(line(joined(controller, name, logs=_logs(run), start=start)))
         typer.echo(line(gone(controller, engine, within_s=patience + 30.0)))
+        _explain_end(controller, engine)
 
 
 @engines_app.command()
@@ -156,6 +169,46 @@ def _logs(run: str) -> Path:
     return Path("logs") if is_url(run) else Path(run) / "logs"
 
 
+@dataclass(frozen=True, slots=True)
+class StartByHand:
+    """How a person starts an engine of `type` for the live run that the command names as `run`."""
+
+    run: str
+    controller_url: str
+    type: str
+
+    def command(self, name: str) -> str:
+        """Return the line to type; what only that person knows is in capitals."""
+        from pipelinerl.commands.remote import is_url
+
+        words = ["pipelinerl", "engine", "--name", name, "--type", self.type, "--port", "0"]
+        words += ["--controller-url", self.controller_url]
+        if is_url(self.run):
+            return f"PIPELINERL_TOKEN=TOKEN {shlex.join(words)} --host ADDRESS --recipe RECIPE"
+        run_dir = Path(self.run).absolute()
+        return shlex.join([*words, "--recipe", str(run_dir / "recipe.toml"), "--run-dir", str(run_dir)])
+
+
+def _explain(start: StartByHand, names: Sequence[str], *, waits: bool) -> None:
+    """Say that nobody starts these engines unless the person who reads it does."""
+    listed = ", ".join(names)
+    typer.echo(f"no launcher runs here (services started by hand): start {listed} yourself, in another terminal:")
+    for name in names:
+        typer.echo(f"  {start.command(name)}")
+    waiting = f"waiting for {listed}, up to {_JOIN_S:g} s; " if waits else ""
+    typer.echo(f"{waiting}to withdraw the request: pipelinerl engines remove {start.run} {names[0]}")
+
+
+def _explain_end(controller: ControllerClient, engine: str) -> None:
+    """Say whose process goes on although its engine is out."""
+    from pipelinerl.controller.state.fleet import base_url
+
+    fleet = controller.engines()
+    urls = [each.url for each in fleet.engines if base_url(engine) in (each.url, each.name)]
+    if urls and not fleet.has_launcher:
+        typer.echo(f"no launcher runs here: the process that listens at {urls[0]} goes on until you end it (Ctrl-C)")
+
+
 def table(fleet: FleetStatus) -> list[str]:
     """A line for each engine, under a heading, and one for each that has not come yet."""
     names = {engine.name for engine in fleet.engines}
@@ -181,14 +234,27 @@ def line(engine: EngineStatus) -> str:
     return f"{row}  {engine.last_error}".rstrip()
 
 
-def joined(controller: ControllerClient, which: str, *, logs: Path, within_s: float = _JOIN_S) -> EngineStatus:
-    """Wait until the engine serves.
+def joined(
+    controller: ControllerClient,
+    which: str,
+    *,
+    logs: Path,
+    within_s: float = _JOIN_S,
+    start: StartByHand | None = None,
+) -> EngineStatus:
+    """Wait until the engine serves; `start` is how a person starts it, which is said where no launcher does.
 
     Raises:
         UserError: it was expelled, or cannot be had; DeadlineError: it has not come in time.
     """
     engine = _until(
-        controller, which, lambda engine: engine.serves or engine.state == "expelled", within_s, "serve", logs
+        controller,
+        which,
+        lambda engine: engine.serves or engine.state == "expelled",
+        within_s,
+        "serve",
+        logs,
+        start=start,
     )
     if engine.state == "expelled":
         raise UserError(f"{which} was expelled: {engine.last_error}")
@@ -207,6 +273,8 @@ def _until(
     within_s: float,
     what: str,
     logs: Path | None,
+    *,
+    start: StartByHand | None = None,
 ) -> EngineStatus:
     from pipelinerl.controller.state.fleet import base_url
 
@@ -222,6 +290,9 @@ def _until(
                     return engine
         if lifecycle == "not heard of" and which in fleet.to_stop:
             raise UserError(f"{which} did not come, and the run goes on without it{_last_word(which, logs)}{hint}")
+        if lifecycle == "not heard of" and start is not None and not fleet.has_launcher:
+            _explain(start, [which], waits=True)
+            start = None
         time.sleep(_POLL_S)
     raise DeadlineError(f"{which} should {what} within {within_s:g} s, and is {lifecycle}{hint}")
 

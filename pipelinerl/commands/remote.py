@@ -15,6 +15,9 @@ from pipelinerl.observability.events import read_events
 from pipelinerl.observability.run_history import tell
 from pipelinerl.roles.process import read_token
 
+#: How long a controller may take to show that it is there.
+_ANSWERS_S = 2.0
+
 
 class ControllerAddress(msgspec.Struct, frozen=True):
     """What a controller leaves in its run's directory, as `controller.json`."""
@@ -34,6 +37,18 @@ def controller_of(run: Path | str, *, timeout_s: float = TIMEOUT_S) -> Controlle
     """
     address = address_of(run)
     return ControllerClient(address.url, address.token, who=_user(), timeout_s=timeout_s)
+
+
+def started_by_hand(run_dir: Path) -> str:
+    """Return where the controller of a live run that has no launcher answers, in words; empty when none does."""
+    if not (run_dir / "controller.json").is_file():
+        return ""
+    try:
+        with controller_of(run_dir, timeout_s=_ANSWERS_S) as controller:
+            controller.status()
+            return f"services started by hand, controller at {controller.url}"
+    except UserError:
+        return ""
 
 
 def address_of(run: Path | str) -> ControllerAddress:

@@ -49,6 +49,11 @@ def directory_of(where: str) -> Path:
     return run_dir
 
 
+def newest_step(config: RunConfig, run_dir: Path) -> int:
+    """Return the step of the newest checkpoint in the directory; 0 without one."""
+    return max((_step(path.name) for path in checkpoints_of(config, run_dir).all()), default=0)
+
+
 def claim(config: RunConfig) -> bool:
     """Take the run's name at the recipe's location, if it has one; False when another run has taken it."""
     url = config.checkpoint.url_of(config.run.name)
@@ -137,7 +142,7 @@ def _refuse_older(config: RunConfig, run_dir: Path) -> None:
     there = next(copies.newest(), None) if copies is not None else None
     if copies is None or there is None:
         return
-    here = max((_step(path.name) for path in checkpoints_of(config, run_dir).all()), default=0)
+    here = newest_step(config, run_dir)
     if here < _step(there.name):
         raise UserError(
             f"this run went on elsewhere: its newest checkpoint in {run_dir} is of step {here}, in {copies.url} of "

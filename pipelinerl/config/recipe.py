@@ -349,12 +349,16 @@ def to_table(config: RunConfig, *, without_defaults: bool = False) -> dict[str, 
     return table
 
 
-def save(config: RunConfig, path: Path) -> None:
-    """Write the resolved recipe, whole: no base, no overrides, its secrets with it. It is its owner's only."""
+def save(config: RunConfig, path: Path, *, notes: Sequence[str] = ()) -> None:
+    """Write the resolved recipe, whole: no base, no overrides, its secrets with it. It is its owner's only.
+
+    `notes` become comments at its beginning.
+    """
     table = to_table(config)
     if config.streams.redis_url is not None:
         table["streams"]["redis_url"] = config.streams.redis_url.get_secret_value()
-    write_private(path, tomli_w.dumps(table))
+    comments = "".join(f"# {' '.join(note.split())}\n" for note in notes)
+    write_private(path, comments + tomli_w.dumps(table))
 
 
 def write_layout(run_dir: Path) -> None:

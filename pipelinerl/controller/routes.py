@@ -8,7 +8,7 @@ PATCH  /knobs             {"k": 4, …} → `KnobsAnswer`; 422 with one sentence
 GET    /assignment        → `ActorAssignment`: what an actor works by
 GET    /engines           → `FleetStatus`
 POST   /engines           `EngineOffer` → `EngineTaken`: an engine joins; 422 for a loopback address of another machine,
-                          and where no engine answers an operator's offer, which has no incarnation
+                          and where no engine answers
 POST   /engines/request   `EngineStart` → `EngineNames`: the launcher starts engines; 409 when the one to be replaced is
                           to go already
 POST   /engines/drain     `EngineDrain` → `Done`: an engine ends what it has, and is taken out
@@ -47,8 +47,9 @@ ENGINES_DRAIN: Final = "/engines/drain"
 VERIFIERS: Final = "/verifiers"
 STOP: Final = "/stop"
 SUSPEND: Final = "/suspend"
-#: The header that says who asks.
+#: The header that says who asks, and what a launcher says there.
 WHO: Final = "x-who"
+LAUNCHER: Final = "the launcher"
 
 #: How long what an engine has may run on when the engine is to go, in seconds, unless its operator says otherwise.
 GRACE_S: Final = 60.0
@@ -190,7 +191,10 @@ class EngineNames(msgspec.Struct, frozen=True):
 
 
 class EngineTaken(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An engine is known, and is to say again after `again_s` seconds that it is there."""
+    """An engine is known (`joining`), or its address has to wait (`waiting`).
+
+    It offers itself again after `again_s`.
+    """
 
     state: str
     again_s: float = OFFER_S

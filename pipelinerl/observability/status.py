@@ -152,6 +152,8 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the healthy engines' slots that work, 0..1."""
     update_pause_s: float = 0.0
     """The longest time that an engine stood still for the last weight update."""
+    has_launcher: bool = True
+    """Whether a launcher follows this status: it starts who is requested and ends who is to stop."""
 
 
 class HeldOutStatus(msgspec.Struct, frozen=True, kw_only=True):

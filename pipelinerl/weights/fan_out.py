@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from inference_contract.errors import ContractError, Persistence
 from pipelinerl.errors import PipelineError
 
 T = TypeVar("T")
+
+_MOMENT_S: Final = 0.03
 
 #: How a call to an engine may end without its answer: the engine said so, or could not be asked.
 Failure = ContractError | PipelineError
@@ -53,7 +55,7 @@ async def each_until_failure(
             failures = [task.result() for task in done if isinstance(task.result(), Exception)]
             if not all(isinstance(failure, victim) for failure in failures):
                 # Others that cannot be reached either say so within a moment.
-                await asyncio.wait(tasks.values(), timeout=0.1)
+                await asyncio.wait(tasks.values(), timeout=_MOMENT_S)
                 break
     finally:
         for task in tasks.values():

@@ -51,7 +51,7 @@ class Publication:
 class PublishReport:
     """Outcome per engine (base URL): `pauses_s` of those that serve the version now, `failed` with the reason.
 
-    For those in `permanent`, which have failed, no retry mends it.
+    For those in `permanent`, which have failed, no retry mends it. Those in `blameless` failed because of others.
     """
 
     version: int
@@ -62,11 +62,12 @@ class PublishReport:
     pauses_s: Mapping[str, float]
     failed: Mapping[str, str]
     permanent: frozenset[str] = frozenset()
+    blameless: frozenset[str] = frozenset()
 
     @classmethod
     def failure(cls, publication: Publication, error: UpdateError) -> Self:
         """The report of a publication that reached no engine."""
-        reasons = error.failed if isinstance(error, ReachedNoEngine) else {}
+        known = error if isinstance(error, ReachedNoEngine) else ReachedNoEngine("", failed={})
         return cls(
             version=publication.version,
             epoch=publication.epoch,
@@ -74,8 +75,9 @@ class PublishReport:
             send_s=0.0,
             total_s=0.0,
             pauses_s={},
-            failed=dict.fromkeys(publication.engines, str(error)) | dict(reasons),
-            permanent=error.permanent if isinstance(error, ReachedNoEngine) else frozenset(),
+            failed=dict.fromkeys(publication.engines, str(error)) | dict(known.failed),
+            permanent=known.permanent,
+            blameless=known.blameless,
         )
 
 
@@ -102,6 +104,7 @@ class PublicationProgress:
     pauses_s: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     permanent: set[str] = field(default_factory=set)
+    blameless: set[str] = field(default_factory=set)
 
     @property
     def remaining_s(self) -> float:
@@ -124,6 +127,7 @@ class PublicationProgress:
             pauses_s=self.pauses_s,
             failed=self.failed,
             permanent=frozenset(self.permanent & self.failed.keys()),
+            blameless=frozenset(self.blameless & self.failed.keys()),
         )
 
 

@@ -33,6 +33,7 @@ class Controller:
     standings: dict[str, list[str]] = field(default_factory=dict)
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
     to_stop: tuple[str, ...] = ()
+    has_launcher: bool = True
 
     def application(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
@@ -43,8 +44,9 @@ class Controller:
             listed = tuple(
                 EngineStatus(url=f"{URL}{i}", name=name, type="torch", state=state, version=3, last_error="why not")
                 for i, (name, state) in enumerate(now.items())
+                if state != "not there"
             )
-            fleet = FleetStatus(engines=listed, to_stop=self.to_stop)
+            fleet = FleetStatus(engines=listed, to_stop=self.to_stop, has_launcher=self.has_launcher)
             return Response(msgspec.json.encode(fleet), media_type="application/json")
 
         @app.api_route("/engines", methods=["POST", "DELETE"])
@@ -96,6 +98,33 @@ def test_a_swap_waits_for_the_new_engine_and_for_the_end_of_the_old(controller: 
     assert gone.startswith("engine-0") and " expelled " in gone
     order = {"type": "vllm", "count": 1, "replaces": "engine-0", "grace_s": 9.0}
     assert controller.asked == [("POST", "/engines/request", order)]
+
+
+def test_without_a_launcher_a_swap_prints_the_command_and_waits_for_that_engine(
+    controller: Controller, tmp_path: Path
+) -> None:
+    controller.has_launcher = False
+    controller.standings = {"engine-0": ["healthy"] * 3 + ["expelled"], "engine-1": ["not there", "healthy"]}
+    said = run(tmp_path, "swap", "engine-0", "--type", "jax").splitlines()
+    assert "start engine-1 yourself" in said[0]
+    expected = f"pipelinerl engine --name engine-1 --type jax --port 0 --controller-url {address_of(tmp_path).url}"
+    assert said[1].strip() == f"{expected} --recipe {tmp_path}/recipe.toml --run-dir {tmp_path}"
+    assert said[2].startswith("waiting for engine-1") and f"pipelinerl engines remove {tmp_path} engine-1" in said[2]
+    assert " healthy " in said[3] and " expelled " in said[4]
+    assert said[5] == f"no launcher runs here: the process that listens at {URL}0 goes on until you end it (Ctrl-C)"
+
+
+def test_without_a_launcher_each_command_says_who_starts_and_ends_processes(
+    controller: Controller, tmp_path: Path
+) -> None:
+    controller.has_launcher = False
+    controller.standings = {"engine-0": ["expelled"]}
+    assert "start engine-1 yourself" in run(tmp_path, "add", "--type", "torch", "--no-wait")
+    assert "start engine-1 yourself" in run(tmp_path, "swap", "engine-0", "--type", "torch", "--no-wait")
+    assert "goes on until you end it" in run(tmp_path, "remove", "engine-0")
+    assert "goes on until you end it" in run(tmp_path, "drain", "engine-0")
+    elsewhere = run(address_of(tmp_path).url, "add", "--type", "torch", "--no-wait")
+    assert "PIPELINERL_TOKEN=TOKEN pipelinerl engine --name engine-1" in elsewhere
 
 
 def test_an_engine_that_an_evaluation_has_pinned_has_come(controller: Controller, tmp_path: Path) -> None:

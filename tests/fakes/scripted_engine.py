@@ -178,6 +178,8 @@ class ScriptedEngine:
         return 0.0
 
     async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
+        if self._fault is Fault.LEAVES_FOR_ANY_JOIN and request.world_size > 2:
+            self._receiver.close()
         if self._fault is Fault.LOWER_GENERATION and self._receiver._member._membership is not None:
             known = self._receiver._member._membership.request
             if request.generation < known.generation:

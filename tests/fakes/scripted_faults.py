@@ -38,6 +38,7 @@ class Fault(StrEnum):
     SERVES_HALF_A_PULL = "serves_half_a_pull"
     PULLS_ELSEWHERE = "pulls_elsewhere"
     COMMITS_ON_ABORT = "commits_on_abort"
+    LEAVES_FOR_ANY_JOIN = "leaves_for_any_join"
     IGNORES_DRAIN = "ignores_drain"
     NEVER_FREES = "never_frees"
     SPELLS_TOKENS = "spells_tokens"

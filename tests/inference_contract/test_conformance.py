@@ -20,6 +20,7 @@ CAUGHT_BY = {
     Fault.IGNORES_WEIGHTS: "update_is_served",
     Fault.SERVES_STAGED: "wrong_digest_is_refused",
     Fault.LOWER_GENERATION: "lower_generation_is_refused",
+    Fault.LEAVES_FOR_ANY_JOIN: "abandoned_group_is_given_up",
     Fault.REPREPARES: "prepare_repeats",
     Fault.ONE_SPAN: "update_during_whole_answer",
     Fault.NEWEST_SPAN: "update_during_whole_answer",

@@ -15,6 +15,7 @@ always has the engine it had. Nothing here sends: that weights are due follows f
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import count, islice
 from typing import Final
 
@@ -44,12 +45,13 @@ def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) 
     """Take one input about engines; `engines_expected` is how many the run began with."""
     fleet = state.fleet
     match given:
-        case EngineRegistered(url=url, incarnation=incarnation, name=name, type=kind):
-            return _join_of(url) if fleet.join(url, incarnation, name=name, type=kind) else []
+        case EngineRegistered(url=url, incarnation=life, name=name, type=kind, now=now):
+            waits = fleet.offer_wait_s(url, life, now=now) > 0
+            return [] if waits or not fleet.join(url, life, name=name, type=kind, now=now) else _join_of(url)
         case HealthCheckMissed(url=url):
             return [Record("engine_suspect", {"url": url})] if fleet.on_missed_poll(url) else []
         case EngineAnswered(url=url):
-            return _answered(state, url)
+            return _answered(state, url, now=given.now)
         case EngineRestarted(url=url):
             return _join_of(url) if fleet.restarted(url) else []
         case EngineTimedOut(url=url, reason=reason):
@@ -91,7 +93,7 @@ def published(state: RunState, report: Published) -> list[Effect]:
     """Note who has weights now, and who failed to take them."""
     for url in report.pauses_s:
         state.fleet.on_published(url, report.model_version, membership=report.membership)
-    return _publish_failed(state, report)
+    return _publish_failed(state, report, blameless=report.blameless)
 
 
 def canary_checked(state: RunState, report: CanaryChecked, *, now: float) -> list[Effect]:
@@ -143,13 +145,18 @@ def removal_reason(state: RunState, url: str) -> str:
 # --- details ---------------------------------------------------------------------------------------------------------
 
 
-def _publish_failed(state: RunState, report: Published | CanaryChecked) -> list[Effect]:
-    """Note who did not take the weights, or did not prove them; for some, no retry mends it."""
-    effects: list[Effect] = []
+def _publish_failed(
+    state: RunState, report: Published | CanaryChecked, *, blameless: Collection[str] = ()
+) -> list[Effect]:
+    """Note who did not take the weights, or did not prove them; for some no retry mends it, for some it is no fault."""
+    fleet, effects = state.fleet, list[Effect]()
     for url, reason in report.failed.items():
         persistence = Persistence.PERMANENT if url in report.permanent else Persistence.TRANSIENT
-        if state.fleet.publish_failed(url, reason, membership=report.membership, persistence=persistence):
-            effects += _loss_of(url, reason)
+        if url in blameless:
+            lost = fleet.update_missed(url, reason, membership=report.membership)
+        else:
+            lost = fleet.publish_failed(url, reason, membership=report.membership, persistence=persistence)
+        effects += _loss_of(url, reason) if lost else []
     return effects
 
 
@@ -161,9 +168,9 @@ def _loss_of(url: str, reason: str) -> list[Effect]:
     return [Record("engine_lost", {"url": url, "reason": reason})]
 
 
-def _answered(state: RunState, url: str) -> list[Effect]:
+def _answered(state: RunState, url: str, *, now: float) -> list[Effect]:
     proven = url in state.fleet.verified()
-    if not state.fleet.answered(url, version=state.version):
+    if not state.fleet.answered(url, version=state.version, now=now):
         return []
     return [Record("engine_back", {"url": url})] if proven else _join_of(url)
 

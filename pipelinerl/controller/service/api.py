@@ -5,6 +5,7 @@ An answer is given once the state is that of the run: a controller that comes ba
 
 from __future__ import annotations
 
+import asyncio
 import time
 from ipaddress import IPv6Address, ip_address
 from typing import Annotated, Final
@@ -54,6 +55,10 @@ _ELSEWHERE: Final = (
     "url: a loopback address leads everybody to their own machine, and this came from {asker}: start the {what} with "
     "--host, an address at which the others reach it"
 )
+_SILENT: Final = "url: no engine answers there: {}"
+_UNREACHABLE: Final = "unreachable_engine"
+#: An engine that offers itself answers a poll in that time: its own call to us is cut off after five seconds.
+_PROBE_S: Final = 3.0
 _GOING: Final = "{url} is to go already: {why}; to have one engine more, request one that replaces none"
 
 _Who = Annotated[str, Header(alias=routes.WHO, max_length=128)]
@@ -80,8 +85,10 @@ async def _cannot_be(_: Request, error: Exception) -> Response:
 
 def _add_status(app: FastAPI, service: ControllerService) -> None:
     @app.get(routes.STATUS)
-    async def status() -> Response:
+    async def status(who: _Who = "somebody") -> Response:
         await service.begun()
+        if who == routes.LAUNCHER:
+            service.note_launcher()
         return _answer(service.status())
 
     @app.get(routes.METRICS)
@@ -137,16 +144,20 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         if (refused := _unreachable(request, offer.url, "engine")) is not None:
             return refused
         await service.begun()
-        url, fleet = base_url(offer.url), service.controller.state.fleet
+        url, fleet, now = base_url(offer.url), service.controller.state.fleet, await service.now()
         count = len(fleet.by_url)
         taken = EngineTaken("joining", OFFER_S if count <= OFFERS_AT_ONCE else OFFER_S * count / OFFERS_AT_ONCE)
-        if offer.incarnation and fleet.is_known(url, offer.incarnation, name=offer.name, type=offer.type):
+        if offer.incarnation and fleet.is_known(url, offer.incarnation, name=offer.name, type=offer.type, now=now):
             return _answer(taken)  # nothing is to be decided, nor to be written down
-        if not offer.incarnation:  # an operator's word; what offers itself has asked itself
-            try:
+        if (wait_s := fleet.offer_wait_s(url, offer.incarnation, now=now)) > 0:
+            return _answer(EngineTaken("waiting", wait_s))
+        try:  # before a group is formed with it, for which all other engines would wait
+            async with asyncio.timeout(_PROBE_S):
                 await service.probe(url)
-            except (ContractError, PipelineError) as error:
-                return refusal(422, f"url: no engine answers there: {error}", code="unreachable_engine", param="url")
+        except TimeoutError:
+            return refusal(422, _SILENT.format(f"no answer within {_PROBE_S:g} s"), code=_UNREACHABLE, param="url")
+        except (ContractError, PipelineError) as error:
+            return refusal(422, _SILENT.format(error), code=_UNREACHABLE, param="url")
         registered = EngineRegistered(
             now=await service.now(), url=url, incarnation=offer.incarnation, name=offer.name, type=offer.type
         )

@@ -76,6 +76,8 @@ log = logging.getLogger("pipelinerl")
 _DIRECTIVES_KEPT: Final = 64
 #: A drained engine must have been idle for so long: by then every actor knows that it gets no work (`REFRESH_S`).
 _IDLE_S: Final = 2.0
+#: A launcher asks for the status twice a second. One that has not for so long is not there.
+_LAUNCHER_S: Final = 10.0
 #: More entries than a bounded stream holds.
 _ALL: Final = 2**31
 
@@ -142,6 +144,7 @@ class ControllerService:
         self._start = start
         self._samples = samples
         self._started = clock() - elapsed_s
+        self._launcher_at = clock()  # as if it had asked: a controller that has just begun waits for the first question
         self._ahead = 0.0  # of the machine's clock
         self._asked: set[str] = set()  # engines that have yet to answer
         self._dead_letters = DeadLetters(stream)
@@ -225,7 +228,13 @@ class ControllerService:
         now, elapsed_s = self._now(), self._elapsed()
         status = run_status(self.controller, watch=self.watch, name=self._name, now=now, elapsed_s=elapsed_s)
         waiting_for = f"room ({no_room})" if (no_room := self._events.no_room) else status.waiting_for
-        return msgspec.structs.replace(status, restarts=self._restarts(), waiting_for=waiting_for)
+        has_launcher = self._clock() - self._launcher_at < _LAUNCHER_S
+        fleet = msgspec.structs.replace(status.fleet, has_launcher=has_launcher)
+        return msgspec.structs.replace(status, restarts=self._restarts(), waiting_for=waiting_for, fleet=fleet)
+
+    def note_launcher(self) -> None:
+        """A launcher has asked for the status, by which it starts and ends engines."""
+        self._launcher_at = self._clock()
 
     def assignment(self) -> ActorAssignment:
         """What every actor works by now."""

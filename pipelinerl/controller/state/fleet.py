@@ -2,15 +2,17 @@
 
     joining ──weights, then proof──▶ healthy ◀──answers── suspect ──silence──▶ dead ──answers──▶ joining
        ▲ ◀──answers── dirty ◀── an update or the proof failed     └─misses a poll─▲
-       └── a new life, an operator ── expelled ◀── failed too often, removed, drained
+       └── a new life, an operator, its own offer after a rest ── expelled ◀── failed too often, removed, drained
 
 | event           | joining         | healthy  | suspect  | draining | dirty    | dead     | expelled |
 |-----------------|-----------------|----------|----------|----------|----------|----------|----------|
 | `join` new life | joining         | joining  | joining  | expelled | joining  | joining  | joining  |
+| `join` same life| –               | –        | –        | –        | –        | –        | – (rest) |
 | `on_published`  | has its weights | healthy  | suspect  | draining | –        | –        | –        |
 | `on_verified`   | healthy         | –        | –        | –        | –        | –        | –        |
 | `canary_failed`  | dirty, expelled | –        | –        | –        | –        | –        | –        |
 | `publish_failed`| dirty, expelled | dirty, … | dirty, … | expelled | –        | –        | –        |
+| `update_missed` | dirty           | dirty    | dirty    | expelled | –        | –        | –        |
 | `on_missed_poll` | –               | suspect  | –        | –        | –        | –        | –        |
 | `answered`      | –               | –        | healthy  | –        | joining  | joining  | –        |
 | `on_timeout`    | dead            | dead     | dead     | expelled | –        | –        | –        |
@@ -24,6 +26,10 @@ version: an engine that was away, or failed, must first be given the current wei
 with them what the trainer does. One that has shown the contrary stays dirty until there is a newer version, while
 others serve. The membership number grows whenever the set that a publication must reach changes, since a process group
 cannot lose or gain a rank; what is reported of an older set says nothing of an engine that joined later.
+
+An engine that was expelled for failures is taken back after a rest, if it still offers itself and time may mend why it
+failed. Each further expulsion doubles the rest. An address whose processes die one after another before they prove any
+weights is taken back at doubling intervals (`offer_wait_s`).
 
 A healthy engine may be pinned for a while: it keeps the weights it has, and answers only those who ask for it by name.
 Whatever ends its being healthy or suspect ends that, too; released, it joins anew unless its weights are the newest.
@@ -53,7 +59,7 @@ class EngineLifecycle(StrEnum):
     """An update or its proof failed: what it serves is not to be trusted. It joins anew once it answers."""
     DEAD = "dead"
     EXPELLED = "expelled"
-    """It failed too often in a row, or an operator took it out: what it offers in this life is not heard."""
+    """It failed too often in a row, or an operator took it out."""
 
     @property
     def is_alive(self) -> bool:
@@ -70,6 +76,13 @@ class EngineLifecycle(StrEnum):
 _VERIFIED: Final = (EngineLifecycle.HEALTHY, EngineLifecycle.SUSPECT)
 #: Those that get no new work and may end what they have.
 _FINISHING: Final = (EngineLifecycle.JOINING, EngineLifecycle.SUSPECT, EngineLifecycle.DRAINING)
+
+#: Seconds between lives of an address of which two in a row have died unproven; doubled for each further, up to:
+_FIRST_WAIT_S: Final = 1.0
+_LONGEST_WAIT_S: Final = 60.0
+#: Seconds that an engine rests after it was expelled for failures; doubled with each expulsion, up to:
+_FIRST_REST_S: Final = 30.0
+_LONGEST_REST_S: Final = 600.0
 
 _LOCALHOST: Final = re.compile(r"(?<=://)localhost(?=:|$)", re.IGNORECASE)
 
@@ -90,6 +103,11 @@ class EngineRecord:
         loaded: the version last published to it in this epoch; −1 when none was.
         refused: the version whose proof failed last; that one is not published to it again while others serve.
         failed_updates, failed_checks: since it last proved its weights; a proof that it did not give is of the first.
+        offered_at: when this life of it offered itself first, on the controller's clock.
+        proven: this life of it has proven weights.
+        unproven_lives: lives before this one, in a row, that ended without a proof.
+        expulsions: for failures, since it last proved its weights.
+        returns_at: when it may come back, counted from its first sign of life after the failure; 0 before that.
         draining_since, drain_by: when an operator asked, and how long what it has may run; on the controller's clock.
         to_stop: an operator took it out: whoever started its process may end it.
         refuses: no retry mends why it was expelled; another life of it may.
@@ -106,12 +124,22 @@ class EngineRecord:
     refused: int = -1
     failed_updates: int = 0
     failed_checks: int = 0
+    offered_at: float = 0.0
+    proven: bool = False
+    unproven_lives: int = 0
+    expulsions: int = 0
+    returns_at: float = 0.0
     draining_since: float = 0.0
     drain_by: float = 0.0
     to_stop: bool = False
     refuses: bool = False
     pinned: bool = False
     last_error: str = ""
+
+    @property
+    def may_return(self) -> bool:
+        """Whether it was expelled for failures that time may mend."""
+        return self.lifecycle is EngineLifecycle.EXPELLED and self.expulsions > 0 and not (self.refuses or self.to_stop)
 
 
 @final
@@ -173,21 +201,35 @@ class Fleet:
 
     # --- coming ----------------------------------------------------------------------------------------------------
 
-    def is_known(self, url: str, incarnation: str, *, name: str, type: str) -> bool:
+    def is_known(self, url: str, incarnation: str, *, name: str, type: str, now: float) -> bool:
         """Would `join` find this life of the engine here, and nothing of it new?"""
         known = self.by_url.get(url)
-        return known is not None and (known.incarnation, known.name, known.type) == (incarnation, name, type)
+        if known is None or (known.incarnation, known.name, known.type) != (incarnation, name, type):
+            return False
+        return not known.may_return or now < known.returns_at
 
-    def join(self, url: str, incarnation: str = "", *, name: str = "", type: str = "") -> bool:
+    def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
+        """Return for how long a new life at this address is kept waiting, since those before died unproven."""
+        known = self.by_url.get(url)
+        if known is None or not incarnation or known.incarnation in ("", incarnation):
+            return 0.0
+        if known.proven or known.to_stop or not known.unproven_lives:
+            return 0.0
+        wait_s = min(_FIRST_WAIT_S * 2 ** (known.unproven_lives - 1), _LONGEST_WAIT_S)
+        return max(0.0, known.offered_at + wait_s - now)
+
+    def join(self, url: str, incarnation: str = "", *, name: str = "", type: str = "", now: float = 0.0) -> bool:
         """Add an engine, or bring one back that was expelled. The dead return by an answer.
 
         An engine repeats its offer as long as it lives. `incarnation` tells its lives apart, since a new one has lost
         its weights; it is empty when an operator asks.
         """
-        known = self.by_url.get(url)
+        known, unproven_lives = self.by_url.get(url), 0
         if known is not None:
             same_life = known.incarnation in ("", incarnation)
             repeated = same_life if incarnation else known.lifecycle is not EngineLifecycle.EXPELLED
+            if repeated and known.may_return:
+                return self._rested(known, now=now)
             if repeated:
                 self._change(
                     url,
@@ -199,9 +241,32 @@ class Fleet:
             if known.lifecycle is EngineLifecycle.DRAINING:
                 self._change(url, incarnation=incarnation)
                 return self.expel(url, "it restarted while it was drained", to_stop=True)
+            if incarnation and not known.proven:
+                unproven_lives = known.unproven_lives + 1
         self.membership += 1
-        made = EngineRecord(url=url, incarnation=incarnation, name=name, type=type, joined_at=self.membership)
+        made = EngineRecord(
+            url=url,
+            incarnation=incarnation,
+            name=name,
+            type=type,
+            joined_at=self.membership,
+            offered_at=now,
+            unproven_lives=unproven_lives,
+        )
         self.by_url = dict(sorted({**self.by_url, url: made}.items()))
+        return True
+
+    def _rested(self, known: EngineRecord, *, now: float) -> bool:
+        """Take an expelled engine back that offers itself after its rest, which begins with its first offer."""
+        if not known.returns_at:
+            rest_s = min(_FIRST_REST_S * 2 ** (known.expulsions - 1), _LONGEST_REST_S)
+            self._change(known.url, returns_at=now + rest_s)
+            return False
+        if now < known.returns_at:
+            return False
+        self._rejoin(known.url, known.last_error)
+        self._change(known.url, failed_updates=0)
+        self.membership += 1
         return True
 
     def begin_epoch(self) -> None:
@@ -237,6 +302,10 @@ class Fleet:
         self._change(url, failed_updates=failures, refuses=lasts)
         return self._mark_dirty(url, reason, spent=lasts or failures >= self.updates_to_expulsion)
 
+    def update_missed(self, url: str, reason: str, *, membership: int) -> bool:
+        """The engine did not get an update because of others: it is tried again, and nothing is held against it."""
+        return self._was_member(url, membership) and self._mark_dirty(url, reason, spent=False)
+
     def on_verified(self, url: str, version: int, *, membership: int) -> bool:
         """The engine computes with `version` what the trainer does."""
         record = self.by_url.get(url)
@@ -245,7 +314,15 @@ class Fleet:
         if record.lifecycle is not EngineLifecycle.JOINING or record.loaded != version:
             return False
         self._change(
-            url, lifecycle=EngineLifecycle.HEALTHY, refused=-1, failed_updates=0, failed_checks=0, last_error=""
+            url,
+            lifecycle=EngineLifecycle.HEALTHY,
+            refused=-1,
+            failed_updates=0,
+            failed_checks=0,
+            proven=True,
+            unproven_lives=0,
+            expulsions=0,
+            last_error="",
         )
         return True
 
@@ -283,22 +360,33 @@ class Fleet:
         self._change(url, lifecycle=EngineLifecycle.SUSPECT)
         return True
 
-    def answered(self, url: str, *, version: int) -> bool:
+    def answered(self, url: str, *, version: int, now: float = 0.0) -> bool:
         """One that was not trusted answers again: a suspect goes on, the dead and the dirty join anew.
 
-        While others serve, one whose proof failed waits until the newest `version` is another.
+        While others serve, one whose proof failed waits until the newest `version` is another. One that has yet to
+        prove any weights waits longer after each failure, as each costs the others a new group.
         """
         match self._lifecycle(url):
             case EngineLifecycle.SUSPECT:
                 self._change(url, lifecycle=EngineLifecycle.HEALTHY)
             case EngineLifecycle.DEAD | EngineLifecycle.DIRTY if (
                 self.by_url[url].refused != version or not self.verified()
-            ):
+            ) and self._retry_is_due(url, now=now):
                 self._rejoin(url, self.by_url[url].last_error)
                 self.membership += 1
             case _:
                 return False
         return True
+
+    def _retry_is_due(self, url: str, *, now: float) -> bool:
+        """Whether a failed engine is tried again; its wait begins with its first answer after the failure."""
+        record = self.by_url[url]
+        setbacks = record.failed_updates + record.unproven_lives
+        if record.proven or setbacks < 2:
+            return True
+        if not record.returns_at:
+            self._change(url, returns_at=now + min(_FIRST_WAIT_S * 2 ** (setbacks - 2), _LONGEST_WAIT_S))
+        return now >= self.by_url[url].returns_at
 
     def on_timeout(self, url: str, reason: str) -> bool:
         """The engine has not answered for too long."""
@@ -358,6 +446,7 @@ class Fleet:
             lifecycle=EngineLifecycle.JOINING,
             loaded=-1,
             joined_at=self.membership + 1,
+            returns_at=0.0,
             last_error=reason,
         )
 
@@ -365,7 +454,8 @@ class Fleet:
         draining = self.by_url[url].lifecycle is EngineLifecycle.DRAINING
         self.membership += 1
         lifecycle = EngineLifecycle.EXPELLED if spent or draining else EngineLifecycle.DIRTY
-        self._change(url, lifecycle=lifecycle, loaded=-1, last_error=reason, to_stop=draining)
+        expulsions = self.by_url[url].expulsions + spent
+        self._change(url, lifecycle=lifecycle, loaded=-1, last_error=reason, to_stop=draining, expulsions=expulsions)
         return True
 
     def _lose(self, url: str, reason: str, becomes: EngineLifecycle) -> bool:

@@ -105,6 +105,7 @@ class Publishing:
                 pauses_s=dict(report.pauses_s),
                 failed=dict(report.failed),
                 permanent=sorted(report.permanent),
+                blameless=sorted(report.blameless),
                 send_s=report.send_s,
                 total_s=report.total_s,
             )

@@ -93,12 +93,15 @@ class Collective:
         """Meet the other ranks at the store on (`host`, `port`); blocks until all have come.
 
         Raises:
-            DeadlineError: the store or a rank did not come within `timeout_s`.
-            UpdateError: a rank broke off, or the backend is not available here.
+            DeadlineError: the store did not answer, or a rank did not come, within `timeout_s`.
+            UpdateError: the store is closed, a rank broke off, or the backend is not available here.
         """
         name = f"group {group!r} generation {generation}"
         patience, deadline = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
         try:
+            # Torch would retry until the deadline. The store is there before anybody is asked to join, so one that
+            # refuses was closed because the group is not to form.
+            socket.create_connection((host, port), timeout=timeout_s).close()
             with without_name_servers(host):
                 store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
             membership = dist.PrefixStore(f"{group}/{generation}", store)

@@ -6,6 +6,8 @@ Promises: no byte is sent before every engine has accepted the manifest; the mod
 staged at a time and hashed as it goes; each engine ends with the old weights or the new, and the report says which.
 An engine that refuses, cannot be reached, dies or stands still is reported and left out, and the others are served in
 the same publication, by a new generation of the group: one that has another model must not keep the fleet from its.
+When a group does not form, its rendezvous is closed: engines that wait there for the missing one give up at once. The
+report names as blameless the engines that failed because of others.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -25,7 +27,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from inference_contract.errors import ContractError, DeadlineExceeded, EngineStopped, PeerLost, StaleGeneration
+from inference_contract.errors import (
+    ContractError,
+    DeadlineExceeded,
+    EngineStopped,
+    NotPrepared,
+    Overloaded,
+    PeerLost,
+    StaleGeneration,
+)
 from inference_contract.weights import (
     MOST_GENERATION,
     Backend,
@@ -125,15 +135,14 @@ class BroadcastPublisher:
                     f"weights {_version(publication)} reached no engine: {_listed(progress.failed)}",
                     failed=report.failed,
                     permanent=report.permanent,
+                    blameless=report.blameless,
                 )
             return progress.report()
 
     async def close(self) -> None:
         """Leave the group; engines keep what they serve."""
         self._leave()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
-            self._rendezvous = None
+        self._close_rendezvous()
 
     async def _attempt(self, progress: PublicationProgress) -> bool:
         """Try to serve all targets. Returns whether that is done; if not, the rest are to be tried again."""
@@ -172,13 +181,18 @@ class BroadcastPublisher:
         if not failures and await settled(own, timeout_s=progress.remaining_s) and own.exception() is None:
             self._group = _EngineGroup(own.result(), generation, membership, members)
             return self._group
+        # Ranks that wait for the missing one, ours among them, would wait there until their deadlines.
+        self._close_rendezvous()
         own.add_done_callback(_close_when_done)
         if self._goes_above(failures, progress):
             return None
         culprits = {url: error for url, error in failures.items() if not isinstance(error, _VICTIM)} or failures
         progress.permanent |= lasting(culprits)
+        # An engine is overloaded with joins by groups that did not form, and it is not the one that kept them from it.
+        progress.blameless |= {url for url, error in culprits.items() if isinstance(error, Overloaded)}
         progress.drop({url: f"did not join: {error}" for url, error in culprits.items()})
         if not failures:
+            progress.blameless |= set(members)
             progress.drop(dict.fromkeys(members, f"rank 0 could not join: {own.exception() if own.done() else 'late'}"))
         return None
 
@@ -204,11 +218,15 @@ class BroadcastPublisher:
         """A store that all members reach: another one once an engine has come from outside this machine."""
         host = await asyncio.to_thread(address_facing, members) if self._host is None else self._host
         if self._rendezvous is not None and self._rendezvous.host != host:
-            self._rendezvous.close()
-            self._rendezvous = None
+            self._close_rendezvous()
         if self._rendezvous is None:
             self._rendezvous = Rendezvous(host)
         return self._rendezvous
+
+    def _close_rendezvous(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
 
     def _join_requests(
         self, meeting: Rendezvous, members: Iterable[str], generation: int, timeout_s: float
@@ -357,9 +375,11 @@ class BroadcastPublisher:
             if isinstance(answer, PipelineError)
         }
         progress.drop(lost)
-        # With nobody lost it broke by one who is back already: a process that was started again answers by its URL.
+        # A process that was started again meanwhile answers by the same URL, and knows of no update.
+        restarted = {url for url, answer in answers.items() if isinstance(answer, NotPrepared)}
         hopeless, progress.broke = progress.broke and not lost, True
         if hopeless or not can_retry or time.monotonic() > progress.deadline:
+            progress.blameless |= set(progress.targets) - restarted if restarted else set()
             progress.drop(dict.fromkeys(progress.targets, f"the broadcast broke: {reason}"))
 
     async def _abort(self, progress: PublicationProgress, url: str) -> WeightUpdateResponse:

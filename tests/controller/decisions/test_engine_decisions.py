@@ -130,7 +130,8 @@ def test_an_engine_that_never_answers_its_canary_is_out_in_the_end(run: World) -
         give_weights(run, ENGINE, NEW)
         run.give(proof(run, failed={NEW: "400: no chat template"}))
         assert made.state.fleet.by_url[NEW].failed_updates == failures
-        run.give(EngineAnswered(now=0.0, url=NEW))
+        for now in (100.0 * failures, 100.0 * failures + 60.0):  # its wait begins with its first answer
+            run.give(EngineAnswered(now=now, url=NEW))
     assert lifecycle(made, NEW) is EngineLifecycle.EXPELLED
     assert made.reload_if_due() == [] and made.state.fleet.serving() == [ENGINE]
 

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pipelinerl.controller.routes import OFFER_S, OFFERS_AT_ONCE
+from pipelinerl.controller.routes import LAUNCHER, OFFER_S, OFFERS_AT_ONCE
+from pipelinerl.controller.service import api
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import ControllerService, Start
@@ -217,9 +218,34 @@ async def test_an_operator_who_names_what_is_no_engine_is_told_so_at_once(
     refused = await http.post("/engines", json={"url": ENGINE})
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
     assert refused.json()["error"]["message"] == "url: no engine answers there: connection refused"
+    own = await http.post("/engines", json={"url": ENGINE, "incarnation": "1"})
+    assert (own.status_code, run.controller.state.fleet.records()) == (422, []), "nor may one offer itself unreachably"
+
+
+async def test_an_engine_that_does_not_answer_at_its_address_is_refused_within_seconds(
+    run: Running, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "_PROBE_S", 0.05)
+    run.probe.off.add(ENGINE)
+    refused = await http.post("/engines", json={"url": ENGINE, "incarnation": "1"})
+    assert refused.json()["error"]["message"] == "url: no engine answers there: no answer within 0.05 s"
     assert run.controller.state.fleet.records() == []
-    await http.post("/engines", json={"url": ENGINE, "incarnation": "1"})
-    assert run.controller.state.fleet.members() == [ENGINE]
+
+
+async def test_a_launcher_is_there_as_long_as_it_asks_for_the_status(run: Running, http: httpx.AsyncClient) -> None:
+    assert (await http.get("/engines")).json()["has_launcher"], "one may be about to ask"
+    run.service._launcher_at -= 60.0
+    await http.get("/status")
+    assert not (await http.get("/engines")).json()["has_launcher"]
+    await http.get("/status", headers={"x-who": LAUNCHER})
+    assert (await http.get("/engines")).json()["has_launcher"]
+
+
+async def test_an_address_whose_engines_die_unproven_is_kept_waiting(run: Running, http: httpx.AsyncClient) -> None:
+    answers = [(await http.post("/engines", json={"url": ENGINE, "incarnation": f"{life}"})).json() for life in "1234"]
+    assert [answer["state"] for answer in answers] == ["joining", "joining", "waiting", "waiting"]
+    assert 0 < answers[-1]["again_s"] <= 1.0
+    assert len(run.events("engine_joined")) == 2
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.7:8001", "http://[fd00::7]:8001", "http://gpu-1.lab:8001"])

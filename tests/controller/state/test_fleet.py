@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from inference_contract.errors import Persistence
 from pipelinerl.controller.state.fleet import EngineLifecycle, Fleet, base_url
 
 A, B = "http://a", "http://b"
@@ -53,6 +54,7 @@ EVENTS: dict[str, Callable[[Fleet], object]] = {
     "proved": lambda fleet: fleet.on_verified(B, 3, membership=fleet.membership),
     "canary_failed": lambda fleet: fleet.canary_failed(B, 3, "differs", membership=fleet.membership),
     "publish_failed": lambda fleet: fail(fleet, B),
+    "update_missed": lambda fleet: fleet.update_missed(B, "others failed", membership=fleet.membership),
     "missed": lambda fleet: fleet.on_missed_poll(B),
     "answered": lambda fleet: fleet.answered(B, version=4),
     "silent": lambda fleet: fleet.on_timeout(B, "no answer"),
@@ -69,6 +71,7 @@ TABLE: dict[str, tuple[EngineLifecycle, ...]] = {
     "proved": (_J, _H, _S, _R, _D, _X, _E),
     "canary_failed": (_D, _H, _S, _R, _D, _X, _E),
     "publish_failed": (_D, _D, _D, _E, _D, _X, _E),
+    "update_missed": (_D, _D, _D, _E, _D, _X, _E),
     "missed": (_J, _S, _S, _R, _D, _X, _E),
     "answered": (_J, _H, _H, _R, _J, _J, _E),
     "silent": (_X, _X, _X, _E, _D, _X, _E),
@@ -275,7 +278,7 @@ def test_an_engine_that_an_operator_named_first_keeps_its_weights_at_its_own_off
     assert fleet.join(A, "2")
 
 
-def test_failed_updates_end_in_expulsion_which_its_own_offers_do_not_undo(fleet: Fleet) -> None:
+def test_failed_updates_end_in_expulsion_which_its_own_offers_do_not_undo_at_once(fleet: Fleet) -> None:
     assert fail(fleet, A)
     assert lifecycle(fleet, A) is EngineLifecycle.DIRTY and fleet.members() == [B], (
         "it is not asked again before it answers"
@@ -307,6 +310,81 @@ def test_an_engine_that_restarts_while_it_is_drained_is_out_for_that_life_too(fl
     assert fleet.finishing() == [A, B] and fleet.is_draining(A)
     assert fleet.join(A, "2") and not fleet.join(A, "2")
     assert lifecycle(fleet, A) is EngineLifecycle.EXPELLED and fleet.by_url[A].to_stop
+
+
+def test_an_engine_that_misses_updates_because_of_others_is_never_expelled(fleet: Fleet) -> None:
+    for version in range(3, 3 + 4 * fleet.updates_to_expulsion):
+        assert fleet.update_missed(A, "16 joins wait for their peers", membership=fleet.membership)
+        assert lifecycle(fleet, A) is EngineLifecycle.DIRTY
+        assert fleet.answered(A, version=version)
+    assert fleet.by_url[A].failed_updates == 0
+    serve(fleet, A, 99)
+
+
+def expel_for_failures(fleet: Fleet, url: str) -> None:
+    for _ in range(fleet.updates_to_expulsion):
+        fleet.answered(url, version=4)
+        assert fail(fleet, url)
+    assert lifecycle(fleet, url) is EngineLifecycle.EXPELLED
+
+
+def test_an_expelled_engine_that_lives_returns_after_a_rest_that_doubles(fleet: Fleet) -> None:
+    now = 100.0
+    for rest_s in (30.0, 60.0, 120.0):
+        expel_for_failures(fleet, B)
+        assert not fleet.is_known(B, "1", name="", type="", now=now) and not fleet.join(B, "1", now=now)
+        assert fleet.is_known(B, "1", name="", type="", now=now + rest_s - 0.1), "offers meanwhile decide nothing"
+        assert not fleet.join(B, "1", now=now + rest_s - 0.1)
+        membership, now = fleet.membership, now + rest_s
+        assert fleet.join(B, "1", now=now) and lifecycle(fleet, B) is EngineLifecycle.JOINING
+        assert fleet.membership > membership and fleet.by_url[B].failed_updates == 0
+    serve(fleet, B, 5)
+    expel_for_failures(fleet, B)
+    fleet.join(B, "1", now=now)
+    assert fleet.join(B, "1", now=now + 30.0), "a proof forgives"
+
+
+@pytest.mark.parametrize("reason", ["removed", "permanent", "wrong weights"])
+def test_an_engine_that_time_does_not_mend_stays_out_for_its_life(fleet: Fleet, reason: str) -> None:
+    if reason == "removed":
+        fleet.expel(B, "removed by an operator", to_stop=True)
+    elif reason == "permanent":
+        fleet.publish_failed(B, "wrong layout", membership=fleet.membership, persistence=Persistence.PERMANENT)
+    else:
+        for version in (3, 4):
+            fleet.on_published(B, version, membership=fleet.membership)
+            assert fleet.canary_failed(B, version, "differs", membership=fleet.membership)
+            fleet.answered(B, version=version + 1)
+    assert not fleet.join(B, "1", now=1.0) and not fleet.join(B, "1", now=9999.0)
+    assert lifecycle(fleet, B) is EngineLifecycle.EXPELLED
+
+
+def test_lives_that_die_unproven_wait_longer_and_longer(fleet: Fleet) -> None:
+    now, waits = 0.0, []
+    for life in range(2, 12):
+        wait_s = fleet.offer_wait_s(B, f"{life}", now=now)
+        waits.append(wait_s)
+        now += wait_s
+        assert fleet.offer_wait_s(B, f"{life}", now=now) == 0 and fleet.join(B, f"{life}", now=now)
+    assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert fleet.offer_wait_s(B, "", now=now) == 0, "an operator's word is taken at once"
+    serve(fleet, B, 3)
+    assert fleet.offer_wait_s(B, "12", now=now) == 0 and fleet.join(B, "12", now=now)
+    assert fleet.offer_wait_s(B, "13", now=now) == 0, "a proof forgives"
+
+
+def test_an_unproven_engine_that_fails_is_tried_again_at_growing_intervals() -> None:
+    fleet, now, waits = Fleet(updates_to_expulsion=9), 0.0, []
+    fleet.join(A, "1")
+    for _ in range(8):
+        assert fail(fleet, A)
+        began = now
+        while not fleet.answered(A, version=1, now=now):
+            now += 0.5
+        waits.append(now - began)
+    assert waits == [0, 1, 2, 4, 8, 16, 32, 60]
+    serve(fleet, A, 1)
+    assert fail(fleet, A) and fleet.answered(A, version=2, now=now), "one that has proven itself is tried at once"
 
 
 def test_a_suspect_keeps_its_weights(fleet: Fleet) -> None:

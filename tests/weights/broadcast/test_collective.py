@@ -109,11 +109,15 @@ def test_a_missing_rank_ends_the_join_at_its_deadline(rendezvous: Rendezvous, co
     assert time.monotonic() - began < SOON_S
 
 
-def test_no_store_ends_the_join_at_its_deadline() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises((DeadlineError, UpdateError), match=f"127.0.0.1:{port}"):
-        Collective.join(host="127.0.0.1", port=port, group="g", generation=1, rank=1, world_size=2, timeout_s=0.5)
+def test_a_closed_store_ends_the_joins_that_wait_there_and_those_that_come_late(rendezvous: Rendezvous) -> None:
+    waiting = [_joining(rendezvous, rank, size=4) for rank in (0, 1)]
+    assert not waiting[1].done()
+    rendezvous.close()
+    for join in waiting:
+        with pytest.raises(UpdateError, match="generation 1"):
+            join.result(SOON_S)
+    with pytest.raises(UpdateError, match=f"127.0.0.1:{rendezvous.port} as rank 2 of 4 broke: .*refused"):
+        _joining(rendezvous, 2, size=4).result(SOON_S)
 
 
 @BOTH_WAYS

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inference_contract.errors import Overloaded
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import (
     InitProcessGroupRequest,
@@ -24,7 +25,7 @@ from inference_contract.weights import (
 )
 from pipelinerl import rng
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.errors import AddressError, UpdateError
+from pipelinerl.errors import AddressError, ReachedNoEngine, UpdateError
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 from tests.fakes.scripted_engine import LAYOUT, application
@@ -56,9 +57,12 @@ class Recording:
         self.joins: list[InitProcessGroupRequest] = []
         self.updates: list[tuple[str, WeightUpdateRequest]] = []
         self.moved: dict[str, str] = {}
+        self.overloaded: set[str] = set()
 
     async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
         self.joins.append(request)
+        if url in self.overloaded:
+            raise Overloaded("16 joins wait for their peers already; wait until one has ended")
         return await self.client.init_process_group(self.moved.get(url, url), request)
 
     async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
@@ -191,6 +195,31 @@ async def test_an_engine_that_is_gone_is_reported_and_the_others_are_served(
     assert set(report.pauses_s) == set(engines)
     assert list(report.failed) == [gone] and "did not join" in report.failed[gone]
     assert [await serving(control, url) for url in engines] == [(1, 1), (1, 1)]
+
+
+async def test_engines_that_are_gone_leave_no_joins_waiting_on_the_others(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    """More than the 16 joins that an engine lets wait at once."""
+    for version in range(1, 21):
+        report = await publisher.publish(publication(version, ["http://127.0.0.1:9", *engines], membership=version))
+        assert set(report.pauses_s) == set(engines), report.failed
+    for url in engines:
+        assert await serving(control, url) == (1, 20)
+
+
+async def test_an_engine_that_others_have_overloaded_with_joins_is_blameless(
+    publisher: BroadcastPublisher, control: Recording, engines: list[str]
+) -> None:
+    control.overloaded = {engines[1]}
+    report = await publisher.publish(publication(1, ["http://127.0.0.1:9", *engines]))
+    assert set(report.pauses_s) == {engines[0]}
+    assert (set(report.failed), report.blameless) == ({"http://127.0.0.1:9", engines[1]}, {engines[1]})
+    with pytest.raises(ReachedNoEngine) as alone:
+        await publisher.publish(publication(2, engines[1:], membership=2))
+    assert alone.value.blameless == {engines[1]}
+    control.overloaded = set()
+    assert (await publisher.publish(publication(2, engines, membership=3))).blameless == frozenset()
 
 
 async def test_when_all_are_gone_the_error_names_each(publisher: BroadcastPublisher) -> None:

@@ -1,0 +1,84 @@
+"""Services started one by one, without a launcher: an engine is swapped by typing what the command prints."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.commands.remote import controller_of
+from pipelinerl.errors import UserError
+from pipelinerl.observability.status import RunStatus
+from pipelinerl.system import tied_process
+from pipelinerl.system.ports import free_ports
+from tests.fakes.bigram_recipe import bigram_recipe
+from tests.fakes.live_run import CLI
+from tests.patience import PATIENCE_S
+
+#: What a command may take that waits for somebody to start an engine, before it says so.
+_ANSWERS_S = 15.0
+
+
+@contextmanager
+def started(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[str]]:
+    """A role's process, which ends with this one."""
+    tie = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--")
+    with log.open("w") as file:
+        process = subprocess.Popen([*tie, *CLI, *arguments], stdout=file, stderr=file, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_S)
+
+
+def until(directory: Path, reached: object) -> RunStatus:
+    assert callable(reached)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            with controller_of(directory) as controller:
+                if reached(status := controller.status()):
+                    return status
+        except UserError:
+            pass
+        time.sleep(0.1)
+    logs = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in directory.parent.glob("*.log"))
+    raise AssertionError(f"not reached within {PATIENCE_S:g} s:\n{logs}")
+
+
+@pytest.mark.slow  # in short, in front of a controller of the test's: tests/commands/test_engines.py
+@pytest.mark.timeout(600)
+def test_a_swap_prints_the_command_that_starts_the_new_engine_and_goes_on_once_it_is_typed(tmp_path: Path) -> None:
+    recipe, directory = bigram_recipe(tmp_path / "bigram", walking=True), tmp_path / "run"
+    redis, controller, engine = free_ports(3)
+    common = [
+        *("--recipe", str(recipe), "--run-dir", str(directory), "--controller-url", f"http://127.0.0.1:{controller}"),
+        *("--redis-url", f"redis://127.0.0.1:{redis}/0", "--set", "run.steps=100000"),
+    ]
+    ports = {"redis": redis, "controller": controller, "engine": engine}
+    with ExitStack() as stack:
+        for role in ("redis", "controller", "engine", "actor", "trainer"):
+            listens = ["--port", str(ports[role])] if role in ports else []
+            stack.enter_context(started([role, *common, *listens], tmp_path / f"{role}.log"))
+        until(directory, lambda status: status.step > 2 and not status.fleet.has_launcher)
+        began, said = time.monotonic(), tmp_path / "swap.log"
+        swap = stack.enter_context(started(["engines", "swap", str(directory), "engine-0", "--type", "bigram"], said))
+        while "waiting for engine-1" not in said.read_text():
+            assert time.monotonic() < began + _ANSWERS_S, f"no word within {_ANSWERS_S:g} s: {said.read_text()}"
+            time.sleep(0.05)
+        print(f"said after {time.monotonic() - began:.1f} s:\n{said.read_text()}")
+        command = next(line.strip() for line in said.read_text().splitlines() if line.startswith("  pipelinerl engine"))
+        stack.enter_context(started(shlex.split(command)[1:], tmp_path / "engine-1.log"))
+        assert swap.wait(PATIENCE_S) == 0, said.read_text()
+        assert f"listens at http://127.0.0.1:{engine} goes on until you end it" in said.read_text()
+        status = until(directory, lambda status: status.step > 4)
+        standings = {each.name: each.state for each in status.fleet.engines}
+        assert standings == {"engine-0": "expelled", "engine-1": "healthy"}

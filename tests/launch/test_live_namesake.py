@@ -1,0 +1,66 @@
+"""A run of a name that is live is not joined by another one unless somebody asks for that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import Response
+
+from launch.run_directory import create, refuse_namesake
+from pipelinerl.commands.remote import started_by_hand
+from pipelinerl.config.recipe import RunConfig, parse
+from pipelinerl.errors import UserError
+from pipelinerl.observability.status import RunStatus
+from tests.fakes.checkpoints import model_directory
+from tests.fakes.served import in_thread
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    run = {"name": "tiny", "directory": str(tmp_path / "runs")}
+    model = {"path": str(model_directory(tmp_path / "model"))}
+    return parse({"model": model, "domains": [{"name": "d", "source": "s"}], "run": run})
+
+
+@pytest.fixture
+def controller_url() -> Iterator[str]:
+    app = FastAPI(openapi_url=None)
+    status = msgspec.json.encode(RunStatus(run="tiny"))
+    app.get("/status")(lambda: Response(status, media_type="application/json"))
+    with in_thread(app) as url:
+        yield url
+
+
+def test_runs_that_are_over_are_in_nobodys_way(config: RunConfig) -> None:
+    refuse_namesake(config, by_hand=started_by_hand)
+    create(config), create(config)
+    refuse_namesake(config, by_hand=started_by_hand)
+
+
+def test_a_live_run_of_this_name_is_named_whichever_number_it_has(config: RunConfig) -> None:
+    create(config)
+    second = create(config)
+    with (
+        second.locked(),
+        pytest.raises(UserError, match=r"a run of this name is live in .*tiny-2 \(process \d+\)") as e,
+    ):
+        refuse_namesake(config, by_hand=started_by_hand)
+    assert f"--resume {second.path}" in str(e.value) and "--new" in str(e.value)
+    refuse_namesake(config, by_hand=started_by_hand)
+
+
+def test_a_live_run_whose_services_were_started_by_hand_is_found_by_its_controller(
+    config: RunConfig, controller_url: str
+) -> None:
+    directory = create(config)
+    address = directory.path / "controller.json"
+    address.write_text(json.dumps({"url": controller_url, "token": None}))
+    with pytest.raises(UserError, match=f"started by hand, controller at {controller_url}"):
+        refuse_namesake(config, by_hand=started_by_hand)
+    address.write_text(json.dumps({"url": "http://127.0.0.1:9", "token": None}))  # left by one that was killed
+    refuse_namesake(config, by_hand=started_by_hand)

@@ -21,6 +21,7 @@ export class Plot {
     this.shared = shared;
     this.pointed = pointed;
     this.figure = null;
+    this.size = [0, 0];
     this.area = { left: 0, width: 1, height: 1 };
     this.isSeen = true;
     this.isStale = false;
@@ -30,7 +31,12 @@ export class Plot {
     this.hair.className = "hair";
     this.choice = box.appendChild(document.createElement("i"));
     this.choice.className = "choice";
-    this.sized = new ResizeObserver(() => this.drawSoon());
+    // Called with the first size as well, before the page is painted. To read the box's own size instead would lay the
+    // page out once for each plot.
+    this.sized = new ResizeObserver(([entry]) => {
+      this.size = [entry.contentRect.width, entry.contentRect.height];
+      this.draw();
+    });
     this.sized.observe(box);
     this.sight = new IntersectionObserver(([entry]) => {
       this.isSeen = entry.isIntersecting;
@@ -49,10 +55,10 @@ export class Plot {
     this.canvas.addEventListener("pointercancel", () => this.drop());
   }
 
-  // A figure is {x, lines, format, label, formatX}; see `Chart`. It is drawn before this returns.
+  // A figure is {x, lines, format, label, formatX}; see `Chart`.
   show(figure) {
     this.figure = figure;
-    this.draw();
+    this.drawSoon();
     this.showCursor();
   }
 
@@ -92,11 +98,9 @@ export class Plot {
     cancelAnimationFrame(this.frame);
     this.frame = 0;
     this.isStale = false;
-    const { clientWidth: width, clientHeight: height } = this.box;
+    const [width, height] = this.size;
     if (!this.figure || !width || !height) return;
     const paper = this.sheet(width, height);
-    const look = getComputedStyle(document.documentElement);
-    const colour = (name) => look.getPropertyValue(`--${name}`).trim();
     const { x, lines, format = number, formatX = number } = this.figure;
     const range = this.range();
     const [from, to] = [Math.max(0, firstFrom(x, range[0]) - 1), Math.min(x.length, firstFrom(x, range[1]) + 2)];
@@ -109,7 +113,7 @@ export class Plot {
       x: (value) => left + ((value - range[0]) / (range[1] - range[0])) * this.area.width,
       y: (value) => TOP + (1 - (value - limits[0]) / (limits[1] - limits[0])) * this.area.height,
     };
-    this.drawAxes(paper, colour, scale, ticks, ticksOf(range, this.area.width / X_SPACE, 1), formatX);
+    this.drawAxes(paper, scale, ticks, ticksOf(range, this.area.width / X_SPACE, 1), formatX);
     paper.save();
     paper.beginPath();
     paper.rect(left, 0, this.area.width + RIGHT, height - BOTTOM + 1);
@@ -130,7 +134,7 @@ export class Plot {
     return paper;
   }
 
-  drawAxes(paper, colour, scale, yTicks, xTicks, formatX) {
+  drawAxes(paper, scale, yTicks, xTicks, formatX) {
     const { left, width, height } = this.area;
     paper.textBaseline = "middle";
     for (const [at, text] of yTicks) {
@@ -195,6 +199,19 @@ export class Plot {
     this.grabbedAt = null;
     this.choice.hidden = true;
   }
+}
+
+// The page's colours by name, read once for all plots of a theme.
+let palette = new Map();
+onTheme(() => {
+  palette = new Map();
+});
+
+function colour(name) {
+  if (!palette.has(name)) {
+    palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  }
+  return palette.get(name);
 }
 
 // The first place in rising values whose value is at least `value`.

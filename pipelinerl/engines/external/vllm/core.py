@@ -17,6 +17,7 @@ from typing import Any, Final, Self, final
 from pydantic import ValidationError
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -230,7 +231,7 @@ def _check_grammar(request: Request) -> None:
     """Raise `InvalidRequest` for a schema that vLLM's grammars cannot keep: in the core it would end the sample."""
     try:
         validate_xgrammar_grammar(SamplingParams(structured_outputs=_grammar_of(request)))
-    except ValueError as error:
+    except (VLLMValidationError, ValueError) as error:
         raise InvalidRequest(f"response_format: {_sentence(error)}", param="response_format") from error
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any, Final, final
+from typing import Any, Final, Self, final
 
 import msgspec
 
@@ -55,6 +55,41 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     wanted: bool = True
 
 
+class PublicationUnderWay(msgspec.Struct, kw_only=True):
+    """The last publication that the trainer was directed to make."""
+
+    directive: str
+    """The name of that directive."""
+    version: int
+    """The oldest weights that it may bring: those of when it was directed, or of a step that was done before it."""
+    membership: int
+    recipients: list[str]
+    reported: bool = False
+
+    @classmethod
+    def of(cls, directive: Directive, *, version: int) -> Self:
+        """The publication of a directive that was made at `version`."""
+        return cls(
+            directive=directive.answers,
+            version=version,
+            membership=directive.membership,
+            recipients=directive.publish_to,
+        )
+
+    def reaches(self, url: str, *, joined_at: int) -> bool:
+        """Whether it goes to the engine that joined with that membership."""
+        return url in self.recipients and joined_at <= self.membership
+
+    def note_step(self, version: int) -> None:
+        """Note a step: weights change only between publications, so one that is not reported brings the new ones."""
+        if not self.reported:
+            self.version = version
+
+    def note_report(self, report: Published) -> None:
+        """Note that it has ended, or that one before it has."""
+        self.reported = self.reported or report.directive == self.directive
+
+
 class TrainerRecord(msgspec.Struct, kw_only=True):
     """What the controller knows of the trainer of this epoch, and what it has told it."""
 
@@ -68,8 +103,8 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     """The reports with which an epoch has begun, of any trainer; none begins another."""
     answers: dict[str, Directive] = {}
     """The last directive by the report that it answers, since a report may be repeated."""
-    reload_asked: tuple[int, int] = (-1, -1)
-    """(epoch, membership) for which a publication between steps was asked last."""
+    publication: PublicationUnderWay | None = None
+    """The last publication it was directed to make; None when none was, or nothing is known of it."""
     stop_sent: bool = False
     """Was it told to stop?"""
     first_version: int = 0
@@ -95,8 +130,6 @@ class Evaluations(msgspec.Struct, kw_only=True):
     """How many were begun, anew or not: the number of the last."""
     due: EvaluationDue | None = None
     """One that waits for weights to be served, or for the current one to end."""
-    postponed: bool = False
-    """Does a publication wait for the current one to end?"""
     results: list[EvaluationResult] = []
     """Those that have ended, the oldest first; only the last of each set has figures by domain and tag."""
 

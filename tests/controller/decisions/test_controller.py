@@ -18,6 +18,7 @@ from pipelinerl.controller.state.filtered_share import FilteredShare
 from pipelinerl.controller.state.inputs import (
     EngineRegistered,
     EngineRemoved,
+    EngineRestarted,
     KnobsPatched,
     ReportReceived,
     StreamsLost,
@@ -304,14 +305,15 @@ def test_an_engine_that_waits_for_weights_as_a_step_ends_has_no_other_reloaded_b
     run.give(EngineRegistered(now=0.0, url="http://engine-1"))
     sent: list[list[str]] = []
     while run.version < 3:
-        before = run.version
-        run.publications.clear()  # they do not get through: engine-1 waits still
+        if run.publications:
+            sent.append(run.publications[-1][1].publish_to)
+            run.publish()
+            run.give(EngineRestarted(now=0.0, url="http://engine-1"))
         run.sample()
         run.answer()
         run.train()
-        if run.version > before and run.directive is not None:
-            sent.append(run.directive.publish_to)
-    assert sent == [["http://engine-1"], ["http://engine-1"], [ENGINE, "http://engine-1"]], "j = 3: due at the third"
+    assert run.publications[-1][1].publish_to == [ENGINE, "http://engine-1"], "j = 3: due at the third step"
+    assert sent and all(publish_to == ["http://engine-1"] for publish_to in sent)
 
 
 def test_what_was_postponed_for_an_evaluation_goes_to_all_whoever_joins_meanwhile() -> None:
@@ -413,7 +415,8 @@ def test_questions_of_an_evaluation_that_a_stream_server_forgot_are_asked_again(
     run.sample()
     run.answer()
     effects = run.controller.decide(StreamsLost(now=0.0))
-    assert effects == [IssuePrompts(asked[1:])], "no training order was out: the evaluation comes first"
+    assert [effect for effect in effects if isinstance(effect, IssuePrompts)] == [IssuePrompts(asked[1:])]
+    assert [effect.directive.publish_to for effect in effects if isinstance(effect, Send)] == [[]]
     run.apply(effects)
     for _ in range(2):
         run.sample()

@@ -110,7 +110,7 @@ def test_whatever_happens_one_version_answers_and_the_run_ends(seed: int, engine
         if run.finished is not None:
             break
         run.act()
-        if chance.random() < 0.01:
+        if chance.random() < 0.01 and run.version < 39:  # later, no publication would bring the last weights
             url = chance.choice(engines)
             run.give(EngineTimedOut(now=0.0, url=url, reason="test"))
         if chance.random() < 0.05:

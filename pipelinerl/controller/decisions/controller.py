@@ -163,7 +163,7 @@ class Controller:
                 return []
             trainer.heard = (type(report).__name__, now)
         if isinstance(report, Question) and report.report_id in trainer.answers:
-            return [Send(trainer.answers[report.report_id])]
+            return self._answer_again(trainer.answers[report.report_id])
         match report:
             case TrainerReady():
                 return self._trainer_ready(report, now=now)
@@ -461,6 +461,12 @@ class Controller:
         self.state.trainer.answers = {report_id: directive}
         return Send(directive)
 
+    def _answer_again(self, answer: Directive) -> list[Effect]:
+        """The trainer had not read the answer yet, nor acted on anything sent since: only its publication is sure."""
+        publishes = bool(answer.publish_to)
+        self.state.trainer.publication = PublicationUnderWay.of(answer, self.state.version) if publishes else None
+        return [Send(answer)]
+
     def _unasked(self, name: str) -> list[Effect]:
         """What the trainer has to hear while it waits for a step; once it was told to stop, it waits for none."""
         if self.state.phase is not RunPhase.TRAINING or self.ending is not None:
@@ -470,6 +476,6 @@ class Controller:
     def _directive(self, name: str, *, publish_to: Sequence[str] = (), leave: bool = False) -> Directive:
         made = directive(self.state, self.settings, answers=name, publish_to=publish_to, leave=leave)
         if made.publish_to:
-            self.state.trainer.publication = PublicationUnderWay.of(made, version=self.state.version)
+            self.state.trainer.publication = PublicationUnderWay.of(made, self.state.version)
         self.state.trainer.stop_sent = self.state.trainer.stop_sent or made.stop
         return made

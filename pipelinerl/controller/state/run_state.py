@@ -67,7 +67,7 @@ class PublicationUnderWay(msgspec.Struct, kw_only=True):
     reported: bool = False
 
     @classmethod
-    def of(cls, directive: Directive, *, version: int) -> Self:
+    def of(cls, directive: Directive, version: int) -> Self:
         """The publication of a directive that was made at `version`."""
         return cls(
             directive=directive.answers,

@@ -1,8 +1,9 @@
 """A simulated run in which anything may go wrong in any order, around the real `Controller` and the real `Batcher`.
 
-`UnfairWorld.suffer` does one random thing: knobs change, engines come, die, lag and offer themselves again, publications
-fail or skip engines, evaluations begin and end, actors, the trainer and the stream server die. `UnfairWorld.recover`
-then lets every role do its work, a round at a time: from wherever the run was, it must get to its next steps.
+`UnfairWorld.suffer` does one random thing: knobs change, engines come, die, lag and offer themselves again,
+publications fail or skip engines, evaluations begin and end, actors, the trainer and the stream server die.
+`UnfairWorld.recover` then lets every role do its work, a round at a time: from wherever the run was, it must get to its
+next steps.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ from pipelinerl.controller.state.inputs import (
 )
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange
-from pipelinerl.controller.state.run_state import PublicationUnderWay, RunPhase, RunState
+from pipelinerl.controller.state.run_state import PublicationOrdered, RunPhase, RunState
 from pipelinerl.controller.state.settings import OVERSAMPLED, ControllerSettings
 from pipelinerl.messages import (
     FROM_ACTORS,
@@ -333,13 +333,12 @@ class Controller:
             self._evaluator.want(self.state)
         self.state.trainer.first_version = self.state.version
         self.state.trainer.training_since = now
-        self.state.trainer.publication = None
+        self.state.trainer.publications = []
         return [*effects, self._answer(report.report_id, publish_to=sorted(self.state.fleet.members()))]
 
     def _step_done(self, report: StepDone) -> list[Effect]:
         self.state.version = report.model_version
-        if self.state.trainer.publication is not None:
-            self.state.trainer.publication.note_step(report.model_version)
+        self.state.trainer.note_step(report.model_version)
         self.state.account.update(report.consumed)
         before, self.state.trainer.stepped = self.state.trainer.stepped, report.consumed
         self.state.filtered_share.note_step(
@@ -372,10 +371,9 @@ class Controller:
         return [self._answer(report.report_id, publish_to=[], leave=True)]
 
     def _published(self, report: Published) -> list[Effect]:
-        if self.state.trainer.publication is not None:
-            self.state.trainer.publication.note_report(report)
+        self.state.trainer.note_published(report)
         lost = engine_decisions.published(self.state, report)
-        return [reported.published(self.state, report), *lost]
+        return [reported.published(report), *lost]
 
     def _starving(self, report: Starving, *, now: float) -> list[Effect]:
         """Orders that no actor works on while the trainer waits for them went with the stream server's last second.
@@ -397,7 +395,7 @@ class Controller:
         Any of it may be gone. Of two groups for one order the trainer drops the second; of two answers to one question
         the evaluation does.
         """
-        self.state.trainer.publication = None
+        self.state.trainer.publications = []
         account, asked = self.state.account, self.state.evaluations.current
         effects = self._unasked(f"streams-lost-e{self.state.epoch}-{self.state.version}")
         if asked is not None:
@@ -463,8 +461,8 @@ class Controller:
 
     def _answer_again(self, answer: Directive) -> list[Effect]:
         """The trainer had not read the answer yet, nor acted on anything sent since: only its publication is sure."""
-        publishes = bool(answer.publish_to)
-        self.state.trainer.publication = PublicationUnderWay.of(answer, self.state.version) if publishes else None
+        ordered = PublicationOrdered.of(answer, self.state.version)
+        self.state.trainer.publications = [ordered] if answer.publish_to else []
         return [Send(answer)]
 
     def _unasked(self, name: str) -> list[Effect]:
@@ -476,6 +474,6 @@ class Controller:
     def _directive(self, name: str, *, publish_to: Sequence[str] = (), leave: bool = False) -> Directive:
         made = directive(self.state, self.settings, answers=name, publish_to=publish_to, leave=leave)
         if made.publish_to:
-            self.state.trainer.publication = PublicationUnderWay.of(made, self.state.version)
+            self.state.trainer.publications.append(PublicationOrdered.of(made, self.state.version))
         self.state.trainer.stop_sent = self.state.trainer.stop_sent or made.stop
         return made

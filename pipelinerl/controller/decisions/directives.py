@@ -40,14 +40,16 @@ def publication_due(state: RunState, settings: ControllerSettings, *, again: boo
     """
     if state.phase is not RunPhase.TRAINING or holds_updates(state) or ending(state, settings) is not None:
         return []
-    under_way = state.trainer.publication
-    if under_way is not None and under_way.reported and again:
-        under_way = None
-    loaded: dict[str, int] = {}
-    for record in state.fleet.records():
-        if record.lifecycle in _KEPT_UP_TO_DATE and not record.pinned:
-            coming = under_way is not None and under_way.reaches(record.url, joined_at=record.joined_at)
-            loaded[record.url] = max(record.loaded, under_way.version) if coming and under_way else record.loaded
+    ordered = [each for each in state.trainer.publications if not (each.reported and again)]
+    loaded = {
+        record.url: max(
+            record.loaded,
+            *(each.version for each in ordered if each.reaches(record.url, joined_at=record.joined_at)),
+            -1,
+        )
+        for record in state.fleet.records()
+        if record.lifecycle in _KEPT_UP_TO_DATE and not record.pinned
+    }
     oldest = min((version for version in loaded.values() if version >= 0), default=state.version)
     evaluation_waits = state.evaluations.due is not None and state.evaluations.current is None
     evaluation_waits = evaluation_waits and settings.evaluation.pin is not Pin.NONE

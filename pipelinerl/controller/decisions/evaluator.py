@@ -108,9 +108,7 @@ class Evaluator:
         A publication that is under way is waited for, since it would break the pin.
         """
         loaded = {url: state.fleet.by_url[url].loaded for url in state.fleet.verified()}
-        under_way = state.trainer.publication
-        waits = state.phase is RunPhase.TRAINING and under_way is not None and not under_way.reported
-        if waits or not loaded:
+        if not loaded or (state.phase is RunPhase.TRAINING and state.trainer.publishes):
             return []
         last = state.phase is RunPhase.FINISHING
         ready = sorted(url for url in state.fleet.serving() if loaded[url] >= due.version)

@@ -55,8 +55,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     wanted: bool = True
 
 
-class PublicationUnderWay(msgspec.Struct, kw_only=True):
-    """The last publication that the trainer was directed to make."""
+class PublicationOrdered(msgspec.Struct, kw_only=True):
+    """A publication that the trainer was directed to make."""
 
     directive: str
     """The name of that directive."""
@@ -80,15 +80,6 @@ class PublicationUnderWay(msgspec.Struct, kw_only=True):
         """Whether it goes to the engine that joined with that membership."""
         return url in self.recipients and joined_at <= self.membership
 
-    def note_step(self, version: int) -> None:
-        """Note a step: weights change only between publications, so one that is not reported brings the new ones."""
-        if not self.reported:
-            self.version = version
-
-    def note_report(self, report: Published) -> None:
-        """Note that it has ended, or that one before it has."""
-        self.reported = self.reported or report.directive == self.directive
-
 
 class TrainerRecord(msgspec.Struct, kw_only=True):
     """What the controller knows of the trainer of this epoch, and what it has told it."""
@@ -103,8 +94,8 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     """The reports with which an epoch has begun, of any trainer; none begins another."""
     answers: dict[str, Directive] = {}
     """The last directive by the report that it answers, since a report may be repeated."""
-    publication: PublicationUnderWay | None = None
-    """The last publication it was directed to make; None when none was, or nothing is known of it."""
+    publications: list[PublicationOrdered] = []
+    """Those it was directed to make and has not reported, in that order; before them the last that it has reported."""
     stop_sent: bool = False
     """Was it told to stop?"""
     first_version: int = 0
@@ -119,6 +110,25 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     """Its last publication."""
     unsaved: str = ""
     """Why a checkpoint cannot be written yet, in words; training waits once the next one is due."""
+
+    @property
+    def publishes(self) -> bool:
+        """Whether a publication is under way, or will be."""
+        return any(not each.reported for each in self.publications)
+
+    def note_step(self, version: int) -> None:
+        """Weights change only between publications: what has not been reported brings those of this step."""
+        for each in self.publications:
+            each.version = each.version if each.reported else version
+
+    def note_published(self, report: Published) -> None:
+        """Publications end in order, so those before the reported one have ended, too."""
+        self.last_publish = report
+        names = [each.directive for each in self.publications if not each.reported]
+        if report.directive in names:
+            waiting = [each for each in self.publications if not each.reported][names.index(report.directive) :]
+            waiting[0].reported = True
+            self.publications = waiting
 
 
 class Evaluations(msgspec.Struct, kw_only=True):

@@ -91,7 +91,7 @@ def run(
     """
     from launch import run as launching
     from launch.run_directory import open_run
-    from pipelinerl.commands import resumption
+    from pipelinerl.roles import resumption
 
     if resume is not None:
         if recipe is not None:
@@ -386,7 +386,7 @@ def _connect(url: str, token: str) -> Any:
 
 def _claim(config: recipes.RunConfig) -> bool:
     """Take the run's name at its location."""
-    from pipelinerl.commands import resumption
+    from pipelinerl.roles import resumption
 
     return resumption.claim(config)
 

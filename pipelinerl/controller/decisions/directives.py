@@ -57,7 +57,7 @@ def publication_due(state: RunState, settings: ControllerSettings, *, again: boo
         return sorted(state.fleet.members())
     if evaluation_waits and oldest < state.version:
         return sorted(state.fleet.members())
-    return sorted(url for url, version in loaded.items() if version < 0)
+    return [url for url in state.fleet.without_weights() if loaded[url] < 0]
 
 
 def directive(

@@ -32,6 +32,7 @@ from pipelinerl.messages import (
     ConsumedReport,
     Directive,
     Published,
+    Question,
     StepDone,
     TrainerReady,
 )
@@ -44,7 +45,7 @@ from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.streams.records import decode_order
 from pipelinerl.streams.stream import Stream
 from pipelinerl.system.http_service import listen, serve_until
-from pipelinerl.training.controller_link import ControllerLink, Question
+from pipelinerl.training.controller_link import ControllerLink
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
@@ -247,6 +248,7 @@ class StandInTrainer:
                 failed=dict(report.failed),
                 send_s=report.send_s,
                 total_s=report.total_s,
+                directive=directive.answers,
             )
         )
         if proven := [url for url in directive.to_verify if url in report.pauses_s]:

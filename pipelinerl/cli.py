@@ -98,8 +98,8 @@ def run(
     from launch import run as launching
     from launch.resumed_recipe import change_recipe, record_change
     from launch.run_directory import open_run, refuse_namesake
-    from pipelinerl.commands import resumption
     from pipelinerl.commands.remote import started_by_hand
+    from pipelinerl.roles import resumption
 
     if resume is not None:
         changes = [*([] if recipe is None else [recipe]), *(overrides or [])]
@@ -403,7 +403,7 @@ def _connect(url: str, token: str) -> Any:
 
 def _claim(config: recipes.RunConfig) -> bool:
     """Take the run's name at its location."""
-    from pipelinerl.commands import resumption
+    from pipelinerl.roles import resumption
 
     return resumption.claim(config)
 

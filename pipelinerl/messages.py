@@ -140,7 +140,7 @@ class Starving(ControlMessage, frozen=True):
 
 
 class Published(ControlMessage, frozen=True):
-    """Outcome of a publication, engine by engine (base URL).
+    """Outcome of the publication that `directive` asked for, by the name it answers; engine by engine (base URL).
 
     For those in `permanent`, no retry mends the reason in `failed`; those in `blameless` failed because of others.
     """
@@ -154,6 +154,7 @@ class Published(ControlMessage, frozen=True):
     total_s: float
     permanent: list[str] = []
     blameless: list[str] = []
+    directive: str = ""
 
 
 class CanaryChecked(ControlMessage, frozen=True):
@@ -401,6 +402,9 @@ Report = (
 
 #: Reports that an actor makes; the others are the trainer's.
 FROM_ACTORS = (GroupFailed, GroupOutdated, GroupHandedOver, EvaluationDone, ActorAlive)
+
+#: Reports that the trainer repeats until a directive answers them.
+Question = TrainerReady | StepDone | StepSkipped | TrainerLeaving
 
 _Message = TypeVar("_Message")
 

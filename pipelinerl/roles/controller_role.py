@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr
 
 from pipelinerl.choices import NoSignal
-from pipelinerl.commands.resumption import claim
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig, check_layout, save, write_layout
 from pipelinerl.config.sections import shared_values
@@ -41,6 +40,7 @@ from pipelinerl.observability.restarts import read_restarts
 from pipelinerl.observability.samples.reading import FOLDER
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.process import Identity, freeze_gc
+from pipelinerl.roles.resumption import claim
 from pipelinerl.roles.wiring import checkpoints_of, elastic_of, held_out_problems, knobs_of, training_problems
 from pipelinerl.streams.stream import Stream, parse_id
 from pipelinerl.system.files import write_private

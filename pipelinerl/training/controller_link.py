@@ -18,17 +18,12 @@ from pipelinerl.messages import (
     REPORTS,
     ControlMessage,
     Directive,
-    StepDone,
-    StepSkipped,
-    TrainerLeaving,
-    TrainerReady,
+    Question,
     encode,
 )
 from pipelinerl.streams.stream import Stream, parse_id
 from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
 
-#: What the trainer asks of the controller.
-Question = TrainerReady | StepDone | StepSkipped | TrainerLeaving
 #: A report that has had no effect for so long is sent again.
 RESEND_S: Final = 5.0
 #: The longest that one read waits for its first entry.

@@ -34,6 +34,7 @@ from pipelinerl.messages import (
     ConsumedReport,
     Directive,
     OrdersEnded,
+    Question,
     Starving,
     StepDone,
     StepSkipped,
@@ -49,7 +50,7 @@ from pipelinerl.streams.stream import Stream
 from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
 from pipelinerl.training.checkpoints.checkpointing import Checkpointing
 from pipelinerl.training.checkpoints.manifest import TrainingState
-from pipelinerl.training.controller_link import RESEND_S, ControllerLink, Question
+from pipelinerl.training.controller_link import RESEND_S, ControllerLink
 from pipelinerl.training.publish.canary_check import CanaryChecker
 from pipelinerl.training.publish.publishing import Publishing
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage, SolvedProblems

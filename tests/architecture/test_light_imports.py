@@ -39,7 +39,11 @@ def _modules(*rooms: str) -> list[str]:
     [
         _modules("inference_contract"),
         _modules("trainer_contract"),
-        [name for name in _modules("composition") if name in ("pipelinerl.config.recipe", "pipelinerl.registry")],
+        [
+            name
+            for name in _modules("config", "registry")
+            if name in ("pipelinerl.config.recipe", "pipelinerl.registry")
+        ],
         _modules("objective", "values", "observability"),
         [name for name in _modules("launch") if name != "launch.reaper"],
     ],

@@ -33,12 +33,14 @@ FLOORS: dict[str, float] = {
     "training": 5,
     "controller": 6,
     "simulation": 6.5,
-    "composition": 7,
+    "config": 7,
+    "roles": 7.25,
+    "commands": 7.5,
+    "cli": 7.75,
     "launch": 8,
     "benchmarks": 9,
 }
 VALUES = frozenset({"types", "choices", "arrays", "staleness", "rng", "errors", "messages"})
-COMPOSITION = frozenset({"__main__", "cli", "roles", "commands", "config"})
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ def room_of(dotted: str) -> str | None:
         return None
     if parts[1] in VALUES:
         return "values"
-    if parts[1] in COMPOSITION:
-        return "composition"
+    if parts[1] == "__main__":
+        return "cli"
     return parts[1] if parts[1] in FLOORS else None
 
 

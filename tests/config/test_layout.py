@@ -11,13 +11,13 @@ from rich.console import Console
 from launch.run_directory import create, open_run
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.commands.replay import show
-from pipelinerl.commands.resumption import directory_of
 from pipelinerl.config.recipe import check_layout, load, save, write_layout
 from pipelinerl.errors import UserError
 from pipelinerl.messages import LAYOUT
 from pipelinerl.roles import controller_role
 from pipelinerl.roles.controller_role import Start
 from pipelinerl.roles.process import Identity
+from pipelinerl.roles.resumption import directory_of
 
 
 @pytest.fixture

@@ -243,6 +243,7 @@ class World:
                     failed={},
                     send_s=0.0,
                     total_s=0.0,
+                    directive=directive.answers,
                 )
             )
             if directive.to_verify:

@@ -36,7 +36,7 @@ def played(name: str, seeds: Sequence[int], capsys: pytest.CaptureFixture[str]) 
 #: A run that is killed whole and resumed is in tests/end_to_end/test_live_run.py, and compared by the same words.
 TOLD_ELSEWHERE = {
     name: [pytest.mark.slow]
-    for name in ("system_killed", "rank_killed", "oubliette_killed", "told_to_stop", "dead_offers")
+    for name in ("system_killed", "rank_killed", "oubliette_killed", "told_to_stop", "dead_offers", "knobs_turned")
 }
 
 

@@ -13,13 +13,12 @@ import httpx
 import pytest
 
 from launch.run_directory import open_run
-from pipelinerl.commands import resumption
 from pipelinerl.commands.remote import address_of, controller_of
 from pipelinerl.config.recipe import RunConfig, load, to_table, write_layout
 from pipelinerl.controller.service.service import Start
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
-from pipelinerl.roles import controller_role
+from pipelinerl.roles import controller_role, resumption
 from pipelinerl.roles.controller_role import overruled
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.wiring import knobs_of

@@ -4,33 +4,35 @@
 (`journal.py`) can bring it back after a kill.
 
     input                      from      effects
-    TrainerReady, StepDone     trainer   a Directive (publish, checkpoint, stop, knobs), then prompts
+    TrainerReady, StepDone     trainer   a Directive (publish, checkpoint, stop, knobs)
     StepSkipped                trainer   a Directive, which stops the run after the third in a row
     TrainerLeaving             trainer   a Directive, by which it saves its state and ends, while the run goes on
-    OrdersEnded, Published        trainer   prompts
+    OrdersEnded                trainer   none of its own: its account is what prompts are paced by
+    Published, CanaryChecked   trainer   events; engines serve, or are lost (`engine_decisions.py`)
     Starving                   trainer   the lost orders again, if no actor works on any; a Directive, if it waits for
                                          an evaluation
     StreamsLost                poll      every order and every evaluation's question that is out, again
-    CanaryChecked                     trainer   prompts, for engines that serve now (`engine_decisions.py`)
-    GroupFailed, Evaluation…   actor     prompts; an evaluation's result
-    knobs                      API       a Directive, then prompts: both sides pace by the same
+    GroupFailed, Evaluation…   actor     an evaluation's result
+    knobs                      API       a Directive: both sides pace by the same
     FleetMeasured              poll      an engine that is to come or to go (`elastic.py`)
-    engine comes/goes          API, poll a Directive when the trainer must publish without waiting for a step
+    engine comes/goes          API, poll the answer to a trainer that waited for engines
 
-What it waits for, and who unblocks it: `waiting_for` says so in words. Prompts are issued within the staleness budget
-(`StalenessBounds.may_issue`) and within `max_groups`; an evaluation before the first step runs alone.
+After *every* input, whatever it was: an evaluation is advanced, a Directive to publish is sent if one is due
+(`directives.publication_due`), and prompts are issued within the staleness budget (`StalenessBounds.may_issue`) and
+within `max_groups`. So no wait depends on which input happens to come next. `waiting_for` says in words what the run
+waits for, and who unblocks it. An evaluation before the first step runs alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import msgspec
 
 from pipelinerl.choices import Overdue
 from pipelinerl.controller.decisions import elastic, engine_decisions, reported
-from pipelinerl.controller.decisions.directives import Recipients, directive, ending
+from pipelinerl.controller.decisions.directives import directive, ending, publication_due
 from pipelinerl.controller.decisions.engine_decisions import engine_input
 from pipelinerl.controller.decisions.evaluator import Evaluator, comes_first, holds_updates
 from pipelinerl.controller.decisions.giving_up import finish, give_up, refused, suspend
@@ -51,7 +53,7 @@ from pipelinerl.controller.state.inputs import (
 )
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange
-from pipelinerl.controller.state.run_state import RunPhase, RunState
+from pipelinerl.controller.state.run_state import PublicationOrdered, RunPhase, RunState
 from pipelinerl.controller.state.settings import OVERSAMPLED, ControllerSettings
 from pipelinerl.messages import (
     FROM_ACTORS,
@@ -67,6 +69,7 @@ from pipelinerl.messages import (
     GroupOutdated,
     OrdersEnded,
     Published,
+    Question,
     Report,
     Starving,
     StepDone,
@@ -113,6 +116,8 @@ class Controller:
         effects = self._decide(given)
         if not self.state.failing.reason:
             effects += self._evaluate(now=given.now)
+            effects += self._publish_if_due(again=isinstance(given, Ticked))
+            effects += self.issue()
         effects += give_up(self.state, self.settings, now=given.now)
         mark = progress_mark(self.state)
         if list(mark) != list(self.state.watchdog.mark):
@@ -126,9 +131,6 @@ class Controller:
     def _decide(self, given: AnyInput) -> list[Effect]:
         match given:
             case ReportReceived(report=report, now=now):
-                abandoned = getattr(report, "epoch", self.state.epoch) != self.state.epoch
-                if not (isinstance(report, FROM_ACTORS) or abandoned):
-                    self.state.trainer.heard = (type(report).__name__, now)
                 return self.handle(report, now=now)
             case KnobsPatched(changes=changes, who=who, time=time):
                 return self.patch(changes, who=who, time=time)
@@ -144,34 +146,46 @@ class Controller:
                 return elastic.measured(self.state, self.settings, given)
             case _:
                 effects = engine_input(self.state, given, engines_expected=self.settings.engines_expected)
-                return effects + self._fleet_changed(now=given.now)
+                waits = self.state.trainer.pending_ready
+                return effects if waits is None else effects + self._trainer_ready(waits, now=given.now)
 
     # --- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Take one report and return what is to be done, in order."""
+        """Take one report and return its own effects, in order.
+
+        Reports of an abandoned epoch are ignored: their trainer is fenced. A question that is repeated gets the same
+        answer.
+        """
+        trainer = self.state.trainer
+        if not isinstance(report, FROM_ACTORS):
+            if not isinstance(report, TrainerReady) and report.epoch != self.state.epoch:
+                return []
+            trainer.heard = (type(report).__name__, now)
+        if isinstance(report, Question) and report.report_id in trainer.answers:
+            return self._answer_again(trainer.answers[report.report_id])
         match report:
             case TrainerReady():
                 return self._trainer_ready(report, now=now)
-            case StepDone() if report.epoch == self.state.epoch:
-                return self._step_done(report, now=now)
-            case StepSkipped() if report.epoch == self.state.epoch:
+            case StepDone():
+                return self._step_done(report)
+            case StepSkipped():
                 return self._step_skipped(report)
-            case OrdersEnded() if report.epoch == self.state.epoch:
+            case OrdersEnded():
                 self.state.account.update(report.consumed)
                 self.state.account.lost(report.again)
-                return self.issue()
-            case Starving() if report.epoch == self.state.epoch:
+                return []
+            case Starving():
                 return self._starving(report, now=now)
-            case Published() if report.epoch == self.state.epoch:
+            case Published():
                 return self._published(report)
-            case CanaryChecked() if report.epoch == self.state.epoch:
-                return self._canary_checked(report, now=now)
-            case Checkpointed() | CheckpointDelayed() if report.epoch == self.state.epoch:
+            case CanaryChecked():
+                return engine_decisions.canary_checked(self.state, report, now=now)
+            case Checkpointed() | CheckpointDelayed():
                 return reported.checkpointed(self.state, report)
-            case TrainerLeaving() if report.epoch == self.state.epoch:
+            case TrainerLeaving():
                 return self._trainer_leaving(report)
-            case TrainerStopped() if report.epoch == self.state.epoch:
+            case TrainerStopped():
                 return self._trainer_stopped(report)
             case GroupFailed():
                 return self._group_failed(report, now=now)
@@ -185,8 +199,6 @@ class Controller:
                 self.state.actors[report.name] = (msgspec.structs.replace(report, stages=[]), now)
                 note_stages(self.state, report)
                 return []
-            case _:
-                return []  # of an abandoned epoch: its author is fenced
 
     def patch(self, changes: Mapping[str, Any], *, who: str, time: float) -> list[Effect]:
         """Change knobs, and tell the trainer at once: prompts are issued by the new ones from now on.
@@ -203,7 +215,7 @@ class Controller:
             KnobChange(time=time, step=self.state.version, cursor=self.state.account.cursor, who=who, changes=changed)
         )
         effects: list[Effect] = [Record("knobs", {"changes": changed, "who": who, "step": self.state.version})]
-        return effects + self._unasked(f"knobs-e{self.state.epoch}-{len(self.state.knob_log)}") + self.issue()
+        return effects + self._unasked(f"knobs-e{self.state.epoch}-{len(self.state.knob_log)}")
 
     def stop(self, reason: str) -> list[Effect]:
         """End the run at the next step boundary: last publication, checkpoint and evaluation included."""
@@ -211,12 +223,11 @@ class Controller:
             self.state.stop_reason = reason
         if self.state.phase in (RunPhase.STARTING, RunPhase.FINISHED) or self.state.trainer.stop_sent:
             return []
-        return [Send(self._directive(f"stop-e{self.state.epoch}", publish=Recipients.EVERYBODY))]
+        return [Send(self._directive(f"stop-e{self.state.epoch}"))]
 
     def tick(self, *, now: float) -> list[Effect]:
-        """Time has passed: publish to engines that wait for weights, give up on answers that do not come, and say it
-        when nothing at all gets on."""
-        effects = engine_decisions.overdue(self.state, now=now) + self.reload_if_due()
+        """Time has passed: expel engines whose drain is overdue, and record a stall once."""
+        effects = engine_decisions.overdue(self.state, now=now)
         still_s = now - self.state.watchdog.moved_at if self.state.watchdog.mark else 0.0
         if (
             still_s > self.settings.stall_s
@@ -234,21 +245,13 @@ class Controller:
         """Why the run ends at the next step boundary; None while it goes on."""
         return ending(self.state, self.settings)
 
-    def reload_if_due(self) -> list[Effect]:
-        """Ask the trainer to publish between steps to engines that wait for weights; once for each membership. What
-        the others serve stays. To all, when a publication was postponed and the evaluation that it waited for has
-        ended."""
-        key = (self.state.epoch, self.state.fleet.membership)
-        waits = key != self.state.trainer.reload_asked and bool(self.state.fleet.without_weights())
-        if (
-            self.state.phase in (RunPhase.STARTING, RunPhase.FINISHED)
-            or holds_updates(self.state)
-            or not (waits or self.state.evaluations.postponed)
-        ):
+    def _publish_if_due(self, *, again: bool) -> list[Effect]:
+        """Send a directive to publish if one is due; `again` as `publication_due` has it."""
+        publish_to = publication_due(self.state, self.settings, again=again)
+        if not publish_to:
             return []
-        self.state.trainer.reload_asked = key
-        name = f"reload-e{self.state.epoch}-{self.state.version}-m{key[1]}"
-        return [Send(self._directive(name, publish=Recipients.JOINING))]
+        name = f"publish-e{self.state.epoch}-{self.state.version}-m{self.state.fleet.membership}"
+        return [Send(self._directive(name, publish_to=publish_to))]
 
     def issue(self) -> list[Effect]:
         """Prompt orders that can still be fresh at their earliest step (RLAX §3.1; pacing before dropping)."""
@@ -295,17 +298,9 @@ class Controller:
         groups = self.state.filtered_share.expected(out, waiting=waiting, most=most)
         return rollouts * groups // out if out else 0
 
-    def _fleet_changed(self, *, now: float) -> list[Effect]:
-        """What follows from who is there: the trainer may have waited for an engine, or an engine waits for it."""
-        if self.state.trainer.pending_ready is not None:
-            return self._trainer_ready(self.state.trainer.pending_ready, now=now)
-        return self.reload_if_due() + self.issue()
-
     # --- details ---------------------------------------------------------------------------------------------------
 
     def _trainer_ready(self, report: TrainerReady, *, now: float) -> list[Effect]:
-        if report.report_id in self.state.trainer.answers:
-            return [Send(self.state.trainer.answers[report.report_id])]
         if report.report_id in self.state.trainer.begun:
             return []  # an earlier trainer's, said again before it was answered: its epoch is over
         self.state.trainer.awaited = engine_decisions.awaited(
@@ -338,13 +333,12 @@ class Controller:
             self._evaluator.want(self.state)
         self.state.trainer.first_version = self.state.version
         self.state.trainer.training_since = now
-        self.state.trainer.reload_asked = (self.state.epoch, self.state.fleet.membership)
-        return [*effects, self._answer(report.report_id, publish=Recipients.EVERYBODY)]
+        self.state.trainer.publications = []
+        return [*effects, self._answer(report.report_id, publish_to=sorted(self.state.fleet.members()))]
 
-    def _step_done(self, report: StepDone, *, now: float) -> list[Effect]:
-        if report.report_id in self.state.trainer.answers:
-            return [Send(self.state.trainer.answers[report.report_id])]
+    def _step_done(self, report: StepDone) -> list[Effect]:
         self.state.version = report.model_version
+        self.state.trainer.note_step(report.model_version)
         self.state.account.update(report.consumed)
         before, self.state.trainer.stepped = self.state.trainer.stepped, report.consumed
         self.state.filtered_share.note_step(
@@ -356,44 +350,30 @@ class Controller:
         effects = step_taken(self.state, report)
         if self.settings.elastic is not None:
             elastic.note_step(self.state.elastic, report.stats, self.state.watched.by_domain)
-        loaded = self.state.fleet.oldest_loaded()
-        due = loaded is None or self.state.knobs.bounds.reload_due(current=self.state.version, loaded=loaded)
         if self.ending is None:
             self._evaluator.want_by_interval(self.state)
-        publish = Recipients.JOINING if self.state.fleet.without_weights() else Recipients.NOBODY
-        if due or self._evaluator.needs_weights(self.state):
-            publish = Recipients.EVERYBODY
         if self.settings.overdue is Overdue.WAIT:  # the answer must know of what is issued now
             effects += self.issue()
-        effects.append(self._answer(report.report_id, publish=publish))
-        return effects + self.issue()
+        return [*effects, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
     def _step_skipped(self, report: StepSkipped) -> list[Effect]:
         """Three in a row are no accident: the run ends where it is, its state saved."""
-        if report.report_id in self.state.trainer.answers:
-            return [Send(self.state.trainer.answers[report.report_id])]
         self.state.account.update(report.consumed)
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
             self.state.stop_reason = f"step {step} was not finite {report.in_a_row} times in a row: {report.what}"
         skipped = reported.step_skipped(report, step=step)
-        return [skipped, self._answer(report.report_id, publish=Recipients.NOBODY), *self.issue()]
+        return [skipped, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
     def _trainer_leaving(self, report: TrainerLeaving) -> list[Effect]:
         """Its process is about to end, and another will begin where this one has saved its state."""
-        if report.report_id in self.state.trainer.answers:
-            return [Send(self.state.trainer.answers[report.report_id])]
         self.state.account.update(report.consumed)
-        return [self._answer(report.report_id, publish=Recipients.NOBODY, leave=True)]
+        return [self._answer(report.report_id, publish_to=[], leave=True)]
 
     def _published(self, report: Published) -> list[Effect]:
+        self.state.trainer.note_published(report)
         lost = engine_decisions.published(self.state, report)
-        record = reported.published(self.state, report)
-        return [record, *lost, *self.reload_if_due(), *self.issue()]
-
-    def _canary_checked(self, report: CanaryChecked, *, now: float) -> list[Effect]:
-        effects = engine_decisions.canary_checked(self.state, report, now=now)
-        return effects + self.reload_if_due() + self.issue()
+        return [reported.published(report), *lost]
 
     def _starving(self, report: Starving, *, now: float) -> list[Effect]:
         """Orders that no actor works on while the trainer waits for them went with the stream server's last second.
@@ -407,18 +387,23 @@ class Controller:
         if self.state.evaluations.current is not None or not idle or not self.state.fleet.verified():
             return []
         lost = self.state.account.lost(set(range(self.state.account.cursor)) - set(report.held))
-        return [Record("orders_lost", {"orders": len(lost)}), *self.issue()] if lost else []
+        return [Record("orders_lost", {"orders": len(lost)})] if lost else []
 
     def _streams_lost(self) -> list[Effect]:
-        """Whatever has not ended, since nobody knows what of it is gone: an order that lies there may have been done by
-        an actor whose group is gone. Of two groups the trainer drops the second, of two answers the evaluation."""
-        account, asked, effects = self.state.account, self.state.evaluations.current, list[Effect]()
+        """Send again whatever has not ended: orders, evaluation questions, and what the trainer was last directed.
+
+        Any of it may be gone. Of two groups for one order the trainer drops the second; of two answers to one question
+        the evaluation does.
+        """
+        self.state.trainer.publications = []
+        account, asked = self.state.account, self.state.evaluations.current
+        effects = self._unasked(f"streams-lost-e{self.state.epoch}-{self.state.version}")
         if asked is not None:
             out = [index for index in range(asked.next_index) if index not in asked.answers]
             effects += self._evaluator.asking(asked, out)
         training = self.state.phase is RunPhase.TRAINING
         if training and (lost := account.lost(range(account.consumed.frontier, account.cursor))):
-            effects += [Record("orders_lost", {"orders": len(lost)}), *self.issue()]
+            effects.append(Record("orders_lost", {"orders": len(lost)}))
         return effects
 
     def _trainer_stopped(self, report: TrainerStopped) -> list[Effect]:
@@ -433,13 +418,13 @@ class Controller:
         self.state.account.fail(report.index)
         refused(self.state, report)
         failed = Record("group_failed", {"order_id": report.order_id, "reason": report.reason})
-        return [failed, *self._ended(report.index), *self.issue()]
+        return [failed, *self._ended(report.index)]
 
     def _group_outdated(self, report: GroupOutdated) -> list[Effect]:
         self.state.account.give_up(report.index)
         note_outdated(self.state, report)
         fields = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
-        return [Record("group_outdated", fields), *self._ended(report.index), *self.issue()]
+        return [Record("group_outdated", fields), *self._ended(report.index)]
 
     def _ended(self, index: int) -> list[Effect]:
         """The trainer may wait for an order that ended without a group."""
@@ -466,27 +451,29 @@ class Controller:
         if target is not None and reached is not None and reached >= target:
             of = f" of {results[0].name}" if len(self.settings.evaluation.sets) > 1 else ""
             effects += self.stop(f"held-out accuracy {reached:.3f}{of} has reached {target:g}")
-        return effects + self.reload_if_due() + self.issue()
+        return effects
 
-    def _answer(self, report_id: str, *, publish: Recipients, leave: bool = False) -> Send:
+    def _answer(self, report_id: str, *, publish_to: list[str], leave: bool = False) -> Send:
         """The directive that a report asks for; the last is kept, since the trainer asks one question at a time."""
-        directive = self._directive(report_id, publish=publish, leave=leave)
+        directive = self._directive(report_id, publish_to=publish_to, leave=leave)
         self.state.trainer.answers = {report_id: directive}
         return Send(directive)
+
+    def _answer_again(self, answer: Directive) -> list[Effect]:
+        """The trainer had not read the answer yet, nor acted on anything sent since: only its publication is sure."""
+        ordered = PublicationOrdered.of(answer, self.state.version)
+        self.state.trainer.publications = [ordered] if answer.publish_to else []
+        return [Send(answer)]
 
     def _unasked(self, name: str) -> list[Effect]:
         """What the trainer has to hear while it waits for a step; once it was told to stop, it waits for none."""
         if self.state.phase is not RunPhase.TRAINING or self.ending is not None:
             return []
-        return [Send(self._directive(name, publish=Recipients.NOBODY))]
+        return [Send(self._directive(name))]
 
-    def _directive(self, answers: str, *, publish: Recipients, leave: bool = False) -> Directive:
-        if self.state.evaluations.postponed:
-            publish = Recipients.EVERYBODY
-        wanted = not leave and publish is not Recipients.NOBODY
-        held = holds_updates(self.state)
-        self.state.evaluations.postponed = wanted and held
-        to = publish if wanted and not held else Recipients.NOBODY
-        made = directive(self.state, self.settings, answers=answers, publish=to, leave=leave)
+    def _directive(self, name: str, *, publish_to: Sequence[str] = (), leave: bool = False) -> Directive:
+        made = directive(self.state, self.settings, answers=name, publish_to=publish_to, leave=leave)
+        if made.publish_to:
+            self.state.trainer.publications.append(PublicationOrdered.of(made, self.state.version))
         self.state.trainer.stop_sent = self.state.trainer.stop_sent or made.stop
         return made

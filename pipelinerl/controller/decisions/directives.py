@@ -1,23 +1,20 @@
-"""The directive that the trainer is given: a function of the run's state."""
+"""The directive that the trainer is given, and when a publication is due: functions of the run's state."""
 
 from __future__ import annotations
 
 import math
-from enum import StrEnum
+from collections.abc import Sequence
+from typing import Final
 
-from pipelinerl.choices import Overdue
+from pipelinerl.choices import Overdue, Pin
+from pipelinerl.controller.decisions.evaluator import holds_updates
+from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.messages import Directive, TrainerKnobs
 
-
-class Recipients(StrEnum):
-    """Which engines the trainer is to give its weights to."""
-
-    NOBODY = "nobody"
-    JOINING = "joining"
-    """Those that are alive and have none of this epoch; what others serve is no concern of theirs."""
-    EVERYBODY = "everybody"
+#: Engines whose weights must not fall behind; a draining one ends with those it has.
+_KEPT_UP_TO_DATE: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY, EngineLifecycle.SUSPECT)
 
 
 def ending(state: RunState, settings: ControllerSettings) -> str | None:
@@ -27,20 +24,58 @@ def ending(state: RunState, settings: ControllerSettings) -> str | None:
     return state.stop_reason
 
 
+def publication_due(state: RunState, settings: ControllerSettings, *, again: bool = False) -> list[str]:
+    """Return the engines (base URLs) that the trainer must give its weights now; empty when none are due.
+
+    | due when                                                          | to          |
+    |-------------------------------------------------------------------|-------------|
+    | an engine is j versions behind; j <= k, so it is before k forbids | all members |
+    | to issue prompts with its weights                                 |             |
+    | an evaluation waits for the current weights                       | all members |
+    | engines have no weights of this epoch                             | those       |
+
+    Nothing is due while an evaluation holds updates, or once the run ends. A publication that was directed counts as
+    delivered, so it is directed once. If its report says nothing of an engine, that engine is due `again`: at the next
+    tick, so that a publisher that skips engines is not directed in a tight loop.
+    """
+    if state.phase is not RunPhase.TRAINING or holds_updates(state) or ending(state, settings) is not None:
+        return []
+    ordered = [each for each in state.trainer.publications if not (each.reported and again)]
+    loaded = {
+        record.url: max(
+            record.loaded,
+            *(each.version for each in ordered if each.reaches(record.url, joined_at=record.joined_at)),
+            -1,
+        )
+        for record in state.fleet.records()
+        if record.lifecycle in _KEPT_UP_TO_DATE and not record.pinned
+    }
+    oldest = min((version for version in loaded.values() if version >= 0), default=state.version)
+    evaluation_waits = state.evaluations.due is not None and state.evaluations.current is None
+    evaluation_waits = evaluation_waits and settings.evaluation.pin is not Pin.NONE
+    if state.knobs.bounds.reload_due(current=state.version, loaded=oldest):
+        return sorted(state.fleet.members())
+    if evaluation_waits and oldest < state.version:
+        return sorted(state.fleet.members())
+    return [url for url in state.fleet.without_weights() if loaded[url] < 0]
+
+
 def directive(
-    state: RunState, settings: ControllerSettings, *, answers: str, publish: Recipients, leave: bool = False
+    state: RunState,
+    settings: ControllerSettings,
+    *,
+    answers: str,
+    publish_to: Sequence[str] = (),
+    leave: bool = False,
 ) -> Directive:
     """The answer to the report `answers`, or what is said unasked under that name.
 
-    A trainer that is to `leave`, or whose run is given up or suspended, saves its state and publishes nothing more.
+    The last weights go to everybody, whatever `publish_to` says. A trainer that is to `leave`, or whose run is given up
+    or suspended, saves its state and publishes nothing more.
     """
     ends = ending(state, settings) is not None
     stop, last = ends or leave, ends and not (leave or state.failing.reason)
-    recipients: list[str] = []
-    if publish is Recipients.EVERYBODY or last:  # the last weights are for all
-        recipients = sorted([*state.fleet.members(), *(state.fleet.pinned() if last else [])])
-    elif publish is Recipients.JOINING:
-        recipients = state.fleet.without_weights()
+    recipients = sorted([*state.fleet.members(), *state.fleet.pinned()]) if last else list(publish_to)
     stepped = answers.startswith(f"e{state.epoch}-step-")
     checkpoint = stop or (stepped and state.version % settings.checkpoint_interval_steps == 0)
     return Directive(

@@ -44,11 +44,6 @@ class Evaluator:
         common = state.knobs.evaluation_interval_steps
         self._want(state, [e.name for e in self.plan.sets if state.version % (e.interval_steps or common) == 0])
 
-    def needs_weights(self, state: RunState) -> bool:
-        """Must the current version be published, so that what is due can begin?"""
-        waits = state.evaluations.due is not None and state.evaluations.current is None
-        return waits and self.plan.pin is not Pin.NONE
-
     def want_last(self, state: RunState) -> list[Effect]:
         """No step will follow: what is under way gives way to an evaluation of the last weights."""
         effects: list[Effect] = []
@@ -56,7 +51,6 @@ class Evaluator:
             effects.append(_abandoned(state.evaluations.current, "the run ends, and its last weights are evaluated"))
             release(state)
         state.evaluations.current = state.evaluations.due = None
-        state.evaluations.postponed = False
         self.want(state)
         return effects
 
@@ -109,9 +103,12 @@ class Evaluator:
             state.evaluations.due = replace(due, sets=due.sets + new)
 
     def _begin(self, state: RunState, due: EvaluationDue, *, now: float) -> list[Effect]:
-        """Begin what is due with whoever serves it; where nothing more is published, with whoever serves."""
+        """Begin what is due with whoever serves it; where nothing more is published, with whoever serves.
+
+        A publication that is under way is waited for, since it would break the pin.
+        """
         loaded = {url: state.fleet.by_url[url].loaded for url in state.fleet.verified()}
-        if not loaded:
+        if not loaded or (state.phase is RunPhase.TRAINING and state.trainer.publishes):
             return []
         last = state.phase is RunPhase.FINISHING
         ready = sorted(url for url in state.fleet.serving() if loaded[url] >= due.version)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from inference_contract.errors import ContextExceeded, Persistence
-from pipelinerl.controller.decisions.directives import Recipients, directive, ending
+from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.stall_diagnosis import lost_engines
 from pipelinerl.controller.state.effects import Effect, End, Finish, Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle
@@ -91,7 +91,7 @@ def _end(state: RunState, settings: ControllerSettings, reason: str, *, now: flo
         return finish(state, settings)
     state.stop_reason, state.trainer.stop_sent = reason, True
     name = f"{'suspend' if state.failing.suspends else 'fail'}-e{state.epoch}-{state.version}"
-    return [Send(directive(state, settings, answers=name, publish=Recipients.NOBODY))]
+    return [Send(directive(state, settings, answers=name))]
 
 
 def _alive(state: RunState) -> bool:

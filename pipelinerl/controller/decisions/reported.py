@@ -13,9 +13,8 @@ def step_skipped(report: StepSkipped, *, step: int) -> Record:
     return Record("step_skipped", fields)
 
 
-def published(state: RunState, report: Published) -> Record:
+def published(report: Published) -> Record:
     """A publication, with its figures."""
-    state.trainer.last_publish = report
     return Record(
         "publish",
         {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any, Final, final
+from typing import Any, Final, Self, final
 
 import msgspec
 
@@ -55,6 +55,32 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     wanted: bool = True
 
 
+class PublicationOrdered(msgspec.Struct, kw_only=True):
+    """A publication that the trainer was directed to make."""
+
+    directive: str
+    """The name of that directive."""
+    version: int
+    """The oldest weights that it may bring: those of when it was directed, or of a step that was done before it."""
+    membership: int
+    recipients: list[str]
+    reported: bool = False
+
+    @classmethod
+    def of(cls, directive: Directive, version: int) -> Self:
+        """The publication of a directive that was made at `version`."""
+        return cls(
+            directive=directive.answers,
+            version=version,
+            membership=directive.membership,
+            recipients=directive.publish_to,
+        )
+
+    def reaches(self, url: str, *, joined_at: int) -> bool:
+        """Whether it goes to the engine that joined with that membership."""
+        return url in self.recipients and joined_at <= self.membership
+
+
 class TrainerRecord(msgspec.Struct, kw_only=True):
     """What the controller knows of the trainer of this epoch, and what it has told it."""
 
@@ -68,8 +94,8 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     """The reports with which an epoch has begun, of any trainer; none begins another."""
     answers: dict[str, Directive] = {}
     """The last directive by the report that it answers, since a report may be repeated."""
-    reload_asked: tuple[int, int] = (-1, -1)
-    """(epoch, membership) for which a publication between steps was asked last."""
+    publications: list[PublicationOrdered] = []
+    """Those it was directed to make and has not reported, in that order; before them the last that it has reported."""
     stop_sent: bool = False
     """Was it told to stop?"""
     first_version: int = 0
@@ -85,6 +111,25 @@ class TrainerRecord(msgspec.Struct, kw_only=True):
     unsaved: str = ""
     """Why a checkpoint cannot be written yet, in words; training waits once the next one is due."""
 
+    @property
+    def publishes(self) -> bool:
+        """Whether a publication is under way, or will be."""
+        return any(not each.reported for each in self.publications)
+
+    def note_step(self, version: int) -> None:
+        """Weights change only between publications: what has not been reported brings those of this step."""
+        for each in self.publications:
+            each.version = each.version if each.reported else version
+
+    def note_published(self, report: Published) -> None:
+        """Publications end in order, so those before the reported one have ended, too."""
+        self.last_publish = report
+        names = [each.directive for each in self.publications if not each.reported]
+        if report.directive in names:
+            waiting = [each for each in self.publications if not each.reported][names.index(report.directive) :]
+            waiting[0].reported = True
+            self.publications = waiting
+
 
 class Evaluations(msgspec.Struct, kw_only=True):
     """The evaluations of a run."""
@@ -95,8 +140,6 @@ class Evaluations(msgspec.Struct, kw_only=True):
     """How many were begun, anew or not: the number of the last."""
     due: EvaluationDue | None = None
     """One that waits for weights to be served, or for the current one to end."""
-    postponed: bool = False
-    """Does a publication wait for the current one to end?"""
     results: list[EvaluationResult] = []
     """Those that have ended, the oldest first; only the last of each set has figures by domain and tag."""
 

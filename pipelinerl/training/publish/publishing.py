@@ -73,7 +73,7 @@ class Publishing:
             on_update=self._on_update,
             timeout_s=self._timeout_s,
         )
-        self._under_way = asyncio.create_task(self._publish(publication, to_verify=directive.to_verify))
+        self._under_way = asyncio.create_task(self._publish(publication, directive))
 
     async def finish(self) -> None:
         """Wait for the publication under way, if any: weights may change only afterwards."""
@@ -90,7 +90,7 @@ class Publishing:
         """Leave the weight group."""
         await self._publisher.close()
 
-    async def _publish(self, publication: Publication, *, to_verify: list[str]) -> None:
+    async def _publish(self, publication: Publication, directive: Directive) -> None:
         await self._link.raise_if_fenced()
         try:
             report = await self._publisher.publish(publication)
@@ -108,9 +108,10 @@ class Publishing:
                 blameless=sorted(report.blameless),
                 send_s=report.send_s,
                 total_s=report.total_s,
+                directive=directive.answers,
             )
         )
-        if requested := [url for url in to_verify if url in report.pauses_s]:
+        if requested := [url for url in directive.to_verify if url in report.pauses_s]:
             findings = await self._canary_checker.check(requested, report, self._forward)
             await self._link.report(
                 CanaryChecked(

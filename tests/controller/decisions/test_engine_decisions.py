@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.decisions.directives import Recipients
+from pipelinerl.controller.decisions.directives import publication_due
 from pipelinerl.controller.decisions.engine_decisions import removal_reason, to_stop
 from pipelinerl.controller.state.effects import Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle
@@ -133,7 +133,7 @@ def test_an_engine_that_never_answers_its_canary_is_out_in_the_end(run: World) -
         for now in (100.0 * failures, 100.0 * failures + 60.0):  # its wait begins with its first answer
             run.give(EngineAnswered(now=now, url=NEW))
     assert lifecycle(made, NEW) is EngineLifecycle.EXPELLED
-    assert made.reload_if_due() == [] and made.state.fleet.serving() == [ENGINE]
+    assert publication_due(made.state, made.settings) == [] and made.state.fleet.serving() == [ENGINE]
 
 
 def test_who_joins_meanwhile_does_not_have_a_refuted_engine_asked_again(run: World) -> None:
@@ -268,5 +268,5 @@ def test_an_order_that_was_given_up_is_stale_and_another_is_issued(run: World) -
     assert run.issued[-1] == before
     run.give(heard(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))
     assert made.state.account.ledger()["stale"] == 1, "it ends once"
-    directive: Directive = made._directive("x", publish=Recipients.NOBODY)
+    directive: Directive = made._directive("x")
     assert directive.stale == [3]

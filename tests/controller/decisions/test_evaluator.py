@@ -11,6 +11,7 @@ import pytest
 
 from pipelinerl.choices import Pin
 from pipelinerl.controller.decisions.engine_watch import EngineWatch
+from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
 from pipelinerl.controller.decisions.status import run_status
 from pipelinerl.controller.state.effects import Effect, Record
@@ -109,7 +110,7 @@ def test_whatever_happens_one_version_answers_and_the_run_ends(seed: int, engine
         if run.finished is not None:
             break
         run.act()
-        if chance.random() < 0.01:
+        if chance.random() < 0.01 and run.version < 39:  # later, no publication would bring the last weights
             url = chance.choice(engines)
             run.give(EngineTimedOut(now=0.0, url=url, reason="test"))
         if chance.random() < 0.05:
@@ -125,7 +126,6 @@ def test_whatever_happens_one_version_answers_and_the_run_ends(seed: int, engine
     used = {result.pin for result in found[1:-1]}
     assert used <= ({Pin.GATE} if pin is Pin.GATE or len(engines) == 1 else {Pin.ENGINE, Pin.GATE})
     assert run.controller.state.fleet.pinned() == []
-    assert not run.controller.state.evaluations.postponed
 
 
 def test_one_engine_answers_alone_while_training_goes_on_with_the_other() -> None:
@@ -187,7 +187,7 @@ def test_a_gate_holds_updates_until_the_answers_are_in_and_publishes_then() -> N
     assert run.version == at + 2, "training goes on as far as its rollouts are fresh"
     assert "updates are postponed" in waiting_for(run.controller.state, now=0.0)
     run.give(Ticked(now=59.0))
-    assert run.controller.state.evaluations.postponed
+    assert holds_updates(run.controller.state)
     run.give(Ticked(now=61.0))
     assert results(run)[-1].incomplete == "updates were postponed for 60 s (evaluation.hold_s)"
     assert run.directive is not None and run.directive.publish_to == [ENGINE]

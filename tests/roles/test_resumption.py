@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from launch.run_directory import create
-from pipelinerl.commands import resumption
 from pipelinerl.config.recipe import RunConfig, load, parse, to_table
 from pipelinerl.config.sections import StreamsSection
 from pipelinerl.errors import UserError
 from pipelinerl.models.bigram import BigramModel
+from pipelinerl.roles import resumption
 from pipelinerl.roles.wiring import checkpoints_of
 from pipelinerl.system.storage import Storage
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore

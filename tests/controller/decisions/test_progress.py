@@ -1,0 +1,72 @@
+"""From every state that a run can reach, its next steps come within a bounded number of events."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.controller.decisions import controller as controller_module
+from pipelinerl.controller.decisions.directives import publication_due
+from pipelinerl.controller.state.inputs import KnobsPatched, Ticked
+from pipelinerl.controller.state.run_state import RunState
+from pipelinerl.controller.state.settings import ControllerSettings
+from tests.controller.unfair_world import played, unfair_world
+from tests.controller.world import ENGINE, World, controller
+
+_AT_ONCE = 250
+
+
+def _stuck(seeds: range) -> list[str]:
+    """A sentence for each seed whose run stood still, or directed a publication that was under way already."""
+    found = []
+    for seed in seeds:
+        world, waits = played(seed)
+        found += [f"seed {seed} waits for {waits} after {world.history}"] if waits else []
+        found += [f"seed {seed} repeats {world.repeated} after {world.history}"] if world.repeated else []
+    return found
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_any_sequence_of_events_is_followed_by_steps(part: int) -> None:
+    assert _stuck(range(part * _AT_ONCE, (part + 1) * _AT_ONCE)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(20))
+def test_a_hundred_thousand_sequences_of_events_are_followed_by_steps(part: int) -> None:
+    assert _stuck(range(part * 5000, (part + 1) * 5000)) == []
+
+
+def test_publications_that_are_decided_at_steps_alone_leave_runs_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule as it once was: between steps, only engines without weights are due."""
+
+    def between_steps(state: RunState, settings: ControllerSettings, *, again: bool = False) -> list[str]:
+        due = publication_due(state, settings, again=again)
+        return due if set(due) <= set(state.fleet.without_weights()) else []
+
+    class AtStepsAlone(controller_module.Controller):  # type: ignore[misc]
+        def _publish_if_due(self, *, again: bool) -> list[object]:
+            with monkeypatch.context() as patched:
+                patched.setattr(controller_module, "publication_due", between_steps)
+                return super()._publish_if_due(again=again)  # type: ignore[return-value]
+
+    monkeypatch.setattr("tests.controller.unfair_world.Controller", AtStepsAlone)
+    assert any(played(seed)[1] for seed in range(100))
+
+
+def test_bounds_that_fall_below_what_engines_serve_have_the_trainer_publish() -> None:
+    """The trainer waits for rollouts, and none may be issued: no step comes that could decide on a publication."""
+    run = World(controller(evaluation_problems=0, j=8, k=8, steps=100), unfair_world(0).rng)
+    run.begin()
+    run.publish()
+    while run.version < 4:
+        run.act()
+    while run.publications:
+        run.publish()
+    assert run.loaded[ENGINE] == 0
+    run.give(KnobsPatched(now=0.0, changes={"j": 2, "k": 2}, who="test", time=0.0))
+    assert [directive.publish_to for _, directive in run.publications] == [[ENGINE]]
+    run.give(Ticked(now=1.0))
+    assert len(run.publications) == 1, "it is under way, and is not directed twice"
+    run.publish()
+    assert run.loaded[ENGINE] == 4

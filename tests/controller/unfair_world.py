@@ -1,0 +1,512 @@
+"""A simulated run in which anything may go wrong in any order, around the real `Controller` and the real `Batcher`.
+
+`UnfairWorld.suffer` does one random thing: knobs change, engines come, die, lag and offer themselves again,
+publications fail or skip engines, evaluations begin and end, actors, the trainer and the stream server die.
+`UnfairWorld.recover` then lets every role do its work, a round at a time: from wherever the run was, it must get to its
+next steps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Final
+
+import msgspec
+
+from pipelinerl.choices import NoSignal, Pin, StalenessScope
+from pipelinerl.controller.decisions.controller import Controller
+from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
+from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Send
+from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
+from pipelinerl.controller.state.fleet import EngineLifecycle
+from pipelinerl.controller.state.inputs import (
+    AnyInput,
+    EngineAnswered,
+    EngineDrainAsked,
+    EngineIdle,
+    EngineRegistered,
+    EngineRestarted,
+    EngineTimedOut,
+    HealthCheckMissed,
+    KnobsPatched,
+    ReportReceived,
+    StreamsLost,
+    Ticked,
+)
+from pipelinerl.controller.state.run_state import RunState
+from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.messages import (
+    ActorAlive,
+    CanaryChecked,
+    ConsumedReport,
+    Directive,
+    EvaluationDone,
+    GroupFailed,
+    GroupOutdated,
+    OrdersEnded,
+    Published,
+    Question,
+    Report,
+    Starving,
+    StepDone,
+    TrainerReady,
+)
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
+from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
+from pipelinerl.types import PromptOrder, Purpose, Rollout, RolloutGroup, Sampling
+from tests.controller.world import drawn_problem, held_out_problem, knobs
+from tests.fakes.rollouts import rollout
+
+URLS: Final = ("http://engine-0", "http://engine-1", "http://engine-2")
+K: Final = (1, 2, 3, 5, 8, 16, 32)
+#: Rounds of `recover`; an evaluation may hold updates for two of them and go without an answer for four.
+TICK_S: Final = 5.0
+#: At this many groups in flight nothing more is issued.
+ROOM: Final = 16
+
+
+def unfair_controller(rng: random.Random) -> Controller:
+    """A controller with a drawn way to evaluate and to count staleness; nothing but its trainer ends its run."""
+    plan = EvaluationPlan(
+        sets=(EvaluationSet(problems=2, max_tokens=8, samples=1),) if rng.random() < 0.5 else (),
+        pin=rng.choice(list(Pin)),
+        hold_s=2 * TICK_S,
+        grace_s=4 * TICK_S,
+    )
+    start = knobs(k=8.0, evaluation_interval_steps=3, max_groups=ROOM)
+    settings = ControllerSettings(
+        seed=0,
+        steps=10**6,
+        until_accuracy=None,
+        max_groups=ROOM,
+        sampling=Sampling(num_samples=2),
+        evaluation=plan,
+        checkpoint_interval_steps=5,
+        engines_expected=1,
+        engine_timeout_s=float("inf"),
+        oversample=rng.choice([1.0, None]),
+        scope=rng.choice(list(StalenessScope)),
+    )
+    state = RunState(knobs=start, first_domain_weights=start.domain_weights)
+    return Controller(settings, state, training_problem=drawn_problem, held_out_problem=held_out_problem)
+
+
+@dataclass
+class UnfairWorld:
+    """All roles but the controller."""
+
+    rng: random.Random
+    controller: Controller
+    now: float = 1.0
+    # Engines: by URL, which life runs there (0: none), and the version it serves.
+    lives: dict[str, int] = field(default_factory=dict)
+    served: dict[str, int] = field(default_factory=dict)
+    lives_begun: int = 0
+    # The trainer.
+    epoch: int = 0
+    version: int = 0
+    question: Question | None = None
+    directive: Directive | None = None
+    inbox: list[Directive] = field(default_factory=list)
+    publication: Directive | None = None
+    proofs: Directive | None = None
+    checkpoint: tuple[int, dict[str, Any]] = (0, {})
+    epochs: tuple[tuple[int, int], ...] = ()
+    reported: ConsumedReport = field(default_factory=ConsumedReport)
+    arrived: list[RolloutGroup] = field(default_factory=list)
+    read: int = 0
+    # The actors.
+    orders: list[PromptOrder] = field(default_factory=list)
+    sampling: list[tuple[PromptOrder, str, int]] = field(default_factory=list)
+    history: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
+    """Publications that were directed while the same one was under way."""
+    forgetful: bool = False
+    """Whether the stream server has lost anything: then what is under way is not known, and may be directed again."""
+
+    def __post_init__(self) -> None:
+        self.begin_trainer()
+        self.offer(URLS[0])
+
+    # --- what may happen ---------------------------------------------------------------------------------------------
+
+    def suffer(self) -> None:
+        """One thing happens that the schedule of a real run allows."""
+        happens: list[tuple[Callable[[], None], int]] = [
+            (self.turn_knobs, 4),
+            (self.work, 12),
+            (self.read_directives, 2),
+            (self.step, 2),
+            (self.publish, 2),
+            (self.prove, 2),
+            (self.tick, 3),
+            (self.lose_engine, 1),
+            (self.lag, 1),
+            (self.engine_returns, 2),
+            (self.new_engine, 1),
+            (self.drain, 1),
+            (self.lose_actor, 1),
+            (self.starve, 1),
+            (self.lose_trainer, 1),
+            (self.lose_streams, 1),
+        ]
+        (what,) = self.rng.choices([each for each, _ in happens], [weight for _, weight in happens])
+        self.history.append(what.__name__)
+        what()
+
+    def work(self) -> None:
+        """Every role does some of its work, and publications may fail."""
+        self.read_directives()
+        self.publish()
+        self.prove()
+        for _ in range(self.rng.randrange(12)):
+            self.sample()
+        for _ in range(self.rng.randrange(12)):
+            self.answer()
+        self.read_directives()
+        self.step()
+
+    def recover(self, *, steps: int, rounds: int) -> str:
+        """Let every role do its work until `steps` more steps are made; returns what the run waits for if not."""
+        goal = self.controller.state.version + steps
+        for _ in range(rounds):
+            if self.controller.state.version >= goal:
+                return ""
+            self.tick()
+            for record in self.controller.state.fleet.records():
+                if record.lifecycle is EngineLifecycle.DRAINING:
+                    self.give(EngineIdle(now=self.now, url=record.url))
+                elif record.lifecycle is not EngineLifecycle.EXPELLED:
+                    self._return_engine(record.url)
+            if not self.controller.state.fleet.members() and not self.controller.state.fleet.pinned():
+                self.offer(URLS[0])
+            for _ in range(3):
+                self.read_directives()
+                self.publish(fair=True)
+                self.prove(fair=True)
+                while self.orders and self.sample():
+                    pass
+                while self.sampling:
+                    self.answer(fair=True)
+                self.step()
+            if self.question is not None:
+                self.tell(self.question)  # it may have been lost
+            else:
+                self.starve()
+        return waiting_for(self.controller.state, now=self.now)
+
+    # --- the operator ------------------------------------------------------------------------------------------------
+
+    def turn_knobs(self) -> None:
+        k = self.rng.choice(K)
+        changes: dict[str, Any] = {"j": self.rng.randint(1, k), "k": k}
+        if self.rng.random() < 0.3:
+            changes["rollouts_per_step"] = 2 * self.rng.randint(1, 8)
+        if self.rng.random() < 0.3:
+            changes["groups_in_flight"] = self.rng.randint(4, 128)
+        self.give(KnobsPatched(now=self.now, changes=changes, who="test", time=0.0))
+
+    def drain(self) -> None:
+        url = self.rng.choice(URLS)
+        if url in self.controller.state.fleet.by_url:
+            self.give(EngineDrainAsked(now=self.now, url=url, grace_s=TICK_S))
+
+    # --- engines -----------------------------------------------------------------------------------------------------
+
+    def offer(self, url: str) -> None:
+        """A new life begins there."""
+        self.lives_begun += 1
+        self.lives[url], self.served[url] = self.lives_begun, -1
+        self.give(EngineRegistered(now=self.now, url=url, incarnation=str(self.lives_begun)))
+
+    def new_engine(self) -> None:
+        self.offer(self.rng.choice(URLS))
+
+    def lose_engine(self) -> None:
+        url = self.rng.choice(URLS)
+        if self.lives.get(url):
+            self.lives[url] = 0
+            self.give(EngineTimedOut(now=self.now, url=url, reason="test"))
+
+    def lag(self) -> None:
+        url = self.rng.choice(URLS)
+        if url in self.controller.state.fleet.by_url:
+            self.give(HealthCheckMissed(now=self.now, url=url))
+
+    def engine_returns(self) -> None:
+        for url in URLS:
+            if url in self.controller.state.fleet.by_url:
+                self._return_engine(url)
+
+    def _return_engine(self, url: str) -> None:
+        if not self.lives.get(url):
+            if self.rng.random() < 0.5:
+                self.offer(url)
+                return
+            self.lives_begun += 1
+            self.lives[url], self.served[url] = self.lives_begun, -1
+            self.give(EngineRestarted(now=self.now, url=url))
+        lost = (EngineLifecycle.SUSPECT, EngineLifecycle.DEAD, EngineLifecycle.DIRTY)
+        if self.controller.state.fleet.by_url[url].lifecycle in lost:
+            self.give(EngineAnswered(now=self.now, url=url))
+
+    # --- the trainer -------------------------------------------------------------------------------------------------
+
+    def begin_trainer(self) -> None:
+        """A trainer begins at the checkpoint, and reads the groups of the stream again from there."""
+        self.version, ledger = self.checkpoint
+        self.batcher = Batcher(
+            ledger=ConsumedLedger.from_record(ledger) if ledger else ConsumedLedger(),
+            lineage=Lineage(0, self.version),
+            no_signal=NoSignal.FILTER,
+            scope=self.controller.settings.scope,
+        )
+        self.read = 0
+        self.directive = self.publication = self.proofs = None
+        life = f"ready-{self.rng.random()}"
+        self._ask(TrainerReady(report_id=life, incarnation=life, model_version=self.version, consumed=self._consumed()))
+
+    def lose_trainer(self) -> None:
+        if self.rng.random() < 0.3:
+            self.inbox.clear()
+            self.begin_trainer()
+
+    def read_directives(self) -> None:
+        """It acts on what counts, as `ControllerLink` and `TrainingLoop` do."""
+        while self.inbox:
+            directive = self.inbox.pop(0)
+            if self.directive is not None and directive.epoch != self.epoch:
+                continue
+            is_answer = self.question is not None and directive.answers == self.question.report_id
+            asked = ("ready-", "leave-", f"e{self.epoch}-step-", f"e{self.epoch}-skip-")
+            if not is_answer and (self.directive is None or directive.answers.startswith(asked)):
+                continue
+            if self.directive is None:
+                self.epoch = directive.epoch
+                self.batcher.lineage = Lineage(self.epoch, self.version, self.epochs)
+                self.epochs = (*self.epochs, (self.epoch, self.version))
+            self.directive = directive
+            self.question = None if is_answer else self.question
+            self.batcher.end(directive.failed, Fate.FAILED)
+            self.batcher.end(directive.stale, Fate.STALE)
+            if directive.publish_to:
+                self._end_publication()
+                self.publication = directive
+            if directive.checkpoint:
+                self.checkpoint = (self.version, self.batcher.ledger.to_record())
+        if self.directive is not None:
+            for each in self.arrived[self.read :]:
+                self.batcher.offer(each)
+            self.read = len(self.arrived)
+
+    def publish(self, *, fair: bool = False) -> None:
+        """The publication under way ends: engines have the weights, fail, or are skipped."""
+        if self.publication is None:
+            return
+        directive, self.publication = self.publication, None
+        fails, skips = (0.0, 0.0) if fair else self.rng.choice([(0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.0, 1.0)])
+        pauses: dict[str, float] = {}
+        failed: dict[str, str] = {}
+        for url in directive.publish_to:
+            if not self.lives.get(url) or self.rng.random() < fails:
+                failed[url] = "test"
+            elif not self.rng.random() < skips:
+                pauses[url], self.served[url] = 0.0, self.version
+        to_verify = [url for url in directive.to_verify if url in pauses]
+        self.proofs = msgspec.structs.replace(directive, to_verify=to_verify) if to_verify else None
+        self.tell(
+            Published(
+                epoch=self.epoch,
+                model_version=self.version,
+                membership=directive.membership,
+                pauses_s=pauses,
+                failed=failed,
+                send_s=0.0,
+                total_s=0.0,
+                directive=directive.answers,
+            )
+        )
+
+    def prove(self, *, fair: bool = False) -> None:
+        """Engines prove the weights just published, or give no proof."""
+        if self.proofs is None:
+            return
+        directive, self.proofs = self.proofs, None
+        proven = [url for url in directive.to_verify if self.lives.get(url) and (fair or self.rng.random() < 0.8)]
+        self.tell(
+            CanaryChecked(
+                epoch=self.epoch,
+                model_version=self.version,
+                membership=directive.membership,
+                worst=dict.fromkeys(proven, 0.0),
+                failed={url: "test" for url in directive.to_verify if url not in proven},
+            )
+        )
+
+    def _end_publication(self) -> None:
+        self.publish()
+        self.prove()
+
+    def step(self) -> None:
+        """The trainer takes a step if it can, and else reports the orders that ended without one."""
+        if self.directive is None or self.question is not None:
+            return
+        budget = StepBudget(rollouts=self.directive.knobs.rollouts_per_step)
+        bounds = StalenessBounds(1, self.directive.knobs.k)
+        groups = self.batcher.take(budget, producing=self.version + 1, bounds=bounds)
+        before, again = self.reported, self.batcher.take_abandoned()
+        if groups is None:
+            if self._consumed() != before or again:
+                self.tell(
+                    OrdersEnded(epoch=self.epoch, model_version=self.version, consumed=self.reported, again=again)
+                )
+            return
+        self._end_publication()
+        self.version += 1
+        self._ask(
+            StepDone(
+                report_id=f"e{self.epoch}-step-{self.version}",
+                epoch=self.epoch,
+                model_version=self.version,
+                consumed=self._consumed(),
+                stats={"waiting_groups": self.batcher.num_waiting},
+            )
+        )
+
+    def starve(self) -> None:
+        """Nothing has come for a while, and the trainer says what it holds."""
+        if self.directive is not None and self.question is None:
+            self.tell(Starving(epoch=self.epoch, model_version=self.version, held=self.batcher.waiting))
+
+    def _ask(self, question: Question) -> None:
+        self.question = question
+        self.tell(question)
+
+    def _consumed(self) -> ConsumedReport:
+        ledger = self.batcher.ledger
+        counts = {str(fate): count for fate, count in ledger.counts.items()}
+        self.reported = ConsumedReport(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
+        return self.reported
+
+    # --- actors ------------------------------------------------------------------------------------------------------
+
+    def sample(self) -> bool:
+        """An actor begins an order on an engine that may be given work; returns whether it did."""
+        if not self.orders:
+            return False
+        fleet, order = self.controller.state.fleet, self.orders[0]
+        able = [url for url in fleet.serving() if self.lives.get(url)]
+        if order.engine:
+            able = [order.engine] if order.engine in fleet.pinned() and self.lives.get(order.engine) else []
+        if not able and not order.engine:
+            return False
+        self.orders.pop(0)
+        if not able:
+            self.tell(GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="gone"))
+            return True
+        url = self.rng.choice(able)
+        self.sampling.append((order, url, self.served[url]))
+        return True
+
+    def answer(self, *, fair: bool = False) -> None:
+        """An order ends: as a group, an answer to an evaluation, a failure, or too old."""
+        if not self.sampling:
+            return
+        order, url, began = self.sampling.pop(self.rng.randrange(len(self.sampling)))
+        newest, epoch = max(began, self.served[url]), self.controller.state.epoch
+        if order.purpose is Purpose.EVALUATION:
+            self.tell(
+                EvaluationDone(
+                    order_id=order.order_id,
+                    index=order.index,
+                    correct=1,
+                    judged=1,
+                    oldest_version=began,
+                    newest_version=newest,
+                    num_tokens=1,
+                    epoch=epoch,
+                )
+            )
+        elif not fair and self.rng.random() < 0.05:
+            self.tell(GroupFailed(order_id=order.order_id, index=order.index, purpose=order.purpose, reason="test"))
+        elif not fair and self.controller.state.version + 1 - began > self.controller.state.knobs.k:
+            current = self.controller.state.version
+            self.tell(GroupOutdated(order_id=order.order_id, index=order.index, oldest=began, current=current))
+        else:
+            signal = fair or self.rng.random() < 0.8
+            rollouts = (
+                made_rollout(0.0 if signal else 1.0, began, epoch),
+                made_rollout(1.0, self.rng.randint(began, newest), epoch),
+            )
+            self.arrived.append(
+                RolloutGroup(
+                    group_id=order.order_id, index=order.index, domain="test", actor="actor-0", rollouts=rollouts
+                )
+            )
+
+    def lose_actor(self) -> None:
+        """Its orders go to others."""
+        self.orders += [order for order, _, _ in self.sampling]
+        self.sampling.clear()
+
+    # --- the stream server and the clock -----------------------------------------------------------------------------
+
+    def lose_streams(self) -> None:
+        """The server forgets the end of its history, and the controller finds out."""
+        if self.rng.random() < 0.3:
+            self.inbox = self.inbox[: self.rng.randint(0, len(self.inbox))]
+            self.orders = self.orders[: self.rng.randint(0, len(self.orders))]
+            self.forgetful = True
+            self.give(StreamsLost(now=self.now))
+
+    def tick(self) -> None:
+        self.now += TICK_S
+        self.tell(ActorAlive(name="actor-0", groups_in_flight=len(self.sampling), groups_done=0, retries=0))
+        self.give(Ticked(now=self.now))
+
+    def tell(self, report: Report) -> None:
+        self.give(ReportReceived(now=self.now, report=report, entry_id="1-0"))
+
+    def give(self, given: AnyInput) -> None:
+        """An input reaches the controller, and its effects are carried out."""
+        for effect in self.controller.decide(given):
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case IssuePrompts(orders):
+                self.orders += orders
+            case Send(directive):
+                waiting = [*self.inbox, *([] if self.publication is None else [self.publication])]
+                wanted = (directive.epoch, directive.membership, directive.publish_to)
+                known = [(each.epoch, each.membership, each.publish_to) for each in waiting if each is not directive]
+                if directive.answers.startswith("publish-") and wanted in known and not self.forgetful:
+                    self.repeated.append(directive.answers)
+                self.inbox.append(directive)
+            case Finish(reason):
+                raise AssertionError(f"the run has ended: {reason}")
+
+
+@cache
+def made_rollout(reward: float, version: int, epoch: int) -> Rollout:
+    """One rollout: equal ones are one value, since to make them is most of the work."""
+    return rollout(reward=reward, version=version, epoch=epoch)
+
+
+def unfair_world(seed: int) -> UnfairWorld:
+    """The world of a seed, as its trainer and first engine begin."""
+    rng = random.Random(seed)
+    return UnfairWorld(rng, unfair_controller(rng))
+
+
+def played(seed: int, *, events: int = 30, steps: int = 2, rounds: int = 20) -> tuple[UnfairWorld, str]:
+    """Up to so many random events, then work; returns the world, and what the run waits for if it took no `steps`."""
+    world = unfair_world(seed)
+    world.recover(steps=world.rng.randrange(2), rounds=rounds)
+    for _ in range(world.rng.randrange(events)):
+        world.suffer()
+    return world, world.recover(steps=steps, rounds=rounds)

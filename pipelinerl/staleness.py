@@ -57,7 +57,7 @@ class StalenessBounds:
         than what is `sampled_at_once`, a step that trains, and one that waits.
         """
         steps = self.k - (current - loaded)
-        most = per_step * max(min(steps, 2), steps / 2)
+        most = per_step * max(min(steps, 2), steps // 2) if math.isfinite(steps) else math.inf
         return queued < min(most, 2 * per_step + sampled_at_once)
 
 

@@ -89,7 +89,7 @@ async def _train(config: RunConfig, folder: Path, url: str, coin: _Coin) -> None
     service = ControllerService(controller, name="paced", stream=stream, probe=client, events=events)
     actor = Actor(
         ActorSettings(
-            name="actor-0", groups_in_flight=config.actor.groups_in_flight, attempts=config.actor.attempts, block_s=0.05
+            name="actor-0", groups_in_flight=config.groups_in_flight, attempts=config.actor.attempts, block_s=0.05
         ),
         stream=stream,
         sampler=pool,

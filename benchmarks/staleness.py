@@ -14,7 +14,9 @@ The objective is REINFORCE on the group's mean, token by token, so that nothing 
 
 For each: training reward against samples and against the wall's time, held-out accuracy of the last weights, sampled
 tokens that were thrown away as stale, effective sample size and throughput. Nothing is demanded; `docs/staleness.png`
-shows the curves. Wall times are of a machine that may do other things: samples are the axis to trust.
+shows the curves. `--waste` prints what pacing wastes instead: shares of tokens and groups dropped as stale, of the
+trainer's time spent waiting, and alarms. Wall times are of a machine that may do other things: samples are the axis to
+trust.
 """
 
 from __future__ import annotations
@@ -191,11 +193,68 @@ def run(quick: bool = False) -> list[Outcome]:
     return outcomes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waste:
+    """What a run's pacing wasted: shares of all sampled tokens, of all groups that ended, and of the trainer's time."""
+
+    arm: str
+    seed: int
+    accuracy: float
+    tokens: float
+    groups: float
+    waits: float
+    alarms: float
+
+
+WASTE_COLUMNS: Final = (
+    Column("held-out", "accuracy", ".3f"),
+    Column("stale tokens", "tokens", ".1%"),
+    Column("stale groups", "groups", ".1%"),
+    Column("trainer waits", "waits", ".1%"),
+    Column("alarms", "alarms", ".0f"),
+)
+#: The bounds as recipes have them, and steps of four groups on engines with places for 32.
+WASTE_ARMS: Final[Mapping[str, tuple[str, ...]]] = {
+    "(1, 2)": ("staleness.j=1", "staleness.k=2"),
+    "(1, 8)": ("staleness.j=1", "staleness.k=8"),
+    "(16, 32)": ("staleness.j=16", "staleness.k=32"),
+    "(1, 8), 4 groups": ("staleness.j=1", "staleness.k=8", "training.rollouts_per_step=32", "run.steps=400"),
+}
+
+
+def wasted(arm: str, seed: int, run: FinishedRun) -> Waste:
+    """The figures of a run."""
+    waits, ledger = steps_of(run.history, "wait_s").y, (run.history.finished or {}).get("ledger", {})
+    ended = ledger.get("trained", 0) + ledger.get("stale", 0) + ledger.get("filtered", 0)
+    return Waste(
+        arm=arm,
+        seed=seed,
+        accuracy=run.accuracy,
+        tokens=discarded_share(run.history),
+        groups=ledger.get("stale", 0) / max(1, ended),
+        waits=sum(waits) / training_clock(run.history)[-1],
+        alarms=sum(each["kind"] == "alarm" for each in run.history.alarms),
+    )
+
+
+def waste() -> list[Waste]:
+    """Train each arm of `WASTE_ARMS` once and print what it wasted."""
+    steps = ("run.steps=200", "evaluation.interval_steps=1000", "evaluation.problems=64")
+    outcomes = [wasted(arm, 0, train(RECIPE, [*steps, *changes], seed=0)) for arm, changes in WASTE_ARMS.items()]
+    print(f"\nstaleness: what pacing wastes on the {RECIPE} recipe\n{table(outcomes, WASTE_COLUMNS)}")
+    return outcomes
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed and few steps; leaves no record")
-    run(quick=parser.parse_args().quick)
+    parser.add_argument("--waste", action="store_true", help="what pacing drops, and how long the trainer waits")
+    arguments = parser.parse_args()
+    if arguments.waste:
+        waste()
+    else:
+        run(quick=arguments.quick)
 
 
 if __name__ == "__main__":

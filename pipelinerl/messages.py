@@ -51,8 +51,29 @@ def has_ended(index: int, frontier: int, beyond: Collection[int]) -> bool:
     return index < frontier or index in beyond
 
 
+class NoSignalGroups(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups of one domain, without one in between that has something to teach."""
+
+    right: int = 0
+    """All answers were right."""
+    wrong: int = 0
+    """All answers were wrong."""
+    other: int = 0
+    """The rewards were equal for another reason, or no answer may be learnt from."""
+    refused: int = 0
+    """The recipe's filter refused them."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.right + self.wrong + self.other + self.refused
+
+
 class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer's account so far: orders that ended, by fate, and where that account stands."""
+    """The trainer's account so far: orders that ended, by fate, and where that account stands.
+
+    `no_signal` counts, by domain, the groups that came since the domain's last group with something to teach.
+    """
 
     trained: int = 0
     filtered: int = 0
@@ -60,6 +81,7 @@ class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
     frontier: int = 0
     beyond: list[int] = []
+    no_signal: dict[str, NoSignalGroups] = {}
 
 
 class TrainerReady(ControlMessage, frozen=True):

@@ -46,14 +46,19 @@ class StalenessBounds:
         """May a rollout whose oldest token is of version `oldest` train the step that produces `producing`?"""
         return producing - oldest <= self.k
 
-    def may_issue(self, *, current: int, loaded: int, queued: int, per_step: int) -> bool:
-        """Can a prompt issued now still be fresh at its earliest step?
+    def may_issue(
+        self, *, current: int, loaded: int, queued: int, per_step: int, sampled_at_once: float = math.inf
+    ) -> bool:
+        """Return whether a prompt issued now will probably be fresh at its step, and is needed.
 
-        Ahead of it wait `queued` rollouts, of which each step takes `per_step`, in whole groups; its tokens will come
-        from weights no older than `loaded`.
+        Ahead of it wait `queued` rollouts, of which each step takes `per_step`, in whole groups. Its tokens will come
+        from weights no older than `loaded`. It is fresh at its earliest step within k − (current − loaded) steps. An
+        answer may take twice as long as others, so beyond two steps only half of them are filled. No more is needed
+        than what is `sampled_at_once`, a step that trains, and one that waits.
         """
-        earliest = current + 1 + queued // per_step
-        return self.accepts(producing=earliest, oldest=loaded)
+        steps = self.k - (current - loaded)
+        most = per_step * max(min(steps, 2), steps // 2) if math.isfinite(steps) else math.inf
+        return queued < min(most, 2 * per_step + sampled_at_once)
 
 
 PRESETS: Final[dict[str, StalenessBounds]] = {

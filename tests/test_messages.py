@@ -26,6 +26,7 @@ from pipelinerl.messages import (
     GroupHandedOver,
     GroupOutdated,
     GroupStages,
+    NoSignalGroups,
     OrdersEnded,
     Published,
     ShownAnswer,
@@ -43,8 +44,11 @@ from pipelinerl.messages import (
     encode,
 )
 
-CONSUMED = ConsumedReport(trained=1, filtered=2, stale=3, failed=4, frontier=9, beyond=[11])
+CONSUMED = ConsumedReport(
+    trained=1, filtered=2, stale=3, failed=4, frontier=9, beyond=[11], no_signal={"toy": NoSignalGroups(right=5)}
+)
 ACCOUNT: dict[str, Any] = {"trained": 1, "filtered": 2, "stale": 3, "failed": 4, "frontier": 9, "beyond": [11]}
+ACCOUNT["no_signal"] = {"toy": {"right": 5, "wrong": 0, "other": 0, "refused": 0}}
 
 WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
     (

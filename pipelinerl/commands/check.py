@@ -21,6 +21,7 @@ from pipelinerl.commands.findings.model import (
     refuse_experts,
 )
 from pipelinerl.commands.findings.problems import instruction_findings, prompt_findings
+from pipelinerl.commands.findings.stale_share import stale_share
 from pipelinerl.commands.findings.verifier_trial import called_by_place, filter_tried, tried
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
@@ -220,7 +221,10 @@ def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
 
 def _staleness(config: RunConfig, knobs: Knobs) -> str:
     """The bounds; and where several domains share a step, whom they cost most."""
-    bounds = f"j = {knobs.j}, k = {knobs.k:g}"
+    share = stale_share(config)
+    bounds = f"j = {knobs.j}, k = {knobs.k:g}, {knobs.groups_in_flight} groups in flight" + (
+        f"; {share}" if share else ""
+    )
     if len(config.trained_domains) == 1 or config.staleness.overdue is Overdue.WAIT or math.isinf(knobs.k):
         return bounds
     return (

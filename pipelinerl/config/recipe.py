@@ -200,6 +200,19 @@ class RunConfig(Section):
             {domain.name: domain.weight for domain in self.trained_domains},
         )
 
+    @property
+    def groups_in_flight(self) -> int:
+        """Groups that each actor holds: the recipe's number, or twice what fills the slots of all engines there may be.
+
+        An engine is busy while other groups wait for the last answers of one. Pacing holds fewer where k asks for it.
+        """
+        if self.actor.groups_in_flight is not None:
+            return self.actor.groups_in_flight
+        limits = self.elastic.types.values()
+        engines = max(self.engine.count, sum(each.max for each in limits))
+        smallest = min(self.group_size_of(domain) for domain in self.trained_domains)
+        return max(1, math.ceil(2 * engines * self.engine.slots / (smallest * self.actor.count)))
+
     def gpus_of_engine(self, type: str | None = None) -> int:
         """How many GPUs an engine takes (of another type than the recipe's) where there are any."""
         on_host = self.engine.device is Device.CPU or (type or self.engine.type) in registry.ON_THE_HOST

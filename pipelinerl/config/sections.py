@@ -52,6 +52,9 @@ class RunSection(Section):
     """End early once an evaluation reaches this held-out accuracy."""
     stall_s: float = Field(default=120.0, gt=0)
     """When nothing has got on for so long, an event and the controller's log say what the run waits for."""
+    no_signal_steps: int = Field(default=20, ge=1)
+    """After so many steps' worth of groups without signal in a row there is an alarm at half of them, and where such
+    groups are dropped the run ends: as solved, or as hopeless."""
     engine_timeout_s: float = Field(default=300.0, gt=0)
     """The run ends, its state saved, when no engine has been alive for so long."""
 
@@ -111,7 +114,8 @@ class ActorSection(Section):
     """
 
     count: int = Field(default=1, ge=1)
-    groups_in_flight: int = Field(default=32, ge=1)
+    groups_in_flight: int | None = Field(default=None, ge=1)
+    """Groups of each actor at a time; by default twice what fills the engines' slots."""
     attempts: int = Field(default=4, ge=1)
     timeout_s: float = Field(default=300.0, gt=0)
     stream_interval_s: float = Field(default=1.0, ge=0, le=3600)

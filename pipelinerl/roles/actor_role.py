@@ -64,7 +64,7 @@ async def run(identity: Identity) -> None:
     actor = Actor(
         ActorSettings(
             name=identity.name,
-            groups_in_flight=config.actor.groups_in_flight,
+            groups_in_flight=config.groups_in_flight,
             attempts=config.actor.attempts,
             routing_replay=config.trainer.routing_replay,
         ),

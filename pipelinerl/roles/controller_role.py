@@ -85,8 +85,8 @@ def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
 
 def settings_of(config: RunConfig) -> ControllerSettings:
     """The controller's part of the recipe."""
-    dynamic = (config.training.no_signal or no_signal_of(config.objective)) is NoSignal.FILTER
-    filters = dynamic or config.curation.filter is not None
+    no_signal = config.training.no_signal or no_signal_of(config.objective)
+    filters = no_signal is NoSignal.FILTER or config.curation.filter is not None
     return ControllerSettings(
         **shared_values(config.run, ControllerSettings),
         max_groups=config.streams.max_groups,
@@ -95,6 +95,7 @@ def settings_of(config: RunConfig) -> ControllerSettings:
         evaluation=plan_of(config, config.evaluation_sets),
         scope=config.staleness.scope,
         overdue=config.staleness.overdue,
+        no_signal=no_signal,
         oversample=config.curation.oversample if filters else 1.0,
         cooldown={
             domain.name: CooldownRule(**(domain.cooldown or config.curation.cooldown).model_dump())

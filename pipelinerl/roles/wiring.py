@@ -142,7 +142,7 @@ def knobs_of(config: RunConfig) -> Knobs:
         learning_rate=config.optimizer.learning_rate,
         rollouts_per_step=config.training.rollouts_per_step,
         evaluation_interval_steps=config.evaluation.interval_steps,
-        groups_in_flight=config.actor.groups_in_flight,
+        groups_in_flight=config.groups_in_flight,
         domain_weights={domain.name: domain.weight for domain in config.trained_domains},
         group_sizes={domain.name: config.group_size_of(domain) for domain in config.trained_domains},
         engines_min={type: limits.min for type, limits in config.elastic.types.items()},

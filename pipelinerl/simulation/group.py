@@ -1,7 +1,7 @@
 """`SimulatedGroup`: an order on its way from the controller to its end; `WaitingGroups`, those that may be trained.
 
-The choice among them is `training/rollouts/batcher.py`'s, to which a test holds it: the freshest go first (newest
-oldest-version, then lowest index); what is too old for the step is dropped then.
+The choice among them is `training/rollouts/batcher.py`'s, to which a test holds it: the oldest that are fresh go first
+(oldest version, then lowest index); what is too old for the step is dropped then.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class WaitingGroups:
             return None
         chosen: list[SimulatedGroup] = []
         taken = 0
-        for version in sorted(self._by_version, reverse=True):
+        for version in sorted(self._by_version):
             groups = self._by_version[version]
             while groups and taken < rollouts:
                 chosen.append(heapq.heappop(groups)[1])

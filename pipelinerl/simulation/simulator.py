@@ -3,7 +3,7 @@
     controller   issues orders within j and k     `StalenessBounds`, `FilteredShare`: the run's own decisions
     actors       request, judge, deliver          `actors.py`
     engines      decode, commit                   `engine.py`
-    trainer      takes the freshest, computes     `group.py`, `agenda.py`
+    trainer      takes the oldest fresh, computes    `group.py`, `agenda.py`
     publication  beside the next step's passes    as `training/publish/publishing.py` orders it
 
 What a step does, in order: it ends, but not before the publication under way; it is reported; the controller issues
@@ -146,6 +146,7 @@ class _Run:
             loaded=self._loaded,
             queued=self._expected() * setting.group_size,
             per_step=setting.rollouts_per_step,
+            sampled_at_once=setting.actors * setting.groups_in_flight * setting.group_size,
         ):
             now, size = self._agenda.now, setting.group_size
             counts.until(now)

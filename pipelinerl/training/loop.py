@@ -438,6 +438,7 @@ class TrainingLoop:
             **{str(fate): count for fate, count in ledger.counts.items()},
             frontier=ledger.frontier,
             beyond=sorted(ledger.beyond),
+            no_signal=dict(self._batcher.no_signal),
         )
         return self._reported
 

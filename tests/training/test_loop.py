@@ -26,6 +26,7 @@ from pipelinerl.messages import (
     CanaryChecked,
     Checkpointed,
     Directive,
+    NoSignalGroups,
     OrdersEnded,
     Published,
     Report,
@@ -260,7 +261,7 @@ async def test_orders_that_were_given_up_end_as_stale_and_a_group_that_comes_all
 
 
 async def test_a_step_says_what_came_by_domain_trained_or_filtered(tmp_path: Path) -> None:
-    async with room(tmp_path) as made:
+    async with room(tmp_path, no_signal=NoSignal.FILTER) as made:
         await made.begin()
         await made.roll_out(0, 1, rewards=(1.0, 1.0))
         ended_untrained = await made.heard(OrdersEnded)
@@ -636,6 +637,15 @@ async def test_a_wait_in_which_something_comes_goes_on(
             await made.until(lambda before=before: taken_in(made.loop) != before)  # type: ignore[misc]
         await made.roll_out(4, 5, 6, 7)
         assert (await made.heard(StepDone)).consumed.trained == 4
+
+
+async def test_step_without_signal_is_taken_with_a_gradient_of_zero(tmp_path: Path) -> None:
+    async with room(tmp_path) as made:
+        await made.begin()
+        await made.roll_out(0, 1, rewards=(1.0, 1.0))
+        done = await made.heard(StepDone)
+        assert (done.model_version, done.consumed.trained, done.stats["grad_norm"]) == (1, 2, 0.0)
+        assert done.consumed.no_signal == {"test": NoSignalGroups(right=2)}
 
 
 async def test_the_rate_is_the_knob_times_the_schedule(tmp_path: Path) -> None:

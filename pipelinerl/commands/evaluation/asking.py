@@ -133,7 +133,7 @@ def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
 def _at_a_time(orders: Sequence[PromptOrder], config: RunConfig) -> int:
     """As many problems as an actor holds, and no more than an engine lets wait."""
     samples = max((order.sampling.num_samples for order in orders), default=1)
-    return max(1, min(config.actor.groups_in_flight, config.engine.max_waiting // samples))
+    return max(1, min(config.groups_in_flight, config.engine.max_waiting // samples))
 
 
 @asynccontextmanager

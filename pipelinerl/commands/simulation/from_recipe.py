@@ -48,7 +48,7 @@ def setting_of(
         epochs=config.training.epochs,
         mini_batches=config.training.mini_batches,
         actors=config.actor.count,
-        groups_in_flight=config.actor.groups_in_flight,
+        groups_in_flight=config.groups_in_flight,
         attempts=config.actor.attempts,
         max_groups=config.streams.max_groups,
         oversample=oversample if drops else 1.0,

@@ -5,6 +5,7 @@
     length      answers of the last steps are twice as long as those of the steps before them
     truncated   more than a fifth of a domain's rollouts end for want of tokens
     stale       more than a tenth of a domain's groups are dropped since they are too old
+    no_signal   all groups of late have equal rewards; `no_signal.py` raises and clears it between steps, too
 
 An alarm is raised once. It is cleared when its measure has come back by a fifth of the threshold, so that one which
 wavers about it is not said again and again.
@@ -28,6 +29,7 @@ class AlarmKind(StrEnum):
     LENGTH = "length"
     TRUNCATED = "truncated"
     STALE = "stale"
+    NO_SIGNAL = "no_signal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -263,11 +263,13 @@ class Controller:
         self.state.follow_loaded(loaded)
         # Counted once, and then with each order: thousands may be out, and a decision may issue as many.
         out, rollouts = self.state.account.in_flight, self.state.account.rollouts_in_flight
+        places = self.state.knobs.groups_in_flight * max(1, len(self.state.actors))
         while out < self.settings.max_groups and self.state.knobs.bounds.may_issue(
             current=self.state.version,
             loaded=loaded,
             queued=self._expected_rollouts(out, rollouts),
             per_step=self.state.knobs.rollouts_per_step,
+            sampled_at_once=places * max(self.state.knobs.group_sizes.values()),
         ):
             index = self.state.account.next_index()
             order = self._orders.training(

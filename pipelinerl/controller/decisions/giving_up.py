@@ -6,6 +6,7 @@
     a domain's verifier, or the filter, always fails            after 20 in a row, or a step's worth that time out
     every engine refuses every prompt for such a reason         after a step's worth of groups, eight at least
     every prompt is too long for the context                    after eight times what may be in flight
+    groups without signal are dropped, and all are such         after `run.no_signal_steps` (`no_signal.py`)
 
 Whether a reason lasts is said by who refuses (`inference_contract.errors.Persistence`), never guessed here. A trainer
 that trains is told to save what it has, and is waited for; it has `save_s`.
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from inference_contract.errors import ContextExceeded, Persistence
+from pipelinerl.controller.decisions import no_signal
 from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.decisions.stall_diagnosis import lost_engines
 from pipelinerl.controller.state.effects import Effect, End, Finish, Record, Send
@@ -45,7 +47,7 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
     state.failing.engineless_since = 0.0 if _alive(state) else state.failing.engineless_since or now
     reason = next(_reasons(state, settings, now), None)
     if reason is None:
-        return []
+        return no_signal.review(state, settings)
     return [Record("run_failing", {"reason": reason}), *_end(state, settings, reason, now=now)]
 
 
@@ -67,7 +69,7 @@ def last_word(state: RunState, settings: ControllerSettings) -> Finish:
     """How a run that is over has ended."""
     if state.failing.reason:
         return Finish(state.failing.reason, End.SUSPENDED if state.failing.suspends else End.FAILED)
-    return Finish(ending(state, settings) or "stopped")
+    return Finish(ending(state, settings) or "stopped", End.FAILED if state.failing.hopeless else End.COMPLETED)
 
 
 def refused(state: RunState, report: GroupFailed) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from pipelinerl.controller.decisions.alarms import alarms_of
+from pipelinerl.controller.decisions.alarms import AlarmKind, alarms_of
 from pipelinerl.controller.state.effects import Effect, Record
 from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.controller.state.watched_steps import FIRST_STEPS, WINDOW, DomainCounts, WatchedStep
@@ -52,7 +52,8 @@ def note_outdated(state: RunState, report: GroupOutdated) -> None:
 def _alarms(state: RunState, *, step: int) -> list[Effect]:
     watched = state.watched
     standing = alarms_of(watched.recent, first_entropies=watched.first_entropies, raised=watched.alarms)
-    keys = {alarm.key for alarm in standing}
+    of_their_own = {key: what for key, what in watched.alarms.items() if key == f"{AlarmKind.NO_SIGNAL}:"}
+    keys = {*(alarm.key for alarm in standing), *of_their_own}
     effects: list[Effect] = [
         Record("alarm", {"alarm": alarm.kind, "domain": alarm.domain, "step": step, "what": alarm.what})
         for alarm in standing
@@ -61,7 +62,7 @@ def _alarms(state: RunState, *, step: int) -> list[Effect]:
     for key in watched.alarms.keys() - keys:
         kind, _, domain = key.partition(":")
         effects.append(Record("alarm_cleared", {"alarm": kind, "domain": domain, "step": step}))
-    watched.alarms = {alarm.key: alarm.what for alarm in standing}
+    watched.alarms = {alarm.key: alarm.what for alarm in standing} | of_their_own
     return effects
 
 

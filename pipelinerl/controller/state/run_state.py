@@ -160,6 +160,8 @@ class Failing(msgspec.Struct, kw_only=True):
 
     reason: str = ""
     """Why it cannot, or is not to; empty while it does."""
+    hopeless: bool = False
+    """Does the run end because no answer is ever right? It then ends as any other, and exits with status 1."""
     suspends: bool = False
     """Has somebody asked for its end now, to go on with it another time?"""
     since: float = 0.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from pipelinerl.choices import Overdue, StalenessScope
+from pipelinerl.choices import NoSignal, Overdue, StalenessScope
 from pipelinerl.controller.state.cooldown import CooldownRule
 from pipelinerl.controller.state.elastic import ElasticRule
 from pipelinerl.controller.state.evaluation import EvaluationPlan
@@ -32,6 +32,10 @@ class ControllerSettings:
     """The watchdog speaks when nothing has got on for so long."""
     engine_timeout_s: float = 300.0
     """The run ends when no engine has been alive for so long."""
+    no_signal: NoSignal = NoSignal.FILTER
+    """What becomes of groups whose rewards are all equal."""
+    no_signal_steps: int = 20
+    """Steps' worth of groups without signal, in a row, after which the run ends where they are dropped."""
     save_s: float = 30.0
     """A run that cannot go on, or is suspended, waits so long for its trainer's state to be saved."""
     scope: StalenessScope = StalenessScope.GROUP

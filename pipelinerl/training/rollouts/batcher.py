@@ -1,7 +1,8 @@
 """`Batcher`: the groups that wait to be trained, and the choice among them.
 
-A batch is made when the rollouts (or tokens) of a step are there. The freshest go first: newest oldest-version, then
-lowest index, so that a batch does not depend on the order of arrival. What became stale meanwhile is dropped then.
+A batch is made when the rollouts (or tokens) of a step are there. The oldest that are fresh go first (oldest version,
+then lowest index), since they are the first to become stale. A batch does not depend on the order of arrival. Groups
+that became stale meanwhile are dropped.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from msgspec.structs import replace
+
 from pipelinerl.choices import NoSignal, StalenessScope
+from pipelinerl.messages import NoSignalGroups
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import (
     ConsumedLedger,
@@ -23,7 +27,7 @@ from pipelinerl.training.rollouts.admission import (
     is_judged,
     without_routing,
 )
-from pipelinerl.types import RolloutGroup
+from pipelinerl.types import Outcome, RolloutGroup
 from trainer_contract.types import RoutingShape
 
 log = logging.getLogger("pipelinerl")
@@ -72,6 +76,8 @@ class Batcher:
         """Sampled tokens of the groups, and of the rollouts of groups, that were dropped as stale."""
         self.stale_rollouts = 0
         """Rollouts that were dropped as stale from groups whose others have trained."""
+        self.no_signal: dict[str, NoSignalGroups] = {}
+        """By domain, the groups that came since the last one with something to teach."""
         self._abandoned: list[int] = []
 
     @property
@@ -90,9 +96,12 @@ class Batcher:
             return
         if not self.lineage.includes(group):
             self._abandoned.append(group.index)
-        elif not is_judged(group):
+            return
+        if not is_judged(group):
             self._filter([group], "no verdict")
-        elif self._no_signal is NoSignal.FILTER and not has_signal(group):
+            return
+        self._note_signal(group)
+        if self._no_signal is NoSignal.FILTER and not has_signal(group):
             self._filter([group], "no signal")
         elif group.refusal:
             self._filter([group], group.refusal)
@@ -123,7 +132,8 @@ class Batcher:
     ) -> list[RolloutGroup] | None:
         """The groups of the next step, in index order, settled as trained; None while too few are ready.
 
-        A full step in which no group teaches would train nothing: it is settled as filtered instead.
+        Where groups without signal are filtered, so is a full step in which no group teaches. Elsewhere it trains, with
+        a gradient of zero.
 
         Args:
             usable: what a step with these bounds lacks something for counts as stale, too.
@@ -131,7 +141,7 @@ class Batcher:
                 train in the order of issue, so that none is passed over until it is too old.
         """
         fresh = self._fresh(producing=producing, bounds=bounds, usable=usable)
-        ranked = sorted(fresh.values(), key=lambda g: (0 if must_wait else -g.oldest_version, g.index))
+        ranked = sorted(fresh.values(), key=lambda g: (0 if must_wait else g.oldest_version, g.index))
         chosen: list[RolloutGroup] = []
         rollouts = tokens = 0
         for group in ranked:
@@ -146,7 +156,7 @@ class Batcher:
             return None
         for group in chosen:
             self._note_left_out(self._waiting.pop(group.index), group)
-        if not any(self._teaches(group) for group in chosen):
+        if self._no_signal is NoSignal.FILTER and not any(self._teaches(group) for group in chosen):
             self._filter(chosen, "no group of its step teaches")
             return None
         self.ledger.settle([group.index for group in chosen], Fate.TRAINED)
@@ -156,6 +166,18 @@ class Batcher:
         """The step on these groups, which `take` settled as trained, was not applied: they end as filtered."""
         self.ledger.revise([group.index for group in groups], before=Fate.TRAINED, after=Fate.FILTERED)
         self._ended(groups, Fate.FILTERED, "not finite")
+
+    def _note_signal(self, group: RolloutGroup) -> None:
+        """Count a judged group that has nothing to teach; one that has sets its domain's count to zero."""
+        lacks = not self._teaches(group) or (self._no_signal is NoSignal.FILTER and not has_signal(group))
+        if not lacks and not group.refusal:
+            self.no_signal.pop(group.domain, None)
+            return
+        outcomes = {each.verdict.outcome for each in group.rollouts if each.verdict.outcome.is_judgement}
+        kinds = {frozenset({Outcome.CORRECT}): "right", frozenset({Outcome.WRONG}): "wrong"}
+        kind = kinds.get(frozenset(outcomes), "other") if lacks else "refused"
+        before = self.no_signal.get(group.domain, NoSignalGroups())
+        self.no_signal[group.domain] = replace(before, **{kind: getattr(before, kind) + 1})
 
     def _filter(self, groups: Sequence[RolloutGroup], why: str) -> None:
         self.ledger.settle([group.index for group in groups], Fate.FILTERED)

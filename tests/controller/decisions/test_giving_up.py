@@ -10,8 +10,10 @@ import msgspec
 import pytest
 
 from inference_contract.errors import ContextExceeded, Persistence
+from pipelinerl.choices import NoSignal
 from pipelinerl.controller.decisions.controller import Controller
-from pipelinerl.controller.state.effects import End, Finish, IssuePrompts, Record, Send
+from pipelinerl.controller.decisions.giving_up import last_word
+from pipelinerl.controller.state.effects import Effect, End, Finish, IssuePrompts, Record, Send
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.inputs import (
     AnyInput,
@@ -26,8 +28,11 @@ from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.messages import (
     ActorAlive,
     CanaryChecked,
+    ConsumedReport,
     Directive,
     GroupFailed,
+    NoSignalGroups,
+    OrdersEnded,
     Published,
     TrainerStopped,
     VerifierFigures,
@@ -40,7 +45,7 @@ REFUSAL = "refused: the update does not fit the model: parameter 'a' must have d
 
 def begun() -> World:
     """A run whose engine has joined and whose trainer is ready; no weights were published yet."""
-    made = World(controller(evaluation_problems=0), random.Random(0))
+    made = World(controller(evaluation_problems=0, k=8), random.Random(0))
     made.begin()
     return made
 
@@ -278,6 +283,81 @@ def test_a_run_whose_prompts_are_all_too_long_ends() -> None:
         "64 prompts since the last step were too long, and no group was made: problem d:1: it has 90 tokens; raise "
         "engine.context_length, or leave such problems out"
     )
+
+
+# --- groups without signal -------------------------------------------------------------------------------------------
+
+
+def without_signal(made: World, a: NoSignalGroups, b: NoSignalGroups) -> list[Effect]:
+    """The trainer reports groups without signal, in a row, of domains `a` and `b`, of one and two thirds."""
+    state, ended = made.controller.state, a.total + b.total
+    state.account.cursor = max(state.account.cursor, ended)
+    consumed = ConsumedReport(filtered=ended, frontier=ended, no_signal={"a": a, "b": b})
+    return made.controller.decide(heard(OrdersEnded(epoch=state.epoch, model_version=0, consumed=consumed)))
+
+
+def kinds(effects: list[Effect]) -> list[str]:
+    return [effect.kind for effect in effects if isinstance(effect, Record)]
+
+
+def test_solved_run_raises_an_alarm_and_ends_well_after_a_last_evaluation() -> None:
+    made = World(controller(evaluation_problems=4), random.Random(0))
+    made.begin()
+    made.publish()
+    while made.controller.state.evaluations.current is not None:
+        made.sample()
+        made.answer()
+    assert kinds(without_signal(made, NoSignalGroups(right=19), NoSignalGroups(right=20))) == []
+    assert kinds(without_signal(made, NoSignalGroups(right=20), NoSignalGroups(right=20))) == ["alarm"]
+    effects = without_signal(made, NoSignalGroups(right=40), NoSignalGroups(right=40))
+    (stop,) = [effect.directive for effect in effects if isinstance(effect, Send)]
+    assert stop.stop and stop.checkpoint and stop.publish_to == [ENGINE], "its last weights are evaluated"
+    made.apply(effects)
+    made.publish()
+    made.tell(TrainerStopped(epoch=1, model_version=0))
+    assert made.controller.state.phase in (RunPhase.FINISHING, RunPhase.FINISHED)
+    finish = last_word(made.controller.state, made.controller.settings)
+    assert finish.end is End.COMPLETED and finish.reason.startswith("solved: the last 80 groups")
+
+
+@pytest.mark.parametrize(
+    ("each", "advice"),
+    [
+        (NoSignalGroups(wrong=40), "take easier problems or a warm start"),
+        (NoSignalGroups(other=40), "tells answers apart"),
+        (NoSignalGroups(refused=40), "loosen curation.filter"),
+    ],
+)
+def test_hopeless_run_fails_with_advice(each: NoSignalGroups, advice: str) -> None:
+    made = serving()
+    stop = [effect for effect in without_signal(made, each, each) if isinstance(effect, Send)]
+    assert stop and stop[0].directive.stop
+    finish = last_word(made.controller.state, made.controller.settings)
+    assert finish.end is End.FAILED and advice in finish.reason
+
+
+def test_domain_that_still_teaches_keeps_the_run_going() -> None:
+    made = serving()
+    assert kinds(without_signal(made, NoSignalGroups(right=10_000), NoSignalGroups(right=15))) == []
+    made.controller.state.knobs = made.controller.state.knobs.patched({"domain_weights.b": 0.0})
+    effects = made.controller.decide(Ticked(now=1.0))
+    assert any(isinstance(effect, Send) and effect.directive.stop for effect in effects), "it is switched off"
+
+
+def test_groups_without_signal_that_train_raise_the_alarm_alone() -> None:
+    made = serving()
+    made.controller.settings = replace(made.controller.settings, no_signal=NoSignal.TRAIN)
+    effects = without_signal(made, NoSignalGroups(wrong=400), NoSignalGroups(wrong=400))
+    assert kinds(effects) == ["alarm"] and made.controller.state.stop_reason is None
+    effects = without_signal(made, NoSignalGroups(), NoSignalGroups(wrong=800))
+    assert kinds(effects) == ["alarm_cleared"]
+
+
+def test_run_that_has_taken_its_last_step_does_not_end_twice() -> None:
+    made = serving()
+    made.controller.state.version = made.controller.settings.steps
+    assert kinds(without_signal(made, NoSignalGroups(right=400), NoSignalGroups(right=400))) == []
+    assert last_word(made.controller.state, made.controller.settings).reason == "all 20 steps are done"
 
 
 # --- suspended --------------------------------------------------------------------------------------------------------

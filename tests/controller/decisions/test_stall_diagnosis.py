@@ -50,7 +50,7 @@ def test_the_culprit_is_named() -> None:
     assert waiting_for(state, now=60.0) == "an actor to report"
     alive = ActorAlive(name="actor-7", groups_in_flight=3, groups_done=0, retries=0)
     run.give(ReportReceived(now=20.0, report=alive, entry_id="1-0"))
-    assert waiting_for(state, now=60.0) == "step 1: 8 groups in flight; actor actor-7 last heard 40 s ago"
+    assert waiting_for(state, now=60.0) == "step 1: 4 groups in flight; actor actor-7 last heard 40 s ago"
     run.give(ReportReceived(now=59.0, report=alive, entry_id="1-0"))
     assert "the trainer's last word, CanaryChecked, came 60 s ago" in waiting_for(state, now=60.0)
     run.give(EngineTimedOut(now=61.0, url=ENGINE, reason="no answer within 5 s"))

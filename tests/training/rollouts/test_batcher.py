@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pipelinerl.choices import NoSignal, StalenessScope
+from pipelinerl.messages import NoSignalGroups
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.replay import RecordedStep
 from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
@@ -51,7 +52,7 @@ def test_what_the_recipes_filter_refuses_is_filtered_for_its_reason() -> None:
     assert (waiting.waiting, waiting.ledger.counts[Fate.FILTERED]) == ([2], 2)
 
 
-def test_the_freshest_go_first_whatever_the_order_of_arrival() -> None:
+def test_the_oldest_fresh_groups_go_first_whatever_the_order_of_arrival() -> None:
     groups = [group(index, version=version) for index, version in enumerate([1, 3, 2, 3, 2, 1])]
     chosen = set()
     for seed in range(20):
@@ -61,7 +62,7 @@ def test_the_freshest_go_first_whatever_the_order_of_arrival() -> None:
         taken = waiting.take(StepBudget(rollouts=6), producing=4, bounds=BOUNDS)
         assert taken is not None
         chosen.add(tuple(g.index for g in taken))
-    assert chosen == {(1, 2, 3)}
+    assert chosen == {(0, 2, 5)}
 
 
 def test_what_aged_while_it_waited_is_dropped_as_stale() -> None:
@@ -113,16 +114,25 @@ def test_what_no_trainer_can_compute_is_filtered_and_named(where: str, caplog: p
     assert waiting.waiting == [1], "what is not packed is nobody's to compute"
 
 
-def test_a_step_in_which_nothing_teaches_is_no_step() -> None:
+def test_a_step_without_signal_trains_unless_such_groups_are_filtered() -> None:
     waiting = batcher(no_signal=NoSignal.TRAIN)
     waiting.offer(group(0, (1.0, 1.0)))
     waiting.offer(group(1, (0.0, 0.0)))
-    assert waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS) is None
-    assert (waiting.num_waiting, waiting.ledger.counts[Fate.FILTERED]) == (0, 2)
-    waiting.offer(group(2, (1.0, 1.0)))
-    waiting.offer(group(3, (0.0, 1.0)))
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
-    assert taken is not None and [g.index for g in taken] == [2, 3]
+    assert taken is not None and [g.index for g in taken] == [0, 1]
+    assert waiting.ledger.counts[Fate.FILTERED] == 0
+
+
+@pytest.mark.parametrize("mode", list(NoSignal))
+def test_groups_without_signal_are_counted_by_domain_until_one_teaches(mode: NoSignal) -> None:
+    waiting = batcher(no_signal=mode)
+    rewards = [(1.0, 1.0), (0.0, 0.0), (1.0, 1.0)]
+    for index, each in enumerate(rewards):
+        waiting.offer(group(index, each))
+        waiting.offer(replace(group(10 + index, (0.0, 1.0)), refusal="one ran on", domain="other"))
+    assert waiting.no_signal == {"test": NoSignalGroups(right=2, wrong=1), "other": NoSignalGroups(refused=3)}
+    waiting.offer(group(20, (0.0, 1.0)))
+    assert waiting.no_signal == {"other": NoSignalGroups(refused=3)}
 
 
 def test_a_token_budget_makes_a_step_before_the_rollouts_do() -> None:

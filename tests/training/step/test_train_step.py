@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.choices import OldLogprobs
+from pipelinerl.choices import NoSignal, OldLogprobs, Truncated
 from pipelinerl.models.bigram import BigramModel
+from pipelinerl.objective import catalogue
 from pipelinerl.objective.adv import GAE
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.value_loss import ValueLoss
+from pipelinerl.staleness import StalenessBounds
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.rollouts.batch import build, learns_from_equals
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage
+from pipelinerl.training.rollouts.batch import build, learns_from_equals, teacher
+from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.step.critic import Critic
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.schedule import LearningRateSchedule
@@ -135,6 +139,26 @@ def test_no_packing_split_or_order_changes_the_gradient(choice: Any, spec: Train
         assert parts > 1 and its_norm == pytest.approx(norm, rel=1e-6)
         for table, wanted in zip(tables, expected, strict=True):
             np.testing.assert_allclose(table, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", catalogue.PRESETS)
+def test_batch_without_signal_is_a_step_of_zero_gradient(name: str, spec: TrainerSpec) -> None:
+    """What teaches by something else than its group's rewards (a critic, a barrier) keeps that gradient alone."""
+    objective = resolve(name, max_tokens=8)
+    waiting = Batcher(
+        ledger=ConsumedLedger(),
+        lineage=Lineage(1, 0),
+        no_signal=NoSignal.TRAIN,
+        teaches=teacher(objective, {}, Truncated.TRAIN),
+    )
+    for index in range(2):
+        waiting.offer(group(index, (1.0, 1.0)))
+    taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=StalenessBounds(1, 1))
+    assert taken is not None
+    step = fitting(step_of(spec), objective)
+    figures = step.apply(accumulated(step, objective, budget=1000, of=taken), learning_rates=[0.1]).figures
+    assert np.isfinite(figures["grad_norm"])
+    assert figures["grad_norm"] == pytest.approx(0.0, abs=1e-9) or learns_from_equals(objective, {})
 
 
 @pytest.mark.parametrize("budget", [1, 25, 1000])

@@ -1,0 +1,130 @@
+"""Decide when groups without signal are an alarm, and when they end a run that drops them. Pure.
+
+A group without signal has equal rewards, or the recipe's filter refused it. A run has lost its signal when every domain
+that it trains on has brought only such groups for a number of steps' worth, by its share of the mixture. So a domain
+that still teaches, or one that was switched on a moment ago, keeps the run going.
+
+    steps' worth              what happens
+    half of the limit         the alarm `no_signal`, cleared by the next group that teaches
+    `run.no_signal_steps`     where such groups are dropped, the run ends: solved (status 0) or hopeless (status 1)
+
+The end is an orderly one: state saved, last weights published and evaluated. Where such groups train, a run goes on to
+its last step, as it would with TRL.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pipelinerl.choices import NoSignal
+from pipelinerl.controller.decisions.alarms import Alarm, AlarmKind
+from pipelinerl.controller.decisions.directives import directive, ending
+from pipelinerl.controller.state.effects import Effect, Record, Send
+from pipelinerl.controller.state.run_state import RunPhase, RunState
+from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.messages import NoSignalGroups
+
+#: A domain of a small share must have brought so many groups before it counts as one without signal.
+_LEAST_GROUPS: Final = 16
+#: A run is solved when at least this share of its groups without signal were all right.
+_SOLVED: Final = 0.9
+_KEY: Final = f"{AlarmKind.NO_SIGNAL}:"
+
+
+def review(state: RunState, settings: ControllerSettings) -> list[Effect]:
+    """Raise or clear the alarm, or end the run; called after each decision."""
+    if state.phase is not RunPhase.TRAINING or ending(state, settings) is not None:
+        return []
+    steps = _steps_without_signal(state, only_refused=False)
+    effects: list[Effect] = []
+    if steps >= settings.no_signal_steps / 2 and _KEY not in state.watched.alarms:
+        alarm = Alarm(kind=AlarmKind.NO_SIGNAL, what=_alarm_sentence(state))
+        state.watched.alarms = state.watched.alarms | {_KEY: alarm.what}
+        effects.append(Record("alarm", {"alarm": alarm.kind, "domain": "", "step": state.version, "what": alarm.what}))
+    elif steps == 0 and _KEY in state.watched.alarms:
+        state.watched.alarms = {key: what for key, what in state.watched.alarms.items() if key != _KEY}
+        effects.append(Record("alarm_cleared", {"alarm": AlarmKind.NO_SIGNAL, "domain": "", "step": state.version}))
+    evaluates = state.evaluations.current is not None or state.evaluations.due is not None
+    dropped = _steps_without_signal(state, only_refused=settings.no_signal is NoSignal.TRAIN)
+    if dropped >= settings.no_signal_steps and not evaluates:
+        effects += _end(state, settings)
+    return effects
+
+
+def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
+    """Stop at the step boundary, as an operator's stop does."""
+    counts = _sum(state)
+    state.failing.hopeless = counts.right < _SOLVED * counts.total
+    state.stop_reason = _hopeless_sentence(state, counts) if state.failing.hopeless else _solved_sentence(counts)
+    if state.trainer.stop_sent:
+        return []
+    state.trainer.stop_sent = True
+    return [Send(directive(state, settings, answers=f"stop-e{state.epoch}"))]
+
+
+def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
+    """Steps' worth of groups that brought no signal, of the domain that has brought the fewest for its share."""
+    counts = state.account.consumed.no_signal
+    if not counts:
+        return 0.0
+    weights = {domain: weight for domain, weight in state.knobs.domain_weights.items() if weight > 0}
+    steps = []
+    for domain, weight in weights.items():
+        each = counts.get(domain, NoSignalGroups())
+        number = each.refused if only_refused else each.total
+        if number < _LEAST_GROUPS:
+            return 0.0
+        steps.append(number / (state.knobs.groups_per_step * weight / sum(weights.values())))
+    return min(steps)
+
+
+def _sum(state: RunState) -> NoSignalGroups:
+    """The groups without signal of all domains."""
+    counts = list(state.account.consumed.no_signal.values())
+    return NoSignalGroups(
+        right=sum(each.right for each in counts),
+        wrong=sum(each.wrong for each in counts),
+        other=sum(each.other for each in counts),
+        refused=sum(each.refused for each in counts),
+    )
+
+
+def _told(counts: NoSignalGroups) -> str:
+    words = {
+        "all right": counts.right,
+        "all wrong": counts.wrong,
+        "otherwise without signal": counts.other,
+        "refused by curation.filter": counts.refused,
+    }
+    return ", ".join(f"{number} {what}" for what, number in words.items() if number)
+
+
+def _alarm_sentence(state: RunState) -> str:
+    counts = _sum(state)
+    return (
+        f"no signal: the last {counts.total} groups have nothing to teach ({_told(counts)}); change the problems, or "
+        "check the reward with `pipelinerl check`"
+    )
+
+
+def _solved_sentence(counts: NoSignalGroups) -> str:
+    return (
+        f"solved: the last {counts.total} groups have nothing left to teach ({_told(counts)}); take harder problems to "
+        "go on, or check the reward with `pipelinerl check` if this comes too soon"
+    )
+
+
+def _hopeless_sentence(state: RunState, counts: NoSignalGroups) -> str:
+    if counts.refused > counts.total / 2:
+        advice = "loosen curation.filter"
+    elif counts.wrong >= counts.total / 2:
+        advice = (
+            "take easier problems or a warm start, check the reward with `pipelinerl check`, or raise "
+            "sampling.group_size"
+        )
+    else:
+        advice = (
+            "check with `pipelinerl check` that the reward tells answers apart, or raise sampling.temperature or "
+            "sampling.group_size"
+        )
+    return f"hopeless: the last {counts.total} groups have nothing to teach ({_told(counts)}); {advice}"

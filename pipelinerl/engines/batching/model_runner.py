@@ -125,6 +125,8 @@ class RowTable:
         self.num_top = np.zeros(rows, dtype=np.int64)
         self.changes = LogitChanges()
         self._has_extras = False
+        self.any_change = False
+        """Whether any row may change a logit, as of the last `place`."""
         self.any_min_p = False
         """Whether any row has a `min_p`, as of the last `place`."""
         self.most_top = 0
@@ -152,7 +154,8 @@ class RowTable:
         self.any_min_p, self.most_top = bool(self.min_p.any()), int(self.num_top.max())
         for state in states:
             self.changes.place(state.row, state.change, state.sampled)
-        self._has_extras = self.any_min_p or self.most_top > 0 or bool(self.changes)
+        self.any_change = bool(self.changes)
+        self._has_extras = self.any_change or self.any_min_p or self.most_top > 0
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> int:
         """Move whole rows, none of which is both a source and a target; returns the longest cache that they have."""
@@ -176,7 +179,7 @@ class RowTable:
         self.feeds[rows] = sampled
         self.positions[rows] += 1
         self._num_sampled[rows] += 1
-        if self.changes:
+        if self.any_change:
             self.changes.count(sampled)
 
     def top_of(self, token_ids: NDArray[Any], logprobs: NDArray[Any]) -> dict[int, TopTokens]:

@@ -124,7 +124,7 @@ class JaxRunner:
             rows.positions[run],
             length=self.buckets.length_for(int(rows.positions[used].max()) + 1),
         )
-        if rows.changes:
+        if rows.any_change:
             logits = add_to_logits(logits, rows.changes, num_rows)
         truncates = (rows.top_k[used] > 0) | (rows.top_p[used] < 1) | (rows.min_p[used] > 0)
         token_ids, logprobs, top_ids, top_logprobs = sample(

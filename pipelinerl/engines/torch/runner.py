@@ -165,7 +165,7 @@ class TorchRunner:
         plan = self._cache.plan_decode(positions, alike)
         fed = self._on_device((feeds if alike is None else feeds[alike.first])[:, None])
         logits = plan.to_rows(self._forward.logits(fed, plan.fed_positions, self._cache, plan))
-        if rows.changes:
+        if rows.any_change:
             logits = add_to_logits(logits, rows.changes)
         token_ids, logprobs, top_ids, top_logprobs = sample(
             logits,

@@ -120,6 +120,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             send_s=0.5,
             total_s=0.75,
             permanent=["http://b"],
+            directive="e1-step-3",
         ),
         {
             "epoch": 1,
@@ -130,6 +131,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "send_s": 0.5,
             "total_s": 0.75,
             "permanent": ["http://b"],
+            "directive": "e1-step-3",
         },
     ),
     (

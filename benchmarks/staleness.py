@@ -233,7 +233,7 @@ def wasted(arm: str, seed: int, run: FinishedRun) -> Waste:
         tokens=discarded_share(run.history),
         groups=ledger.get("stale", 0) / max(1, ended),
         waits=sum(waits) / training_clock(run.history)[-1],
-        alarms=sum(each["kind"] == "alarm" for each in run.history.alarms),
+        alarms=sum(each["kind"] == "alarm" for each in run.history.incidents),
     )
 
 

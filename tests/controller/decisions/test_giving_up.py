@@ -307,7 +307,7 @@ def test_solved_run_raises_an_alarm_and_ends_well_after_a_last_evaluation() -> N
     while made.controller.state.evaluations.current is not None:
         made.sample()
         made.answer()
-    assert kinds(without_signal(made, NoSignalGroups(right=19), NoSignalGroups(right=20))) == []
+    assert kinds(without_signal(made, NoSignalGroups(right=15), NoSignalGroups(right=15))) == []
     assert kinds(without_signal(made, NoSignalGroups(right=20), NoSignalGroups(right=20))) == ["alarm"]
     effects = without_signal(made, NoSignalGroups(right=40), NoSignalGroups(right=40))
     (stop,) = [effect.directive for effect in effects if isinstance(effect, Send)]

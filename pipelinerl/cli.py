@@ -121,6 +121,23 @@ def run(
 
 
 @app.command()
+def new(
+    directory: Annotated[Path, typer.Argument(help="Directory to make, for the recipe and its rewards.")],
+    model: Annotated[Path, typer.Option(help="A local Hugging Face model directory.")],
+    data: Annotated[
+        Path, typer.Option(help="Rows with a prompt and an answer: JSON lines, JSON, CSV, Parquet, Arrow.")
+    ],
+    prompt_field: Annotated[str | None, typer.Option(help="The field that asks (default: found by its name).")] = None,
+    answer_field: Annotated[str | None, typer.Option(help="The field with the answer (likewise).")] = None,
+) -> None:
+    """Write a recipe and a reward for a model and a data file of your own, ready to check and run."""
+    from pipelinerl.commands.new_recipe import write_new
+
+    path = write_new(directory, model=model, data=data, prompt_field=prompt_field, answer_field=answer_field)
+    typer.echo(f"{path} and {path.with_name('rewards.py').name} are written; next: pipelinerl check {path}")
+
+
+@app.command()
 def check(
     recipe: Recipe,
     overrides: Overrides = None,

@@ -73,7 +73,8 @@ def disk_faults(config: RunConfig, predicted: MemoryPrediction) -> Iterator[str]
         remedy = f"say checkpoint.keep=1 checkpoint.keep_best=0 ({gib(least)}), or choose another run.directory"
     else:
         remedy = f"choose a run.directory with {gib(least if kept > 1 else needed)} free"
-    yield f"run.directory: the run writes up to {gib(needed)} and {gib(free)} are free in {config.run_directory}; {remedy}"
+    place = config.run_directory
+    yield f"run.directory: the run writes up to {gib(needed)} and {gib(free)} are free in {place}; {remedy}"
 
 
 def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction) -> None:

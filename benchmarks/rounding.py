@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from safetensors.torch import load_file
@@ -29,13 +29,14 @@ from torch import Tensor
 from pipelinerl.config.recipe import RunConfig, load_run
 from pipelinerl.models.checkpoint import load_model
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.numerics.torch_dither import dithered
+from pipelinerl.numerics.dither_torch import dithered
 from pipelinerl.roles.wiring import held_out_problems
 
 PROBLEMS: Final = 24
 Weights = Mapping[str, Tensor]
 
 
+@final
 class Rounded:
     """Weights of one version after another, in each of the four ways."""
 

@@ -36,7 +36,7 @@ def phase(name: str) -> int:
 
 
 def dithered(values: Float32, *, name: str) -> NDArray[np.uint16]:
-    """Return `values` of the parameter `name` in bfloat16, as its bits; torch's form is `torch_dither.dithered`."""
+    """Return `values` of the parameter `name` in bfloat16, as its bits; torch's form is `dither_torch.dithered`."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
     rounded = np.empty(flat.size, np.uint16)
     begin = 0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from pipelinerl.numerics.torch_dither import rounded
+from pipelinerl.numerics.dither_torch import rounded
 from trainer_contract.types import Rounding
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar, final
 import numpy as np
 from torch import Tensor
 
-from pipelinerl.numerics.torch_dither import rounded
+from pipelinerl.numerics.dither_torch import rounded
 from pipelinerl.trainers.ranks.commands import (
     Backward,
     Columns,

@@ -24,7 +24,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from pipelinerl.numerics.torch_dither import rounded
+from pipelinerl.numerics.dither_torch import rounded
 from pipelinerl.trainers.ranks.commands import GatheredKind
 from pipelinerl.trainers.ranks.recycled import Block
 from pipelinerl.trainers.ranks.shared_block import Place, opened, write_at

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs
 from torch import Tensor
 
-from pipelinerl.numerics.torch_dither import UpdateProbe, rounded
+from pipelinerl.numerics.dither_torch import UpdateProbe, rounded
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.loading import load, refuse_device
 from pipelinerl.trainers.torch.lora.adapters import Adapters

@@ -98,6 +98,8 @@ def run(
     from launch import run as launching
     from launch.resumed_recipe import change_recipe, record_change
     from launch.run_directory import open_run, refuse_namesake
+    from pipelinerl.commands.memory.disk import refuse_full_disk
+    from pipelinerl.commands.memory.machine_defaults import settled
     from pipelinerl.commands.remote import started_by_hand
     from pipelinerl.roles import resumption
 
@@ -122,10 +124,32 @@ def run(
         from launch.cluster.launchers import start_on
 
         raise typer.Exit(start_on(config, elsewhere_of(on, members, slurm, image), claim=resumption.claim))
+    limits = launching.memory_limits(config) if members is None else {}
+    if members is None:
+        config = settled(config, limits)
+    predicted = _predicted(config)
+    refuse_full_disk(config, predicted)
     directory = launching.prepare(config, claim=resumption.claim, members=members)
-    for line in _memory_lines(_predicted(config), launching.memory_limits(config) if members is None else {}):
+    for line in _memory_lines(predicted, limits):
         typer.echo(line)
     raise typer.Exit(launching.resume(directory, connect=_connect))
+
+
+@app.command()
+def new(
+    directory: Annotated[Path, typer.Argument(help="Directory to make, for the recipe and its rewards.")],
+    model: Annotated[Path, typer.Option(help="A local Hugging Face model directory.")],
+    data: Annotated[
+        Path, typer.Option(help="Rows with a prompt and an answer: JSON lines, JSON, CSV, Parquet, Arrow.")
+    ],
+    prompt_field: Annotated[str | None, typer.Option(help="The field that asks (default: found by its name).")] = None,
+    answer_field: Annotated[str | None, typer.Option(help="The field with the answer (likewise).")] = None,
+) -> None:
+    """Write a recipe and a reward for a model and a data file of your own, ready to check and run."""
+    from pipelinerl.commands.new_recipe import write_new
+
+    path = write_new(directory, model=model, data=data, prompt_field=prompt_field, answer_field=answer_field)
+    typer.echo(f"{path} and {path.with_name('rewards.py').name} are written; next: pipelinerl check {path}")
 
 
 @app.command()
@@ -136,22 +160,34 @@ def check(
         float | None, typer.Option(min=0, max=2**20, help="Memory of a device, if not of this machine's.")
     ] = None,
 ) -> None:
-    """Dry run of a recipe: everything that can be refused without training is refused here."""
+    """Dry run of a recipe: everything that can be refused without training is refused here.
+
+    Exit status 1: the recipe is sound, and does not fit in this machine's memory or disk.
+    """
     from launch.run import describe_placement, memory_limits
     from pipelinerl.commands.check import findings
-    from pipelinerl.commands.memory import prediction as memory
+    from pipelinerl.commands.memory import disk, prediction as memory
+    from pipelinerl.commands.memory.machine_defaults import settled
 
     config = recipes.load(recipe, overrides or [])
+    limit = None if device_gib is None else int(device_gib * 2**30)
+    limits = memory_limits(config) if limit is None else {"trainer": limit, "engine": limit}
+    config = settled(config, limits)
     for name, finding in findings(config):
         typer.echo(f"{name:<12} {finding}")
     typer.echo(f"{'placement':<12} {describe_placement(config)}")
-    limit = None if device_gib is None else int(device_gib * 2**30)
-    limits = memory_limits(config) if limit is None else {"trainer": limit, "engine": limit}
     predicted = _predicted(config)
     for line in _memory_lines(predicted, limits):
         typer.echo(f"{'memory':<12} {line}")
-    enough = memory.fits(predicted, limits=limits)
-    typer.echo("the recipe can run" if enough else "the recipe can run where there is more memory than this")
+    typer.echo(f"{'disk':<12} {disk.disk_line(config, predicted)}")
+    lacking = [] if memory.fits(predicted, limits=limits) else ["memory"]
+    for sentence in disk.disk_faults(config, predicted):
+        typer.echo(f"{'disk':<12} {sentence}")
+        lacking.append("disk")
+    if lacking:
+        typer.echo(f"the recipe can run where there is more {' and '.join(lacking)} than this")
+        raise typer.Exit(1)
+    typer.echo("the recipe can run")
 
 
 def _predicted(config: recipes.RunConfig) -> MemoryPrediction:

@@ -78,6 +78,15 @@ class WeightDType(StrEnum):
     FLOAT16 = "float16"
 
 
+class Rounding(StrEnum):
+    """How fp32 weights become bfloat16 on their way to engines."""
+
+    NEAREST = "nearest"
+    """To the nearest. An update smaller than half the spacing changes nothing."""
+    DITHERED = "dithered"
+    """Up or down by a fixed threshold of each weight, so that the mean over the weights is exact."""
+
+
 class RoutingShape(NamedTuple):
     """Of a mixture-of-experts model: its layers with a router, the experts of each, and how many compute a token."""
 
@@ -123,6 +132,8 @@ class TrainerSpec:
     gradient_checkpointing: bool = False
     gather_dtype: WeightDType | None = None
     """Of what `gather_weights` yields, and so of what engines are sent; None takes the model directory's."""
+    rounding: Rounding = Rounding.NEAREST
+    """How `gather_weights` rounds to bfloat16. A backend that cannot dither rounds to the nearest."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of one backend alone, such as its mesh; one that a backend does not know it refuses, never ignores."""
     restore_from: Path | None = None
@@ -251,6 +262,8 @@ class StepStats:
     model_version: int
     grad_norm: float
     learning_rate: float
+    sent_share: float | None = None
+    """What part of the update the rounded weights show, about 1 when rounding is fair; None if nothing is rounded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,12 @@ def _tables(reviewed: Review) -> Iterator[Table]:
         values = (shares.get(name) for name in ("share", "clipped", "truncated", "masked"))
         cuts.add_row(age.replace("_", "–"), *("" if value is None else f"{value:.2%}" for value in values))
     yield cuts
+    if reviewed.rounding is not None:
+        seen = reviewed.rounding
+        rounding = Table("share of an update", "start", "middle", "end", "steps behind", title="seen after rounding")
+        cells = (f"{value:.0%}" for value in (seen.share.start, seen.share.middle, seen.share.end))
+        rounding.add_row("", *cells, f"{max(0.0, seen.behind):.1f} at step {seen.worst_step:,}")
+        yield rounding
 
 
 def _by_cause(title: str, causes: Mapping[Cause, CauseReview]) -> Table:

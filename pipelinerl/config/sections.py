@@ -24,7 +24,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 from pipelinerl.system.files import from_home
 from pipelinerl.types import Sampling
-from trainer_contract.types import Device, HeadPrecision, OptimizerSpec, Precision, WeightDType
+from trainer_contract.types import Device, HeadPrecision, OptimizerSpec, Precision, Rounding, WeightDType
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 
@@ -89,7 +89,7 @@ class EngineSection(Section):
     max_waiting: int = Field(default=4096, ge=1)
     context_length: int = Field(default=512, ge=2)
     dtype: Literal["auto"] | WeightDType = "auto"
-    """The type of weights, cache and arithmetic; `auto` takes the model directory's."""
+    """The type of weights, cache and arithmetic; `auto`: float32 on a CPU, else the model directory's."""
     weights: WeightFormat = WeightFormat.NATIVE
     """How linear layers are kept: as they come, or quantised (`int8`)."""
     device: Device = Device.AUTO
@@ -159,6 +159,10 @@ class OptimizerSection(Section):
         return OptimizerSpec(**shared_values(self, OptimizerSpec))
 
 
+#: What `trainer.micro_batch_tokens = "auto"` takes where memory allows.
+MOST_TOKENS = 16384
+
+
 class TrainerSection(Section):
     """The training backend: its type, arithmetic and memory."""
 
@@ -166,7 +170,8 @@ class TrainerSection(Section):
     precision: Precision = Precision.FP32
     device: Device = Device.AUTO
     gradient_checkpointing: bool = False
-    micro_batch_tokens: int = Field(default=16384, ge=2)
+    micro_batch_tokens: int | str = "auto"
+    """Most tokens of one backward pass. `auto`: as many as the device holds, up to 16,384, chosen when a run begins."""
     routing_replay: RoutingReplay = RoutingReplay.OFF
     """Of a mixture-of-experts model: `rollout` computes each token with the experts that computed it in the sampler
     (R3), docs/mixtures.md."""
@@ -175,6 +180,18 @@ class TrainerSection(Section):
     what else `JaxOptions` lists."""
     memory_share: MemoryShare | None = None
     """Most of each GPU's memory that the trainer takes, as `engine.memory_share`."""
+
+    @field_validator("micro_batch_tokens")
+    @classmethod
+    def _is_auto_or_enough(cls, tokens: int | str) -> int | str:
+        if tokens != "auto" and (isinstance(tokens, str) or tokens < 2):
+            raise ValueError(f'must be "auto" or a whole number of at least 2, got {tokens!r}')
+        return tokens
+
+    @property
+    def token_budget(self) -> int:
+        """`micro_batch_tokens` as a number; `auto` that nobody has settled is `MOST_TOKENS`."""
+        return MOST_TOKENS if isinstance(self.micro_batch_tokens, str) else self.micro_batch_tokens
 
 
 class StalenessSection(Section):
@@ -258,6 +275,8 @@ class WeightsSection(Section):
     dtype: WeightDType | None = None
     """In which they travel, whatever an engine keeps them in; by default the model directory's, or engine.dtype if that
     is float32."""
+    rounding: Rounding = Rounding.DITHERED
+    """How fp32 weights become bfloat16: `dithered` lets small updates through, `nearest` holds them back."""
     timeout_s: float = Field(default=120.0, gt=0, le=3600)
     """Longest that a publication may take. An engine that is not reached within it gets the next one."""
     announce: Announce = Announce.AUTO

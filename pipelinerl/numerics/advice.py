@@ -14,6 +14,8 @@ from pipelinerl.numerics.review import CauseReview, Review
 NUMERICS_P95: Final = 0.01
 #: PPO's usual clip, 1 ± 0.2: where P95 lies beyond it, one stale token in twenty is outside the trust region.
 STALENESS_P95: Final = math.log(1.2)
+#: Updates that engines may lack because of rounding: below that it is within the noise of the sample.
+BEHIND: Final = 1.0
 #: Below it, half of the tokens' worth is lost to uneven weights.
 ESS: Final = 0.5
 #: Share of an age's tokens cut by the objective from which on they are sampled mostly in vain.
@@ -42,13 +44,31 @@ def advise(review: Review) -> list[Advice]:
     by_weight = sorted(review.current.values(), key=lambda each: each.share * each.median("mean"), reverse=True)
     rules = {Cause.NUMERICS: _numerics, Cause.CACHE: _cache, Cause.STALENESS: _staleness}
     return [
+        *_rounding(review),
         *(advice for each in by_weight for advice in rules[each.cause](each, review)),
         *_ages(review),
         *_ess(review),
     ]
 
 
+def _stands_still(review: Review) -> bool:
+    return review.rounding is not None and review.rounding.behind > BEHIND
+
+
+def _rounding(review: Review) -> Iterator[Advice]:
+    if review.rounding is not None and _stands_still(review):
+        yield Advice(
+            f"rounded weights stand still: at step {review.rounding.worst_step} engines lacked "
+            f"{review.rounding.behind:.1f} steps' worth of updates",
+            'weights.rounding = "dithered", or engine.dtype = "float32" where memory allows (CPU: always)',
+            "an update smaller than half the spacing of bfloat16 is rounded away, so the sampler is older than its "
+            "version says (docs/mismatch.md)",
+        )
+
+
 def _numerics(cause: CauseReview, review: Review) -> Iterator[Advice]:
+    if _stands_still(review):  # which explains the gap, and what is advised below would not close it
+        return
     p95, contradictions = cause.median("p95"), cause.figures["contradictions"]
     if p95 > NUMERICS_P95:
         yield Advice(

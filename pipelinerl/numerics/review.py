@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from statistics import median
 from typing import Any, Final
 
@@ -56,6 +57,19 @@ class CauseReview:
         return self.figures[figure].median
 
 
+@dataclass(frozen=True, slots=True)
+class RoundingReview:
+    """What engines saw of the updates, after the weights were rounded on their way.
+
+    `behind` is the most updates that they lacked at any step: the largest sum of 1 − `sent_share` since the first
+    step, reached at step `worst_step`. It is about 0 when rounding is fair.
+    """
+
+    behind: float
+    worst_step: int
+    share: Course
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Review:
     """A run.
@@ -65,6 +79,7 @@ class Review:
         current, old: by cause, trainer against sampler; the log-probs at the step, and the recomputed ones.
         ages: share of the tokens and of what the objective cut, by age (`0`, `3_4`), means over the run.
         ess: course of the effective sample size over all tokens; None when never measured.
+        rounding: of weights that are sent in bfloat16; None when nothing was rounded.
     """
 
     run: str
@@ -73,6 +88,7 @@ class Review:
     old: Mapping[Cause, CauseReview]
     ages: Mapping[str, Mapping[str, float]]
     ess: Course | None
+    rounding: RoundingReview | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The review as plain values, for programs."""
@@ -92,7 +108,17 @@ def review(history: RunHistory) -> Review | None:
         old=dict(_causes(history, "old_mismatch", len(measured))),
         ages=_ages(history, len(measured)),
         ess=_course("ess", ess) if ess else None,
+        rounding=_rounding(history),
     )
+
+
+def _rounding(history: RunHistory) -> RoundingReview | None:
+    shares = history.by_step("sent_share")
+    if not shares:
+        return None
+    lacking = list(accumulate(1 - share for share in shares.y))
+    behind = max(lacking)
+    return RoundingReview(behind, int(shares.x[lacking.index(behind)]), _course("sent_share", shares))
 
 
 def _causes(history: RunHistory, prefix: str, steps: int) -> Iterator[tuple[Cause, CauseReview]]:

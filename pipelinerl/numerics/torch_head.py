@@ -7,41 +7,51 @@ shorter type, so that both sides take the log-softmax of the same kind of logits
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from pipelinerl.numerics.dither_torch import rounded
+from trainer_contract.types import Rounding
 
-def to_fp32(model: Any, *, served: torch.dtype) -> None:
+
+def to_fp32(model: Any, *, served: torch.dtype, rounding: Rounding = Rounding.NEAREST) -> None:
     """Make the output layer of a Hugging Face `model` return fp32 logits, whatever it is given.
 
     Args:
         served: dtype of the weights that engines hold. A trainer's fp32 weights are rounded to it here, and its
             gradient passes the rounding as if it were not there.
+        rounding: how they are rounded, as on their way to engines.
     """
     head = model.get_output_embeddings()
-    head.forward = Fp32Head(head, served)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    head.forward = Fp32Head(head, served, rounding, names)
 
 
 @final
 class Fp32Head:
     """Forward of an output layer. It reads the layer's parameters at each call, whoever has replaced them meanwhile."""
 
-    def __init__(self, layer: Any, served: torch.dtype) -> None:
+    def __init__(self, layer: Any, served: torch.dtype, rounding: Rounding, names: Mapping[int, str]) -> None:
         self._layer = layer
         self._served = served
+        self._rounding = rounding
+        self._weight_name = names[id(layer.weight)]
+        self._bias_name = "" if layer.bias is None else names[id(layer.bias)]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[…, d] → f32 […, V]."""
         weight, bias = self._layer.weight, self._layer.bias
         with torch.autocast(hidden.device.type, enabled=False):
-            return linear(hidden.float(), self._exact(weight), None if bias is None else self._exact(bias))
+            its_bias = None if bias is None else self._exact(bias, self._bias_name)
+            return linear(hidden.float(), self._exact(weight, self._weight_name), its_bias)
 
-    def _exact(self, parameter: Tensor) -> Tensor:
+    def _exact(self, parameter: Tensor, name: str) -> Tensor:
         """The value that is served, in fp32."""
         if parameter.dtype is torch.float32 and self._served is not torch.float32:
-            rounding = parameter.detach().to(self._served).float() - parameter.detach()
-            return parameter + rounding  # exact: both are within a factor of two of each other
+            sent = rounded(parameter.detach(), self._served, self._rounding, name=name)
+            return parameter + (sent.float() - parameter.detach())  # exact: both are within a factor of two
         return parameter.float()

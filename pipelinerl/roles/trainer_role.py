@@ -159,7 +159,7 @@ def samples_of(identity: Identity) -> TrainingSamples | None:
 def loop_settings(config: RunConfig) -> LoopSettings:
     """The training loop's part of the recipe."""
     return LoopSettings(
-        micro_batch_tokens=config.trainer.micro_batch_tokens,
+        micro_batch_tokens=config.trainer.token_budget,
         tokens_per_step=config.training.tokens_per_step,
         shaping={domain.name: domain.reward.shaping for domain in config.domains if domain.reward is not None},
         truncated=config.training.truncated,

@@ -120,6 +120,7 @@ def spec_of(config: RunConfig, *, restore_from: Path | None) -> TrainerSpec:
         seed=config.run.seed,
         head_precision=config.model.head_precision,
         gather_dtype=sent_in(config),
+        rounding=config.weights.rounding,
         optimizer=config.optimizer.spec,
         restore_from=restore_from,
     )

@@ -90,6 +90,19 @@ def test_each_rule_alone(fields: dict[str, Any], finding: str, do: str) -> None:
     assert finding in only.finding and do in only.do and only.because
 
 
+@pytest.mark.parametrize(("shares", "behind"), [([0.0, 0.0, 0.0, 4.0], 3.0), ([1.02, 0.97, 1.0, 1.01], 0.01)])
+def test_updates_that_rounding_held_back_are_added_up(shares: list[float], behind: float) -> None:
+    found = reviewed(*(step(n, numerics={}) | {"sent_share": share} for n, share in enumerate(shares, start=1)))
+    assert found.rounding is not None and found.rounding.behind == pytest.approx(behind)
+
+
+def test_weights_that_stand_still_are_the_cause_and_not_the_head() -> None:
+    steps = [step(n, numerics={"p95": 1.0, "k1": -1.0, "k3": 1.0}) | {"sent_share": 0.0} for n in range(1, 6)]
+    (only,) = advise(reviewed(*steps))
+    assert "rounded weights stand still: at step 5 engines lacked 5.0 steps" in only.finding
+    assert "head_precision" not in only.do and 'weights.rounding = "dithered"' in only.do
+
+
 def test_a_negative_k1_of_the_same_version_is_told_apart_from_noise() -> None:
     def findings(k1: float) -> list[str]:
         return [advice.finding for advice in advice_on(numerics={"p95": 0.05, "k1": k1, "k3": 0.01})]

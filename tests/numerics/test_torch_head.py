@@ -12,6 +12,7 @@ class Model:
 
     def __init__(self, head: nn.Linear) -> None:
         self.get_output_embeddings = lambda: head
+        self.named_parameters = lambda: ((f"lm_head.{name}", each) for name, each in head.named_parameters())
 
 
 def head(dtype: torch.dtype, *, bias: bool) -> nn.Linear:

@@ -24,7 +24,7 @@ from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.conformance.probes import weights_of
-from trainer_contract.types import Device, HeadPrecision, OptimizerSpec, Precision, TrainerSpec, WeightDType
+from trainer_contract.types import Device, HeadPrecision, OptimizerSpec, Precision, Rounding, TrainerSpec, WeightDType
 
 VOCAB = 16
 
@@ -139,6 +139,7 @@ def test_every_key_of_the_recipe_reaches_the_backend() -> None:
         optimizer=OptimizerSpec(betas=(0.5, 0.6), eps=1e-3, weight_decay=0.7, grad_clip=0.8),
         gradient_checkpointing=True,
         gather_dtype=WeightDType.BFLOAT16,
+        rounding=Rounding.DITHERED,
         memory_share=0.5,
         options={"mesh": 2},
         restore_from=Path("/a/state"),

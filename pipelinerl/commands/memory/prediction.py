@@ -122,7 +122,7 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
         return None
     lora, mesh = lora_of(section.options), mesh_of(_without_meeting(section.options))
     optimizer, longest = optimizer_of(section.options), config.engine.context_length
-    tokens = max(longest, min(section.micro_batch_tokens, longest * config.training.rollouts_per_step))
+    tokens = max(longest, min(section.token_budget, longest * config.training.rollouts_per_step))
     asked = min(1.0, config.sampling.max_tokens / longest)
     return TrainerMemory(
         shape=shape,
@@ -180,7 +180,8 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
             yield f"{kind}: more than the {gib(limit)} that it has; {_advice(its, limit)}"
     whole, limit = _of_all(prediction), limits.get("all")
     if limit is not None and whole > limit:
-        yield f"all processes together: {gib(whole)}, more than the {gib(limit)} of this machine"
+        advice = _advice(_Together(prediction), limit)
+        yield f"all processes together: {gib(whole)}, more than the {gib(limit)} of this machine; {advice}"
 
 
 def fits(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> bool:
@@ -210,10 +211,39 @@ def _advice(footprint: Footprint, limit: int) -> str:
     return f"no knob is enough by itself, the most is {name} ({gib(least.total)}): change several, or give more devices"
 
 
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """All processes of a machine without GPUs, as one footprint."""
+
+    prediction: MemoryPrediction
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        return {"processes": self.total}
+
+    @property
+    def total(self) -> int:
+        return _of_all(self.prediction)
+
+    @property
+    def host(self) -> int:
+        return 0
+
+
 def _changes(footprint: Footprint) -> Iterator[tuple[str, Footprint]]:
     """What a recipe may change, and what the process takes then."""
     if isinstance(footprint, TrainerMemory):
         yield from _trainer_changes(footprint)
+    elif isinstance(footprint, _Together):
+        its = footprint.prediction
+        if its.trainer is not None:
+            for name, changed in _trainer_changes(its.trainer):
+                if isinstance(changed, TrainerMemory) and changed.shards == its.trainer.shards:
+                    yield name, _Together(replace(its, trainer=changed))
+        if its.engine is not None:
+            for name, changed in _changes(its.engine):
+                if isinstance(changed, EngineMemory):
+                    yield name, _Together(replace(its, engine=changed))
     elif isinstance(footprint, EngineMemory):
         for slots in _halves(footprint.slots, 8):
             yield f"engine.slots={slots}", replace(footprint, slots=slots)

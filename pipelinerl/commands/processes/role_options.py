@@ -75,9 +75,10 @@ class RoleOptions:
         Raises:
             RecipeError, UserError: the recipe or the token file cannot be used.
         """
+        from pipelinerl.commands.memory.machine_defaults import settled
         from pipelinerl.roles.process import Identity, token_of
 
-        config = recipes.load(self.recipe, [*(self.changes or []), *changes])
+        config = settled(recipes.load(self.recipe, [*(self.changes or []), *changes]))
         of_recipe, run_dir = config.streams.redis_url, self.run_dir or config.run_directory
         return Identity(
             config=config,

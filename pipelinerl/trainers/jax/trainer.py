@@ -19,6 +19,7 @@ import numpy as np
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import DecoderConfig, read_config
+from pipelinerl.numerics.dither import dithered
 from pipelinerl.trainers.jax import mesh as jax_mesh
 from pipelinerl.trainers.jax.joining import join
 from pipelinerl.trainers.jax.options import JaxOptions
@@ -159,7 +160,10 @@ class JaxTrainer:
         worker = self._worker
         for place, info in enumerate(worker.layout()):
             array = self._together(Gather(self._number, place), partial(worker.gathered, place))
-            yield info.name, np.asarray(array.addressable_data(0))
+            value = np.asarray(array.addressable_data(0))
+            if worker.dithers:
+                value = dithered(value, name=info.name).view(info.dtype)
+            yield info.name, value
 
     def save_state(self, path: Path) -> None:
         """Write weights and moments, each process its parts, below the directory `path`, which all of them see."""

@@ -34,6 +34,7 @@ from trainer_contract.host_weights import num_bytes
 from trainer_contract.types import (
     Device,
     Float32,
+    HeadPrecision,
     HostWeights,
     LossStats,
     MicroBatch,
@@ -41,6 +42,7 @@ from trainer_contract.types import (
     OptimizerSpec,
     ParameterInfo,
     Precision,
+    Rounding,
     StepStats,
     TrainerSpec,
 )
@@ -59,6 +61,7 @@ class JaxWorker:
     moments: Any
     model_version: int
     gradient: Weights | None = None
+    rounding: Rounding = Rounding.NEAREST
 
     @classmethod
     def started(cls, spec: TrainerSpec, options: JaxOptions, config: DecoderConfig) -> JaxWorker:
@@ -73,7 +76,10 @@ class JaxWorker:
             head=spec.head_precision,
         )
         load = _loaded if spec.restore_from is None else _restored
-        return load(program, spec)
+        worker = load(program, spec)
+        if spec.head_precision is not HeadPrecision.FP32:  # whose program rounds the head to the nearest
+            worker.rounding = spec.rounding
+        return worker
 
     @property
     def config(self) -> DecoderConfig:
@@ -139,10 +145,16 @@ class JaxWorker:
         self.model_version += 1
         return StepStats(self.model_version, norm, learning_rate)
 
+    @property
+    def dithers(self) -> bool:
+        """Whether rank 0 rounds what is gathered, which then comes in fp32."""
+        return self.rounding is Rounding.DITHERED and self.config.dtype == "bfloat16"
+
     def gathered(self, place: int) -> jax.Array:
         """The parameter at this place of the layout, whole on each device; of a layer, that layer's alone."""
         parameter, layer = list(export_order(self.config))[place]
-        gathered = export_weight(self.weights, parameter, layer, dtype=jnp.dtype(self.config.dtype))
+        dtype = jnp.float32 if self.dithers else jnp.dtype(self.config.dtype)
+        gathered = export_weight(self.weights, parameter, layer, dtype=dtype)
         return gathered.block_until_ready()
 
     def save_parts(self, path: Path) -> None:

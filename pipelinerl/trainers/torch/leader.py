@@ -15,6 +15,7 @@ from typing import TypeVar, final
 import numpy as np
 from torch import Tensor
 
+from pipelinerl.numerics.dither_torch import rounded
 from pipelinerl.trainers.ranks.commands import (
     Backward,
     Columns,
@@ -270,7 +271,8 @@ class MeshLeader:
         if pair is None:
             return self._gathered([name], GatheredKind.WEIGHTS)[0]
         own, a, b = (self._gathered([each], GatheredKind.MASTER)[0] for each in (name, *pair))
-        return adapters.merged_with(name, own, a, b).to(self._worker.loaded.gather_dtype)
+        merged = adapters.merged_with(name, own, a, b)
+        return rounded(merged, self._worker.loaded.gather_dtype, self._worker.spec.rounding, name=name)
 
     def _gathered(self, names: Sequence[str], kind: GatheredKind) -> list[Tensor]:
         """Whole parameters, or moments of them, which are neighbours in the model's order."""

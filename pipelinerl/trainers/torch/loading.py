@@ -227,7 +227,7 @@ def _load(
         return PackedValueModel.load(source, gradient_checkpointing=spec.gradient_checkpointing)
     model, reader = load_for_training(source, gradient_checkpointing=spec.gradient_checkpointing)
     if spec.head_precision is HeadPrecision.FP32:
-        torch_head.to_fp32(model, served=served)
+        torch_head.to_fp32(model, served=served, rounding=spec.rounding)
     return PackedModel(model), reader
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from pipelinerl.numerics.dither_torch import rounded
 from pipelinerl.trainers.ranks.commands import GatheredKind
 from pipelinerl.trainers.ranks.recycled import Block
 from pipelinerl.trainers.ranks.shared_block import Place, opened, write_at
@@ -289,6 +290,10 @@ class MeshWorker:
             rows.copy_(self._source(shards, name, kind).detach())
 
     def _source(self, shards: Mapping[str, Tensor], name: str, kind: GatheredKind) -> Tensor:
+        if kind is GatheredKind.WEIGHTS:
+            shape = self.model.shapes[name]
+            first = self.mesh.rows_of(self.rank, shape[0]).start * (shape.numel() // max(1, shape[0]))
+            return rounded(shards[name], self.loaded.gather_dtype, self.spec.rounding, name=name, first=first)
         if kind not in (GatheredKind.MEAN, GatheredKind.SQUARE) or not shards[name].numel():
             return shards[name]
         moment: Tensor = self.optimizer.state[self.model.shards[name]][str(kind)]

@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs
 from torch import Tensor
 
+from pipelinerl.numerics.dither_torch import UpdateProbe, rounded
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.loading import load, refuse_device
 from pipelinerl.trainers.torch.lora.adapters import Adapters
@@ -38,6 +39,7 @@ from trainer_contract.types import (
     Objective,
     ParameterInfo,
     Precision,
+    Rounding,
     RoutingShape,
     StepStats,
     TrainerSpec,
@@ -69,6 +71,8 @@ class TorchWorker:
     base_digest: str = ""
     model_version: int = 0
     has_gradient: bool = False
+    #: None where weights are sent in fp32, and for adapters, whose merged weights exist only while they are sent.
+    probe: UpdateProbe | None = None
 
     @classmethod
     def started(cls, spec: TrainerSpec) -> TorchWorker:
@@ -102,6 +106,8 @@ class TorchWorker:
             adapters=loaded.adapters,
             base_digest=loaded.base_digest,
         )
+        if worker.adapters is None:
+            worker.probe = UpdateProbe.of({**worker.own, **masters}, worker.gather_dtype, spec.rounding)
         if loaded.saved is not None:
             moments = loaded.saved.moments({name: parameter.shape for name, parameter in trained.items()})
             for name, its in moments.items():
@@ -173,11 +179,13 @@ class TorchWorker:
             raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are as before")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        before = None if self.probe is None else self.probe.read()
         self.optimizer.step()
+        seen = None if self.probe is None or before is None else self.probe.share(before, self.probe.read())
         self.discard_gradient()
         self.model_version += 1
         self.random = torch_state.RandomState.now()
-        return StepStats(self.model_version, norm, learning_rate)
+        return StepStats(self.model_version, norm, learning_rate, seen)
 
     def discard_gradient(self) -> None:
         """Forget what was accumulated."""
@@ -192,10 +200,10 @@ class TorchWorker:
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Detached tensors; of an fp32 model that is trained whole the trainer's own memory, not a copy."""
         for name, own in self.own.items():
-            if self.gather_dtype is not own.dtype:
+            if self.gather_dtype is not own.dtype or self.spec.rounding is Rounding.DITHERED:
                 own = self.masters.get(name, own)
             value = own if self.adapters is None else self.adapters.merged(name, own)
-            yield name, value.to(self.gather_dtype)
+            yield name, rounded(value, self.gather_dtype, self.spec.rounding, name=name)
 
     def save_state(self, path: Path) -> None:
         """Write a Hugging Face model directory, optimizer and random state below the directory `path`."""

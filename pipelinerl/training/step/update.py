@@ -113,11 +113,17 @@ def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_ve
     return {
         **found,
         **_of_critic(updates),
+        **_of_sending(updates),
         "loss": fmean(_loss(update.gradient.losses) for update in updates),
         "grad_norm": fmean(update.policy.grad_norm for update in updates),
         "learning_rate": updates[-1].policy.learning_rate,
         "micro_batches": float(sum(len(update.gradient.batch.packed) for update in updates)),
     }
+
+
+def _of_sending(updates: Sequence[Update]) -> dict[str, float]:
+    shares = [update.policy.sent_share for update in updates if update.policy.sent_share is not None]
+    return {"sent_share": fmean(shares)} if shares else {}
 
 
 def _of_critic(updates: Sequence[Update]) -> dict[str, float]:

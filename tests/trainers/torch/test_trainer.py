@@ -15,7 +15,7 @@ from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import Subject
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, StateError
 from trainer_contract.host_weights import copied
-from trainer_contract.types import Device, Head, OptimizerSpec, Precision, TrainerSpec
+from trainer_contract.types import Device, Head, OptimizerSpec, Precision, Rounding, TrainerSpec
 
 VOCAB = 48
 NAMES = ("qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen3_moe")
@@ -166,6 +166,23 @@ def test_weights_are_gathered_in_the_dtype_of_the_model_directory(model_path, tm
         restored._worker.named_parameters(), trainer._worker.named_parameters(), strict=True
     ):
         assert torch.equal(ours, theirs), "the masters keep what bf16 would round away"
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_only_dithered_weights_show_an_update_below_half_a_spacing(rounding, model_path, tmp_path, micro_batch):
+    AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    trainer = started(tmp_path / "bf16", rounding=rounding)
+    before = {name: weights.clone() for name, weights in trainer.gather_weights()}
+    trainer.backward([micro_batch()], OBJECTIVE)
+    stats = trainer.optimizer_step(learning_rate=1e-6)
+    again, after = dict(trainer.gather_weights()), dict(trainer.gather_weights())
+    assert all(torch.equal(again[name], after[name]) for name in after), "a retry sends the same bytes"
+    moved = sum(int((after[name] != before[name]).sum()) for name in after)
+    if rounding is Rounding.DITHERED:
+        assert stats.sent_share == pytest.approx(1.0, abs=0.5)
+        assert moved > 100
+    else:
+        assert stats.sent_share < 0.5
 
 
 def test_gathering_copies_nothing_and_lists_tied_weights_once(model_path):

@@ -1,0 +1,176 @@
+"""`pipelinerl new`: a recipe and a reward for a model and a data file of one's own, ready for `check` and `run`.
+
+Every value is chosen from what is there (the model's size, the lengths of prompts and answers, an accelerator or none)
+and stands in the recipe with the reason for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from pipelinerl.data.drafts import Split
+from pipelinerl.data.files.arrow_rows import ArrowRows
+from pipelinerl.data.files.field_map import FieldMap
+from pipelinerl.data.files.rows import FirstRows, JsonRows, suffix_of
+from pipelinerl.data.files.source import open_files
+from pipelinerl.data.source import SourceRequest
+from pipelinerl.errors import RecipeError, UserError
+from pipelinerl.models.checkpoint import check_directory, model_dtype, text_config
+from pipelinerl.models.model_shape import read_shape
+from pipelinerl.models.tokenizer import ChatTokenizer, check_chat_template
+from pipelinerl.system.accelerators import has_accelerator
+
+_PROMPTS: Final = ("prompt", "messages", "question", "problem", "instruction", "query", "input")
+_ANSWERS: Final = ("answer", "solution", "ground_truth", "target", "label", "output", "response", "completion")
+_HEAD: Final = FirstRows(rows=512, bytes=2**24)
+#: Learning rates of AdamW on all weights, by millions of parameters up to which they hold.
+_RATES: Final = ((200, 2e-5), (700, 1e-5), (2000, 5e-6), (10_000, 2e-6))
+_SMALLEST_RATE: Final = 1e-6
+_TEMPLATE: Final = Path(__file__).with_name("new_recipe.toml.txt")
+_REWARDS: Final = Path(__file__).with_name("new_rewards.py.txt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Tokens of the longest prompt, of the longest reference answer, and what a sequence and an answer may take."""
+
+    prompt: int
+    answer: int
+    max_tokens: int
+    context: int
+
+
+def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | None, answer_field: str | None) -> Path:
+    """Write `recipe.toml` and `rewards.py` into a new directory; returns the recipe's path.
+
+    Raises:
+        UserError: the directory is taken, the model or the data cannot be used, or no field looks like what is needed.
+    """
+    model, data = Path(model).expanduser(), Path(data).expanduser()
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"{directory} exists and is not empty; give a new directory")
+    check_directory(model)
+    check_chat_template(model)
+    if not data.is_file():
+        raise UserError(
+            f"--data must be a file of JSON lines, JSON, CSV, Parquet or Arrow, got {data}, which is "
+            f"{'a folder' if data.is_dir() else 'not there'}; other layouts: docs/data.md"
+        )
+    rows = _first_rows(data)
+    if not rows:
+        raise UserError(f"{data} has no rows; each row needs a prompt and an answer")
+    prompt = _chosen("prompt", prompt_field, _PROMPTS, rows, data)
+    fields = FieldMap(
+        **{_key_of(prompt): prompt},
+        answer_field=_chosen("answer", answer_field, _ANSWERS, rows, data),
+    )
+    lengths, held_out = _lengths(model, fields, rows, data), _held_out(fields, data)
+    directory.mkdir(parents=True, exist_ok=True)
+    recipe = directory / "recipe.toml"
+    (directory / "rewards.py").write_text(_REWARDS.read_text(), encoding="utf-8")
+    recipe.write_text(_filled(directory, model, data, fields, lengths, held_out), encoding="utf-8")
+    return recipe
+
+
+def _first_rows(data: Path) -> list[dict[str, Any]]:
+    kind = suffix_of(data)
+    if kind in (".parquet", ".arrow"):
+        read: Any = ArrowRows.read(data, None, _HEAD)
+    elif kind in (".jsonl", ".ndjson", ".json", ".csv"):
+        read = JsonRows.read(data, _HEAD)
+    else:
+        raise UserError(f"--data must end in .jsonl, .ndjson, .json, .csv, .parquet or .arrow, got {data.name}")
+    return [dict(read.row(number)) for number in range(len(read))]
+
+
+def _chosen(what: str, named: str | None, usual: Sequence[str], rows: Sequence[dict[str, Any]], data: Path) -> str:
+    there = list(rows[0])
+    if named is not None:
+        if named.partition(".")[0] not in there:
+            raise UserError(f"--{what}-field: {data} has no field {named!r}; it has {', '.join(there)}")
+        return named
+    found = next((name for name in usual if name in there), None)
+    if found is None:
+        raise UserError(f"no field of {data} looks like the {what}; say --{what}-field with one of {', '.join(there)}")
+    return found
+
+
+def _key_of(prompt: str) -> str:
+    return "messages_field" if prompt == "messages" else "prompt_field"
+
+
+def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data: Path) -> Lengths:
+    tokenizer = ChatTokenizer.load(model)
+    prompts, answers = [], []
+    for number, row in enumerate(rows):
+        try:
+            draft = fields.draft(row)
+        except RecipeError as error:
+            raise UserError(f"{data} row {number}: {error}; mend the row, or name another field") from None
+        prompts.append(len(tokenizer.encode_chat(draft.messages)))
+        answers.append(len(tokenizer.encode(draft.ground_truth)))
+    longest, answer = max(prompts), max(answers)
+    wanted = min(1024, max(32, 16 * -(-2 * answer // 16)))
+    positions = text_config(model).get("max_position_embeddings") or 1 << 20
+    room = int(positions) - longest
+    if room < answer + 1:
+        raise UserError(
+            f"the model has {positions} positions; the longest prompt of {data} takes {longest} and its answer "
+            f"{answer}: take shorter rows, or a model with more"
+        )
+    max_tokens = min(wanted, room)
+    context = min(int(positions), 16 * -(-(longest + max_tokens + 1) // 16))
+    return Lengths(prompt=longest, answer=answer, max_tokens=min(max_tokens, context - 1), context=context)
+
+
+def _held_out(fields: FieldMap, data: Path) -> int:
+    """Return how many rows are set apart for evaluations."""
+    prompt = fields.messages_field or fields.prompt_field
+    parameters = {"path": str(data), _key_of(prompt): prompt, "answer_field": fields.answer_field}
+    asked = SourceRequest(domain="mine", split=Split.HELD_OUT, seed=0, parameters=parameters)
+    try:
+        return len(open_files(asked))
+    except RecipeError as error:
+        sentence = str(error).removeprefix(f"{asked.where}: ")
+        raise UserError(f"{data}: {sentence} (a tenth is set apart for evaluations: give 50 rows or more)") from None
+
+
+def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths: Lengths, held_out: int) -> str:
+    millions, on_cpu = read_shape(model).count / 1e6, not has_accelerator()
+    rate = next((rate for most, rate in _RATES if millions <= most), _SMALLEST_RATE)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory.absolute().name).lstrip("._-")[:64] or "mine"
+    values = {
+        "name": _text(name),
+        "model": _text(str(model.absolute())),
+        "data": _text(os.path.relpath(data.absolute(), directory.absolute())),
+        "prompt_key": "messages_field" if fields.messages_field else "prompt_field",
+        "prompt_field": _text(fields.messages_field or fields.prompt_field),
+        "answer_field": _text(fields.answer_field),
+        "millions": f"{millions:,.0f}",
+        "dtype": model_dtype(model).value,
+        "rate": f"{rate:g}".replace("e-0", "e-"),
+        "longest_prompt": str(lengths.prompt),
+        "longest_answer": str(lengths.answer),
+        "max_tokens": str(lengths.max_tokens),
+        "context": str(lengths.context),
+        "groups": "4" if on_cpu else "16",
+        "rollouts": "32" if on_cpu else "128",
+        "in_flight": "8" if on_cpu else "32",
+        "slots": "32" if on_cpu else "128",
+        "k": "1" if on_cpu else "2",
+        "problems": str(min(64, held_out)),
+        "threads": str(len(os.sched_getaffinity(0)) if on_cpu else 1),
+    }
+    return re.sub(r"@(\w+)@", lambda place: values[place[1]], _TEMPLATE.read_text(encoding="utf-8"))
+
+
+def _text(value: str) -> str:
+    """Return `value` as TOML writes a string; JSON's strings are strings of TOML."""
+    return orjson.dumps(value).decode()

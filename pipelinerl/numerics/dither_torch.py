@@ -1,0 +1,88 @@
+"""Torch's form of `dither.dithered`, on the device that holds the weights; and what part of an update it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from pipelinerl.numerics import dither
+from trainer_contract.types import Rounding
+
+#: Elements of each parameter that a probe looks at, about.
+_PROBED: Final = 1021
+
+
+def rounded(values: Tensor, dtype: torch.dtype, rounding: Rounding, *, name: str, first: int = 0) -> Tensor:
+    """Return the elements of the parameter `name` from the `first` on in `dtype`; only fp32 to bf16 is dithered."""
+    if rounding is Rounding.DITHERED and dtype is torch.bfloat16 and values.dtype is torch.float32:
+        return dithered(values, name=name, first=first)
+    return values.to(dtype)
+
+
+def dithered(values: Tensor, *, name: str, first: int = 0) -> Tensor:
+    """Return f32 `values` in bfloat16; `first` is the index of their first element in the parameter `name`."""
+    bits = values.detach().contiguous().view(-1).view(torch.int32)
+    result = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
+    halves, table = result.view(-1).view(torch.int16), _thresholds(values.device)
+    place = dither.phase(name) + first
+    begin = 0
+    while begin < len(bits):
+        start = (place + begin) % dither.PERIOD
+        noise = table[start : start + len(bits) - begin]
+        end = begin + len(noise)
+        halves[begin:end] = (bits[begin:end] + noise) >> 16
+        begin = end
+    return result
+
+
+@cache
+def _thresholds(device: torch.device) -> Tensor:
+    return torch.from_numpy(dither.thresholds()).to(device)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UpdateProbe:
+    """Measures on a sample of the weights what part of an update engines see after rounding.
+
+    `places` says which elements of each parameter are looked at, `noise` i32 [N] holds the thresholds of all of them.
+    """
+
+    weights: Mapping[str, Tensor]
+    places: Mapping[str, slice]
+    noise: Tensor | None
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], dtype: torch.dtype, rounding: Rounding) -> UpdateProbe | None:
+        """Return a probe of fp32 `weights` that are sent in bfloat16; None for any other dtype."""
+        if dtype is not torch.bfloat16 or any(each.dtype is not torch.float32 for each in weights.values()):
+            return None
+        places = {name: slice(0, None, max(1, each.numel() // _PROBED)) for name, each in weights.items()}
+        if rounding is Rounding.NEAREST:
+            return cls(weights, places, None)
+        table = _thresholds(torch.device("cpu"))
+        noise = [
+            table[(torch.arange(weights[name].numel())[each] + dither.phase(name)) % dither.PERIOD]
+            for name, each in places.items()
+        ]
+        return cls(weights, places, torch.cat(noise))
+
+    def read(self) -> Tensor:
+        """Return f32 [N], the sampled weights as they are now, on the host."""
+        return torch.cat([self.weights[name].view(-1)[each].cpu() for name, each in self.places.items()])
+
+    def share(self, before: Tensor, after: Tensor) -> float | None:
+        """Return ⟨Δrounded, Δ⟩ / ⟨Δ, Δ⟩ of an update: 1 when it is seen in full; None if the weights stood still."""
+        update = (after - before).double()
+        size = float(update @ update)
+        return float((self._sent(after) - self._sent(before)).double() @ update) / size if size else None
+
+    def _sent(self, values: Tensor) -> Tensor:
+        if self.noise is None:
+            return values.bfloat16().float()
+        return ((values.view(torch.int32) + self.noise) >> 16 << 16).view(torch.float32)

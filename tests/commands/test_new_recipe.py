@@ -1,0 +1,79 @@
+"""`pipelinerl new`: the recipe passes `check`, its reward works on the data, and bad inputs are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pipelinerl.cli import app
+from pipelinerl.commands.new_recipe import write_new
+from pipelinerl.config.recipe import MODELS, load
+from pipelinerl.errors import UserError
+
+MODEL = MODELS / "tiny_speller"
+
+
+def rows(path: Path, count: int = 120, **names: str) -> Path:
+    prompt, answer = names.get("prompt", "prompt"), names.get("answer", "answer")
+    words = [f"{chr(97 + n % 26)}{chr(97 + n // 26)}t" for n in range(count)]
+    path.write_text("".join(json.dumps({prompt: word, answer: word[::-1]}) + "\n" for word in words))
+    return path
+
+
+def new(directory: Path, data: Path, **fields: Any) -> Path:
+    return write_new(directory, model=MODEL, data=data, **{"prompt_field": None, "answer_field": None} | fields)
+
+
+def test_the_recipe_passes_check_as_it_stands(tmp_path: Path) -> None:
+    recipe = new(tmp_path / "mine", rows(tmp_path / "words.jsonl", prompt="question", answer="solution"))
+    result = CliRunner().invoke(app, ["check", str(recipe), f"run.directory={tmp_path}"])
+    assert result.exit_code == 0, result.output
+    assert "of the reference answer correct, reward 1" in result.output
+    config = load(recipe)
+    assert config.run.name == "mine" and config.domains[0].parameters["answer_field"] == "solution"
+    assert config.engine.context_length > config.sampling.max_tokens >= 32
+
+
+def test_the_reward_compares_values_and_not_spelling(tmp_path: Path) -> None:
+    recipe = new(tmp_path / "mine", rows(tmp_path / "words.jsonl"))
+    names: dict[str, Any] = {}
+    exec(recipe.with_name("rewards.py").read_text(), names)
+    score = names["score"]
+    assert (
+        score('thinking…\n{"b": 1, "a": 2}', '{"a": 2, "b": 1}') == score("1,200.", "1200") == score("Yes", "yes.") == 1
+    )
+    assert score("", "1") == score("no", "yes") == score("[" * 100_000, "1") == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "fields", "sentence"),
+    [
+        ('{"text": "x"}\n', {}, "no field of .* looks like the prompt; say --prompt-field with one of text"),
+        ('{"prompt": "x", "answer": "y"}\n', {"answer_field": "z"}, "has no field 'z'; it has prompt, answer"),
+        ('{"prompt": "x", "answer": "y"}\n', {}, "held_out split of its files is empty"),
+        ("", {}, "has no rows"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(
+    tmp_path: Path, content: str, fields: dict[str, str], sentence: str
+) -> None:
+    data = tmp_path / "bad.jsonl"
+    data.write_text(content)
+    with pytest.raises(UserError, match=sentence):
+        new(tmp_path / "mine", data, **fields)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_directory_that_is_taken_and_data_that_is_none_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "recipe.toml").write_text("")
+    with pytest.raises(UserError, match="exists and is not empty; give a new directory"):
+        new(tmp_path / "mine", rows(tmp_path / "words.jsonl"))
+    with pytest.raises(UserError, match="--data must be a file"):
+        new(tmp_path / "other", tmp_path)
+    with pytest.raises(UserError, match=r"--data must end in .*, got words\.txt"):
+        new(tmp_path / "other", rows(tmp_path / "words.txt"))

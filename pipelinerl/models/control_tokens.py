@@ -39,7 +39,15 @@ Turn = dict[str, str]
 #: Renders a template, as `ContentGuard` says.
 Render = Callable[[Sequence[Turn], bool, Mapping[str, Any]], str]
 
+#: Where in a rendered text its encoding begins.
+Begin = Callable[[str], int]
+
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+def _AT_THE_START(_: str) -> int:  # noqa: N802 (a constant)
+    return 0
+
 
 #: Of these roles the contents are data, which may not become inner control tokens either.
 _DATA_ROLES: Final = frozenset({"user", "tool"})
@@ -118,10 +126,19 @@ class ContentGuard:
         self._closed_to_data = Spellings.of(self._control.values())
         self._expected = lru_cache(maxsize=_SHAPES)(self._structure_of_shape)
 
-    def encode_chat(self, turns: Sequence[Turn], also: Mapping[str, Any] = _NOTHING) -> list[int]:
+    def encode_chat(
+        self,
+        turns: Sequence[Turn],
+        also: Mapping[str, Any] = _NOTHING,
+        *,
+        begin: Begin = _AT_THE_START,
+        first_row: int = 0,
+    ) -> list[int]:
         """Token ids of the rendered conversation, the opening of the assistant's turn included.
 
         Args:
+            begin: where in the rendered text to begin; a control token must not lie across that place.
+            first_row: the number of the first turn, as errors count messages.
             also: what the template may look up beside the turns; it writes the texts in it as it likes, so that none
                 may spell a control token.
 
@@ -135,26 +152,31 @@ class ContentGuard:
                     f"chat_template_kwargs.{name} spells a control token of this model; leave it out"
                 )
         text = self._render(turns, True, also)
-        ids = self._ids(text)
+        start = begin(text)
+        ids = self._ids(text[start:])
         spelt = [self._closed_to(turn["role"]).starts(turn["content"]) for turn in turns]
         if any(spelt):
             data = self._places(turns, spelt, text, also)
             if data is None:
                 row = next(row for row, found in enumerate(spelt) if found)
                 raise ModelError(
-                    f"messages.{row}.content spells a control token of this model, and the chat template changes "
+                    f"messages.{first_row + row}.content spells a control token of this model, and the chat template changes "
                     "contents with such spellings in a way that cannot be followed; leave the spelling out"
                 )
-            return self._apart(text, data)
+            return self._apart(text[start:], _after(start, data))
         # A normalizer, or the template, may still make a control token of what contents hold.
-        shape = tuple((turn["role"], not turn["content"].strip()) for turn in turns)
-        if self._structure(ids) == self._expected(shape, tuple(sorted(also.items()))):
+        if begin is _AT_THE_START:
+            shape = tuple((turn["role"], not turn["content"].strip()) for turn in turns)
+            expected = self._expected(shape, tuple(sorted(also.items())))
+        else:
+            expected = self._structure_of_tail(turns, also, begin)
+        if self._structure(ids) == expected:
             return ids
         data = self._places(
             turns, [[at.start() for at in _SYMBOL.finditer(turn["content"])] for turn in turns], text, also
         )
         # None: what this template writes depends on contents, none of which spells a control token.
-        return ids if data is None else self._apart(text, data)
+        return ids if data is None else self._apart(text[start:], _after(start, data))
 
     def encode_content(self, content: str, *, role: str) -> list[int]:
         """Token ids of `content` alone, as it would be in a message of this role. Raises `ModelError`."""
@@ -185,6 +207,18 @@ class ContentGuard:
         except ModelError:
             return None
         return self._structure(self._ids(text))
+
+    def _structure_of_tail(self, turns: Sequence[Turn], also: Mapping[str, Any], begin: Begin) -> list[int] | None:
+        """What the template writes from `begin` on, around user and tool contents that are blank or not."""
+        plain = [
+            {**turn, "content": "a" if turn["role"] in _DATA_ROLES and turn["content"].strip() else turn["content"]}
+            for turn in turns
+        ]
+        try:
+            text = self._render(plain, True, also)
+        except ModelError:
+            return None
+        return self._structure(self._ids(text[begin(text) :]))
 
     def _places(
         self, turns: Sequence[Turn], starts: Sequence[Sequence[int]], text: str, also: Mapping[str, Any]
@@ -255,6 +289,11 @@ class ContentGuard:
     def _twin(self) -> Tokenizer:
         """The tokenizer with these names. A large one takes about a second to make: once, when it is first needed."""
         return _renamed(self._backend, {self._control[index]: name for index, name in self._names.items()})
+
+
+def _after(start: int, places: frozenset[int]) -> frozenset[int]:
+    """The places from `start` on, counted from there."""
+    return frozenset(at - start for at in places if at >= start)
 
 
 def _marked(content: str, places: Iterable[int], marks: Mapping[str, str]) -> str:

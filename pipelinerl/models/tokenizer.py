@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from pipelinerl.errors import ModelError, TemplateNameError
 from pipelinerl.models.control_tokens import ContentGuard, Turn
+from pipelinerl.models.conversation_tail import ConversationTail
 from pipelinerl.models.plain_tokenizer import PlainTokenizer, read_plain
 
 if TYPE_CHECKING:
@@ -112,6 +113,29 @@ class ChatTokenizer:
         """
         turns = [{"role": message.role, "content": message.content} for message in messages]
         return self._contents.encode_chat(turns, template_kwargs)
+
+    def encode_continuation(
+        self,
+        messages: Sequence[ChatTurn],
+        first_new: int,
+        token_ids: Sequence[int],
+        template_kwargs: Mapping[str, Any] = _NO_KWARGS,
+    ) -> list[int]:
+        """Token ids of a conversation whose tokens up to the answer `messages[first_new - 1]` are `token_ids`.
+
+        They come first, and what the template writes after an answer follows (`conversation_tail`). Where the template
+        does not append, this is `encode_chat`. Raises as `encode_chat` does.
+        """
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        tail = self.tail.encode(turns, first_new, last_id=token_ids[-1], also=template_kwargs)
+        return self._contents.encode_chat(turns, template_kwargs) if tail is None else [*token_ids, *tail]
+
+    @cached_property
+    def tail(self) -> ConversationTail:
+        """What this model's template writes after an answer."""
+        decoded = {index: self._tokenizer.backend_tokenizer.id_to_token(index) for index in self._eos_token_ids}
+        ends = {index: text for index, text in decoded.items() if text}
+        return ConversationTail(self._contents, self._render, ends)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as the assistant's content: no control token that structures a chat comes out.

@@ -41,7 +41,7 @@ from pipelinerl import rng
 from pipelinerl.engines.batching import responses
 from pipelinerl.engines.batching.decode_loop import DecodeLoop
 from pipelinerl.engines.batching.model_runner import ModelRunner
-from pipelinerl.engines.batching.request_checks import add_samples, refuse_oversized, room_after
+from pipelinerl.engines.batching.request_checks import add_samples, check_token_ids, refuse_oversized, room_after
 from pipelinerl.engines.batching.sample_loop import Delivery, LoopBuilder, SampleLoop, ServedModel
 from pipelinerl.engines.batching.scheduler import Capacity, Scheduler
 from pipelinerl.engines.batching.sequence import Detokenizer, Request, TextWindow
@@ -65,6 +65,16 @@ class Tokenizer(responses.Decoder, Protocol):
 
     def encode_chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any] = ...) -> list[int]:
         """The prompt's tokens, the opening of the assistant's turn included."""
+        ...
+
+    def encode_continuation(
+        self,
+        messages: Sequence[ChatMessage],
+        first_new: int,
+        token_ids: Sequence[int],
+        template_kwargs: Mapping[str, Any] = ...,
+    ) -> list[int]:
+        """The prompt's tokens of a conversation that is known to the token up to `messages[first_new - 1]`."""
         ...
 
     def detokenizer(self) -> Detokenizer:
@@ -258,7 +268,14 @@ class BatchingEngine:
         """The prompt's tokens, made beside the event loop: a long text takes seconds, and others wait for tokens."""
         messages = asked.messages or []
         refuse_oversized(messages, model)
-        encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs)
+        known, first_new = asked.continue_token_ids, asked.continue_from
+        if known and first_new:
+            check_token_ids(known, model, "continue_token_ids")
+            encode = partial(
+                self._tokenizer.encode_continuation, messages, first_new, known, asked.chat_template_kwargs
+            )
+        else:
+            encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs)
         try:
             return await self._events.run_in_executor(self._encoder, encode)
         except asyncio.CancelledError:

@@ -125,6 +125,7 @@ class PartialAnswer:
                 sample.text = ""
             prefixes = [AnswerPrefix(index=i, token_ids=list(sample.token_ids)) for i, sample in missing.items()]
             changes |= {"messages": None, "prompt_token_ids": self._prompt, "n": len(missing), "prefixes": prefixes}
+            changes |= {"continue_token_ids": None, "continue_from": None}  # the prompt's tokens are known
         return self._request.model_copy(update=changes)
 
     def take(self, chunk: ChatCompletionChunk, *, url: str) -> bool:

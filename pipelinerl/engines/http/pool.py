@@ -65,7 +65,9 @@ class ChatClient(Protocol):
 
 def cost(request: ChatCompletionRequest) -> int:
     """Tokens that a request may still make an engine work on: prompt once, samples up to their limit."""
-    prompt = len(request.prompt_token_ids or ()) or sum(len(m.content) for m in request.messages or ()) // 4
+    prompt = len(request.prompt_token_ids or request.continue_token_ids or ())
+    if not request.prompt_token_ids:
+        prompt += sum(len(message.content) for message in (request.messages or [])[request.continue_from or 0 :]) // 4
     return prompt + request.n * (request.token_limit or _DEFAULT_TOKENS)
 
 

@@ -108,7 +108,7 @@ class ChatCompletionRequest(Wire):
     answer's `prompt_routed_experts` are of the prompt's tokens but the last. An engine that does not tell refuses it.
 
     `continue_token_ids` continues a conversation to the token: they are its tokens up to the end of the assistant's
-    answer `messages[continue_from - 1]`, and the messages from `continue_from` on are new. The prompt is these ids, then
+    answer `messages[continue_from - 1]`, and the messages from `continue_from` on are new. The prompt is these ids, and
     what the chat template writes after that answer. Where the template does not append, the prompt is the rendering of
     all `messages`; `prompt_token_ids` of the answer show which of the two it was.
 

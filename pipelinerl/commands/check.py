@@ -101,7 +101,8 @@ def refuse(config: RunConfig) -> None:
     knobs_of(config)
     for domain in config.domains:
         check_source(domain.source, domain=domain.name)
-        open_verifier(domain)
+        if domain.has_verifier:
+            open_verifier(domain)
     open_filter(config)
 
 

@@ -45,7 +45,7 @@ Begin = Callable[[str], int]
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
-def _AT_THE_START(_: str) -> int:  # noqa: N802 (a constant)
+def _AT_THE_START(_: str) -> int:
     return 0
 
 
@@ -160,8 +160,8 @@ class ContentGuard:
             if data is None:
                 row = next(row for row, found in enumerate(spelt) if found)
                 raise ModelError(
-                    f"messages.{first_row + row}.content spells a control token of this model, and the chat template changes "
-                    "contents with such spellings in a way that cannot be followed; leave the spelling out"
+                    f"messages.{first_row + row}.content spells a control token of this model, and the chat template "
+                    "changes contents with such spellings in a way that cannot be followed; leave the spelling out"
                 )
             return self._apart(text[start:], _after(start, data))
         # A normalizer, or the template, may still make a control token of what contents hold.

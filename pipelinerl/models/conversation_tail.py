@@ -5,9 +5,9 @@ A conversation is continued to the token: what was sampled stays as it was sampl
     sampled tokens … answer | <end of turn> new messages, opening of the assistant's turn
                             └───────────────────── the tail ─────────────────────────────┘
 
-The tail comes from one rendering of `[user, assistant(MARK), *new messages]`: all text after the last mark. No code here
-knows a model. A difference of two renderings would be wrong, for templates may render earlier messages differently once
-later ones follow. Where a template writes no mark, or refuses the short conversation, there is no tail: the caller
+The tail comes from one rendering of `[user, assistant(MARK), *new messages]`: all text after the last mark. No code
+here knows a model. A difference of two renderings would be wrong, for templates may render earlier messages differently
+once later ones follow. Where a template writes no mark, or refuses the short conversation, there is no tail: the caller
 renders the whole conversation instead.
 """
 

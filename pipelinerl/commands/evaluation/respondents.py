@@ -22,7 +22,7 @@ from inference_contract.engine import Engine
 from inference_contract.errors import ContractError
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from pipelinerl import registry, rng
-from pipelinerl.actor.actor import chat_request
+from pipelinerl.actor.single_turn import chat_request
 from pipelinerl.commands.remote import is_url
 from pipelinerl.config.recipe import RunConfig, check_layout
 from pipelinerl.config.sections import ModelSection

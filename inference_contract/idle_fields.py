@@ -13,23 +13,18 @@ from typing import Any, Final
 #: At any value: the answer does not depend on it, at OpenAI either.
 TAGS: Final = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
 
-#: Of a chat request. Without tools, how they are chosen and called does not matter.
+#: Of a chat request.
 OF_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
     # OpenAI's
     "audio": (),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
@@ -45,7 +40,6 @@ OF_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logprob_token_ids": (),
-    "min_p": (0,),
     "min_tokens": (0,),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
@@ -61,12 +55,9 @@ OF_MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "name": (),
     "provider_specific_fields": ({}, {"refusal": None}),  # litellm's
     "reasoning": (),
-    "reasoning_content": (),
     "refusal": (),
-    "tool_call_id": (),
     "tool_calls": ([],),
 }
 

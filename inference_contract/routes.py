@@ -7,6 +7,8 @@ REQUEST_WEIGHT_UPDATE: Final = "/request_weight_update"
 CHAT_COMPLETIONS: Final = "/v1/chat/completions"
 #: PipelineRL's post spells the route without the plural; both are served.
 CHAT_COMPLETION_ALIAS: Final = "/v1/chat/completion"
+#: OpenAI's older route: a prompt in place of messages.
+COMPLETIONS: Final = "/v1/completions"
 MODELS: Final = "/v1/models"
 HEALTH: Final = "/health"
 METRICS: Final = "/metrics"

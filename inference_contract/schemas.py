@@ -7,12 +7,14 @@ changes nothing at this value, is taken (`idle_fields`). Shapes are in elements,
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from inference_contract.idle_fields import OF_MESSAGE, OF_REQUEST, OF_STREAM, without_idle
+from inference_contract.response_format import ResponseFormat
 from inference_contract.routed_experts import RoutedExperts
+from inference_contract.tools import ToolCall, ToolCallDelta, ToolDefinition
 from inference_contract.weights import DType, WeightLayout
 from inference_contract.wire import Wire
 
@@ -26,18 +28,44 @@ MOST_TOP_K: Final = 2**31 - 1
 MOST_SAMPLES: Final = 1024
 #: Of `priority`, to either side.
 MOST_PRIORITY: Final = 2**31 - 1
+#: Of one request, or of one token.
+MOST_TOOLS: Final = 1024
+MOST_BIASED_TOKENS: Final = 1024
+MOST_TOP_LOGPROBS: Final = 20
+#: Limits of a token's bias and of the two penalties, to either side.
+MOST_BIAS: Final = 100.0
+MOST_PENALTY: Final = 2.0
 
 
 class ChatMessage(Wire):
-    """One message of a conversation. Text parts, OpenAI's other form of `content`, become lines of one text."""
+    """One message of a conversation. Text parts, OpenAI's other form of `content`, become lines of one text.
 
-    role: Literal["system", "user", "assistant", "tool"]
+    An assistant's `content` may be null beside `tool_calls`, and is then empty. A `tool` message is the result of the
+    call that `tool_call_id` names. `reasoning_content` is an assistant's thinking, which the chat template may show.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _without_idle(cls, fields: Any) -> Any:
-        return without_idle(fields, (), OF_MESSAGE)
+        fields = without_idle(fields, _MAY_BE_NULL, OF_MESSAGE)
+        if isinstance(fields, dict) and fields.get("tool_calls") and fields.get("content") is None:
+            return fields | {"content": ""}
+        return fields
+
+    @field_validator("reasoning_content", "tool_calls", "tool_call_id", "name")
+    @classmethod
+    def _of_its_role(cls, value: Any, info: ValidationInfo) -> Any:
+        role = _ROLE_OF_FIELD[str(info.field_name)]
+        if info.data.get("role", role) != role:
+            raise ValueError(f"this engine reads it in messages of the role {role!r} only; leave it out")
+        return value
 
     @field_validator("content", mode="before")
     @classmethod
@@ -50,6 +78,16 @@ class ChatMessage(Wire):
             if part["type"] != "text":
                 raise ValueError("each part must be of the type 'text'; this engine reads nothing but text")
         return "\n".join(part["text"] for part in content)
+
+
+#: Fields that only messages of one role have.
+_ROLE_OF_FIELD: Final = {
+    "reasoning_content": "assistant",
+    "tool_calls": "assistant",
+    "tool_call_id": "tool",
+    "name": "tool",
+}
+_MAY_BE_NULL: Final = frozenset(_ROLE_OF_FIELD)
 
 
 class StreamOptions(Wire):
@@ -115,22 +153,41 @@ class ChatCompletionRequest(Wire):
     `chat_template_kwargs` are names that the chat template may look up beside the messages (Qwen3's `enable_thinking`),
     as vLLM's; a template that looks up no such name is not changed by it, nor is an engine without templates. What the
     engine itself gives its template may not be set.
+
+    `tools` are rendered by the chat template, unless `tool_choice` is "none"; no engine can force a call. An engine
+    whose template has no place for tools, for calls or for thinking rejects them by name. `prompt` replaces `messages`
+    by a text that no template renders.
+
+    `logit_bias`, `presence_penalty` and `frequency_penalty` change the logits before the temperature does; a penalty
+    counts the tokens that the choice has sampled. `min_p` then drops tokens less likely than that share of the
+    likeliest, beside `top_k` and before `top_p`. The model may be named by the last part of its directory.
     """
 
     model: str | None = None
     messages: list[ChatMessage] | None = None
+    prompt: str | None = None
     prompt_token_ids: list[int] | None = None
+    tools: list[ToolDefinition] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
     n: int = Field(default=1, ge=1, le=MOST_SAMPLES)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     top_p: float = Field(default=1.0, ge=LEAST_TOP_P, le=1.0)
     top_k: int = Field(default=0, ge=0, le=MOST_TOP_K, description="0 keeps every token")
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    frequency_penalty: float = Field(default=0.0, ge=-MOST_PENALTY, le=MOST_PENALTY)
+    presence_penalty: float = Field(default=0.0, ge=-MOST_PENALTY, le=MOST_PENALTY)
+    logit_bias: dict[int, Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]] | None = Field(
+        default=None, max_length=MOST_BIASED_TOKENS
+    )
     stop: str | list[str] | None = None
     ignore_eos: bool = False
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=0, description="only the sampled token's is reported")
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -166,9 +223,30 @@ class ChatCompletionRequest(Wire):
             raise ValueError("a stop string must have a character; an empty one would end every text at its first")
         return stop
 
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _forces_no_call(cls, choice: Any) -> Any:
+        if choice not in ("none", "auto"):
+            raise ValueError("this engine cannot force the model to call a tool; say 'auto' or 'none'")
+        return choice
+
+    @field_validator("parallel_tool_calls")
+    @classmethod
+    def _limits_no_calls(cls, parallel: bool, info: ValidationInfo) -> bool:
+        if not parallel and info.data.get("tools"):
+            raise ValueError("this engine cannot limit the model to one call at a time; leave it out")
+        return parallel
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _beside_logprobs(cls, count: int | None, info: ValidationInfo) -> int | None:
+        if count and not info.data.get("logprobs"):
+            raise ValueError("the likeliest tokens are part of logprobs; say logprobs=true, too")
+        return count
+
     @model_validator(mode="after")
     def _prompt_given(self) -> Self:
-        if not self.messages and not self.prompt_token_ids:
+        if not self.messages and not self.prompt and not self.prompt_token_ids:
             raise ValueError("one of messages and prompt_token_ids must be given and not empty")
         return self
 
@@ -222,19 +300,28 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    TOOL_CALLS = "tool_calls"
 
 
 #: (model_version, num_tokens), run-length, oldest first: which weights sampled which tokens.
 Span = tuple[int, int]
 
 
-class TokenLogprob(Wire):
-    """OpenAI's per-token record."""
+class TopLogprob(Wire):
+    """One of the likeliest tokens."""
 
     token: str
     logprob: float
     bytes: list[int] | None = None
-    top_logprobs: list[Any] = Field(default_factory=list)
+
+
+class TokenLogprob(Wire):
+    """OpenAI's per-token record. `top_logprobs` has the likeliest tokens first, fewer where fewer can be sampled."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[TopLogprob] = Field(default_factory=list)
 
 
 class ChoiceLogprobs(Wire):
@@ -244,10 +331,12 @@ class ChoiceLogprobs(Wire):
 
 
 class AssistantMessage(Wire):
-    """The answer's text."""
+    """The answer's text, and what was parsed out of it."""
 
     role: Literal["assistant"] = "assistant"
     content: str
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class Choice(Wire):
@@ -291,6 +380,8 @@ class Delta(Wire):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChunkChoice(Wire):

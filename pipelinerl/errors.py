@@ -61,6 +61,14 @@ class TemplateNameError(ModelError):
     """A name among `chat_template_kwargs` is not for them, or its value spells a control token."""
 
 
+class UnshownFieldError(ModelError):
+    """The chat template does not look at a field of the request; `place` names the field."""
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
 class AddressError(UserError):
     """A port is taken, or a service cannot be reached."""
 

@@ -24,9 +24,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from pipelinerl.errors import ModelError, TemplateNameError
@@ -34,21 +33,55 @@ from pipelinerl.errors import ModelError, TemplateNameError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-#: A message as templates take it: `role` and `content`.
-Turn = dict[str, str]
-#: Renders a template, as `ContentGuard` says.
-Render = Callable[[Sequence[Turn], bool, Mapping[str, Any]], str]
+#: A message as templates take it: `role`, `content`, and where it has them `tool_calls`, `tool_call_id`, `name` and
+#: `reasoning_content`.
+Turn = dict[str, Any]
 
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """What a chat template renders: turns, the tools offered, and names that it may look up besides."""
+
+    turns: Sequence[Turn]
+    tools: Sequence[Mapping[str, Any]] = ()
+    also: Mapping[str, Any] = field(default_factory=dict)
+
+    def rewritten(self, change: Callable[[Text], str]) -> Chat:
+        """Return the chat with each of its texts changed, visited in a fixed order. Roles and `also` stay."""
+        turns = [_rewritten_turn(row, turn, change) for row, turn in enumerate(self.turns)]
+        tools = [_rewritten(tool, "tool", f"tools.{row}", change) for row, tool in enumerate(self.tools)]
+        return Chat(turns=turns, tools=tools, also=self.also)
+
+    def texts(self) -> list[Text]:
+        """Return all texts, in the order in which `rewritten` visits them."""
+        found: list[Text] = []
+
+        def keep(text: Text) -> str:
+            found.append(text)
+            return text.value
+
+        self.rewritten(keep)
+        return found
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text of a chat, with the role whose rights it has, and its place (`messages.0.content`)."""
+
+    value: str
+    role: str
+    place: str
+
+
+#: Renders a template, as `ContentGuard` says.
+Render = Callable[[Chat, bool], str]
 #: Where in a rendered text its encoding begins.
 Begin = Callable[[str], int]
 
-_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
-
-
-def _AT_THE_START(_: str) -> int:
-    return 0
-
-
+#: Texts that speak for the message's role. All else of a message is data, whoever wrote it.
+_SPOKEN: Final = frozenset({"content", "reasoning_content"})
 #: Of these roles the contents are data, which may not become inner control tokens either.
 _DATA_ROLES: Final = frozenset({"user", "tool"})
 #: Private characters, which no tokenizer changes: names of control tokens in the twin, and marks of data.
@@ -91,8 +124,8 @@ class ContentGuard:
     Args:
         backend: without truncation and padding.
         template: the source of the chat template, empty if there is none.
-        render: the template's text of these turns; the second argument says whether it opens the assistant's turn,
-            the third what else the template may look up. Raises `ModelError` for turns that the template refuses.
+        render: the template's text of a chat; the second argument says whether it opens the assistant's turn. Raises
+            `ModelError` for a chat that the template refuses.
         ends: ids that end a sample.
         unknown: the id that stands for characters which the tokenizer does not know.
     """
@@ -109,7 +142,7 @@ class ContentGuard:
         self._backend = backend
         self._render = render
         try:
-            around = render([{"role": "user", "content": "a"}], False, _NOTHING)
+            around = render(Chat(turns=[{"role": "user", "content": "a"}]), False)
         except ModelError:
             around = template  # which wants more than a user message: then all that it mentions is structure
         added, ends = backend.get_added_tokens_decoder(), frozenset(ends)
@@ -126,56 +159,45 @@ class ContentGuard:
         self._closed_to_data = Spellings.of(self._control.values())
         self._expected = lru_cache(maxsize=_SHAPES)(self._structure_of_shape)
 
-    def encode_chat(
-        self,
-        turns: Sequence[Turn],
-        also: Mapping[str, Any] = _NOTHING,
-        *,
-        begin: Begin = _AT_THE_START,
-        first_row: int = 0,
-    ) -> list[int]:
+    def encode_chat(self, chat: Chat, *, begin: Begin | None = None, first_row: int = 0) -> list[int]:
         """Token ids of the rendered conversation, the opening of the assistant's turn included.
 
+        The template writes the texts of `chat.also` as it likes, so that none of them may spell a control token.
+
         Args:
-            begin: where in the rendered text to begin; a control token must not lie across that place.
+            begin: where in the rendered text to begin, by default at its start; no control token may lie across that.
             first_row: the number of the first turn, as errors count messages.
-            also: what the template may look up beside the turns; it writes the texts in it as it likes, so that none
-                may spell a control token.
 
         Raises:
-            ModelError: the template refuses the turns; a text of `also` spells a control token; or a content does where
-                it cannot be told what the template does with it.
+            ModelError: the template refuses the chat; a text of `also` spells a control token; or another text does
+                where it cannot be told what the template does with it.
         """
-        for name, value in also.items():
+        for name, value in chat.also.items():
             if isinstance(value, str) and self._closed_to_data.starts(value):
                 raise TemplateNameError(
                     f"chat_template_kwargs.{name} spells a control token of this model; leave it out"
                 )
-        text = self._render(turns, True, also)
-        start = begin(text)
+        text = self._render(chat, True)
+        start = begin(text) if begin else 0
         ids = self._ids(text[start:])
-        spelt = [self._closed_to(turn["role"]).starts(turn["content"]) for turn in turns]
+        texts = chat.texts()
+        spelt = [self._closed_to(each.role).starts(each.value) for each in texts]
         if any(spelt):
-            data = self._places(turns, spelt, text, also)
+            data = self._places(chat, texts, spelt, text)
             if data is None:
-                row = next(row for row, found in enumerate(spelt) if found)
+                place = next(each.place for each, found in zip(texts, spelt, strict=True) if found)
                 raise ModelError(
-                    f"messages.{first_row + row}.content spells a control token of this model, and the chat template "
-                    "changes contents with such spellings in a way that cannot be followed; leave the spelling out"
+                    f"{_moved(place, first_row)} spells a control token of this model, and the chat template changes "
+                    "texts with such spellings in a way that cannot be followed; leave the spelling out"
                 )
             return self._apart(text[start:], _after(start, data))
-        # A normalizer, or the template, may still make a control token of what contents hold.
-        if begin is _AT_THE_START:
-            shape = tuple((turn["role"], not turn["content"].strip()) for turn in turns)
-            expected = self._expected(shape, tuple(sorted(also.items())))
-        else:
-            expected = self._structure_of_tail(turns, also, begin)
+        # A normalizer, or the template, may still make a control token of what texts hold.
+        expected = self._structure_of_tail(chat, begin) if begin else self._expected(_shape(chat))
         if self._structure(ids) == expected:
             return ids
-        data = self._places(
-            turns, [[at.start() for at in _SYMBOL.finditer(turn["content"])] for turn in turns], text, also
-        )
-        # None: what this template writes depends on contents, none of which spells a control token.
+        symbols = [[at.start() for at in _SYMBOL.finditer(each.value)] for each in texts]
+        data = self._places(chat, texts, symbols, text)
+        # None: what this template writes depends on texts, none of which spells a control token.
         return ids if data is None else self._apart(text[start:], _after(start, data))
 
     def encode_content(self, content: str, *, role: str) -> list[int]:
@@ -196,49 +218,39 @@ class ContentGuard:
         structural = self._structural
         return [index for index in ids if index in structural]
 
-    def _structure_of_shape(
-        self, shape: tuple[tuple[str, bool], ...], also: tuple[tuple[str, Any], ...]
-    ) -> list[int] | None:
-        """What the template writes around contents that are blank or not; None if it refuses them."""
+    def _structure_of_shape(self, shape: str) -> list[int] | None:
+        """What the template writes around the texts of a chat of this shape; None if it refuses them."""
         try:
-            text = self._render(
-                [{"role": role, "content": "" if blank else "a"} for role, blank in shape], True, dict(also)
-            )
+            text = self._render(Chat(**json.loads(shape)), True)
         except ModelError:
             return None
         return self._structure(self._ids(text))
 
-    def _structure_of_tail(self, turns: Sequence[Turn], also: Mapping[str, Any], begin: Begin) -> list[int] | None:
-        """What the template writes from `begin` on, around user and tool contents that are blank or not."""
-        plain = [
-            {**turn, "content": "a" if turn["role"] in _DATA_ROLES and turn["content"].strip() else turn["content"]}
-            for turn in turns
-        ]
+    def _structure_of_tail(self, chat: Chat, begin: Begin) -> list[int] | None:
+        """What the template writes from `begin` on, around data without symbols; None if it refuses that."""
+        plain = chat.rewritten(lambda each: _SYMBOL.sub("a", each.value) if each.role in _DATA_ROLES else each.value)
         try:
-            text = self._render(plain, True, also)
+            text = self._render(plain, True)
         except ModelError:
             return None
         return self._structure(self._ids(text[begin(text) :]))
 
     def _places(
-        self, turns: Sequence[Turn], starts: Sequence[Sequence[int]], text: str, also: Mapping[str, Any]
+        self, chat: Chat, texts: Sequence[Text], starts: Sequence[Sequence[int]], text: str
     ) -> frozenset[int] | None:
-        """Where in the rendered `text` those characters are that stand in the turns' contents at `starts`.
+        """Where in the rendered `text` those characters are that stand in the chat's texts at `starts`.
 
         None: with these characters marked, the template renders something else. Raises `ModelError` when the messages
         leave no character to mark with.
         """
         known = set(text)
         unused = (mark for mark in map(chr, range(_MARKS, _LAST)) if mark not in known)
-        chars = sorted({turn["content"][at] for turn, places in zip(turns, starts, strict=True) for at in places})
+        chars = sorted({each.value[at] for each, places in zip(texts, starts, strict=True) for at in places})
         marks = dict(zip(chars, unused, strict=False))
         if len(marks) < len(chars):
             raise ModelError("the messages hold too many of Unicode's private characters; leave them out")
-        marked = [
-            {**turn, "content": _marked(turn["content"], places, marks)}
-            for turn, places in zip(turns, starts, strict=True)
-        ]
-        rendered = self._render(marked, True, also)
+        places = iter(starts)
+        rendered = self._render(chat.rewritten(lambda each: _marked(each.value, next(places), marks)), True)
         if rendered.translate({ord(mark): char for char, mark in marks.items()}) != text:
             return None
         used = frozenset(marks.values())
@@ -294,6 +306,66 @@ class ContentGuard:
 def _after(start: int, places: frozenset[int]) -> frozenset[int]:
     """The places from `start` on, counted from there."""
     return frozenset(at - start for at in places if at >= start)
+
+
+def _moved(place: str, rows: int) -> str:
+    """The place of a text, if messages are counted from `rows` on."""
+    table, row, *rest = place.split(".")
+    return ".".join([table, str(int(row) + rows), *rest]) if table == "messages" else place
+
+
+def _rewritten_turn(row: int, turn: Turn, change: Callable[[Text], str]) -> Turn:
+    role = turn["role"]
+    return {
+        name: value
+        if name == "role"
+        else _rewritten(value, role if name in _SPOKEN else "tool", f"messages.{row}.{name}", change)
+        for name, value in turn.items()
+    }
+
+
+def _rewritten(value: Any, role: str, place: str, change: Callable[[Text], str]) -> Any:
+    """`value` with each text in it changed, the names of fields included: in arguments they are data as well."""
+    if isinstance(value, str):
+        return change(Text(value, role, place))
+    if isinstance(value, Mapping):
+        return {
+            change(Text(name, role, place)): _rewritten(each, role, f"{place}.{name}", change)
+            for name, each in value.items()
+        }
+    if isinstance(value, Sequence):
+        return [_rewritten(each, role, f"{place}.{row}", change) for row, each in enumerate(value)]
+    return value
+
+
+def _shape(chat: Chat) -> str:
+    """Return a chat as JSON whose texts say only as much as the structure around them may depend on.
+
+    Contents are blank or not, calls have arguments or not, and an identifier keeps its length. Of tools all words stay.
+    """
+    turns = [{name: _shape_of(name, value) for name, value in turn.items()} for turn in chat.turns]
+    tools = [_rewritten(tool, "tool", "", lambda each: _SYMBOL.sub("a", each.value)) for tool in chat.tools]
+    return json.dumps({"turns": turns, "tools": tools, "also": dict(sorted(chat.also.items()))})
+
+
+def _shape_of(name: str, value: Any) -> Any:
+    if name == "role":
+        return value
+    if name == "tool_calls":
+        return [
+            {"id": "a" * len(call["id"]), "type": call["type"], "function": _shape_of_call(call["function"])}
+            for call in value
+        ]
+    if name in _SPOKEN:
+        return "a" if value.strip() else ""
+    return "a" * len(value)
+
+
+def _shape_of_call(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        return {"name": "a", "arguments": "a"}
+    return {"name": "a", "arguments": {"a": "a"} if arguments else {}}
 
 
 def _marked(content: str, places: Iterable[int], marks: Mapping[str, str]) -> str:

@@ -13,13 +13,13 @@ renders the whole conversation instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, Final, final
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.control_tokens import ContentGuard, Render, Turn
+from pipelinerl.models.control_tokens import Chat, ContentGuard, Render, Turn
 
 #: Letters and digits alone: no template or tokenizer changes them.
 _MARK: Final = "Qz7answerQz7"
@@ -44,69 +44,109 @@ class ConversationTail:
         self._guard = guard
         self._render = render
         self._ends = dict(ends)
+        self._closings: dict[int, tuple[str, int]] = {}  # by the number of calls in the answer
 
-    def encode(
-        self, turns: Sequence[Turn], first_new: int, *, last_id: int, also: Mapping[str, Any]
-    ) -> list[int] | None:
-        """Token ids after the answer `turns[first_new - 1]`, whose last token is `last_id`; None if there is no tail.
+    def encode(self, chat: Chat, first_new: int, *, last_id: int) -> list[int] | None:
+        """Token ids after the answer `chat.turns[first_new - 1]`, which ends with `last_id`; None without a tail.
 
         Raises:
             ModelError: a new message spells a control token where the template cannot be followed.
         """
-        new = turns[first_new:]
-        mark = _unused_mark(turn["content"] for turn in new)
-        short = [_ASKS, {**turns[first_new - 1], "content": mark}, *new]
+        new = chat.turns[first_new:]
+        mark = _unused_mark(new)
+        answer = _marked(chat.turns[first_new - 1], mark)
+        short = replace(chat, turns=[_ASKS, answer, *new])
+        closing, before_end = self._closing(len(answer.get("tool_calls", ())))
 
         def begin(text: str) -> int:
             at = text.rfind(mark)
             start = at + len(mark)
-            if at < 0 or not text.startswith(self._closing, start):
+            if at < 0 or not text.startswith(closing, start):
                 raise _NoTail
-            return start + self._before_end
+            return start + before_end
 
         try:
-            self._render(short, True, also)
+            self._render(short, True)
         except ModelError:
             return None  # the whole conversation may still render
         try:
-            ids = self._guard.encode_chat(short, also, begin=begin, first_row=first_new - 2)
+            ids = self._guard.encode_chat(short, begin=begin, first_row=first_new - 2)
         except _NoTail:
             return None
         return ids[1:] if last_id in self._ends and ids and ids[0] in self._ends else ids
 
-    @property
-    def reproduces_deployment(self) -> bool:
-        """Whether a text conversation that is continued this way is what the template renders as a whole."""
-        question, answer, reply = _ASKS, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}
+    def reproduces_deployment(self, *, calls: int = 0) -> bool:
+        """Whether a conversation that is continued this way is what the template renders as a whole.
+
+        Args:
+            calls: how many tools the answer calls; with 0 it is a text.
+        """
+        answer: Turn = {"role": "assistant", "content": "b"}
+        replies: list[Turn] = [{"role": "user", "content": "c"}]
+        if calls:
+            answer["tool_calls"] = [_call(f"call{number}", {"a": "b"}) for number in range(calls)]
+            answer["content"] = ""
+            replies = [
+                {"role": "tool", "content": "c", "name": "f", "tool_call_id": call["id"]}
+                for call in answer["tool_calls"]
+            ]
         try:
-            opening = self._render([question], True, {})
-            whole = self._render([question, answer, reply], True, {})
-            short = self._render([question, {**answer, "content": _MARK}, reply], True, {})
+            opened = self._render(Chat(turns=[_ASKS, answer]), False)
+            whole = self._render(Chat(turns=[_ASKS, answer, *replies]), True)
+            short = self._render(Chat(turns=[_ASKS, _marked(answer, _MARK), *replies]), True)
         except ModelError:
             return False
-        return whole == opening + answer["content"] + short[short.rfind(_MARK) + len(_MARK) :]
+        closing, before_end = self._closing(calls)
+        at = short.rfind(_MARK)
+        if at < 0 or not closing or closing not in opened:
+            return at >= 0 and whole.endswith(short[at + len(_MARK) :])
+        end = opened.rfind(closing) + before_end
+        return whole == opened[:end] + short[at + len(_MARK) + before_end :]
 
-    @cached_property
-    def _closing(self) -> str:
-        """What the template writes between an answer and the end of its turn, the end token included."""
+    def _closing(self, calls: int) -> tuple[str, int]:
+        if calls not in self._closings:
+            self._closings[calls] = self._closing_after(calls)
+        return self._closings[calls]
+
+    def _closing_after(self, calls: int) -> tuple[str, int]:
+        """What the template writes between an answer's last text and the end of its turn, the end token included; and
+        how many characters come before that token."""
+        answer: Turn = {"role": "assistant", "content": "b"}
+        if calls:
+            answer["tool_calls"] = [_call(f"call{number}", {"a": "b"}) for number in range(calls)]
         try:
-            text = self._render([_ASKS, {"role": "assistant", "content": _MARK}], False, {})
+            text = self._render(Chat(turns=[_ASKS, _marked(answer, _MARK)]), False)
         except ModelError:
-            return ""
+            return "", 0
         closing = text[text.rfind(_MARK) + len(_MARK) :] if _MARK in text else ""
-        found = [(closing.find(end), end) for end in self._ends.values() if end and end in closing]
+        found = [(closing.find(end), end) for end in self._ends.values() if end in closing]
         if not found:
-            return ""  # this template ends a turn without a token
+            return "", 0  # this template ends a turn without a token
         at, end = min(found)
-        return closing[: at + len(end)]
-
-    @cached_property
-    def _before_end(self) -> int:
-        """Characters of the closing before its end token."""
-        return min((self._closing.find(end) for end in self._ends.values() if end and end in self._closing), default=0)
+        return closing[: at + len(end)], at
 
 
-def _unused_mark(contents: Iterable[str]) -> str:
-    """A mark that no content spells."""
-    text = "\n".join(contents)
+def _marked(answer: Turn, mark: str) -> Turn:
+    """The answer with the mark for its texts. A template may write a call in place of the content."""
+    marked = {**answer, "content": mark}
+    marked.pop("reasoning_content", None)
+    if calls := answer.get("tool_calls"):
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _marked_arguments(call["function"], mark)}}
+            for call in calls
+        ]
+    return marked
+
+
+def _marked_arguments(function: Mapping[str, Any], mark: str) -> Any:
+    return mark if isinstance(function["arguments"], str) else {"a": mark}
+
+
+def _call(name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": name, "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def _unused_mark(turns: Sequence[Turn]) -> str:
+    """A mark that no text of these turns spells."""
+    text = "\n".join(each.value for each in Chat(turns=turns).texts())
     return next(mark for mark in (_MARK + "x" * more for more in count()) if mark not in text)

@@ -74,25 +74,27 @@ class PlainTokenizer:
             raise ValueError("there is no chat template")
         return self.chat_template
 
-    def rendered(self, turns: Sequence[Mapping[str, Any]], *, opens: bool) -> str:
+    def rendered(
+        self, turns: Sequence[Mapping[str, Any]], *, opens: bool, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
         """The template's text of messages; `opens` adds the opening of the assistant's turn. Raises as `whole` does."""
         from jinja2 import TemplateError
 
-        plain = turns and all(isinstance(value, str) for turn in turns for value in turn.values())
+        plain = turns and all(isinstance(turn["content"], str) for turn in turns)
         if plain and self.chat_template is not None and not _OF_ITS_OWN.search(self.chat_template):
             try:
                 return self._template.render(
-                    messages=[{key: str.__str__(value) for key, value in turn.items()} for turn in turns],
-                    tools=None,
+                    messages=[{key: _plain(value) for key, value in turn.items()} for turn in turns],
+                    tools=tools,
                     documents=None,
                     add_generation_prompt=opens,
                     **self._named,
                 )
             except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
                 pass  # it fails there as well, in that library's words
-        return str(
-            self.whole.apply_chat_template([dict(turn) for turn in turns], add_generation_prompt=opens, tokenize=False)
-        )
+        messages: Any = [dict(turn) for turn in turns]
+        offered: Any = None if tools is None else list(tools)
+        return str(self.whole.apply_chat_template(messages, tools=offered, add_generation_prompt=opens, tokenize=False))
 
     @cached_property
     def _template(self) -> Template:
@@ -101,6 +103,11 @@ class PlainTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included."""
         return str(self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+
+def _plain(value: Any) -> Any:
+    """Strip what a subclass of `str` adds; a template prints an enum otherwise."""
+    return str.__str__(value) if isinstance(value, str) else value
 
 
 def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | None:

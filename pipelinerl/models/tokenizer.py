@@ -16,8 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
-from pipelinerl.errors import ModelError, TemplateNameError
-from pipelinerl.models.control_tokens import ContentGuard, Turn
+from inference_contract.schemas import ChatMessage
+from inference_contract.tools import ToolDefinition
+from pipelinerl.errors import ModelError, TemplateNameError, UnshownFieldError
+from pipelinerl.models.control_tokens import Chat, ContentGuard, Turn
 from pipelinerl.models.conversation_tail import ConversationTail
 from pipelinerl.models.plain_tokenizer import PlainTokenizer, read_plain
 
@@ -99,20 +101,30 @@ class ChatTokenizer:
         """Number of tokens, added ones included."""
         return self._vocab_size
 
-    def encode_chat(self, messages: Sequence[ChatTurn], template_kwargs: Mapping[str, Any] = _NO_KWARGS) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[ChatTurn],
+        template_kwargs: Mapping[str, Any] = _NO_KWARGS,
+        tools: Sequence[ToolDefinition] = (),
+    ) -> list[int]:
         """Token ids of the rendered conversation, the opening of the assistant's turn included.
 
-        A control token that a content spells comes out as plain text.
+        A control token that a message or a tool spells comes out as plain text.
 
         Args:
             template_kwargs: names that the template may look up beside the messages.
+            tools: functions that the template describes to the model.
 
         Raises:
             ModelError: the model has no chat template, it refuses the messages, a spelling cannot be followed, or a
                 name is not for `template_kwargs`.
+            UnshownFieldError: the template does not look at the tools, or at a field of a message.
         """
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        return self._contents.encode_chat(turns, template_kwargs)
+        turns = [self._turn(row, message) for row, message in enumerate(messages)]
+        if tools:
+            self._check_shown("tools", "tools")
+        offered = [tool.for_template() for tool in tools]
+        return self._contents.encode_chat(Chat(turns=turns, tools=offered, also=template_kwargs))
 
     def encode_continuation(
         self,
@@ -120,15 +132,17 @@ class ChatTokenizer:
         first_new: int,
         token_ids: Sequence[int],
         template_kwargs: Mapping[str, Any] = _NO_KWARGS,
+        tools: Sequence[ToolDefinition] = (),
     ) -> list[int]:
         """Token ids of a conversation whose tokens up to the answer `messages[first_new - 1]` are `token_ids`.
 
         They come first, and what the template writes after an answer follows (`conversation_tail`). Where the template
         does not append, this is `encode_chat`. Raises as `encode_chat` does.
         """
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        tail = self.tail.encode(turns, first_new, last_id=token_ids[-1], also=template_kwargs)
-        return self._contents.encode_chat(turns, template_kwargs) if tail is None else [*token_ids, *tail]
+        turns = [self._turn(row, message) for row, message in enumerate(messages)]
+        chat = Chat(turns=turns, tools=[tool.for_template() for tool in tools], also=template_kwargs)
+        tail = self.tail.encode(chat, first_new, last_id=token_ids[-1])
+        return self._contents.encode_chat(chat) if tail is None else [*token_ids, *tail]
 
     @cached_property
     def tail(self) -> ConversationTail:
@@ -136,6 +150,48 @@ class ChatTokenizer:
         decoded = {index: self._tokenizer.backend_tokenizer.id_to_token(index) for index in self._eos_token_ids}
         ends = {index: text for index, text in decoded.items() if text}
         return ConversationTail(self._contents, self._render, ends)
+
+    def _turn(self, row: int, message: ChatTurn) -> Turn:
+        """A message as the template takes it. A template that knows no developer knows him as the system."""
+        turn: Turn = {"role": message.role, "content": message.content}
+        if message.role == "developer" and "developer" not in self._template_source:
+            turn["role"] = "system"
+        if not isinstance(message, ChatMessage):
+            return turn
+        if message.tool_calls:
+            self._check_shown("tool_calls", f"messages.{row}.tool_calls")
+            turn["tool_calls"] = [call.for_template() for call in message.tool_calls]
+        if message.reasoning_content:
+            self._check_shown("reasoning_content", f"messages.{row}.reasoning_content")
+            turn["reasoning_content"] = message.reasoning_content
+        if message.tool_call_id is not None:
+            turn["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            turn["name"] = message.name
+        return turn
+
+    def _check_shown(self, name: str, place: str) -> None:
+        if name not in self._template_source:
+            raise UnshownFieldError(
+                f"{place}: the chat template of this model does not look at {name}, so the model would not see it; "
+                "serve a model whose template does",
+                place,
+            )
+
+    @cached_property
+    def _template_source(self) -> str:
+        """The source of the chat template, or of all of them; empty where there is none."""
+        template: Any = self._tokenizer.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of `text` as a whole prompt, after the token that the tokenizer begins each text with, if any.
+
+        Raises:
+            ModelError: the text spells a control token and has no plain form.
+        """
+        special: list[int] = self._tokenizer.backend_tokenizer.encode("", add_special_tokens=True).ids
+        return [token_id for token_id in special if token_id not in self._eos_token_ids] + self.encode(text)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as the assistant's content: no control token that structures a chat comes out.
@@ -153,19 +209,19 @@ class ChatTokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = False
-        try:
-            template = str(tokenizer.get_chat_template())
-        except ValueError:
-            template = ""  # then there are no chats to encode, only contents
         return ContentGuard(
-            backend, template=template, render=self._render, ends=self._eos_token_ids, unknown=tokenizer.unk_token_id
+            backend,
+            template=self._template_source,  # without one there are no chats to encode, only contents
+            render=self._render,
+            ends=self._eos_token_ids,
+            unknown=tokenizer.unk_token_id,
         )
 
-    def _render(self, turns: Sequence[Turn], opens: bool, template_kwargs: Mapping[str, Any] = _NO_KWARGS) -> str:
+    def _render(self, chat: Chat, opens: bool) -> str:
         """The template's text; `opens` adds the opening of the assistant's turn."""
         from jinja2 import TemplateError
 
-        tokenizer = self._tokenizer
+        tokenizer, template_kwargs, tools = self._tokenizer, chat.also, list(chat.tools) or None
         if template_kwargs and (taken := sorted(template_kwargs.keys() & self._not_for_templates)):
             raise TemplateNameError(
                 f"chat_template_kwargs must not set {', '.join(taken)}, which the engine decides; remove it"
@@ -174,12 +230,13 @@ class ChatTokenizer:
             raise ModelError(_WITHOUT_TEMPLATE.format(tokenizer.name_or_path or "the model"))
         try:
             if isinstance(tokenizer, PlainTokenizer) and not template_kwargs:
-                return tokenizer.rendered(turns, opens=opens)
+                return tokenizer.rendered(chat.turns, opens=opens, tools=tools)
+            given: Any = tools
             text = self._whole.apply_chat_template(
-                list(turns), add_generation_prompt=opens, tokenize=False, **template_kwargs
+                list(chat.turns), tools=given, add_generation_prompt=opens, tokenize=False, **template_kwargs
             )
         except (TemplateError, *FAILURES) as error:
-            raise ModelError(f"the chat template cannot render {len(turns)} messages: {error}") from error
+            raise ModelError(f"the chat template cannot render {len(chat.turns)} messages: {error}") from error
         return str(text)
 
     @cached_property

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
 from pipelinerl.engines.batching.sample_loop import RouteLog
+from pipelinerl.engines.batching.sequence import TopTokens
 from tests.patience import PATIENCE_S
 
 DEADLINE_S = PATIENCE_S
@@ -63,6 +64,10 @@ class GatedRunner:
     @property
     def route_log(self) -> RouteLog | None:
         return self._runner.route_log
+
+    @property
+    def top_logprobs(self) -> Mapping[int, TopTokens]:
+        return self._runner.top_logprobs
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         self.log += [f"prefill {len(each.token_ids)} tokens to rows {list(each.rows)}" for each in prefills]

@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Final, Self, final
+from typing import Any, ClassVar, Final, Self, final
 
 import numpy as np
 
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.system.http_service import listen, serve
 from tests.fakes.engine_options import engine_options
@@ -60,6 +61,7 @@ class VersionRunner:
     layout = LAYOUT
     cache_bytes = 0
     route_log = None
+    top_logprobs: ClassVar[dict[int, TopTokens]] = {}
 
     def __init__(self) -> None:
         self._current = np.zeros(LAYOUT.num_bytes, np.uint8)
@@ -99,7 +101,10 @@ class _NoText:
 
     eos_token_ids: frozenset[int] = frozenset()
 
-    def encode_chat(self, messages: object, template_kwargs: object = ()) -> list[int]:
+    def encode_chat(self, messages: object, template_kwargs: object = (), tools: object = ()) -> list[int]:
+        return PROMPT
+
+    def encode_prompt(self, text: str) -> list[int]:
         return PROMPT
 
     def decode(self, token_ids: object) -> str:

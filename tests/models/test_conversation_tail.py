@@ -23,7 +23,7 @@ def conversation(tokenizer: ChatTokenizer, answer: str, *new: Message) -> tuple[
 def test_a_text_conversation_is_what_the_template_renders_as_a_whole(name: str) -> None:
     tokenizer, reply = chat(name), [Message("user", "2 + 3"), Message("user", "ab")]
     sampled, continued = conversation(tokenizer, "a", *reply)
-    assert tokenizer.tail.reproduces_deployment
+    assert tokenizer.tail.reproduces_deployment()
     assert continued[: len(sampled)] == sampled
     tail = continued[len(sampled) :]
     assert tail == tokenizer.encode_chat([*QUESTION, Message("assistant", "a"), *reply])[-len(tail) :]
@@ -63,4 +63,4 @@ def test_a_template_that_loses_the_answer_is_rendered_as_a_whole() -> None:
     tokenizer = guarded(byte_level(forgetful, CHATML_TOKENS, "<|im_end|>"))
     _, continued = conversation(tokenizer, "a", Message("user", "b"))
     assert continued == tokenizer.encode_chat([*QUESTION, Message("assistant", "a"), Message("user", "b")])
-    assert not tokenizer.tail.reproduces_deployment
+    assert not tokenizer.tail.reproduces_deployment()

@@ -14,13 +14,14 @@ from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.config.sections import MODELS
 from pipelinerl.errors import ModelError
+from pipelinerl.models.control_tokens import Chat
 from pipelinerl.models.plain_tokenizer import PlainTokenizer, read_plain
 from pipelinerl.models.tiny_decoder import CHAT_TEMPLATE, char_tokenizer, word_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.types import Message
 
 TEXTS = ["", "cat", " a  b\n", "1+2=3", "héllo <|end|> wörld", "日本語 👩‍👩‍👧", "<|user|><|assistant|>"]
-LOOKS = "{{ unk_token }}{% if tools is none and documents is none %}{{ messages | tojson(indent=1) }}{% endif %}\n x"
+LOOKS = "{{ unk_token }}{% if documents is none %}{{ [messages, tools] | tojson(indent=1) }}{% endif %}\n x"
 
 
 def taken(path: Path) -> PlainTokenizer | None:
@@ -80,13 +81,15 @@ def test_it_is_what_transformers_reads(path: Path) -> None:
 def test_a_template_sees_what_it_sees_there(path: Path, template: str, tmp_path: Path) -> None:
     copied = copytree(path, tmp_path / "model")
     (copied / "chat_template.jinja").write_text(template)
-    turns, found = [{"role": "user", "content": "é<a>'"}], []
-    for tokenizer in both(copied):
-        try:
-            found.append(tokenizer._render(turns, True))
-        except ModelError as error:
-            found.append(str(error))
-    assert found[0] == found[1] and found[0]
+    turns = [{"role": "user", "content": "é<a>'"}]
+    for chat in (Chat(turns=turns), Chat(turns=turns, tools=[{"type": "function", "function": {"name": "é<a>"}}])):
+        found = []
+        for tokenizer in both(copied):
+            try:
+                found.append(tokenizer._render(chat, True))
+            except ModelError as error:
+                found.append(str(error))
+        assert found[0] == found[1] and found[0]
 
 
 def test_what_is_asked_beyond_messages_is_asked_of_transformers(path: Path, tmp_path: Path) -> None:

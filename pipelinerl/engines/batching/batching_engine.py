@@ -16,7 +16,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Final, Protocol, final
 
-from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, UnknownModel
+from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest
 from inference_contract.schemas import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -29,6 +29,7 @@ from inference_contract.schemas import (
     ModelCard,
     StreamOptions,
 )
+from inference_contract.tools import ToolDefinition
 from inference_contract.weights import (
     InitProcessGroupRequest,
     OnUpdate,
@@ -41,14 +42,22 @@ from pipelinerl import rng
 from pipelinerl.engines.batching import responses
 from pipelinerl.engines.batching.decode_loop import DecodeLoop
 from pipelinerl.engines.batching.model_runner import ModelRunner
-from pipelinerl.engines.batching.request_checks import add_samples, check_token_ids, refuse_oversized, room_after
+from pipelinerl.engines.batching.request_checks import (
+    add_samples,
+    check_model,
+    check_token_ids,
+    logit_change,
+    offered_tools,
+    refuse_oversized,
+    room_after,
+)
 from pipelinerl.engines.batching.sample_loop import Delivery, LoopBuilder, SampleLoop, ServedModel
 from pipelinerl.engines.batching.scheduler import Capacity, Scheduler
 from pipelinerl.engines.batching.sequence import Detokenizer, Request, TextWindow
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
-from pipelinerl.errors import PipelineError, TemplateNameError
+from pipelinerl.errors import PipelineError, TemplateNameError, UnshownFieldError
 from pipelinerl.weights.layout import converted_by
 
 #: How long `close` waits for the loop's thread to end its step.
@@ -63,7 +72,12 @@ _CLOSING: Final = "the engine is closing; send the request to another one"
 class Tokenizer(responses.Decoder, Protocol):
     """What the engine needs of a tokenizer; `pipelinerl.models.tokenizer.ChatTokenizer` satisfies it."""
 
-    def encode_chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any] = ...) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        template_kwargs: Mapping[str, Any] = ...,
+        tools: Sequence[ToolDefinition] = ...,
+    ) -> list[int]:
         """The prompt's tokens, the opening of the assistant's turn included."""
         ...
 
@@ -73,8 +87,13 @@ class Tokenizer(responses.Decoder, Protocol):
         first_new: int,
         token_ids: Sequence[int],
         template_kwargs: Mapping[str, Any] = ...,
+        tools: Sequence[ToolDefinition] = ...,
     ) -> list[int]:
         """The prompt's tokens of a conversation that is known to the token up to `messages[first_new - 1]`."""
+        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens of a text that no template renders."""
         ...
 
     def detokenizer(self) -> Detokenizer:
@@ -234,12 +253,12 @@ class BatchingEngine:
             raise EngineStopped(_CLOSING)
         if self._receiver.dirty is not None:
             raise Dirty(f"{self._receiver.dirty}; the engine serves again after a full update")
-        if asked.model is not None and asked.model != self._options.model_id:
-            raise UnknownModel(f"this engine serves {self._options.model_id!r}, got {asked.model!r}", param="model")
+        check_model(asked, self._options.model_id)
         if asked.return_routed_experts and model.route_log is None:
             raise InvalidRequest(_TELLS_NO_ROUTING, param="return_routed_experts")
         prompt = asked.prompt_token_ids or await self._encoded(asked, model)
-        room = room_after(prompt, model, "prompt_token_ids" if asked.prompt_token_ids else "messages")
+        param = next(name for name in ("prompt_token_ids", "prompt", "messages") if getattr(asked, name))
+        room = room_after(prompt, model, param)
         number = next(self._numbers)
         work = Request(
             request_id=f"chatcmpl-{number}",
@@ -251,6 +270,10 @@ class BatchingEngine:
             streams=streams,
             stop_ids=frozenset() if asked.ignore_eos else self._tokenizer.eos_token_ids,
             priority=asked.priority,
+            min_p=asked.min_p,
+            num_top=asked.top_logprobs or 0,
+            change=logit_change(asked, model.vocab_size),
+            response_format=asked.response_format,
             tells_routing=asked.return_routed_experts,
         )
         seed = asked.seed if asked.seed is not None else rng.key(self._options.seed, "request", number)
@@ -266,16 +289,17 @@ class BatchingEngine:
 
     async def _encoded(self, asked: ChatCompletionRequest, model: ServedModel) -> list[int]:
         """The prompt's tokens, made beside the event loop: a long text takes seconds, and others wait for tokens."""
-        messages = asked.messages or []
-        refuse_oversized(messages, model)
-        known, first_new = asked.continue_token_ids, asked.continue_from
-        if known and first_new:
+        messages, tools, text = asked.messages or [], offered_tools(asked), asked.prompt
+        refuse_oversized(messages, tools, text or "", model)
+        if text:
+            encode = partial(self._tokenizer.encode_prompt, text)
+        elif asked.continue_token_ids and asked.continue_from:
+            known, first_new = asked.continue_token_ids, asked.continue_from
             check_token_ids(known, model, "continue_token_ids")
-            encode = partial(
-                self._tokenizer.encode_continuation, messages, first_new, known, asked.chat_template_kwargs
-            )
+            kwargs = asked.chat_template_kwargs
+            encode = partial(self._tokenizer.encode_continuation, messages, first_new, known, kwargs, tools)
         else:
-            encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs)
+            encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs, tools)
         try:
             return await self._events.run_in_executor(self._encoder, encode)
         except asyncio.CancelledError:
@@ -285,8 +309,10 @@ class BatchingEngine:
             raise EngineStopped(_CLOSING) from None  # `close` took it from the queue
         except TemplateNameError as error:
             raise InvalidRequest(str(error), param="chat_template_kwargs") from error
+        except UnshownFieldError as error:
+            raise InvalidRequest(str(error), param=error.place) from error
         except PipelineError as error:
-            raise InvalidRequest(str(error), param="messages") from error
+            raise InvalidRequest(str(error), param="prompt" if text else "messages") from error
 
     def _submit(self, work: Request, waiter: Callable[[Delivery], None]) -> None:
         self._waiters[work.request_id] = (work, waiter)

@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import final
+from typing import Final, final
 
-from inference_contract.errors import EngineStopped, UpdateInProgress
+from inference_contract.errors import EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
@@ -41,6 +41,10 @@ from pipelinerl.engines.batching.sample_loop import (
 )
 from pipelinerl.engines.batching.scheduler import Admission, Moves, Scheduler
 from pipelinerl.engines.batching.sequence import Request, Sequence, extend
+
+_NO_STRUCTURE: Final = (
+    "response_format: this engine has no structured output; leave it out, or serve the model with the vLLM engine"
+)
 
 
 @dataclass(slots=True)
@@ -118,6 +122,8 @@ class DecodeLoop:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises `InvalidRequest`, `Overloaded` or `EngineStopped`."""
+        if request.response_format is not None:
+            raise InvalidRequest(_NO_STRUCTURE, param="response_format")
         with self._changed:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing; send the request to another one")
@@ -246,6 +252,8 @@ class DecodeLoop:
             for sequence, routed in zip(running, routes.decoded, strict=True):
                 if sequence.request.tells_routing:
                     sequence.routed.append(routed)
+        for row, top in self._runner.top_logprobs.items():
+            running[row].top.append(top)
         if not math.isfinite(sum(logprobs)):
             self._refuse(token_ids, logprobs)
         ended = extend(running, token_ids, logprobs)
@@ -398,4 +406,8 @@ def _row_states(admission: Admission) -> Iterable[RowState]:
             top_p=request.top_p,
             top_k=request.top_k,
             num_sampled=len(sequence.prefix),
+            min_p=request.min_p,
+            num_top=request.num_top,
+            change=request.change,
+            sampled=sequence.prefix,
         )

@@ -13,7 +13,8 @@ the host anyway, so nothing is saved by keeping them on the device; a runner on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -21,7 +22,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pipelinerl import rng
+from pipelinerl.engines.batching.logit_changes import LogitChange, LogitChanges
 from pipelinerl.engines.batching.sample_loop import ServedModel
+from pipelinerl.engines.batching.sequence import TopTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,10 @@ class RowState:
         token_id: fed at the next step, at `position`; the cache holds everything before it.
         noise_key: u64 key of its noise; `pipelinerl.rng.uniform(noise_key, t)` is the noise of its t-th sampled token.
         num_sampled: the t of its next token: how many of its answer were sampled before.
-        temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token.
+        temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token. min_p: 0 keeps every token.
+        num_top: how many of the likeliest tokens are reported besides.
+        change: what is added to its logits; None for nothing.
+        sampled: the tokens of its answer that were sampled before.
     """
 
     row: int
@@ -51,10 +57,19 @@ class RowState:
     top_p: float
     top_k: int
     num_sampled: int = 0
+    min_p: float = 0.0
+    num_top: int = 0
+    change: LogitChange | None = None
+    sampled: Sequence[int] = ()
 
 
 class ModelRunner(ServedModel, Protocol):
     """A model with room for `slots` sequences, each a row, of at most `context_length` tokens each."""
+
+    @property
+    def top_logprobs(self) -> Mapping[int, TopTokens]:
+        """Of the last step, the likeliest tokens of the rows that want any reported, by row."""
+        ...
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Fill the cache of the named rows. Does not touch what they feed next."""
@@ -85,6 +100,12 @@ class ModelRunner(ServedModel, Protocol):
         ...
 
 
+def top_tokens(token_ids: NDArray[Any], logprobs: NDArray[Any], count: int) -> TopTokens:
+    """The first `count` tokens that can be sampled, likeliest first, of the first few [N] of a row."""
+    pairs = zip(token_ids[:count].tolist(), logprobs[:count].tolist(), strict=True)
+    return [(token_id, logprob) for token_id, logprob in pairs if logprob > -math.inf]
+
+
 @final
 class RowTable:
     """One array [rows] for each column of `RowState`; a runner reads slices of them.
@@ -100,6 +121,13 @@ class RowTable:
         self.temperature = np.ones(rows, dtype=np.float32)
         self.top_p = np.ones(rows, dtype=np.float32)
         self.top_k: NDArray[Any] = np.zeros(rows, dtype=ids)
+        self.min_p = np.zeros(rows, dtype=np.float32)
+        self.num_top = np.zeros(rows, dtype=np.int64)
+        self.changes = LogitChanges()
+        self.any_min_p = False
+        """Whether any row has a `min_p`, as of the last `place`."""
+        self.most_top = 0
+        """The largest `num_top`, as of the last `place`."""
         self._num_sampled = np.zeros(rows, dtype=np.int64)
         self._noise_keys = np.zeros(rows, dtype=np.uint64)
 
@@ -111,6 +139,11 @@ class RowTable:
         self.temperature[rows] = [state.temperature for state in states]
         self.top_p[rows] = [state.top_p for state in states]
         self.top_k[rows] = [state.top_k for state in states]
+        self.min_p[rows] = [state.min_p for state in states]
+        self.num_top[rows] = [state.num_top for state in states]
+        self.any_min_p, self.most_top = bool(self.min_p.any()), int(self.num_top.max())
+        for state in states:
+            self.changes.place(state.row, state.change, state.sampled)
         self._num_sampled[rows] = [state.num_sampled for state in states]
         self._noise_keys[rows] = [state.noise_key for state in states]
 
@@ -119,8 +152,10 @@ class RowTable:
         taken, put = list(sources), list(targets)
         for column in (self.feeds, self.positions, self.temperature, self.top_p, self.top_k):
             column[put] = column[taken]
-        for column in (self._num_sampled, self._noise_keys):
+        for column in (self.min_p, self.num_top, self._num_sampled, self._noise_keys):
             column[put] = column[taken]
+        if self.changes:
+            self.changes.move(taken, put)
         return int(self.positions[put].max())
 
     def noise(self, rows: slice) -> NDArray[np.float64]:
@@ -132,6 +167,15 @@ class RowTable:
         self.feeds[rows] = sampled
         self.positions[rows] += 1
         self._num_sampled[rows] += 1
+        if self.changes:
+            self.changes.count(sampled)
+
+    def top_of(self, token_ids: NDArray[Any], logprobs: NDArray[Any]) -> dict[int, TopTokens]:
+        """For each row that wants any, its likeliest tokens, of the first `most_top` [B, most_top] of every row."""
+        return {
+            int(row): top_tokens(token_ids[row], logprobs[row], int(self.num_top[row]))
+            for row in self.num_top[: len(token_ids)].nonzero()[0]
+        }
 
     def clear(self) -> None:
         """Forget what was fed and sampled, as if no row had ever been used."""

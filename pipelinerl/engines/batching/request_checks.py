@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from inference_contract.errors import ContextExceeded, InvalidRequest
+from inference_contract.errors import ContextExceeded, InvalidRequest, UnknownModel
 from inference_contract.schemas import AnswerPrefix, ChatCompletionRequest, ChatMessage
+from inference_contract.tools import ToolDefinition
 from pipelinerl import rng
+from pipelinerl.engines.batching.logit_changes import LogitChange
 from pipelinerl.engines.batching.sample_loop import ServedModel
 from pipelinerl.engines.batching.sequence import Request, TextWindow
 
@@ -20,19 +22,57 @@ from pipelinerl.engines.batching.sequence import Request, TextWindow
 _LONGEST_TOKEN: Final = 128
 
 
-def refuse_oversized(messages: Sequence[ChatMessage], model: ServedModel) -> None:
-    """Raise `ContextExceeded` for messages that cannot fit, by their characters: before the work of tokenising them.
+def check_model(asked: ChatCompletionRequest, model_id: str) -> None:
+    """Raise `UnknownModel` unless the request names this model, the last part of its directory, or none."""
+    if asked.model is None or asked.model == model_id:
+        return
+    short = model_id.rstrip("/").rpartition("/")[2]
+    if asked.model != short:
+        also = "" if short == model_id else f", {short!r} in short"
+        raise UnknownModel(f"this engine serves {model_id!r}{also}, got {asked.model!r}", param="model")
+
+
+def logit_change(asked: ChatCompletionRequest, vocab_size: int) -> LogitChange | None:
+    """What the request adds to logits; None for nothing. Raises `InvalidRequest` for a token outside the vocabulary."""
+    bias = asked.logit_bias or {}
+    if not bias and asked.frequency_penalty == 0 and asked.presence_penalty == 0:
+        return None
+    if bias and (min(bias) < 0 or max(bias) >= vocab_size):
+        wrong = min(bias) if min(bias) < 0 else max(bias)
+        raise InvalidRequest(f"logit_bias: token ids must be in [0, {vocab_size}), got {wrong}", param="logit_bias")
+    return LogitChange(bias, asked.frequency_penalty, asked.presence_penalty)
+
+
+def offered_tools(asked: ChatCompletionRequest) -> Sequence[ToolDefinition]:
+    """The tools that the prompt describes: none where the request forbids to call any."""
+    return () if asked.tools is None or asked.tool_choice == "none" else asked.tools
+
+
+def refuse_oversized(
+    messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition], text: str, model: ServedModel
+) -> None:
+    """Raise `ContextExceeded` for a prompt that cannot fit, by its characters: before the work of tokenising it.
 
     A message has a token at least, and no tokenizer's tokens are longer than `_LONGEST_TOKEN` on an average.
     """
     most = model.context_length * _LONGEST_TOKEN
-    length = sum(len(message.content) for message in messages)
+    length = len(text) + sum(map(_characters, messages))
+    length += sum(len(tool.model_dump_json(exclude_none=True)) for tool in tools)
     if length > most or len(messages) > model.context_length:
         raise ContextExceeded(
             f"the prompt must leave room for a token in the context of {model.context_length} tokens, it has "
             f"{len(messages)} messages of {length} characters; shorten it",
-            param="messages",
+            param="prompt" if text else "messages",
         )
+
+
+def _characters(message: ChatMessage) -> int:
+    calls = message.tool_calls or ()
+    return (
+        len(message.content)
+        + len(message.reasoning_content or "")
+        + sum(len(call.function.name) + len(call.function.arguments) for call in calls)
+    )
 
 
 def room_after(prompt: list[int], model: ServedModel, param: str) -> int:

@@ -23,10 +23,11 @@ from inference_contract.schemas import (
     Delta,
     FinishReason,
     TokenLogprob,
+    TopLogprob,
     Usage,
 )
 from pipelinerl.engines.batching.sample_loop import SampledToken
-from pipelinerl.engines.batching.sequence import Request, Sequence
+from pipelinerl.engines.batching.sequence import Request, Sequence, TopTokens
 from pipelinerl.numerics.routed_experts import on_the_wire
 from trainer_contract.types import Experts
 
@@ -71,7 +72,7 @@ def _choice(asked: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) 
         index=sequence.index,
         message=AssistantMessage(content=_text(sequence, decoder)),
         finish_reason=sequence.finish_reason or FinishReason.ABORT,
-        logprobs=_logprobs(sequence.token_ids, sequence.logprobs, decoder) if asked.logprobs else None,
+        logprobs=_logprobs(sequence.token_ids, sequence.logprobs, sequence.top, decoder) if asked.logprobs else None,
         token_ids=sequence.token_ids if returned else None,
         token_logprobs=sequence.logprobs if returned else None,
         version_spans=sequence.spans() if returned else None,
@@ -100,12 +101,19 @@ def _text(sequence: Sequence, decoder: Decoder) -> str:
     return decoder.decode(token_ids)
 
 
-def _logprobs(token_ids: Items[int], logprobs: Items[float], decoder: Decoder) -> ChoiceLogprobs:
+def _logprobs(token_ids: Items[int], logprobs: Items[float], top: Items[TopTokens], decoder: Decoder) -> ChoiceLogprobs:
+    """OpenAI's records; `top` is empty where the request asks for none."""
     content = []
-    for token_id, logprob in zip(token_ids, logprobs, strict=True):
+    for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
         token = decoder.decode([token_id])
-        content.append(TokenLogprob(token=token, logprob=logprob, bytes=list(token.encode())))
+        likeliest = [_top_logprob(*pair, decoder) for pair in top[place]] if top else []
+        content.append(TokenLogprob(token=token, logprob=logprob, bytes=list(token.encode()), top_logprobs=likeliest))
     return ChoiceLogprobs(content=content)
+
+
+def _top_logprob(token_id: int, logprob: float, decoder: Decoder) -> TopLogprob:
+    token = decoder.decode([token_id])
+    return TopLogprob(token=token, logprob=logprob, bytes=list(token.encode()))
 
 
 def first_chunk(asked: ChatCompletionRequest, request: Request, model: str, version: int) -> ChatCompletionChunk:
@@ -122,12 +130,13 @@ def chunk(
     """What one step added to one choice."""
     token_ids = [] if token.token_id is None else [token.token_id]
     logprobs = [token.logprob] * len(token_ids)
+    top = [] if token.top is None else [token.top]
     returned = asked.return_token_ids
     choice = ChunkChoice(
         index=token.index,
         delta=Delta(content=token.text or None),
         finish_reason=token.finish_reason,
-        logprobs=_logprobs(token_ids, logprobs, decoder) if asked.logprobs else None,
+        logprobs=_logprobs(token_ids, logprobs, top, decoder) if asked.logprobs else None,
         token_ids=token_ids if returned else None,
         token_logprobs=logprobs if returned else None,
         version_spans=[(token.version, len(token_ids))] * len(token_ids) if returned else None,
@@ -180,7 +189,9 @@ class NewTokens:
             index=sequence.index,
             delta=delta,
             finish_reason=reason,
-            logprobs=_logprobs(token_ids, logprobs, self._decoder) if self._asked.logprobs else None,
+            logprobs=_logprobs(token_ids, logprobs, sequence.top[start:end], self._decoder)
+            if self._asked.logprobs
+            else None,
             token_ids=token_ids if returned else None,
             token_logprobs=logprobs if returned else None,
             version_spans=sequence.spans(start, end) if returned else None,

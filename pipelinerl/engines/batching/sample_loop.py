@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, final
 from inference_contract.errors import ContractError, NotFinite
 from inference_contract.schemas import FinishReason
 from inference_contract.weights import OnUpdate, WeightLayout
-from pipelinerl.engines.batching.sequence import Request, Sequence
+from pipelinerl.engines.batching.sequence import Request, Sequence, TopTokens
 from trainer_contract.types import Experts
 
 #: (epoch, version) of the weights of a model directory, which an engine serves until its first update.
@@ -38,6 +38,8 @@ class SampledToken:
     finish_reason: FinishReason | None
     routed: Experts | None = None
     """Of the token before it [layers, top_k], where the request asks for it."""
+    top: TopTokens | None = None
+    """The likeliest tokens in its place, where the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,7 @@ def sampled(sequence: Sequence) -> tuple[Request, SampledToken]:
         version=sequence.version_of(position),
         finish_reason=sequence.finish_reason,
         routed=sequence.routed[position] if sequence.request.tells_routing else None,
+        top=sequence.top[position] if sequence.request.num_top else None,
     )
     return sequence.request, token
 

@@ -11,8 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol, final
 
+from inference_contract.response_format import ResponseFormat
 from inference_contract.schemas import AnswerPrefix, FinishReason, Span
+from pipelinerl.engines.batching.logit_changes import LogitChange
 from trainer_contract.types import Experts
+
+#: (token id, log-prob) of the likeliest tokens of a step, likeliest first.
+TopTokens = list[tuple[int, float]]
 
 
 class Detokenizer(Protocol):
@@ -90,7 +95,8 @@ class Sequence:
 
     `prefix` holds the tokens of the answer that another engine has sampled; all else speaks of those sampled here, of
     which there may be `token_limit`. `routed` has the experts [layers, top_k] of the token before each, if the request
-    asks for them: those of the step that sampled it, whatever an update recomputes of the cache later.
+    asks for them: those of the step that sampled it, whatever an update recomputes of the cache later. `top` has the
+    likeliest tokens of each step, if the request asks for them.
     `prompt_cache_is_current` says whether the serving weights computed the cache of its prompt, so that a sibling may
     take it.
     """
@@ -104,6 +110,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routed: list[Experts] = field(default_factory=list)
+    top: list[TopTokens] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     prompt_cache_is_current: bool = True
     _marks: list[tuple[int, int]] = field(default_factory=list)
@@ -174,6 +181,10 @@ class Request:
     started: int = 0
     unfinished: int = 0
     epoch: int = 0
+    min_p: float = 0.0
+    num_top: int = 0
+    change: LogitChange | None = None
+    response_format: ResponseFormat | None = None
     tells_routing: bool = False
     prompt_routed: Experts | None = None
 

@@ -17,7 +17,9 @@ from inference_contract.engine import Engine
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.batching.logit_changes import LogitChanges
+from pipelinerl.engines.batching.model_runner import Prefill, RowState, top_tokens
+from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.external.worker.own_process import endpoints_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
@@ -70,6 +72,8 @@ class BigramRunner:
         self._rows: list[RowState | None] = [None] * rows
         self._feeds = np.zeros(rows, dtype=np.int64)
         self._num_sampled = np.zeros(rows, dtype=np.int64)
+        self._changes = LogitChanges()
+        self.top_logprobs: dict[int, TopTokens] = {}
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
         """Nothing to compute."""
@@ -83,6 +87,7 @@ class BigramRunner:
             self._rows[state.row] = state
             self._feeds[state.row] = state.token_id
             self._num_sampled[state.row] = state.num_sampled
+            self._changes.place(state.row, state.change, state.sampled)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Move whole rows."""
@@ -90,6 +95,7 @@ class BigramRunner:
             self._rows[target] = self._rows[source]
             self._feeds[target] = self._feeds[source]
             self._num_sampled[target] = self._num_sampled[source]
+        self._changes.move(sources, targets)
 
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
         """One step of rows 0..num_rows-1."""
@@ -97,8 +103,13 @@ class BigramRunner:
         keys = np.array([state.noise_key for state in states], dtype=np.uint64)
         noise = rng.uniform(keys, self._num_sampled[:num_rows])
         logits = self._logits()[self._feeds[:num_rows]].astype(np.float64)
-        token_ids, logprobs = sample_rows(logits, states, noise)
+        if self._changes:
+            rows, changed, values = self._changes.of(num_rows)
+            logits[rows, changed] += values
+        self.top_logprobs = {}
+        token_ids, logprobs = sample_rows(logits, states, noise, self.top_logprobs)
         self._feeds[:num_rows] = token_ids
+        self._changes.count(self._feeds[:num_rows])
         self._num_sampled[:num_rows] += 1
         return token_ids, logprobs
 
@@ -118,13 +129,20 @@ class BigramRunner:
 
 
 def sample_rows(
-    logits: NDArray[np.float64], states: Sequence[RowState], noise: NDArray[np.float64]
+    logits: NDArray[np.float64],
+    states: Sequence[RowState],
+    noise: NDArray[np.float64],
+    top: dict[int, TopTokens] | None = None,
 ) -> tuple[list[int], list[float]]:
     """Token ids and log-probs of the distribution sampled from, for logits [B, V] and noise [B] in [0, 1).
 
-    Temperature first, then the `top_k` likeliest, then of these, renormalised, the fewest that reach `top_p`; the token
-    is the inverse of the cumulative distribution at the noise. Greedy rows report the distribution at temperature 1.
-    A row whose logits hold NaN or +inf, or nothing above -inf, has no distribution: its log-prob is NaN.
+    Temperature first, then the `top_k` likeliest and those of at least `min_p` of the likeliest one's probability, then
+    of these, renormalised, the fewest that reach `top_p`; the token is the inverse of the cumulative distribution at
+    the noise. Greedy rows report the distribution at temperature 1. A row whose logits hold NaN or +inf, or nothing
+    above -inf, has no distribution: its log-prob is NaN.
+
+    Args:
+        top: gets the likeliest tokens of the rows that want any.
     """
     token_ids, logprobs = [], []
     for row, state in enumerate(states):
@@ -138,20 +156,25 @@ def sample_rows(
         if greedy:
             token_id = int(np.argmax(logp))
         else:
-            logp = _truncated(logp, state.top_k, state.top_p)
+            logp = _truncated(logp, state.top_k, state.top_p, state.min_p)
             cumulative = np.cumsum(np.exp(logp))
             token_id = int(np.searchsorted(cumulative, noise[row] * cumulative[-1], side="right"))
         token_ids.append(token_id)
         logprobs.append(float(logp[token_id]))
+        if top is not None and state.num_top:
+            order = np.argsort(-logp, kind="stable")[: state.num_top]
+            top[row] = top_tokens(order, logp[order], state.num_top)
     return token_ids, logprobs
 
 
-def _truncated(logp: NDArray[np.float64], top_k: int, top_p: float) -> NDArray[np.float64]:
-    if top_k == 0 and top_p >= 1.0:
+def _truncated(logp: NDArray[np.float64], top_k: int, top_p: float, min_p: float) -> NDArray[np.float64]:
+    if top_k == 0 and top_p >= 1.0 and min_p == 0.0:
         return logp
     order = np.argsort(-logp, kind="stable")
     if top_k:
         order = order[:top_k]
+    if min_p:
+        order = order[logp[order] >= logp[order[0]] + math.log(min_p)]
     kept = np.exp(logp[order])
     before = np.cumsum(kept) - kept
     order = order[before < top_p * kept.sum()]

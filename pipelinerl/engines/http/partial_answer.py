@@ -124,7 +124,8 @@ class PartialAnswer:
             for sample in missing.values():
                 sample.text = ""
             prefixes = [AnswerPrefix(index=i, token_ids=list(sample.token_ids)) for i, sample in missing.items()]
-            changes |= {"messages": None, "prompt_token_ids": self._prompt, "n": len(missing), "prefixes": prefixes}
+            changes |= {"messages": None, "prompt": None, "prompt_token_ids": self._prompt}
+            changes |= {"n": len(missing), "prefixes": prefixes}
             changes |= {"continue_token_ids": None, "continue_from": None}  # the prompt's tokens are known
         return self._request.model_copy(update=changes)
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -25,9 +25,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_contract import routes
+from inference_contract.completions import CompletionRequest, part_of_text, whole_text
 from inference_contract.engine import Engine
 from inference_contract.errors import ContractError, EngineStopped, InvalidRequest
-from inference_contract.schemas import ChatCompletionRequest, ModelList
+from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest, ModelList
 from inference_contract.weights import InitProcessGroupRequest, WeightUpdateRequest
 from pipelinerl.observability.metrics import PROMETHEUS_TYPE, prometheus_text
 from pipelinerl.system.http_service import guard, refuse_in_one_shape, refused_body
@@ -68,6 +69,7 @@ def create_app(engine: Engine, *, token: str | None) -> Starlette:
         ("GET", routes.MODELS, _State(_JSON, lambda: _models(engine))),
         ("POST", routes.INIT_PROCESS_GROUP, _Call(InitProcessGroupRequest, engine.init_process_group)),
         ("POST", routes.CHAT_COMPLETION_ALIAS, chat),
+        ("POST", routes.COMPLETIONS, _Text(engine)),
     ]
     # Starlette takes an instance for an ASGI application and then filters no method unless told to.
     found = [Route(path, endpoint, methods=[method]) for method, path, endpoint in endpoints]
@@ -97,10 +99,8 @@ async def _parsed(schema: type[Body], receive: Receive) -> Body:
         HTTPException: too large, or not here in time.
     """
     body = await _body(receive)
-    try:
+    with _validation():
         return schema.model_validate_json(body)
-    except ValidationError as error:
-        raise _invalid(error) from None
 
 
 async def _body(receive: Receive) -> bytes:
@@ -112,6 +112,15 @@ async def _body(receive: Receive) -> bytes:
         chunks.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(chunks)
+
+
+@contextmanager
+def _validation() -> Iterator[None]:
+    """Turn pydantic's refusal into `InvalidRequest`."""
+    try:
+        yield
+    except ValidationError as error:
+        raise _invalid(error) from None
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
@@ -176,25 +185,55 @@ class _Chat:
             completion = await _unless_gone(self._engine.complete(request), receive)
             await _answer(send, 200, completion.model_dump_json(exclude_none=True).encode())
             return
-        await _unless_gone(self._stream(request, send), receive)
+        await _unless_gone(_send_events(self._engine.stream(request), lambda chunk: chunk, send), receive)
 
-    async def _stream(self, request: ChatCompletionRequest, send: Send) -> None:
-        """Server-sent events. The status waits for the first chunk, so that a refusal is still a plain error."""
-        begun = False
-        async with aclosing(self._engine.stream(request)) as chunks:  # type: ignore[type-var]
-            try:
-                async for chunk in chunks:
-                    if not begun:
-                        await send(_head(200, b"text/event-stream", (b"cache-control", b"no-cache")))
-                        begun = True
-                    await _event(send, chunk.model_dump_json(exclude_none=True).encode())
-            except ContractError as error:
+
+class _Text:
+    """`/v1/completions`, whole or streamed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = await _parsed(CompletionRequest, receive)
+        with _validation():
+            chats = request.chats()
+        if not request.stream:
+            answer = whole_text(await _unless_gone(self._complete(chats), receive))
+            await _answer(send, 200, answer.model_dump_json(exclude_none=True).encode())
+            return
+        await _unless_gone(_send_events(self._engine.stream(chats[0]), part_of_text, send), receive)
+
+    async def _complete(self, chats: Sequence[ChatCompletionRequest]) -> list[ChatCompletion]:
+        """The answer to each; when one is refused, the others are cancelled."""
+        tasks = [asyncio.ensure_future(self._engine.complete(chat)) for chat in chats]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _send_events(
+    stream: AsyncIterator[ChatCompletionChunk], shown: Callable[[ChatCompletionChunk], BaseModel], send: Send
+) -> None:
+    """Server-sent events. The status waits for the first chunk, so that a refusal is still a plain error."""
+    begun = False
+    async with aclosing(stream) as chunks:  # type: ignore[type-var]
+        try:
+            async for chunk in chunks:
                 if not begun:
-                    raise
-                await _event(send, json.dumps(error.to_wire()).encode())
-        if not begun:
-            raise ContractError("the engine ended the stream before its first chunk")
-        await _event(send, b"[DONE]", last=True)
+                    await send(_head(200, b"text/event-stream", (b"cache-control", b"no-cache")))
+                    begun = True
+                await _event(send, shown(chunk).model_dump_json(exclude_none=True).encode())
+        except ContractError as error:
+            if not begun:
+                raise
+            await _event(send, json.dumps(error.to_wire()).encode())
+    if not begun:
+        raise ContractError("the engine ended the stream before its first chunk")
+    await _event(send, b"[DONE]", last=True)
 
 
 # --- answers -----------------------------------------------------------------------------------------------------

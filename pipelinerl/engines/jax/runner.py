@@ -7,19 +7,24 @@ truncated sampling, and new weights never compile anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import final
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_contract.schemas import MOST_TOP_LOGPROBS
 from inference_contract.weights import WeightLayout
 from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable
+from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.jax import program as jax_program
 from pipelinerl.engines.jax.buckets import Buckets
 from pipelinerl.engines.jax.program import Cache, DecoderProgram
-from pipelinerl.engines.jax.sampling import sample
+from pipelinerl.engines.jax.sampling import add_to_logits, sample
 from pipelinerl.engines.jax.weights import JaxWeights
+
+_NO_TOP: Final[Mapping[int, TopTokens]] = MappingProxyType({})
 
 
 @final
@@ -42,6 +47,7 @@ class JaxRunner:
         self._weights = weights
         self._cache = cache
         self._rows = RowTable(self.slots, ids=np.int32)
+        self.top_logprobs = _NO_TOP
         self.route_log = None
 
     @property
@@ -118,15 +124,22 @@ class JaxRunner:
             rows.positions[run],
             length=self.buckets.length_for(int(rows.positions[used].max()) + 1),
         )
-        truncates = (rows.top_k[used] > 0) | (rows.top_p[used] < 1)
-        token_ids, logprobs = sample(
+        if rows.changes:
+            logits = add_to_logits(logits, rows.changes, num_rows)
+        truncates = (rows.top_k[used] > 0) | (rows.top_p[used] < 1) | (rows.min_p[used] > 0)
+        token_ids, logprobs, top_ids, top_logprobs = sample(
             logits,
             temperature=rows.temperature[run],
             top_k=rows.top_k[run],
             top_p=rows.top_p[run],
             noise=rows.noise(run),
             truncates=bool(truncates.any()),
+            min_p=rows.min_p[run],
+            num_top=MOST_TOP_LOGPROBS if rows.most_top else 0,
         )
+        self.top_logprobs = _NO_TOP
+        if top_ids is not None:
+            self.top_logprobs = rows.top_of(np.asarray(top_ids)[used], np.asarray(top_logprobs)[used])
         sampled = np.asarray(token_ids)[used]
         rows.advance(used, sampled)
         return sampled.tolist(), np.asarray(logprobs)[used].tolist()

@@ -10,57 +10,107 @@ the vocabulary; the other rows are not touched by it.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+
+from pipelinerl.engines.batching.logit_changes import LogitChanges
 
 #: Width of the blocks in which the cumulative distribution of a large vocabulary is built: the block is found first.
 _BLOCK: Final = 1024
 
 
-def sample(
-    logits: Array, *, temperature: Any, top_k: Any, top_p: Any, noise: Any, truncates: bool
-) -> tuple[Array, Array]:
-    """Token ids i32 [B] and log-probs f32 [B].
+class SampledBatch(NamedTuple):
+    """Token ids i32 [B] and log-probs f32 [B]; where wanted, the likeliest ids i32 [B, K] and theirs f32 [B, K]."""
 
-    Temperature first, then the `top_k` likeliest, then of these, renormalised, the fewest that reach `top_p`.
+    token_ids: Array
+    logprobs: Array
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
+
+
+def sample(
+    logits: Array,
+    *,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    noise: Any,
+    truncates: bool,
+    min_p: Any = 0.0,
+    num_top: int = 0,
+) -> SampledBatch:
+    """Sample a token of each row.
+
+    Temperature first, then the `top_k` likeliest and those of at least `min_p` of the likeliest one's probability, then
+    of these, renormalised, the fewest that reach `top_p`.
 
     Args:
         logits: f32 [B, V].
         temperature: f32 [B], 0 is greedy, which reports the whole distribution at temperature 1.
         top_k: i32 [B], 0 keeps every token. top_p: f32 [B], 1 keeps every token.
         noise: f64 [B] in [0, 1).
-        truncates: does any row have a top-k or top-p that could drop a token?
+        truncates: whether any row has a top-k, top-p or min-p that could drop a token.
+        min_p: f32 [B], 0 keeps every token.
+        num_top: how many of the likeliest tokens are reported; each number is a program of its own.
     """
     with jax.enable_x64(True):  # for this thread and this call; else JAX would make fp32 of fp64
-        return _sample(logits, temperature, top_k, top_p, noise, truncates=truncates)
+        return _sample(logits, temperature, top_k, top_p, min_p, noise, truncates=truncates, num_top=num_top)
 
 
-@partial(jax.jit, static_argnames="truncates")
+def add_to_logits(logits: Array, changes: LogitChanges, num_rows: int) -> Array:
+    """Logits f32 [B, V] with what the rows below `num_rows` add to them. Programs are compiled by powers of two."""
+    rows, token_ids, values = changes.of(num_rows)
+    size = 1 << max(len(rows) - 1, 0).bit_length()
+    padding = (0, size - len(rows))
+    # What pads lies in a row that does not exist, and is dropped.
+    rows = np.pad(rows, padding, constant_values=logits.shape[0])
+    return _added(logits, rows.astype(np.int32), np.pad(token_ids, padding).astype(np.int32), np.pad(values, padding))
+
+
+@jax.jit
+def _added(logits: Array, rows: Array, token_ids: Array, values: Array) -> Array:
+    return logits.at[rows, token_ids].add(values, mode="drop")
+
+
+@partial(jax.jit, static_argnames=("truncates", "num_top"))
 def _sample(
-    logits: Array, temperature: Array, top_k: Array, top_p: Array, noise: Array, *, truncates: bool
-) -> tuple[Array, Array]:
+    logits: Array,
+    temperature: Array,
+    top_k: Array,
+    top_p: Array,
+    min_p: Array,
+    noise: Array,
+    *,
+    truncates: bool,
+    num_top: int,
+) -> SampledBatch:
     greedy = temperature == 0
     # Shifted before the division, which magnifies what rounding leaves: the likeliest token is at 0 exactly.
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(greedy, 1.0, temperature)[:, None]
     logprobs = scaled - jnp.log(jnp.exp(scaled).sum(axis=-1, keepdims=True))
     if truncates:
-        drops = ((top_k > 0) | (top_p < 1)) & ~greedy
-        logprobs = jnp.where(drops[:, None], _truncated(logprobs, top_k, top_p), logprobs)
+        drops = ((top_k > 0) | (top_p < 1) | (min_p > 0)) & ~greedy
+        logprobs = jnp.where(drops[:, None], _truncated(logprobs, top_k, top_p, min_p), logprobs)
     # In a row without a distribution the search may end anywhere.
     sampled = jnp.minimum(_inverse_cdf(logprobs, noise), logprobs.shape[1] - 1)
     token_ids = jnp.where(greedy, logprobs.argmax(axis=-1), sampled)
     chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=1)[:, 0]
-    return token_ids.astype(jnp.int32), chosen
+    if not num_top:
+        return SampledBatch(token_ids.astype(jnp.int32), chosen)
+    top, top_ids = jax.lax.top_k(logprobs, min(num_top, logprobs.shape[1]))
+    return SampledBatch(token_ids.astype(jnp.int32), chosen, top_ids, top)
 
 
-def _truncated(logprobs: Array, top_k: Array, top_p: Array) -> Array:
-    """Log-probs [B, V] with the tokens outside top-k and top-p at -inf, renormalised; ties go to the lower id."""
+def _truncated(logprobs: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    """Log-probs [B, V] of what top-k, min-p and top-p keep, renormalised, else -inf; ties go to the lower id."""
     order = jnp.argsort(logprobs, axis=-1, descending=True, stable=True)
     ordered = jnp.take_along_axis(logprobs, order, axis=1)
     kept = (jnp.arange(logprobs.shape[1]) < top_k[:, None]) | (top_k == 0)[:, None]
+    kept &= ordered >= ordered[:, :1] + jnp.log(jnp.broadcast_to(min_p, top_p.shape))[:, None]
     mass = jnp.where(kept, jnp.exp(ordered.astype(jnp.float64)), 0.0)
     before = mass.cumsum(axis=-1) - mass
     # A top-p of 1 keeps all, also where rounding lets the mass before the last tokens reach 1.

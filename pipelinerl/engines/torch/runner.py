@@ -6,8 +6,9 @@ samples stands in a `RowTable` on the host; on the CPU the model reads it in pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, final
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -17,14 +18,17 @@ from torch import Tensor, nn
 from inference_contract.weights import WeightLayout
 from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable
+from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.forward import ForwardKind, forward_of
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.row_cache import AlikeRows, CacheShape, RowBeginnings, RowCache
-from pipelinerl.engines.torch.sampling import sample
+from pipelinerl.engines.torch.sampling import add_to_logits, sample
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.models import torch_routers
 from trainer_contract.types import Experts
+
+_NO_TOP: Final[Mapping[int, TopTokens]] = MappingProxyType({})
 
 
 @final
@@ -62,6 +66,7 @@ class TorchRunner:
         self._cache_bytes = shape.num_bytes(parameter.dtype)
         self._prefill_tokens = prefill_tokens
         self._rows = RowTable(options.slots)
+        self.top_logprobs = _NO_TOP
         self._beginnings = RowBeginnings(options.slots)
         # An accelerator reads its weights as long for one row as for all.
         self._alike = AlikeRows(options.slots) if self._device.type == "cpu" else None
@@ -159,13 +164,21 @@ class TorchRunner:
         alike = None if self._alike is None else self._alike.step(feeds, positions)
         plan = self._cache.plan_decode(positions, alike)
         fed = self._on_device((feeds if alike is None else feeds[alike.first])[:, None])
-        token_ids, logprobs = sample(
-            plan.to_rows(self._forward.logits(fed, plan.fed_positions, self._cache, plan)),
+        logits = plan.to_rows(self._forward.logits(fed, plan.fed_positions, self._cache, plan))
+        if rows.changes:
+            logits = add_to_logits(logits, rows.changes)
+        token_ids, logprobs, top_ids, top_logprobs = sample(
+            logits,
             temperature=torch.from_numpy(rows.temperature[used]),
             top_k=torch.from_numpy(rows.top_k[used]),
             top_p=torch.from_numpy(rows.top_p[used]),
             noise=torch.from_numpy(rows.noise(used)),
+            min_p=torch.from_numpy(rows.min_p[used]) if rows.any_min_p else None,
+            most_top=rows.most_top,
         )
+        self.top_logprobs = _NO_TOP
+        if top_ids is not None and top_logprobs is not None:
+            self.top_logprobs = rows.top_of(top_ids.cpu().numpy(), top_logprobs.cpu().numpy())
         if self.route_log is not None and self.route_log.is_on:
             routed = self.route_log.take()
             self.route_log.decoded = routed if alike is None else routed[alike.of_row]

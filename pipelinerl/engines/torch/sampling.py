@@ -8,25 +8,49 @@ are not touched by it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from pipelinerl.engines.batching.logit_changes import LogitChanges
 
 #: Width of the blocks in which the cumulative distribution of a large vocabulary is built: the block is found first.
 _BLOCK = 1024
 
 
-def sample(
-    logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Token ids i64 [B] and log-probs f32 [B].
+class Sample(NamedTuple):
+    """Token ids i64 [B] and log-probs f32 [B]; where wanted, the likeliest ids i64 [B, K] and theirs f32 [B, K]."""
 
-    Temperature first, then the `top_k` likeliest, then of these, renormalised, the fewest that reach `top_p`.
+    token_ids: Tensor
+    logprobs: Tensor
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    noise: Tensor,
+    min_p: Tensor | None = None,
+    most_top: int = 0,
+) -> Sample:
+    """Sample a token of each row.
+
+    Temperature first, then the `top_k` likeliest and those of at least `min_p` of the likeliest one's probability, then
+    of these, renormalised, the fewest that reach `top_p`.
 
     Args:
         logits: [B, V], any float dtype.
         temperature: f32 [B], 0 is greedy, which reports the whole distribution at temperature 1.
         top_k: i64 [B], 0 keeps every token. top_p: f32 [B], 1 keeps every token.
-        noise: f64 [B] in [0, 1). All four lie on the CPU or on the device of the logits.
+        noise: f64 [B] in [0, 1).
+        min_p: f32 [B], 0 keeps every token; None where it does so in every row. All lie on the CPU or on the device of
+            the logits.
+        most_top: how many of the likeliest tokens are reported.
     """
     greedy = temperature == 0
     any_greedy = bool(greedy.any())
@@ -35,25 +59,43 @@ def sample(
     if not bool((scale == 1).all()):
         logits = logits / scale.to(logits.device)[:, None]
     logprobs = torch.log_softmax(logits, dim=-1)
-    truncated = ((top_k > 0) | (top_p < 1)) & ~greedy
+    truncated = (top_k > 0) | (top_p < 1)
+    if min_p is not None:
+        truncated |= min_p > 0
+    truncated &= ~greedy
     if bool(truncated.any()):
         rows = truncated.nonzero()[:, 0]
         on_device = rows.to(logits.device)
         logprobs[on_device] = _truncate(
-            logprobs[on_device], top_k[rows].to(logits.device), top_p[rows].to(logits.device)
+            logprobs[on_device],
+            top_k[rows].to(logits.device),
+            top_p[rows].to(logits.device),
+            None if min_p is None else min_p[rows].to(logits.device),
         )
     # In a row without a distribution the search finds nothing and ends beyond the last token.
     token_ids = _inverse_cdf(logprobs, noise.to(logits.device)).clamp_max_(logprobs.shape[1] - 1)
     if any_greedy:
         token_ids = torch.where(greedy.to(logits.device), logprobs.argmax(dim=-1), token_ids)
-    return token_ids, logprobs.gather(1, token_ids[:, None])[:, 0]
+    chosen = logprobs.gather(1, token_ids[:, None])[:, 0]
+    if not most_top:
+        return Sample(token_ids, chosen)
+    top, top_ids = logprobs.topk(min(most_top, logprobs.shape[1]), dim=-1)
+    return Sample(token_ids, chosen, top_ids, top)
 
 
-def _truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Log-probs [R, V] with the tokens outside top-k and top-p at -inf, renormalised; ties go to the lower id."""
+def add_to_logits(logits: Tensor, changes: LogitChanges) -> Tensor:
+    """Logits f32 [B, V] with what the rows add to them."""
+    rows, token_ids, values = (torch.from_numpy(part).to(logits.device) for part in changes.of(len(logits)))
+    return logits.float().index_put((rows, token_ids), values, accumulate=True)
+
+
+def _truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Tensor:
+    """Log-probs [R, V] of what top-k, min-p and top-p keep, renormalised, else -inf; ties go to the lower id."""
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logprobs.shape[1], device=logprobs.device)
     kept = (rank < top_k[:, None]) | (top_k == 0)[:, None]
+    if min_p is not None:
+        kept &= ordered >= ordered[:, :1] + min_p.log()[:, None]
     mass = torch.where(kept, ordered.double().exp(), 0.0)
     before = mass.cumsum(dim=-1) - mass
     # A top-p of 1 keeps all, also where rounding lets the mass before the last tokens reach 1.

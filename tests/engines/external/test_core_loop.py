@@ -85,8 +85,11 @@ class Letters:
 
     eos_token_ids = frozenset({STOP})
 
-    def encode_chat(self, messages: Items[ChatMessage], template_kwargs: object = ()) -> list[int]:
+    def encode_chat(self, messages: Items[ChatMessage], template_kwargs: object = (), tools: object = ()) -> list[int]:
         raise AssertionError("prompts come as tokens")
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [1]
 
     def decode(self, token_ids: Items[int]) -> str:
         return "x" * len(token_ids)

@@ -21,13 +21,15 @@ from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState
+from pipelinerl.engines.batching.logit_changes import LogitChange, LogitChanges
+from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState, top_tokens
+from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.bigram.engine import sample_rows
 from pipelinerl.engines.jax import engine as jax_engine
 from pipelinerl.engines.jax.attention import PromptAttention
 from pipelinerl.engines.jax.buckets import Buckets
 from pipelinerl.engines.jax.runner import JaxRunner
-from pipelinerl.engines.jax.sampling import sample
+from pipelinerl.engines.jax.sampling import add_to_logits, sample
 from pipelinerl.engines.jax.weights import JaxWeights
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch import engine as torch_engine
@@ -200,6 +202,19 @@ def test_programs_are_few_and_bounded() -> None:
     assert (odd.rows, odd.lengths, odd.prompts) == ((16, 32, 48), (100,), ((1, 4),))
 
 
+@pytest.mark.parametrize("changed_rows", [0, 1, 3])
+def test_changes_are_added_to_the_logits_of_their_rows(changed_rows: int) -> None:
+    changes = LogitChanges()
+    for row in range(changed_rows):
+        changes.place(row, LogitChange({0: 1.5, row: -2.0}, 0.5, 0.25), [4, 4])
+    logits = np.zeros((8, 6), np.float32)
+    expected = logits.copy()
+    rows, token_ids, values = changes.of(2)
+    expected[rows, token_ids] += values
+    assert np.asarray(add_to_logits(jax.numpy.asarray(logits), changes, 2)).tolist() == expected.tolist()
+    assert set(rows.tolist()) == set(range(min(changed_rows, 2)))
+
+
 @pytest.mark.parametrize("vocab", [50, 2100])
 def test_it_samples_as_the_plain_sampler_does(vocab: int) -> None:
     random = rng.generator(vocab, "jax sampling")
@@ -217,34 +232,43 @@ def test_it_samples_as_the_plain_sampler_does(vocab: int) -> None:
                 temperature=(0.0, 1.0, 0.5, 2.5)[row % 4],
                 top_k=(0, 4, 0, 9, 1)[row % 5] if truncates else 0,
                 top_p=(1.0, 0.9, 0.3)[row % 3] if truncates else 1.0,
+                min_p=(0.0, 0.2, 1.0, 0.01)[row % 7 % 4] if truncates else 0.0,
+                num_top=row % 4,
             )
             for row in range(rows)
         ]
-        token_ids, logprobs = sample(
+        token_ids, logprobs, top_ids, top_logprobs = sample(
             jax.numpy.asarray(logits),
             temperature=np.array([state.temperature for state in states], np.float32),
             top_k=np.array([state.top_k for state in states], np.int32),
             top_p=np.array([state.top_p for state in states], np.float32),
             noise=noise,
             truncates=truncates,
+            min_p=np.array([state.min_p for state in states], np.float32),
+            num_top=3,
         )
-        expected = sample_rows(np.asarray(logits, np.float64), states, noise)
+        top: dict[int, TopTokens] = {}
+        expected = sample_rows(np.asarray(logits, np.float64), states, noise, top)
         assert token_ids.tolist() == expected[0]
         assert logprobs.tolist() == pytest.approx(expected[1], abs=2e-5)
+        for row, pairs in top.items():
+            found = top_tokens(np.asarray(top_ids)[row], np.asarray(top_logprobs)[row], row % 4)
+            assert [token_id for token_id, _ in found] == [token_id for token_id, _ in pairs]
+            assert [logprob for _, logprob in found] == pytest.approx([logprob for _, logprob in pairs], abs=2e-5)
     assert not jax.config.read("jax_enable_x64")
 
 
 def test_no_log_prob_is_above_zero_however_low_the_temperature() -> None:
     """A temperature of 1e-5 makes logits of 1e5 and more, of which fp32 has only the hundredths."""
     logits = rng.generator(1, "cold").standard_normal((64, 50)).astype(np.float32)
-    _, logprobs = sample(
+    logprobs = sample(
         jax.numpy.asarray(logits),
         temperature=np.full(64, 1e-5, np.float32),
         top_k=np.zeros(64, np.int32),
         top_p=np.ones(64, np.float32),
         noise=np.linspace(0.0, 0.99, 64),
         truncates=False,
-    )
+    ).logprobs
     assert np.asarray(logprobs).tolist() == [0.0] * 64
 
 
@@ -266,8 +290,8 @@ def test_a_row_without_a_distribution_is_told_of_and_the_others_are_sampled(
             "noise": random.random(4),
             "truncates": truncates,
         }
-        token_ids, logprobs = map(np.asarray, sample(jax.numpy.asarray(spoiled), **options))
-        healthy = list(map(np.asarray, sample(jax.numpy.asarray(logits), **options)))
+        token_ids, logprobs = map(np.asarray, sample(jax.numpy.asarray(spoiled), **options)[:2])
+        healthy = list(map(np.asarray, sample(jax.numpy.asarray(logits), **options)[:2]))
         assert np.isnan(logprobs[1:3]).all() and (token_ids[1:3] < vocab).all() and (token_ids[1:3] >= 0).all()
         assert token_ids[::3].tolist() == healthy[0][::3].tolist()
         assert logprobs[::3].tolist() == healthy[1][::3].tolist() and np.isfinite(logprobs[::3]).all()

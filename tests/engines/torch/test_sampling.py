@@ -9,20 +9,37 @@ import pytest
 import torch
 
 from pipelinerl import rng
+from pipelinerl.engines.batching.logit_changes import LogitChange, LogitChanges
 from pipelinerl.engines.batching.model_runner import RowState
 from pipelinerl.engines.bigram.engine import sample_rows
-from pipelinerl.engines.torch.sampling import sample
+from pipelinerl.engines.torch.sampling import add_to_logits, sample
 
 
 def _both(
-    logits: np.ndarray, temperature: list[float], top_k: list[int], top_p: list[float], noise: np.ndarray
+    logits: np.ndarray,
+    temperature: list[float],
+    top_k: list[int],
+    top_p: list[float],
+    noise: np.ndarray,
+    min_p: list[float] | None = None,
 ) -> tuple[tuple[list[int], list[float]], tuple[list[int], list[float]]]:
     rows = len(temperature)
     states = [
-        RowState(row, 0, 0, 0, temperature=temperature[row], top_p=top_p[row], top_k=top_k[row]) for row in range(rows)
+        RowState(
+            row,
+            0,
+            0,
+            0,
+            temperature=temperature[row],
+            top_p=top_p[row],
+            top_k=top_k[row],
+            min_p=min_p[row] if min_p else 0.0,
+        )
+        for row in range(rows)
     ]
-    token_ids, logprobs = sample(
+    token_ids, logprobs, _, _ = sample(
         torch.from_numpy(logits).float(),
+        min_p=torch.tensor(min_p) if min_p else None,
         temperature=torch.tensor(temperature),
         top_k=torch.tensor(top_k),
         top_p=torch.tensor(top_p),
@@ -53,12 +70,53 @@ def test_it_agrees_with_the_plain_sampler(vocab: int, kind: str) -> None:
     assert ours[1] == pytest.approx(plain[1], abs=2e-5)
 
 
+@pytest.mark.parametrize("vocab", [2, 1025])
+def test_min_p_agrees_with_the_plain_sampler(vocab: int) -> None:
+    random = rng.generator(vocab, "min_p")
+    logits = np.float32(random.standard_normal((48, vocab)) * 3).astype(np.float64)
+    rows = range(48)
+    ours, plain = _both(
+        logits,
+        [(0.0, 1.0, 0.6)[row % 3] for row in rows],
+        [(0, 3)[row % 2] for row in rows],
+        [(1.0, 0.8)[row % 5 % 2] for row in rows],
+        random.random(48),
+        [(0.0, 0.3, 1.0, 0.02)[row % 4] for row in rows],
+    )
+    assert ours[0] == plain[0]
+    assert ours[1] == pytest.approx(plain[1], abs=2e-5)
+
+
+def test_top_tokens_are_those_of_the_distribution_sampled_from() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 0.0, 4.0]])
+    drawn = sample(
+        logits,
+        temperature=torch.tensor([0.5, 1.0]),
+        top_k=torch.tensor([2, 0]),
+        top_p=torch.ones(2),
+        noise=torch.tensor([0.999, 0.0], dtype=torch.float64),
+        most_top=3,
+    )
+    assert drawn.top_ids is not None and drawn.top_logprobs is not None
+    assert drawn.top_ids[0, :2].tolist() == [1, 3] and drawn.token_ids.tolist() == [3, 0]
+    expected = torch.log_softmax(torch.tensor([6.0, 4.0]), 0).tolist()
+    assert drawn.top_logprobs[0].tolist() == pytest.approx([*expected, -torch.inf])
+    assert drawn.logprobs.tolist() == [drawn.top_logprobs[0, 1].item(), drawn.top_logprobs[1, 0].item()]
+
+
+def test_changes_are_added_once_to_each_logit() -> None:
+    changes = LogitChanges()
+    changes.place(1, LogitChange({2: 10.0, 0: -1.0}, 0.5, 0.25), [0, 0, 3])
+    changed = add_to_logits(torch.zeros(2, 4, dtype=torch.bfloat16), changes)
+    assert changed.tolist() == [[0.0] * 4, [-1.0 - 1.25, 0.0, 10.0, -0.75]]
+
+
 @pytest.mark.parametrize("vocab", [8, 3000])
 def test_noise_at_the_edges_stays_within_the_likely_tokens(vocab: int) -> None:
     """Noise 0 gives the first and noise next to 1 the last token that has a probability, also in a large vocabulary."""
     logits = torch.full((2, vocab), -torch.inf)
     logits[:, 3] = logits[:, vocab - 2] = 0.0
-    token_ids, logprobs = sample(
+    token_ids, logprobs, _, _ = sample(
         logits,
         temperature=torch.ones(2),
         top_k=torch.zeros(2, dtype=torch.int64),
@@ -76,7 +134,7 @@ def test_frequencies_are_the_probabilities(vocab: int) -> None:
     likely = [0, vocab // 2, vocab - 1]
     logits[0, likely] = torch.tensor([0.0, 1.0, 2.0])
     noise = (np.arange(draws) + 0.5) / draws
-    token_ids, logprobs = sample(
+    token_ids, logprobs, _, _ = sample(
         logits.expand(draws, -1),
         temperature=torch.full((draws,), 2.0),
         top_k=torch.zeros(draws, dtype=torch.int64),
@@ -120,7 +178,10 @@ def test_a_row_without_a_distribution_is_told_of_and_the_others_are_sampled(
         "top_p": torch.full((3,), top_p),
         "noise": torch.from_numpy(random.random(3)),
     }
-    (token_ids, logprobs), (healthy_ids, healthy_logprobs) = sample(spoiled, **options), sample(logits, **options)
+    (token_ids, logprobs), (healthy_ids, healthy_logprobs) = (
+        sample(spoiled, **options)[:2],
+        sample(logits, **options)[:2],
+    )
     assert token_ids[1] in range(vocab) and logprobs[1].isnan()
     assert token_ids[::2].tolist() == healthy_ids[::2].tolist()
     assert logprobs[::2].tolist() == healthy_logprobs[::2].tolist() and logprobs[::2].isfinite().all()

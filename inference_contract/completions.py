@@ -1,0 +1,184 @@
+"""`/v1/completions`: OpenAI's older route, for prompts that no chat template renders, by way of chat requests.
+
+Each prompt is one `ChatCompletionRequest`, so that every field but the few here means the same on both routes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from inference_contract.schemas import (
+    MOST_SAMPLES,
+    MOST_TOP_LOGPROBS,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Choice,
+    ChoiceLogprobs,
+    ChunkChoice,
+    FinishReason,
+    Span,
+    Usage,
+)
+from inference_contract.wire import Wire
+
+_PROMPTS: Final = "must be a text, a list of texts, token ids, or a list of token ids; none of them empty"
+
+
+class CompletionRequest(BaseModel):
+    """OpenAI's completion request. All fields but these are those of `ChatCompletionRequest`.
+
+    `logprobs` is how many of the likeliest tokens are reported beside the sampled one. A control token spelled in a
+    prompt stays text; token ids say what they like. What a chat has and a prompt has not must be null.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+
+    prompt: list[str | list[int]]
+    max_tokens: int | None = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP_LOGPROBS)
+    stream: bool = False
+    suffix: Literal["", None] = None
+    best_of: Literal[1, None] = None
+    messages: None = None
+    tools: None = None
+    prefixes: None = None
+    prompt_token_ids: None = None
+    top_logprobs: None = None
+    max_completion_tokens: None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _prompts(cls, given: Any) -> list[Any]:
+        prompts = [given] if isinstance(given, str) or _are_ids(given) else given
+        if not isinstance(prompts, list) or not all(
+            _are_ids(each) or (each and isinstance(each, str)) for each in prompts
+        ):
+            raise ValueError(_PROMPTS)
+        if not 0 < len(prompts) <= MOST_SAMPLES:
+            raise ValueError(f"must be 1 to {MOST_SAMPLES} prompts, got {len(prompts)}")
+        return prompts
+
+    @field_validator("stream")
+    @classmethod
+    def _streams_one(cls, stream: bool, info: Any) -> bool:
+        if stream and len(info.data.get("prompt", ())) > 1:
+            raise ValueError("one prompt is streamed at a time; send a request for each")
+        return stream
+
+    def chats(self) -> list[ChatCompletionRequest]:
+        """Return one request for each prompt. Raises pydantic's `ValidationError` for a field that is wrong."""
+        fields: dict[str, Any] = {"max_tokens": self.max_tokens, "stream": self.stream} | (self.model_extra or {})
+        if self.logprobs is not None:
+            fields |= {"logprobs": True, "top_logprobs": self.logprobs}
+        return [
+            ChatCompletionRequest.model_validate(
+                fields | ({"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt})
+            )
+            for prompt in self.prompt
+        ]
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+class TextLogprobs(Wire):
+    """OpenAI's older form of log-probs: a column each."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TextChoice(Wire):
+    """Sample i of prompt p has the index p * n + i."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None = None
+    logprobs: TextLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    token_logprobs: list[float] | None = None
+    version_spans: list[Span] | None = None
+
+
+class TextCompletion(Wire):
+    """The whole answer, or one server-sent event of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | None = None
+    model_version: int
+    epoch: int = 0
+
+
+def whole_text(answers: Sequence[ChatCompletion]) -> TextCompletion:
+    """The answer to all prompts, from the answer to each."""
+    first, n = answers[0], len(answers[0].choices)
+    return TextCompletion(
+        id=first.id,
+        created=first.created,
+        model=first.model,
+        choices=[
+            _text_choice(choice, choice.message.content, index=place * n + choice.index, prompt=answer.prompt_token_ids)
+            for place, answer in enumerate(answers)
+            for choice in answer.choices
+        ],
+        usage=Usage(
+            prompt_tokens=sum(answer.usage.prompt_tokens for answer in answers),
+            completion_tokens=sum(answer.usage.completion_tokens for answer in answers),
+            total_tokens=sum(answer.usage.total_tokens for answer in answers),
+        ),
+        model_version=max(answer.model_version for answer in answers),
+        epoch=first.epoch,
+    )
+
+
+def part_of_text(chunk: ChatCompletionChunk) -> TextCompletion:
+    """What a chunk adds to the answer to one prompt."""
+    return TextCompletion(
+        id=chunk.id,
+        created=chunk.created,
+        model=chunk.model,
+        choices=[
+            _text_choice(part, part.delta.content or "", index=part.index, prompt=chunk.prompt_token_ids)
+            for part in chunk.choices
+        ],
+        usage=chunk.usage,
+        model_version=chunk.model_version,
+        epoch=chunk.epoch,
+    )
+
+
+def _text_choice(part: Choice | ChunkChoice, text: str, *, index: int, prompt: list[int] | None) -> TextChoice:
+    return TextChoice(
+        index=index,
+        text=text,
+        finish_reason=part.finish_reason,
+        logprobs=None if part.logprobs is None else _columns(part.logprobs),
+        prompt_token_ids=prompt,
+        token_ids=part.token_ids,
+        token_logprobs=part.token_logprobs,
+        version_spans=part.version_spans,
+    )
+
+
+def _columns(logprobs: ChoiceLogprobs) -> TextLogprobs:
+    records = logprobs.content
+    tokens = [record.token for record in records]
+    return TextLogprobs(
+        tokens=tokens,
+        token_logprobs=[record.logprob for record in records],
+        top_logprobs=[{each.token: each.logprob for each in record.top_logprobs} for record in records],
+        text_offset=[0, *itertools.accumulate(map(len, tokens))][: len(tokens)],
+    )

@@ -1,0 +1,88 @@
+"""What requests add to logits before anything is sampled: a bias per token, and penalties for tokens already sampled.
+
+Both are OpenAI's. Token t of a choice that has sampled it n > 0 times loses `n * frequency_penalty + presence_penalty`.
+Few rows change any logit and each changes few, so the changes are kept as (row, token, value); a batch in which no row
+changes any pays one test per step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LogitChange:
+    """What one request adds to logits."""
+
+    bias: Mapping[int, float]
+    frequency_penalty: float
+    presence_penalty: float
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether it depends on what was sampled."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0
+
+
+@final
+class LogitChanges:
+    """The changes of all rows of a runner."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[LogitChange, Counter[int]]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any row may change a logit."""
+        return bool(self._rows)
+
+    def place(self, row: int, change: LogitChange | None, sampled: Iterable[int]) -> None:
+        """Let `row` change logits as `change` says; `sampled` are the tokens that its answer has already."""
+        if change is not None:
+            self._rows[row] = (change, Counter(sampled))
+        elif self._rows:
+            self._rows.pop(row, None)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Move whole rows."""
+        for source, target in zip(sources, targets, strict=True):
+            moved = self._rows.pop(source, None)
+            if moved is None:
+                self._rows.pop(target, None)
+            else:
+                self._rows[target] = moved
+
+    def count(self, sampled: NDArray[Any]) -> None:
+        """Note what rows 0, 1, … have sampled."""
+        for row, (change, counts) in self._rows.items():
+            if row < len(sampled) and change.penalizes:
+                counts[int(sampled[row])] += 1
+
+    def of(self, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+        """Rows [K], tokens [K] and what is added to their logits [K], of rows below `num_rows`; no pair comes twice."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        values: list[float] = []
+        for row, (change, counts) in self._rows.items():
+            if row >= num_rows:
+                continue
+            added = _added(change, counts)
+            rows += [row] * len(added)
+            tokens += added.keys()
+            values += added.values()
+        return np.array(rows, np.int64), np.array(tokens, np.int64), np.array(values, np.float32)
+
+
+def _added(change: LogitChange, counts: Mapping[int, int]) -> dict[int, float]:
+    added = dict(change.bias)
+    if change.penalizes:
+        for token, count in counts.items():
+            penalty = count * change.frequency_penalty + change.presence_penalty
+            added[token] = added.get(token, 0.0) - penalty
+    return added

@@ -1,0 +1,48 @@
+"""Bias and penalties follow their rows and count what each row has sampled."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipelinerl.engines.batching.logit_changes import LogitChange, LogitChanges
+
+PENALTY = LogitChange({}, frequency_penalty=0.5, presence_penalty=1.0)
+BIAS = LogitChange({3: 2.0}, frequency_penalty=0.0, presence_penalty=0.0)
+
+
+def added(changes: LogitChanges, num_rows: int) -> dict[tuple[int, int], float]:
+    rows, tokens, values = changes.of(num_rows)
+    return {
+        (row, token): value for row, token, value in zip(rows.tolist(), tokens.tolist(), values.tolist(), strict=True)
+    }
+
+
+def test_penalties_grow_with_each_sampled_token() -> None:
+    changes = LogitChanges()
+    changes.place(0, PENALTY, [7])
+    changes.place(1, BIAS, [7])
+    for token in (7, 2):
+        changes.count(np.array([token, token]))
+    assert added(changes, 2) == {(0, 7): -2.0, (0, 2): -1.5, (1, 3): 2.0}
+
+
+def test_changes_move_with_their_rows() -> None:
+    changes = LogitChanges()
+    changes.place(0, BIAS, [])
+    changes.place(1, PENALTY, [])
+    changes.place(3, PENALTY, [5])
+    changes.move([3, 2], [0, 1])
+    assert added(changes, 4) == {(0, 5): -1.5}
+
+
+def test_plain_request_in_the_same_row_changes_nothing() -> None:
+    changes = LogitChanges()
+    changes.place(0, BIAS, [])
+    changes.place(0, None, [])
+    assert not changes and not added(changes, 1)
+
+
+def test_rows_beyond_the_batch_are_left_out() -> None:
+    changes = LogitChanges()
+    changes.place(2, BIAS, [])
+    assert changes and not added(changes, 2)

@@ -1,0 +1,58 @@
+"""A tokenizer and a tiny random model whose chat template shows tools, calls, results and thinking."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder, word_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+#: As Hermes' and Qwen's: calls, results and thinking stand between tokens of their own.
+TOOL_TOKENS: Final = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+TOOL_TEMPLATE: Final = (
+    "{%- if tools %}{{- '<|system|># Tools\n' }}{%- for tool in tools %}{{- tool | tojson + '\n' }}"
+    "{%- endfor %}{{- '<|end|>' }}{%- endif %}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'tool' %}"
+    "{{- '<|user|><tool_response>\n' + m.content + '\n</tool_response><|end|>' }}"
+    "{%- else %}{{- '<|' + m.role + '|>' }}"
+    "{%- if m.reasoning_content %}{{- '<think>\n' + m.reasoning_content + '\n</think>\n' }}{%- endif %}{{- m.content }}"
+    '{%- for call in m.tool_calls %}{{- \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}"
+    "{{- '}\n</tool_call>' }}{%- endfor %}{{- '<|end|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+_LEARNED: Final = (
+    '{"type": "function", "function": {"name": "get_weather", "description": "Look up the weather of a city", '
+    '"parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}',
+    "<|im_start|> <|end|> <tool_call> What is the weather in Paris? 21 degrees",
+)
+
+
+def tool_tokenizer(*, template: str = TOOL_TEMPLATE) -> PreTrainedTokenizerFast:
+    """Byte-level, with merges across the characters of control tokens."""
+    from tokenizers import AddedToken
+
+    made = word_tokenizer(_LEARNED * 3, vocab=440)
+    made.add_tokens([AddedToken(token, normalized=False) for token in TOOL_TOKENS])
+    made.chat_template = template
+    return made
+
+
+def save_tool_model(path: Path, *, context_length: int) -> None:
+    """Write a tiny random Qwen3 with this tokenizer into `path`."""
+    tokenizer = tool_tokenizer()
+    shape = DecoderShape(
+        hidden=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate=48,
+        vocab=len(tokenizer),
+        max_positions=context_length,
+    )
+    random_decoder(shape, seed=1).save_pretrained(path)
+    tokenizer.save_pretrained(path)

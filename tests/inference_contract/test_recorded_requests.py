@@ -1,0 +1,80 @@
+"""Forty requests as three public clients sent them, against a live torch engine: each is answered or refused by name.
+
+`recorded_requests.json` holds the bodies that `openai`, `litellm` and `openai-agents` sent to a recording server, plain
+and with tools, and which field of each this engine refuses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from inference_contract.completions import TextCompletion
+from inference_contract.conformance.session import chunks
+from inference_contract.schemas import ChatCompletion
+from pipelinerl.engines.http.server import create_app
+from pipelinerl.engines.torch.engine import from_options
+from tests.fakes.engine_options import engine_options
+from tests.fakes.served import in_thread
+from tests.fakes.tool_model import save_tool_model
+from tests.patience import PATIENCE_S
+from trainer_contract.types import Device
+
+RECORDED: Final = json.loads((Path(__file__).parent / "recorded_requests.json").read_text())
+CONTEXT: Final = 1024
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A torch engine whose model is named `m`, the last part of its directory."""
+    path = tmp_path_factory.mktemp("models") / "m"
+    save_tool_model(path, context_length=CONTEXT)
+    options = engine_options(model_path=path, model_id=str(path), context_length=CONTEXT, device=Device.CPU, threads=1)
+    with in_thread(create_app(from_options(options), token=None)) as served:
+        yield served
+
+
+def test_forty_requests_are_recorded() -> None:
+    assert len(RECORDED) == 40
+    assert {each["client"].split()[0] for each in RECORDED} == {"openai", "litellm", "openai-agents"}
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: f"{each['client']}: {each['call']}")
+def test_recorded_request_is_answered_or_refused_by_name(url: str, recorded: dict[str, Any]) -> None:
+    body = {"max_tokens": 6} | recorded["body"]
+    answer = httpx.post(url + recorded["route"], json=body, trust_env=False, timeout=PATIENCE_S)
+    if recorded["refused"] is not None:
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == recorded["refused"]
+        assert recorded["refused"] in answer.json()["error"]["message"]
+        return
+    assert answer.status_code == 200, answer.text
+    if body.get("stream"):
+        assert answer.text.endswith("data: [DONE]\n\n")
+        if recorded["route"].endswith("chat/completions"):
+            assert any(
+                part.finish_reason for chunk in chunks(answer, answer.text.splitlines()) for part in chunk.choices
+            )
+    elif recorded["route"].endswith("chat/completions"):
+        assert ChatCompletion.model_validate_json(answer.content).choices[0].finish_reason
+    else:
+        prompts = body["prompt"] if isinstance(body["prompt"][0], str) and isinstance(body["prompt"], list) else [0]
+        choices = TextCompletion.model_validate_json(answer.content).choices
+        assert [choice.index for choice in choices] == list(range(len(prompts) * body.get("n", 1)))
+
+
+def test_tools_reach_the_prompt(url: str) -> None:
+    asked = next(each["body"] for each in RECORDED if each["call"] == "create(tools=…)")
+    bare = {name: value for name, value in asked.items() if name != "tools"}
+    counts = [
+        httpx.post(
+            f"{url}/v1/chat/completions", json=body | {"max_tokens": 1}, trust_env=False, timeout=PATIENCE_S
+        ).json()["usage"]["prompt_tokens"]
+        for body in (bare, asked, asked | {"tool_choice": "none"})
+    ]
+    assert counts[1] > counts[0] + 20 and counts[2] == counts[0]

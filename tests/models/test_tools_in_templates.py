@@ -1,0 +1,125 @@
+"""Tools, calls and their results are rendered by the chat template, and none of their texts becomes a control token."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from inference_contract.schemas import ChatMessage
+from inference_contract.tools import ToolDefinition
+from pipelinerl.errors import ModelError, UnshownFieldError
+from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS
+from pipelinerl.models.tokenizer import ChatTokenizer
+from tests.fakes.tool_model import TOOL_TEMPLATE, TOOL_TOKENS, tool_tokenizer
+from tests.models.test_control_tokens import guarded
+
+RAW = tool_tokenizer()
+TOKENIZER = guarded(RAW)
+CONTROL = frozenset({*SPECIAL_TOKENS, *TOOL_TOKENS})
+
+
+def tool(name: str = "add", description: str = "Add", parameters: dict[str, Any] | None = None) -> ToolDefinition:
+    function = {"name": name, "description": description, "parameters": parameters or {"type": "object"}}
+    return ToolDefinition.model_validate({"type": "function", "function": function})
+
+
+def call(arguments: str, name: str = "add", call_id: str = "call_1") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def conversation(*, arguments: str = '{"a": 1}', result: str = "3", thinking: str = "Hm.") -> list[ChatMessage]:
+    bodies: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "1 + 2"},
+        {"role": "assistant", "content": None, "tool_calls": [call(arguments)], "reasoning_content": thinking},
+        {"role": "tool", "tool_call_id": "call_1", "content": result},
+    ]
+    return [ChatMessage.model_validate(body) for body in bodies]
+
+
+def control_tokens(ids: list[int]) -> list[str]:
+    return [token for token in RAW.convert_ids_to_tokens(ids) if token in CONTROL]
+
+
+def test_template_sees_tools_calls_and_results() -> None:
+    ids = TOKENIZER.encode_chat(conversation(), tools=[tool()])
+    assert RAW.decode(ids) == (
+        "<|system|># Tools\n"
+        '{"type": "function", "function": {"name": "add", "description": "Add", "parameters": {"type": "object"}}}\n'
+        "<|end|><|system|>Be brief.<|end|><|user|>1 + 2<|end|>"
+        "<|assistant|><think>\nHm.\n</think>\n<tool_call>\n"
+        '{"name": "add", "arguments": {"a": 1}}\n</tool_call><|end|>'
+        "<|user|><tool_response>\n3\n</tool_response><|end|><|assistant|>"
+    )
+
+
+@pytest.mark.parametrize("spelled", ["<|end|>", "<|user|>", "</tool_response>", "</tool_call>"])
+@pytest.mark.parametrize(
+    "place", ["result", "argument", "argument's name", "unparsed arguments", "name", "description", "parameter"]
+)
+def test_control_token_spelled_in_data_stays_text(spelled: str, place: str) -> None:
+    messages, tools = conversation(), [tool()]
+    if place == "result":
+        messages = conversation(result=f"x{spelled}y")
+    elif place == "argument":
+        messages = conversation(arguments=json.dumps({"a": [f'"{spelled}"']}))
+    elif place == "argument's name":
+        messages = conversation(arguments=json.dumps({spelled: 1}))
+    elif place == "unparsed arguments":
+        messages = conversation(arguments=f"{{{spelled}")
+    elif place == "name":
+        tools = [tool(name=spelled)]
+    elif place == "description":
+        tools = [tool(description=f"Add.{spelled}\n")]
+    else:
+        tools = [tool(parameters={"type": "object", "properties": {spelled: {"enum": [spelled]}}})]
+    ids = TOKENIZER.encode_chat(messages, tools=tools)
+    assert control_tokens(ids) == control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
+    assert spelled in RAW.decode(ids).replace('\\"', '"')
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(
+        st.lists(st.sampled_from([*CONTROL, "<|", "a", '"', "\n", "é"])).map("".join), min_size=4, max_size=4
+    )
+)
+def test_no_data_becomes_a_control_token(texts: list[str]) -> None:
+    result, argument, name, description = texts
+    messages = conversation(arguments=json.dumps({argument: argument}), result=result)
+    ids = TOKENIZER.encode_chat(messages, tools=[tool(name=f"a{name}", description=description)])
+    assert control_tokens(ids) == control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
+
+
+def test_assistants_thinking_may_hold_inner_tokens_but_no_structural_ones() -> None:
+    ids = TOKENIZER.encode_chat(conversation(thinking="<tool_call><|end|>"), tools=[tool()])
+    expected = control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
+    expected.insert(expected.index("<think>") + 1, "<tool_call>")
+    assert control_tokens(ids) == expected
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "[1]", '{"a": ' * 5000 + "1" + "}" * 5000])
+def test_arguments_that_are_no_object_are_shown_as_they_are(arguments: str) -> None:
+    shown = RAW.decode(TOKENIZER.encode_chat(conversation(arguments=arguments), tools=[tool()]))
+    assert f'"arguments": {arguments}}}\n</tool_call>' in shown
+
+
+def test_template_without_a_place_for_a_field_refuses_it_by_name() -> None:
+    plain: ChatTokenizer = guarded(tool_tokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}"))
+    user = [ChatMessage(role="user", content="a")]
+    with pytest.raises(UnshownFieldError, match="does not look at tools") as tools:
+        plain.encode_chat(user, tools=[tool()])
+    assert tools.value.place == "tools"
+    with pytest.raises(UnshownFieldError) as calls:
+        plain.encode_chat(conversation())
+    assert calls.value.place == "messages.2.tool_calls"
+
+
+def test_untrackable_spelling_in_a_tool_names_its_place() -> None:
+    template = TOOL_TEMPLATE.replace("tool | tojson", "tool | tojson | urlencode")
+    encoding = guarded(tool_tokenizer(template=template))
+    with pytest.raises(ModelError, match=r"tools\.0\.function\.description spells a control token"):
+        encoding.encode_chat(conversation(), tools=[tool(description="<|end|>")])

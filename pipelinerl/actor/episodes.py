@@ -80,7 +80,7 @@ class Episodes:
     ) -> None:
         self._gateway = gateway
         self._sampler = sampler
-        self._domains = domains
+        self.domains = domains
         self._attempts = attempts
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
@@ -106,7 +106,7 @@ class Episodes:
         Raises:
             ContractError, PipelineError: no engine could answer one of its turns.
         """
-        domain, began = self._domains[order.problem.domain], time.monotonic()
+        domain, began = self.domains[order.problem.domain], time.monotonic()
         episode, lost = Episode(order, sample, domain.limits), ""
         for _ in range(_LIVES):
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, final
 
 from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl.types import Answered, PromptOrder, Rollout
@@ -62,3 +62,23 @@ class GroupMaker(Protocol):
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
         """The rollouts of an order with their verdicts; raises ContractError or PipelineError when there are none."""
         ...
+
+
+@final
+class Unwatched:
+    """`GroupProgress` of a group that no actor makes."""
+
+    def begun(self) -> None:
+        """Nothing ages."""
+
+    def handed_over(self, answered: Answered) -> None:
+        """Nothing is reported."""
+
+    def resampled(self, samples: int) -> None:
+        """Nothing is counted."""
+
+    def sampled(self, engine: str) -> None:
+        """Nothing is drawn."""
+
+    def judged(self, judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Nothing is counted."""

@@ -11,6 +11,7 @@ from typing import Final
 from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs, Overdue
+from pipelinerl.commands.findings.episode_trial import episode_tried
 from pipelinerl.commands.findings.first_look import MOST, refuse_problems
 from pipelinerl.commands.findings.mini_batches import mini_batch_finding
 from pipelinerl.commands.findings.model import (
@@ -172,8 +173,13 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     for domain in config.domains:
         yield from (("warning", sentence) for sentence in called_by_place(domain))
         yield from instruction_findings(config, domain)
-        said = asyncio.run(tried(domain, _problems_of(domain, config)))
-        yield "verifier", f"domains.{domain.name}: {said}"
+        if domain.has_verifier:
+            said = asyncio.run(tried(domain, _problems_of(domain, config)))
+            yield "verifier", f"domains.{domain.name}: {said}"
+        if domain.has_environment:
+            problem = _problems_of(domain, config).problem(0)
+            lines = asyncio.run(episode_tried(config, domain, problem, tokenizer))
+            yield from (("episode", f"domains.{domain.name}: {line}") for line in lines)
         if (judge := open_filter(config)) is not None:
             problem = _problems_of(domain, config).problem(0)
             yield "filter", asyncio.run(filter_tried(judge, problem, samples=config.sampling.group_size))

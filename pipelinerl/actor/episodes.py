@@ -23,7 +23,7 @@ from pipelinerl.actor.group_maker import GroupProgress, MadeRollout, Sampler
 from pipelinerl.environments.environment import EpisodeLimits, Task
 from pipelinerl.environments.episode import Episode
 from pipelinerl.environments.gateway import Gateway, SampleTurn
-from pipelinerl.environments.host_pool import Ended, HostLost
+from pipelinerl.environments.host_pool import EpisodeEnd, HostLost
 from pipelinerl.errors import PipelineError
 from pipelinerl.types import PromptOrder, Rollout, Verdict
 from pipelinerl.verifiers.user_code import verdict_of
@@ -36,7 +36,7 @@ _LIVES: Final = 2
 class Player(Protocol):
     """Runs a user's program against the gateway: `EpisodeHosts`, or commands."""
 
-    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> Ended:
+    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
         """Play one episode. Raises TimeoutError, or `HostLost`."""
         ...
 
@@ -182,7 +182,7 @@ async def _all(work: Sequence[Coroutine[None, None, PlayedEpisode]]) -> list[Pla
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _verdict(order: PromptOrder, episode: Episode, ended: Ended, domain: EpisodeDomain) -> Verdict:
+async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, domain: EpisodeDomain) -> Verdict:
     """What an episode that the user's code has ended is worth."""
     if ended.how in ("raised", "cancelled"):
         return failed(f"the environment failed: {ended.reason}")

@@ -173,19 +173,26 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     for domain in config.domains:
         yield from (("warning", sentence) for sentence in called_by_place(domain))
         yield from instruction_findings(config, domain)
-        if domain.has_verifier:
-            said = asyncio.run(tried(domain, _problems_of(domain, config)))
-            yield "verifier", f"domains.{domain.name}: {said}"
-        if domain.has_environment:
-            problem = _problems_of(domain, config).problem(0)
-            lines = asyncio.run(episode_tried(config, domain, problem, tokenizer))
-            yield from (("episode", f"domains.{domain.name}: {line}") for line in lines)
+        yield from _trials(domain, config, tokenizer)
         if (judge := open_filter(config)) is not None:
             problem = _problems_of(domain, config).problem(0)
             yield "filter", asyncio.run(filter_tried(judge, problem, samples=config.sampling.group_size))
     yield from prompt_findings(
         config, tokenizer, training=training_problems(config), held_out=held_out_problems(config)
     )
+
+
+def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) -> Iterator[tuple[str, str]]:
+    """What the domain's verifier says of a real problem, and an episode of its environment."""
+    problems, where = _problems_of(domain, config), f"domains.{domain.name}"
+    if domain.has_verifier:
+        yield "verifier", f"{where}: {asyncio.run(tried(domain, problems))}"
+    if domain.has_environment:
+        kinds = {"text": 0, "a call": 1, "two calls": 2}
+        kept = [kind for kind, calls in kinds.items() if tokenizer.tail.reproduces_deployment(calls=calls)]
+        yield "template", f"continues {', '.join(kept) or 'nothing'} exactly as it renders a whole conversation"
+        for line in asyncio.run(episode_tried(config, domain, problems.problem(0), tokenizer)):
+            yield "episode", f"{where}: {line}"
 
 
 def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:

@@ -1,6 +1,6 @@
 """`EpisodeClient`: what user code asks the model through, in an episode host. Shaped like `openai.AsyncOpenAI`.
 
-answer = await client.chat(messages)                         an `Answer`, which may stand among the next messages
+answer = await client.chat(messages)                         an `ChatAnswer`, which may stand among the next messages
 completion = await client.chat.completions.create(messages=messages)    OpenAI's object, as attributes
 client.base_url, client.api_key                              for any other program that speaks OpenAI's API
 """
@@ -27,13 +27,13 @@ class ChatRefused(Exception):
     """The gateway has refused a request; the message says why."""
 
 
-class EpisodeOver(ChatRefused):
+class ConversationOver(ChatRefused):
     """No further answer is sampled: a limit of the episode is reached. What was answered is judged as it is."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatAnswer:
     """An answer of the model. `message` is what the next request repeats of it."""
 
     message: Mapping[str, Any]
@@ -59,7 +59,7 @@ class EpisodeClient:
         self._session = session
         self.base_url = base_url
         self.api_key = api_key
-        self.chat = Chat(self)
+        self.chat = ChatCalls(self)
 
     def agent(self, name: str, *, trains: bool = True) -> EpisodeClient:
         """Another agent of the same episode.
@@ -82,7 +82,7 @@ class EpisodeClient:
         """Ask the gateway.
 
         Raises:
-            EpisodeOver: a limit of the episode is reached.
+            ConversationOver: a limit of the episode is reached.
             ChatRefused: it refuses for another reason.
         """
         base = self.base_url if path.startswith("/chat") else self.base_url.removesuffix("/v1")
@@ -93,23 +93,23 @@ class EpisodeClient:
             if response.status == 200:
                 return answer
             error = answer.get("error") or {}
-            kind = EpisodeOver if error.get("code") in _OVER else ChatRefused
+            kind = ConversationOver if error.get("code") in _OVER else ChatRefused
             raise kind(str(error.get("message")))
 
 
 @final
-class Chat:
+class ChatCalls:
     """`client.chat`: callable, and with OpenAI's `completions.create`."""
 
     def __init__(self, client: EpisodeClient) -> None:
         self._client = client
         self.completions = Completions(client)
 
-    async def __call__(self, messages: Sequence[ChatInput | Answer], **options: Any) -> Answer:
+    async def __call__(self, messages: Sequence[ChatInput | ChatAnswer], **options: Any) -> ChatAnswer:
         """The model's answer to `messages`. `options` are OpenAI's, such as `tools` or `max_tokens`."""
         completion = await self._client.post("/chat/completions", _body(messages, options))
         choice = completion["choices"][0]
-        return Answer(choice["message"], choice["finish_reason"])
+        return ChatAnswer(choice["message"], choice["finish_reason"])
 
 
 @final
@@ -119,14 +119,14 @@ class Completions:
     def __init__(self, client: EpisodeClient) -> None:
         self._client = client
 
-    async def create(self, *, messages: Sequence[ChatInput | Answer], **options: Any) -> Any:
+    async def create(self, *, messages: Sequence[ChatInput | ChatAnswer], **options: Any) -> Any:
         """A completion, whose fields are attributes."""
         return _as_attributes(await self._client.post("/chat/completions", _body(messages, options)))
 
 
-def _body(messages: Sequence[ChatInput | Answer], options: Mapping[str, Any]) -> dict[str, Any]:
+def _body(messages: Sequence[ChatInput | ChatAnswer], options: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "messages": [dict(each.message) if isinstance(each, Answer) else dict(each) for each in messages],
+        "messages": [dict(each.message) if isinstance(each, ChatAnswer) else dict(each) for each in messages],
         **options,
         "stream": False,
     }

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from pipelinerl.environments.environment import Task
-from pipelinerl.environments.host_pool import Ended
+from pipelinerl.environments.host_pool import EpisodeEnd
 from pipelinerl.system import tied_process
 from pipelinerl.system.background import to_its_end
 
@@ -36,7 +36,7 @@ class Commands:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = tuple(command)
 
-    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> Ended:
+    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
         """Run the program to its end. Raises TimeoutError."""
         text = task.messages[-1]["content"] if task.messages else ""
         tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
@@ -52,8 +52,10 @@ class Commands:
         finally:
             await to_its_end(_end(process))
         if status:
-            return Ended(how="raised", reason=f"{self._command[0]} ended with status {status}; its output says why")
-        return Ended(how="returned")
+            return EpisodeEnd(
+                how="raised", reason=f"{self._command[0]} ended with status {status}; its output says why"
+            )
+        return EpisodeEnd(how="returned")
 
     async def start(self) -> None:
         """Nothing to bring up."""
@@ -64,13 +66,13 @@ class Commands:
 
 async def _end(process: Process) -> None:
     """End the program and what it has started."""
-    for number, patience_s in ((signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _END_S)):
+    for number, timeout_s in ((signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _END_S)):
         if process.returncode is not None:
             break
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 await process.wait()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # what outlives the program

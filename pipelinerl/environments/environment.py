@@ -18,7 +18,7 @@ from pipelinerl.types import Message, Problem
 
 #: Names of agents whose turns do not train begin with it.
 UNTRAINED: Final = "untrained-"
-#: A message as user code writes it: OpenAI's JSON, or an `Answer`.
+#: A message as user code writes it: OpenAI's JSON, or an `ChatAnswer`.
 ChatInput = Mapping[str, Any]
 
 
@@ -61,7 +61,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class EnvironmentStep:
     """What an environment answers to a message of the model's: new messages, the turn's reward, and whether it ends."""
 
     messages: Sequence[ChatInput] = ()
@@ -77,7 +77,7 @@ class Environment(Protocol):
         ...
 
     def step(self, answer: Any) -> Any:
-        """The `Step` after an `Answer` of the model."""
+        """The `EnvironmentStep` after an `ChatAnswer` of the model."""
         ...
 
     def close(self) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pipelinerl.environments.client import EpisodeClient, EpisodeOver
+from pipelinerl.environments.client import ConversationOver, EpisodeClient
 from pipelinerl.environments.environment import Task
 from pipelinerl.environments.user_code import Play, load_play
 from pipelinerl.errors import UserError
@@ -77,7 +77,7 @@ async def _played(play: Play, task: Any, client: EpisodeClient) -> dict[str, Any
     """How an episode ended."""
     try:
         value = await play(msgspec.convert(task, Task), client)
-    except EpisodeOver as error:
+    except ConversationOver as error:
         return {"how": "over", "reason": str(error)}
     except asyncio.CancelledError:
         return {"how": "cancelled", "reason": "cancelled"}

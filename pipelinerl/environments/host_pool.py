@@ -43,7 +43,7 @@ class HostLost(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class EpisodeEnd:
     """How the user's code ended: `how` is `returned`, `over`, `raised` or `cancelled`; see `episode_host`."""
 
     how: str
@@ -61,7 +61,7 @@ class _Host:
     process: Process
     writer: asyncio.StreamWriter
     reader: asyncio.StreamReader
-    episodes: dict[str, asyncio.Future[Ended]] = field(default_factory=dict)
+    episodes: dict[str, asyncio.Future[EpisodeEnd]] = field(default_factory=dict)
     listening: asyncio.Task[None] | None = None
 
     @property
@@ -78,7 +78,7 @@ class _Host:
                 fields = json.loads(line)
                 ended = self.episodes.pop(fields.pop("ended"), None)
                 if ended is not None and not ended.done():
-                    ended.set_result(msgspec.convert(fields, Ended))
+                    ended.set_result(msgspec.convert(fields, EpisodeEnd))
         for ended in self.episodes.values():
             if not ended.done():
                 ended.set_exception(HostLost("the process that played this episode has ended; its output says why"))
@@ -113,7 +113,7 @@ class EpisodeHosts:
         with contextlib.suppress(HostLost):  # the first episode says it
             await self._free()
 
-    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> Ended:
+    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
         """Play one episode.
 
         Raises:
@@ -121,7 +121,7 @@ class EpisodeHosts:
             HostLost: its process has ended before it.
         """
         host, number = await self._free(), str(next(self._numbers))
-        ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[EpisodeEnd] = asyncio.get_running_loop().create_future()
         host.episodes[number] = ended
         host.tell(begin=number, task=msgspec.to_builtins(task), base_url=base_url, api_key=api_key)
         try:
@@ -140,7 +140,7 @@ class EpisodeHosts:
         hosts, self._hosts = self._hosts, []
         await asyncio.gather(*(to_its_end(host.close()) for host in hosts))
 
-    async def _end(self, host: _Host, ended: asyncio.Future[Ended]) -> None:
+    async def _end(self, host: _Host, ended: asyncio.Future[EpisodeEnd]) -> None:
         """Kill the host of an episode that was cancelled and goes on."""
         await asyncio.wait({ended}, timeout=_CANCEL_S)
         if not ended.done():

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from pipelinerl.environments.client import EpisodeClient
-from pipelinerl.environments.environment import Step, Task
+from pipelinerl.environments.environment import Environment, EnvironmentStep, Task
 from pipelinerl.errors import ReferenceFailed
 from pipelinerl.system.references import load_reference
 
@@ -38,7 +38,7 @@ def load_play(reference: str) -> Play:
 
 def _loop_around(kind: Any) -> Play:
     async def play(task: Task, client: EpisodeClient) -> float:
-        environment: Any = kind()
+        environment: Environment = kind()
         try:
             messages = list(await _called(environment.reset, task, task.seed) or task.messages)
             while True:
@@ -63,10 +63,14 @@ async def _called(method: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.to_thread(method, *arguments)
 
 
-def _step(value: Any) -> Step:
-    if isinstance(value, Step):
+def _step(value: Any) -> EnvironmentStep:
+    if isinstance(value, EnvironmentStep):
         return value
     if isinstance(value, tuple) and len(value) == 3:
         messages, reward, done = value
-        return Step(messages=[messages] if isinstance(messages, Mapping) else messages, reward=reward, done=done)
-    raise TypeError(f"step must return a Step, or (messages, reward, done), it returned {type(value).__name__}")
+        return EnvironmentStep(
+            messages=[messages] if isinstance(messages, Mapping) else messages, reward=reward, done=done
+        )
+    raise TypeError(
+        f"step must return an EnvironmentStep, or (messages, reward, done), it returned {type(value).__name__}"
+    )

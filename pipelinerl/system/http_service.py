@@ -321,8 +321,10 @@ async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None
         server.close()
         for connection in list(state.connections):
             connection.shutdown()
-        for task in list(state.tasks):
+        tasks = list(state.tasks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -1,12 +1,11 @@
-"""`guessing`: the lightest model that can play `examples/guess_number`, a bigram that sees the hint."""
+"""`guessing`: the lightest model that can play `examples/guess_letter`, a bigram that sees the hint."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from string import ascii_lowercase
 
 from pipelinerl.models.bigram import BigramModel
-from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS, char_tokenizer
 
 #: No token opens the assistant's turn, so that the first sampled one follows the hint.
 _TEMPLATE = (
@@ -17,12 +16,13 @@ _TEMPLATE = (
 
 def guessing(model: Path) -> tuple[str, ...]:
     """Changes by which the example trains such a model, made in `model`."""
-    tokenizer = char_tokenizer(alphabet="1234567?" + ascii_lowercase)
+    tokenizer = char_tokenizer(alphabet="abcdefg" + "0123456789+-*/?")
     tokenizer.chat_template = _TEMPLATE
     made = BigramModel.random(len(tokenizer), seed=0, scale=0.0, context_length=64)
-    made.logits[:, 6:13] += 3.0  # a digit is likely
-    made.logits[6:13, :] = 0.0
-    made.logits[6:13, tokenizer.eos_token_id] = 4.0  # and ends there
+    letters = slice(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + 7)
+    made.logits[:, letters] = 3.0
+    made.logits[letters, :] = 0.0
+    made.logits[letters, tokenizer.eos_token_id] = 4.0  # one letter is an answer
     made.save(model)
     tokenizer.save_pretrained(str(model), save_jinja_files=False)
     return (
@@ -30,6 +30,6 @@ def guessing(model: Path) -> tuple[str, ...]:
         "engine.type=bigram",
         "trainer.type=bigram",
         "engine.context_length=64",
-        "optimizer.learning_rate=0.1",
-        "objective.grad2.beta=0.01",
+        "optimizer.learning_rate=0.2",
+        "optimizer.warmup_steps=0",
     )

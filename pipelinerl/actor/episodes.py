@@ -58,6 +58,12 @@ class EpisodeDomain:
     verifier: GroupVerifier | None
     correct_at: float
 
+    async def close(self) -> None:
+        """End what plays and judges."""
+        await self.player.close()
+        if self.verifier is not None:
+            await self.verifier.close()
+
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:

@@ -183,8 +183,10 @@ async def _answering(config: RunConfig, respondent: Respondent) -> AsyncIterator
             episodes = Episodes(gateway, sampler, domains, attempts=config.actor.attempts) if sampler else None
             yield _Answering(respondent, verifiers, episodes)
     finally:
-        for opened in (*(domain.player for domain in domains.values()), *verifiers.values()):
-            await opened.close()
+        for domain in domains.values():
+            await domain.player.close()
+        for verifier in verifiers.values():
+            await verifier.close()
 
 
 def _first(group: BaseExceptionGroup[Any]) -> BaseException:

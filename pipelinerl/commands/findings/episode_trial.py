@@ -56,8 +56,8 @@ async def episode_tried(
         async with gateway.serve():
             played = await episodes.play(order, 0, Unwatched())
     finally:
-        for opened in (*(each.player for each in domains.values()), *verifiers.values()):
-            await opened.close()
+        for each in domains.values():
+            await each.close()
     verdict = played.judgement.verdict
     if not verdict.outcome.is_judgement:
         raise RecipeError(f"domains.{domain.name}: an episode was played, and {verdict.outcome}: {verdict.reason}")

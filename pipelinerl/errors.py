@@ -3,11 +3,13 @@
     PipelineError
     ├── UserError            what the user gave is wrong; shown as one sentence, exit code 2
     │   ├── RecipeError      a recipe's key, type or value; the message begins with the field's path
-    │   │   └── TokenRefused the run's peer wants another bearer token
+    │   │   ├── TokenRefused the run's peer wants another bearer token
+    │   │   └── MissingFieldError a row of the data lacks a field; the message lists those that it has
     │   ├── ReferenceFailed  a user's code that a recipe refers to cannot be loaded
     │   ├── ColumnError      an objective reads a column that is not there; the message says who computes it
     │   ├── ModelError       a model directory is missing or incomplete
-    │   │   └── TemplateNameError   a chat template may not be given a name, or not with this value
+    │   │   ├── TemplateNameError   a chat template may not be given a name, or not with this value
+    │   │   └── UnshownFieldError   the chat template does not look at a field of the request
     │   ├── AddressError     a port is taken, or a service cannot be reached at the address given
     │   ├── DivergedError    steps in a row were not finite: another recipe is needed, not another try
     │   ├── RunFailed        the run cannot go on; the message says why, and what has to be started differently
@@ -26,7 +28,7 @@ To add one: subclass the nearest parent and add the line above.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 class PipelineError(Exception):
@@ -39,6 +41,16 @@ class UserError(PipelineError):
 
 class RecipeError(UserError):
     """A recipe's key, type or value is wrong."""
+
+
+class MissingFieldError(RecipeError):
+    """A row of the data lacks a field; `field` names it, and `present` the fields that the row has."""
+
+    def __init__(self, field: str, present: Iterable[str]) -> None:
+        names = sorted(present)
+        super().__init__(f'field "{field}" is missing; the row has {", ".join(names) or "no field"}')
+        self.field = field
+        self.present = names
 
 
 class TokenRefused(RecipeError):

@@ -23,6 +23,7 @@ import httpx
 from inference_contract.conformance import (
     chat_checks,
     continuation_checks,
+    openai_checks,
     pull_checks,
     refusal_checks,
     routing_checks,
@@ -38,6 +39,7 @@ Check = Callable[[Session], None]
 CHECKS: tuple[Check, ...] = (
     *state_checks.CHECKS,
     *chat_checks.CHECKS,
+    *openai_checks.CHECKS,
     *stream_checks.CHECKS,
     *continuation_checks.CHECKS,
     *routing_checks.CHECKS,

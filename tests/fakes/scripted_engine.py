@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any, final
 
 import numpy as np
@@ -39,6 +38,7 @@ from inference_contract.schemas import (
     Health,
     ModelCard,
     TokenLogprob,
+    TopLogprob,
     Usage,
 )
 from inference_contract.weights import (
@@ -60,67 +60,17 @@ from pipelinerl.system.http_service import listen, serve
 from pipelinerl.weights.layout import converted_by
 from pipelinerl.weights.parameter_server.download import WeightPuller
 from pipelinerl.weights.pull import PullOrder, Shard
+from tests.fakes.scripted_faults import Fault
 
 VOCAB = 32
 CONTEXT = 192
+MODEL = "models/scripted"
 LAYOUT = WeightLayout(
     parameters=(
         ParameterSpec(name="table.weight", shape=(VOCAB, VOCAB), dtype=DType.FLOAT32),
         ParameterSpec(name="table.bias", shape=(VOCAB,), dtype=DType.FLOAT32),
     )
 )
-
-
-class Fault(StrEnum):
-    """One broken promise each."""
-
-    NONE = "none"
-    ACCEPTS_OLDER = "accepts_older"
-    ACCEPTS_ANY_LAYOUT = "accepts_any_layout"
-    IGNORES_DIGEST = "ignores_digest"
-    IGNORES_WEIGHTS = "ignores_weights"
-    SERVES_STAGED = "serves_staged"
-    LOWER_GENERATION = "lower_generation"
-    REPREPARES = "reprepares"
-    ONE_SPAN = "one_span"
-    NEWEST_SPAN = "newest_span"
-    SHORT_SPANS = "short_spans"
-    POSITIVE_LOGPROBS = "positive_logprobs"
-    RAW_LOGPROBS = "raw_logprobs"
-    IGNORES_SEED = "ignores_seed"
-    NOISE_BY_BATCH = "noise_by_batch"
-    STREAM_DIFFERS = "stream_differs"
-    STREAMS_STOP_STRING = "streams_stop_string"
-    RETOKENIZES = "retokenizes"
-    DROPS_UNKNOWN_FIELDS = "drops_unknown_fields"
-    CLAMPS_TOP_K = "clamps_top_k"
-    FAILS_AT_LARGE_TOP_K = "fails_at_large_top_k"
-    TRUNCATES_PROMPT = "truncates_prompt"
-    COUNTS_NOTHING = "counts_nothing"
-    PULLS_WITHOUT_TOKEN = "pulls_without_token"
-    PULLS_FROM_FIRST_ONLY = "pulls_from_first_only"
-    PULLS_FIRST_SHARD = "pulls_first_shard"
-    PULLS_WRONG_BYTES = "pulls_wrong_bytes"
-    SERVES_HALF_A_PULL = "serves_half_a_pull"
-    PULLS_ELSEWHERE = "pulls_elsewhere"
-    COMMITS_ON_ABORT = "commits_on_abort"
-    IGNORES_DRAIN = "ignores_drain"
-    NEVER_FREES = "never_frees"
-    SPELLS_TOKENS = "spells_tokens"
-    OPENS_TEMPLATE = "opens_template"
-    REFUSES_DEFAULTS = "refuses_defaults"
-    FORGETS_PREFIX = "forgets_prefix"
-    REPEATS_PREFIX = "repeats_prefix"
-    RESTARTS_NOISE = "restarts_noise"
-    RENUMBERS_SAMPLES = "renumbers_samples"
-    COUNTS_LIMIT_ANEW = "counts_limit_anew"
-    STOPS_IN_NEW_TEXT_ONLY = "stops_in_new_text_only"
-    TAKES_ENDED_PREFIX = "takes_ended_prefix"
-    WRAPS_UNKNOWN_PREFIX = "wraps_unknown_prefix"
-    IGNORES_INTERVAL = "ignores_interval"
-    REINTERPRETS = "reinterprets"
-    HEEDS_EOS = "heeds_eos"
-    FORGETS_ROUTING = "forgets_routing"
 
 
 @dataclass(slots=True)
@@ -131,6 +81,7 @@ class _Sample:
     before: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     shown: int = 0
     told_end: bool = False
@@ -253,11 +204,20 @@ class ScriptedEngine:
     # --- generation ----------------------------------------------------------------------------------------------
 
     def _samples(self, request: ChatCompletionRequest) -> tuple[list[int], list[_Sample], int]:
-        if request.model not in (None, "scripted"):
-            raise UnknownModel(f"this engine serves 'scripted', got {request.model!r}", param="model")
+        if request.model not in (None, MODEL, "scripted" if self._fault is not Fault.WANTS_WHOLE_NAME else None):
+            raise UnknownModel(f"this engine serves {MODEL!r}, got {request.model!r}", param="model")
+        if request.response_format is not None and self._fault is not Fault.ANSWERS_FREELY:
+            raise InvalidRequest("there is no structured output here", param="response_format")
         if self._fault is Fault.FAILS_AT_LARGE_TOP_K and request.top_k > VOCAB:
             raise OverflowError("no such number of tokens")
-        text = "".join(message.content for message in request.messages or ())
+        dropped = "tool" if self._fault is Fault.DROPS_TOOL_RESULTS else None
+        text = (
+            request.prompt
+            if request.prompt and self._fault is not Fault.IGNORES_TEXT
+            else "".join(each.content for each in request.messages or () if each.role != dropped)
+        )
+        if request.tools and request.tool_choice != "none" and self._fault is not Fault.DROPS_TOOLS:
+            text += "".join(tool.function.description or "" for tool in request.tools)
         if self._fault is Fault.SPELLS_TOKENS:
             text = text.replace("<|end|>", chr(VOCAB - 2))
         if self._fault is Fault.OPENS_TEMPLATE:
@@ -304,9 +264,11 @@ class ScriptedEngine:
     def _step(self, request: ChatCompletionRequest, sample: _Sample, limit: int) -> None:
         weights = self._buffers[0].view(np.float32)
         logits = weights[: VOCAB * VOCAB].reshape(VOCAB, VOCAB)[sample.last] + weights[VOCAB * VOCAB :]
-        scaled = logits.astype(np.float64) / (request.temperature or 1.0)
+        scaled = self._changed(request, sample, logits.astype(np.float64)) / (request.temperature or 1.0)
         if request.top_k:
             scaled[np.argsort(-scaled, kind="stable")[request.top_k :]] = -np.inf
+        if request.min_p and self._fault is not Fault.IGNORES_MIN_P:
+            scaled[scaled < scaled.max() + np.log(request.min_p)] = -np.inf
         logp = scaled - scaled.max()
         logp -= np.log(np.exp(logp).sum())
         before = 0 if self._fault is Fault.RESTARTS_NOISE else len(sample.prefix)
@@ -315,6 +277,9 @@ class ScriptedEngine:
         token = int(np.argmax(logp) if greedy else np.searchsorted(np.cumsum(np.exp(logp)), noise).clip(0, VOCAB - 1))
         raw = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
         logprob = float(raw[token] if self._fault is Fault.RAW_LOGPROBS else logp[token])
+        shown = raw if self._fault is Fault.RAW_TOP_LOGPROBS else logp
+        likeliest = [int(each) for each in np.argsort(-shown, kind="stable")[: request.top_logprobs or 0]]
+        sample.top.append([(each, float(shown[each])) for each in likeliest if shown[each] > -np.inf])
         sample.last = token
         sample.tokens.append(token)
         sample.logprobs.append(-logprob if self._fault is Fault.POSITIVE_LOGPROBS else logprob)
@@ -325,6 +290,15 @@ class ScriptedEngine:
             sample.reason = FinishReason.STOP
         elif len(sample.tokens) + (self._fault is not Fault.COUNTS_LIMIT_ANEW) * len(sample.prefix) >= limit:
             sample.reason = FinishReason.LENGTH
+
+    def _changed(self, request: ChatCompletionRequest, sample: _Sample, logits: Any) -> Any:
+        for token, bias in (request.logit_bias or {}).items():
+            if token >= VOCAB:
+                raise InvalidRequest("no such token", param="logit_bias")
+            logits[token] += bias * (self._fault is not Fault.IGNORES_BIAS)
+        for token in set(sample.tokens) if self._fault is not Fault.COUNTS_NO_REPEATS else ():
+            logits[token] -= request.presence_penalty + sample.tokens.count(token) * request.frequency_penalty
+        return logits
 
     async def _steps(self, request: ChatCompletionRequest, samples: list[_Sample], limit: int) -> AsyncIterator[None]:
         await self._admits.wait()
@@ -360,8 +334,17 @@ class ScriptedEngine:
         return spans
 
     def _logprobs(self, sample: _Sample, start: int = 0) -> ChoiceLogprobs:
-        rows = zip(sample.tokens[start:], sample.logprobs[start:], strict=True)
-        return ChoiceLogprobs(content=[TokenLogprob(token=chr(97 + token), logprob=logprob) for token, logprob in rows])
+        rows = zip(sample.tokens[start:], sample.logprobs[start:], sample.top[start:], strict=True)
+        return ChoiceLogprobs(
+            content=[
+                TokenLogprob(
+                    token=chr(97 + token),
+                    logprob=logprob,
+                    top_logprobs=[TopLogprob(token=chr(97 + each), logprob=value) for each, value in top],
+                )
+                for token, logprob, top in rows
+            ]
+        )
 
     def _routed(self, request: ChatCompletionRequest, tokens: list[int]) -> RoutedExperts | None:
         """Token i is computed by expert i of one layer with as many experts as there are tokens."""
@@ -381,7 +364,7 @@ class ScriptedEngine:
         return ChatCompletion(
             id="scripted-1",
             created=0,
-            model="scripted",
+            model=MODEL,
             choices=[
                 Choice(
                     index=sample.index,
@@ -466,7 +449,7 @@ class ScriptedEngine:
         return ChatCompletionChunk(
             id="scripted-1",
             created=0,
-            model="scripted",
+            model=MODEL,
             choices=parts,
             usage=usage,
             prompt_token_ids=opening,
@@ -486,7 +469,7 @@ class ScriptedEngine:
     def model_card(self) -> ModelCard:
         epoch, version = self._serving
         return ModelCard(
-            id="scripted",
+            id=MODEL,
             model_version=version,
             epoch=epoch,
             context_length=CONTEXT,

@@ -7,7 +7,8 @@ import pytest
 from inference_contract.conformance import CHECKS, CheckOutcome, CheckResult, run, select
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
-from tests.fakes.scripted_engine import Fault, ScriptedEngine, application
+from tests.fakes.scripted_engine import ScriptedEngine, application
+from tests.fakes.scripted_faults import Fault
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
@@ -59,6 +60,15 @@ CAUGHT_BY = {
     Fault.REINTERPRETS: "converted_dtype_is_served",
     Fault.HEEDS_EOS: "eos_is_ignored",
     Fault.FORGETS_ROUTING: "routed_experts_come_or_are_refused",
+    Fault.DROPS_TOOLS: "tools_are_shown_or_refused",
+    Fault.DROPS_TOOL_RESULTS: "tool_results_are_shown_or_refused",
+    Fault.ANSWERS_FREELY: "formats_are_kept_or_refused",
+    Fault.RAW_TOP_LOGPROBS: "likeliest_tokens_come_or_are_refused",
+    Fault.IGNORES_MIN_P: "min_p_is_kept_or_refused",
+    Fault.IGNORES_BIAS: "bias_is_kept_or_refused",
+    Fault.COUNTS_NO_REPEATS: "penalties_are_kept_or_refused",
+    Fault.WANTS_WHOLE_NAME: "short_name_is_taken",
+    Fault.IGNORES_TEXT: "texts_are_completed_or_refused",
 }
 
 #: Checks that must fail for faults which another check is about.

@@ -89,6 +89,10 @@ class ArrowRows:
                 for values in zip(*columns, strict=True):
                     yield dict(zip(names, values, strict=True))
 
+    def unread(self, index: int) -> tuple[str, ...]:
+        """The file's other columns."""
+        return self._also
+
     def place(self, index: int) -> str:
         """`train.parquet row 17`, counted from 0."""
         return f"{self._name} row {index}"

@@ -17,7 +17,7 @@ from pipelinerl.data.drafts import Draft, text_of, to_problem
 from pipelinerl.data.files.rows import Row
 from pipelinerl.data.prompts import asked_by, asks_nothing, question
 from pipelinerl.data.templates import Template
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import MissingFieldError, RecipeError
 from pipelinerl.types import Message, Problem
 
 _PROMPT: Final = "prompt"
@@ -209,6 +209,5 @@ def _as_text(value: Any) -> str:
     return str(value)
 
 
-def _missing(field: str, row: Row) -> RecipeError:
-    there = ", ".join(sorted(name for name, value in row.items() if value is not None))  # null is missing, too
-    return RecipeError(f'field "{field}" is missing; the row has {there or "no field"}')
+def _missing(field: str, row: Row) -> MissingFieldError:
+    return MissingFieldError(field, (name for name, value in row.items() if value is not None))  # null is missing, too

@@ -56,6 +56,10 @@ class DataRows(Protocol):
         """What a user would call the row: file and line, or file and number."""
         ...
 
+    def unread(self, index: int) -> tuple[str, ...]:
+        """The fields of the row that were left in its file because nothing asked for them."""
+        ...
+
 
 @final
 class JsonRows:
@@ -119,6 +123,10 @@ class JsonRows:
         """All rows, with all their fields."""
         return map(self.row, range(len(self)))
 
+    def unread(self, index: int) -> tuple[str, ...]:
+        """None: rows are read whole."""
+        return ()
+
     def place(self, index: int) -> str:
         """`train.jsonl line 18`, counted from 1 as editors do, or `train.csv row 17`."""
         number = index
@@ -149,6 +157,10 @@ class RowSequence:
         """All rows, with all their fields."""
         return map(self.row, range(len(self)))
 
+    def unread(self, index: int) -> tuple[str, ...]:
+        """None: rows are whole."""
+        return ()
+
     def place(self, index: int) -> str:
         """`my.py:problems row 17`."""
         return f"{self._name} row {index}"
@@ -173,6 +185,11 @@ class ChainedRows:
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
         """All rows."""
         return itertools.chain.from_iterable(part.scan(fields) for part in self._parts)
+
+    def unread(self, index: int) -> tuple[str, ...]:
+        """Those of the row's own file."""
+        part, within = self._found(index)
+        return part.unread(within)
 
     def place(self, index: int) -> str:
         """The place in the row's own file."""

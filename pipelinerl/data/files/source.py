@@ -25,7 +25,7 @@ from pipelinerl.data.files.layouts import NAMES, Layout, layout_of
 from pipelinerl.data.files.rows import ChainedRows, DataRows, FirstRows, JsonRows
 from pipelinerl.data.prompts import Prompts
 from pipelinerl.data.source import SourceRequest
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import MissingFieldError, RecipeError
 from pipelinerl.types import Problem
 
 #: Splits with the parameters that name files of their own, and those that name one of the data set's splits.
@@ -219,8 +219,10 @@ def placed(rows: DataRows, number: int) -> Iterator[None]:
     """Errors within say first which row it is."""
     try:
         yield
-    except RecipeError as error:
-        place = rows.place(number)
+    except RecipeError as found:
+        place, error = rows.place(number), found
+        if isinstance(found, MissingFieldError):
+            error = MissingFieldError(found.field, {*found.present, *rows.unread(number)})
         raise RecipeError(str(error) if str(error).startswith(place) else f"{place}: {error}") from None
 
 

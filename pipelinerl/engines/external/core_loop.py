@@ -299,7 +299,10 @@ class CoreLoop:
             sequence.mark_version(version)
             if not any(each.token_ids for each in sequence.request.sequences):
                 sequence.request.epoch = epoch  # of whichever sample is the first; a later one may be of a later epoch
-        for token_id, logprob in zip(sample.token_ids, sample.logprobs, strict=True):
+        num_top = sequence.request.num_top
+        for place, (token_id, logprob) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
+            if num_top:
+                sequence.top.append(sample.top[place][:num_top])
             ended = extend([sequence], [token_id], [logprob])
             if sequence.request.streams:
                 new_tokens.append(sampled(sequence))

@@ -9,8 +9,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from inference_contract.errors import InvalidRequest
 from inference_contract.weights import OnUpdate, WeightLayout
-from pipelinerl.engines.batching.sequence import Request, Sequence
+from pipelinerl.engines.batching.sequence import Request, Sequence, TopTokens
 from pipelinerl.engines.options import EngineOptions
 
 
@@ -21,6 +22,7 @@ class Sampled:
     Attributes:
         token_ids, logprobs: the tokens that follow those of the steps before; all sampled by one version.
         arrived: tokens that the core has sampled since the last step, which are among these or follow in a later step.
+        top: of each of these tokens the likeliest ones in its place, at least as many as the request wants.
         ended: the core will not go on with it, whatever the reason.
     """
 
@@ -29,6 +31,7 @@ class Sampled:
     logprobs: Items[float]
     arrived: int
     ended: bool
+    top: Items[TopTokens] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,22 @@ class EngineCore(Protocol):
     async def close(self) -> None:
         """End the core, or leave it where it is not ours to end."""
         ...
+
+
+def refuse_beyond(request: Request, offered: frozenset[str], engine: str) -> None:
+    """Raise `InvalidRequest` for a field of sampling that the request uses and `engine` does not offer."""
+    change = request.change
+    used = {
+        "min_p": request.min_p > 0,
+        "top_logprobs": request.num_top > 0,
+        "logit_bias": change is not None and bool(change.bias),
+        "frequency_penalty": change is not None and change.frequency_penalty != 0,
+        "presence_penalty": change is not None and change.presence_penalty != 0,
+        "response_format": request.response_format is not None,
+    }
+    for name, is_used in used.items():
+        if is_used and name not in offered:
+            raise InvalidRequest(f"{name}: {engine} does not offer it; leave it out", param=name)
 
 
 def sample_id(sequence: Sequence) -> str:

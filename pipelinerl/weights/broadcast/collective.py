@@ -28,8 +28,10 @@ from pipelinerl.errors import AddressError, DeadlineError, UpdateError
 from pipelinerl.system.addresses import address_towards, without_name_servers
 from pipelinerl.system.ports import family_of
 
-#: A wait at the store cannot be interrupted: it is made of waits as long as this.
-_SLICE_S: Final = 0.1
+#: A wait at the store cannot be interrupted, and torch prints two warnings for each that ends in vain. The store is
+#: polled instead, at intervals of this share of the time waited so far, within these bounds.
+_POLL_SHARE: Final = 0.05
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.001, 0.01
 
 #: Torch's stubs leave out most of what is made in C++.
 dist: Any = torch.distributed
@@ -74,7 +76,6 @@ class Collective:
         self._store = store
         self._backend = backend
         self._name = name
-        self._waits_in_slices = False
 
     @staticmethod
     def join(
@@ -132,16 +133,19 @@ class Collective:
             DeadlineError: nothing was announced until `deadline` (monotonic seconds).
             UpdateError: rank 0 has gone, or this rank has left the group meanwhile.
         """
-        if not self._waits_in_slices:
-            self._store.set_timeout(timedelta(seconds=_SLICE_S))  # a wait before it would ask once more
-            self._waits_in_slices = True
+        began = time.monotonic()
         while self._group is not None:
             try:
-                return str(self._store.get(key).decode(errors="replace"))
+                if self._store.check([key]):
+                    return str(self._store.get(key).decode(errors="replace"))
             except RuntimeError as error:
-                found = _translated(error, f"waiting for {key} in {self._name}")
-                if not isinstance(found, DeadlineError) or time.monotonic() > deadline:
-                    raise found from error
+                raise _translated(error, f"waiting for {key} in {self._name}") from error
+            now = time.monotonic()
+            if now > deadline:
+                raise DeadlineError(
+                    f"waiting for {key} in {self._name}: rank 0 announced nothing in {now - began:.1f} s"
+                )
+            time.sleep(min(max((now - began) * _POLL_SHARE, _SHORTEST_POLL_S), _LONGEST_POLL_S))
         raise UpdateError(f"{self._name} was left")
 
     def broadcast(self, tensor: torch.Tensor, *, deadline: float, root: int = 0) -> None:

@@ -282,6 +282,18 @@ def test_unified_structs_are_stripped_of_their_nulls(tmp_path: Path) -> None:
     assert found == {row["prompt"]: row["metadata"] for row in rows}
 
 
+@pytest.mark.parametrize("write", [parquet, arrow_stream])
+def test_missing_column_names_every_column_of_the_file(write: Callable[[Path, Rows], Path], tmp_path: Path) -> None:
+    rows = [{"question": f"{n} + 1", "solution": str(n + 1), "level": 1, "answer": None} for n in range(40)]
+    path = write(tmp_path / ("a.parquet" if write is parquet else "a.arrow"), rows)
+    with pytest.raises(RecipeError, match=r'row 0: field "answer" is missing; the row has level, question, solution$'):
+        opened(path)
+    with pytest.raises(
+        RecipeError, match=r'row 0: field "prompt" is missing; the row has .*level, question, solution$'
+    ):
+        opened(path, answer_field="solution")
+
+
 def _all(path: Path, split: Split) -> list[Problem]:
     try:
         return problems(opened(path, split))
@@ -294,7 +306,7 @@ def _all(path: Path, split: Split) -> list[Problem]:
     [
         ({"q": "a", "answer": "1"}, {}, 'field "prompt" is missing; the row has '),
         ({"prompt": "a", "solution": "1"}, {}, 'field "answer" is missing; the row has '),
-        ({"prompt": "a", "answer": None}, {}, 'field "answer" is missing; the row has prompt'),
+        ({"prompt": "a", "answer": None}, {}, 'field "answer" is missing; the row has '),
         ({"prompt": "a", "answer": "1"}, {"id_field": "key"}, 'field "key" is missing; the row has '),
         ({"prompt": "", "answer": "1"}, {}, 'field "prompt" is empty'),
         ({"prompt": " \t\n\u3000", "answer": "1"}, {}, 'field "prompt" is empty'),

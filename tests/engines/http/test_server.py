@@ -23,7 +23,7 @@ from pipelinerl.errors import AddressError
 from pipelinerl.observability.metrics import prometheus_text
 from pipelinerl.system import http_service
 from pipelinerl.system.http_service import listen, serve
-from tests.fakes.scripted_engine import ScriptedEngine, application
+from tests.fakes.scripted_engine import MODEL, ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
@@ -96,7 +96,7 @@ def test_openai_client_gets_its_own_error_classes(public_client: openai.OpenAI, 
 
 
 def test_openai_client_lists_models(public_client: openai.OpenAI) -> None:
-    assert [model.id for model in public_client.models.list()] == ["scripted"]
+    assert [model.id for model in public_client.models.list()] == [MODEL]
 
 
 @pytest.mark.parametrize("header", [{}, {"authorization": "Bearer wrong"}, {"authorization": TOKEN}])

@@ -195,3 +195,16 @@ def test_a_rank_whose_broadcast_failed_has_left_and_others_hear_of_it_at_once(re
     with pytest.raises(UpdateError):
         root.broadcast(torch.zeros(2**25, dtype=torch.uint8), deadline=began + PATIENCE_S)
     assert time.monotonic() - began < SOON_S
+
+
+def test_rank_that_waits_for_an_announcement_prints_nothing(
+    rendezvous: Rendezvous, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root, leaf = _pair(rendezvous)
+    waiting = in_background("waiting", lambda: leaf.expect("digest", deadline=time.monotonic() + PATIENCE_S))
+    time.sleep(0.3)
+    root.announce("digest", "d0")
+    assert waiting.result(PATIENCE_S) == "d0"
+    with pytest.raises(DeadlineError, match="waiting for nothing in group 'g' generation 1"):
+        leaf.expect("nothing", deadline=time.monotonic() + 0.15)
+    assert capfd.readouterr().err == ""

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from inference_contract.errors import InvalidRequest
 from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
-from pipelinerl.engines.external.engine_core import sample_id
+from pipelinerl.engines.external.engine_core import refuse_beyond, sample_id
 from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerModel
 from pipelinerl.engines.external.server.server_http import ServerHttp
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
@@ -99,6 +99,7 @@ class SglangServerApi:
 
     def check(self, request: Request) -> None:
         """SGLang's log-probs are those before top-k and top-p. Raises `InvalidRequest` when that is not the same."""
+        refuse_beyond(request, frozenset(), "this engine's server")
         if request.temperature > 0 and (request.top_k or request.top_p < 1):
             raise InvalidRequest(
                 "this engine's server gives log-probs of the distribution before top-k and top-p; ask for top_k=0 and "

@@ -24,10 +24,11 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.executor import Executor
 
 from inference_contract.weights import DType, OnUpdate, WeightLayout
+from pipelinerl.engines.batching.model_runner import top_tokens
 from pipelinerl.engines.batching.sample_loop import UNTRAINED
-from pipelinerl.engines.batching.sequence import Request, Sequence
-from pipelinerl.engines.external.engine_core import Sampled, Step, label_of, named_by, sample_id
-from pipelinerl.engines.external.vllm.limits import check_request, seed_of
+from pipelinerl.engines.batching.sequence import Request, Sequence, TopTokens
+from pipelinerl.engines.external.engine_core import Sampled, Step, label_of, named_by, refuse_beyond, sample_id
+from pipelinerl.engines.external.vllm.limits import check_penalties, check_request, sampling_of
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.options import EngineOptions
@@ -38,6 +39,9 @@ _CORE_ENDS_S: Final = 1.0
 
 #: Most tokens of a step on CPU, unless a prompt alone is longer.
 _CPU_STEP: Final = 4096
+
+#: What a request may ask for besides temperature, top-k and top-p.
+_OFFERED: Final = frozenset({"min_p", "top_logprobs", "logit_bias", "frequency_penalty", "presence_penalty"})
 
 _PAUSES: Final = {
     OnUpdate.CONTINUE: "keep",
@@ -111,8 +115,10 @@ class VllmCore:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` for a temperature that vLLM would replace."""
+        """Raise `InvalidRequest` for what vLLM would replace, or its core cannot do."""
         check_request(request)
+        check_penalties(request)
+        refuse_beyond(request, _OFFERED, "this engine")
 
     async def add(self, sequences: list[Sequence], *, salt: str) -> None:
         """Begin the samples of one request, in one step: alone on the engine it is computed alike each time."""
@@ -172,20 +178,19 @@ def _sampled(output: EngineCoreOutput) -> Sampled:
     chosen = output.new_logprobs
     logprobs = [] if chosen is None else chosen.logprobs[:, 0].tolist()
     tokens = output.new_token_ids
-    return Sampled(output.request_id, tokens, logprobs, len(tokens), output.finish_reason is not None)
+    top: list[TopTokens] = []
+    if chosen is not None and chosen.logprobs.shape[1] > 1:  # the sampled token's, then the likeliest, of any request
+        top = [
+            top_tokens(row_ids[1:], row[1:], len(row))
+            for row_ids, row in zip(chosen.logprob_token_ids, chosen.logprobs, strict=True)
+        ]
+    return Sampled(output.request_id, tokens, logprobs, len(tokens), output.finish_reason is not None, top)
 
 
 def _order(sequence: Sequence, salt: str) -> EngineCoreRequest:
     request = sequence.request
     params = SamplingParams(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        seed=seed_of(sequence),
-        max_tokens=sequence.token_limit,
-        stop_token_ids=sorted(request.stop_ids),
-        logprobs=0,  # of the sampled token alone
-        detokenize=False,
+        **sampling_of(sequence),
         output_kind=RequestOutputKind.DELTA,
         watermarking=False,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from inference_contract.errors import InvalidRequest
 from pipelinerl import rng
@@ -29,6 +29,50 @@ def check_request(request: Request) -> None:
             "0, which is greedy, or for more",
             param="temperature",
         )
+
+
+def check_penalties(request: Request) -> None:
+    """Raise `InvalidRequest` for a continued answer with penalties: vLLM would not count the tokens sampled before."""
+    if request.change is not None and request.change.penalizes and not request.shares_prompt:
+        raise InvalidRequest(
+            "prefixes: vLLM counts penalties from the tokens that it samples itself; ask for the whole answer, or "
+            "without frequency_penalty and presence_penalty",
+            param="prefixes",
+        )
+
+
+def sampling_of(sequence: Sequence) -> dict[str, Any]:
+    """vLLM's sampling parameters of one sample, whose ends are ours: the limit and its `stop_ids`."""
+    request = sequence.request
+    parameters: dict[str, Any] = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "seed": seed_of(sequence),
+        "max_tokens": sequence.token_limit,
+        "stop_token_ids": sorted(request.stop_ids),
+        "logprobs": request.num_top,  # besides the sampled token's
+        "detokenize": False,
+    }
+    if request.min_p:
+        parameters["min_p"] = request.min_p
+    if request.change is not None:
+        parameters["frequency_penalty"] = request.change.frequency_penalty
+        parameters["presence_penalty"] = request.change.presence_penalty
+        parameters["logit_bias"] = dict(request.change.bias) or None
+    return parameters
+
+
+def structure_of(request: Request) -> dict[str, Any]:
+    """vLLM's word for the request's `response_format`; nothing where it has none."""
+    form = request.response_format
+    if form is None:
+        return {}
+    return {
+        "structured_outputs": {"json_object": True}
+        if form.json_schema is None
+        else {"json": form.json_schema.definition}
+    }
 
 
 def check_experts_on_cpu(path: Path) -> None:

@@ -16,11 +16,11 @@ from typing import Any, Final, final
 
 from inference_contract.weights import OnUpdate, WeightLayout
 from pipelinerl.engines.batching.sequence import Request, Sequence
-from pipelinerl.engines.external.engine_core import sample_id
+from pipelinerl.engines.external.engine_core import refuse_beyond, sample_id
 from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerModel
 from pipelinerl.engines.external.server.server_http import ServerHttp
 from pipelinerl.engines.external.vllm.engine import check_version
-from pipelinerl.engines.external.vllm.limits import check_request, seed_of
+from pipelinerl.engines.external.vllm.limits import check_penalties, check_request, sampling_of, structure_of
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import EngineUnreachable, ModelError
 
@@ -28,6 +28,9 @@ from pipelinerl.errors import EngineUnreachable, ModelError
 BACKEND: Final = "pipelinerl"
 EXTENSION: Final = "pipelinerl.engines.external.vllm.transfer.SharedWeights"
 _PROCESSED: Final = "--logprobs-mode processed_logprobs"
+
+#: What a request may ask for besides temperature, top-k and top-p. The route names the likeliest tokens by text alone.
+_OFFERED: Final = frozenset({"min_p", "logit_bias", "frequency_penalty", "presence_penalty", "response_format"})
 
 _PAUSES: Final = {
     OnUpdate.CONTINUE: "keep",
@@ -85,8 +88,10 @@ class VllmServerApi:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` for a temperature that vLLM would replace."""
+        """Raise `InvalidRequest` for a temperature that vLLM would replace, and what its tokens-only route lacks."""
         check_request(request)
+        check_penalties(request)
+        refuse_beyond(request, _OFFERED, "this engine's server")
 
     def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
         """`GenerateRequest` of one sample, whose ends are ours: the limit and its `stop_ids`."""
@@ -97,17 +102,7 @@ class VllmServerApi:
             "stream": True,
             "cache_salt": salt,
             **({"priority": request.priority} if self._orders else {}),
-            "sampling_params": {
-                "temperature": request.temperature,
-                "top_p": request.top_p,
-                "top_k": request.top_k,
-                "seed": seed_of(sequence),
-                "max_tokens": sequence.token_limit,
-                "stop_token_ids": sorted(request.stop_ids),
-                "ignore_eos": True,
-                "logprobs": 0,  # of the sampled token alone
-                "detokenize": False,
-            },
+            "sampling_params": {**sampling_of(sequence), "ignore_eos": True, **structure_of(request)},
         }
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:

@@ -1,0 +1,220 @@
+"""Checks of what OpenAI's clients ask besides: tools, structured answers, penalties, biases, and the older route.
+
+An engine may refuse any of these, but by name.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from inference_contract import routes
+from inference_contract.completions import TextCompletion
+from inference_contract.conformance.chat_checks import check_columns, ids_of
+from inference_contract.conformance.session import MESSAGES, Session, refused, succeeded
+from inference_contract.schemas import ChatCompletion, FinishReason, TokenLogprob
+
+_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+    },
+}
+_CALL: Final = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+#: How far two log-probs of one distribution may lie apart, in nats.
+_APART: Final = 1e-3
+
+
+def _answered(session: Session, *params: str, **fields: Any) -> ChatCompletion | None:
+    """The completion; None where the engine refuses it and names a field that begins with one of `params`."""
+    response = session.completed(**fields)
+    if response.status_code == 200:
+        return ChatCompletion.model_validate(succeeded(response))
+    param = str(refused(response, 400, 422)["param"])
+    assert param.startswith(params), f"a refusal must name {' or '.join(params)}, it names {param}"
+    return None
+
+
+def _prompt(completion: ChatCompletion) -> list[int]:
+    assert completion.prompt_token_ids is not None, "with return_token_ids the answer must have prompt_token_ids"
+    return completion.prompt_token_ids
+
+
+def tools_are_shown_or_refused(session: Session) -> None:
+    """The tools that a request offers are part of its prompt, unless it forbids to call any; or they are refused."""
+    offered = _answered(session, "tools", tools=[_TOOL])
+    plain = _prompt(session.chat())
+    if offered is None:
+        return
+    assert len(_prompt(offered)) > len(plain), "tools must be part of the prompt, or refused by name"
+    described = {**_TOOL, "function": {**_TOOL["function"], "description": "Subtract."}}  # type: ignore[dict-item]
+    other = session.chat(tools=[described])
+    assert _prompt(other) != _prompt(offered), "the description of a tool must be part of the prompt"
+    forbidden = session.chat(tools=[_TOOL], tool_choice="none")
+    assert _prompt(forbidden) == plain, 'with tool_choice="none" the prompt must be that without tools'
+
+
+def forced_calls_are_refused(session: Session) -> None:
+    """A call that the engine cannot force is refused by name, not left to the model."""
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        completion = _answered(session, "tool_choice", "tools", tools=[_TOOL], tool_choice=choice)
+        calls = None if completion is None else completion.choices[0].message.tool_calls
+        assert completion is None or calls, f"tool_choice={choice!r} must be kept, or refused by name"
+
+
+def tool_results_are_shown_or_refused(session: Session) -> None:
+    """A conversation may hold calls, beside a null content, and their results; both are part of the prompt."""
+    prompts = []
+    for result in ("3", "4"):
+        messages = [
+            *MESSAGES,
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call_1", "content": result},
+        ]
+        completion = _answered(session, "messages", messages=messages)
+        if completion is None:
+            return
+        prompts.append(_prompt(completion))
+    assert prompts[0] != prompts[1], "the result of a call must be part of the prompt"
+
+
+def developer_speaks_or_is_refused(session: Session) -> None:
+    """The role `developer`, OpenAI's newer word for the system, is part of the prompt, or refused by name."""
+    completion = _answered(session, "messages", messages=[{"role": "developer", "content": "Add."}, *MESSAGES])
+    assert completion is None or len(_prompt(completion)) > len(_prompt(session.chat()))
+
+
+def formats_are_kept_or_refused(session: Session) -> None:
+    """An answer in a `response_format` is JSON, and of the schema asked for; or the format is refused by name."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    named = {"name": "answer", "schema": schema}
+    for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": named}):
+        completion = _answered(session, "response_format", response_format=form, max_tokens=64)
+        if completion is None or completion.choices[0].finish_reason is not FinishReason.STOP:
+            continue
+        answer = json.loads(completion.choices[0].message.content)
+        assert isinstance(answer, dict), f"with {form['type']} the answer must be a JSON object"
+        if form["type"] == "json_schema":
+            assert answer.keys() == {"a"} and isinstance(answer["a"], bool), "the answer must be of the schema"
+
+
+def _top(session: Session, **fields: Any) -> list[TokenLogprob] | None:
+    """OpenAI's records of a greedy answer, with the likeliest tokens of each step."""
+    completion = _answered(
+        session, "top_logprobs", *fields, temperature=0.0, logprobs=True, top_logprobs=8, ignore_eos=True, **fields
+    )
+    if completion is None:
+        return None
+    check_columns(completion.choices[0])
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None, "logprobs=true must give choice.logprobs"
+    return logprobs.content
+
+
+def likeliest_tokens_come_or_are_refused(session: Session) -> None:
+    """With `top_logprobs` each record has the likeliest tokens in order, of which greedy sampling takes the first."""
+    records = _top(session)
+    for record in records or ():
+        values = [each.logprob for each in record.top_logprobs]
+        assert 0 < len(values) <= 8, f"top_logprobs=8 must give up to 8 tokens, got {len(values)}"
+        assert values == sorted(values, reverse=True), "the likeliest token must come first"
+        assert abs(values[0] - record.logprob) < _APART, "the likeliest token must be the greedy one"
+    only = _answered(session, "top_logprobs", logprobs=True, top_logprobs=3, top_k=1)
+    if only is not None and only.choices[0].logprobs is not None:
+        records = only.choices[0].logprobs.content
+        sure = all(len(each.top_logprobs) == 1 and each.top_logprobs[0].logprob > -_APART for each in records)
+        assert sure, "the likeliest tokens must be those of the distribution sampled from: with top_k=1 there is one"
+
+
+def min_p_is_kept_or_refused(session: Session) -> None:
+    """With min_p=1 nothing is left but the likeliest token, whose log-prob is then 0; or it is refused by name."""
+    completion = _answered(session, "min_p", min_p=1.0)
+    if completion is not None:
+        worst = min(completion.choices[0].token_logprobs or [0.0])
+        assert abs(worst) < _APART, f"with min_p=1 every log-prob must be 0, got {worst}"
+
+
+def bias_is_kept_or_refused(session: Session) -> None:
+    """A token with a bias of 100 is always sampled, and its log-prob says so; or the bias is refused by name."""
+    token = ids_of(session.chat(temperature=0.0, max_tokens=1, ignore_eos=True).choices[0])[0]
+    for biased in {token, 1}:
+        completion = _answered(session, "logit_bias", logit_bias={str(biased): 100}, ignore_eos=True, max_tokens=4)
+        if completion is None:
+            return
+        choice = completion.choices[0]
+        assert ids_of(choice) == [biased] * 4, (
+            f"logit_bias={{{biased}: 100}} must force that token, got {ids_of(choice)}"
+        )
+        assert min(choice.token_logprobs or [0.0]) > -_APART, "log-probs must be those with the bias, here 0"
+    error = refused(session.completed(logit_bias={str(2**31 - 1): 1.0}), 400, 422)
+    assert str(error["param"]).startswith("logit_bias"), f"param must be 'logit_bias', got {error['param']!r}"
+
+
+def penalties_are_kept_or_refused(session: Session) -> None:
+    """A penalty takes from a sampled token's logit what a bias of that size would; or it is refused by name."""
+    prompt = _prompt(session.chat())
+    for penalty in ({"presence_penalty": 1.5}, {"frequency_penalty": 1.25}):
+        penalized = _top(session, prompt_token_ids=prompt, max_tokens=2, **penalty)
+        begun = session.chat(prompt_token_ids=prompt, temperature=0.0, max_tokens=1, ignore_eos=True)
+        first = ids_of(begun.choices[0])
+        bias = {str(first[0]): -next(iter(penalty.values()))}
+        biased = _top(session, prompt_token_ids=[*prompt, *first], max_tokens=1, logit_bias=bias)
+        if penalized is None or biased is None:
+            return
+        expected, got = (
+            {each.token: each.logprob for each in record.top_logprobs} for record in (biased[0], penalized[1])
+        )
+        both = expected.keys() & got.keys()
+        assert len(both) > len(expected) // 2 and all(abs(expected[token] - got[token]) < _APART for token in both), (
+            f"with {penalty} the second token must come from {expected}, it came from {got}"
+        )
+
+
+def short_name_is_taken(session: Session) -> None:
+    """The model may be named by the last part of its directory."""
+    card = session.card()
+    assert session.chat(model=card.id.rstrip("/").rpartition("/")[2]).model == card.id
+
+
+def texts_are_completed_or_refused(session: Session) -> None:
+    """The older route completes token ids as the newer one does, and several prompts in order; or it answers 404."""
+    prompt = _prompt(session.chat())
+    asked: dict[str, Any] = {"max_tokens": 4, "seed": 5, "return_token_ids": True}
+    response = session.post(routes.COMPLETIONS, {"prompt": [prompt, prompt], "n": 2, "logprobs": 0, **asked})
+    if response.status_code == 404:
+        return
+    completion = TextCompletion.model_validate(succeeded(response))
+    chat = session.chat(prompt_token_ids=prompt, n=2, **asked)
+    assert [choice.index for choice in completion.choices] == [0, 1, 2, 3], "two prompts of n=2 must give four choices"
+    for place, choice in enumerate(completion.choices):
+        twin = chat.choices[place % 2]
+        assert choice.token_ids == twin.token_ids, f"choice {place} must be that of the chat route, token for token"
+        assert choice.text == twin.message.content, f"choice {place} must have the text of the chat route"
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs == choice.token_logprobs
+    texts = session.post(routes.COMPLETIONS, {"prompt": ["1 + 2", "3"], "max_tokens": 1, "return_token_ids": True})
+    prompts = [choice.prompt_token_ids for choice in TextCompletion.model_validate(succeeded(texts)).choices]
+    assert prompts[0] and prompts[1] and prompts[0] != prompts[1], "the prompt must be the text that was sent"
+    error = refused(session.post(routes.COMPLETIONS, {"prompt": "1 + 2", "suffix": "= 3"}), 400, 422)
+    assert error["param"] == "suffix", f"param must be 'suffix', got {error['param']!r}"
+
+
+CHECKS = (
+    tools_are_shown_or_refused,
+    forced_calls_are_refused,
+    tool_results_are_shown_or_refused,
+    developer_speaks_or_is_refused,
+    formats_are_kept_or_refused,
+    likeliest_tokens_come_or_are_refused,
+    min_p_is_kept_or_refused,
+    bias_is_kept_or_refused,
+    penalties_are_kept_or_refused,
+    short_name_is_taken,
+    texts_are_completed_or_refused,
+)

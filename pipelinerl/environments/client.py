@@ -45,6 +45,11 @@ class ChatAnswer:
         return str(self.message.get("content") or "")
 
     @property
+    def tool_calls(self) -> Sequence[Mapping[str, Any]]:
+        """The calls in it, as OpenAI has them: `id`, `function.name`, and `function.arguments` as the text of JSON."""
+        return tuple(self.message.get("tool_calls") or ())
+
+    @property
     def truncated(self) -> bool:
         """Whether it was cut at its limit of tokens."""
         return self.finish_reason == "length"

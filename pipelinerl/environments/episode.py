@@ -13,6 +13,7 @@ that differs from what was sampled begins a new segment, with its reason; so doe
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import secrets
 from collections import Counter
@@ -53,6 +54,7 @@ class NewSegment(StrEnum):
 
     FIRST = "first"
     HISTORY_DIFFERS = "history_differs"
+    TOOLS_DIFFER = "tools_differ"
     DOES_NOT_APPEND = "template_does_not_append"
 
 
@@ -71,6 +73,7 @@ class RecordedTurn:
     agent: str
     number: int
     request_key: bytes
+    tools_key: bytes
     turn: Turn
     text: str
     finish_reason: str
@@ -104,6 +107,7 @@ class PlannedTurn:
     number: int
     request: ChatCompletionRequest
     request_key: bytes
+    tools_key: bytes
     hasher: Any
     parent: RecordedTurn | None
     trains: bool
@@ -154,22 +158,26 @@ class Episode:
             self.over = f"it has had its {self.limits.max_turns} turns (episode.max_turns)"
             raise EpisodeOver(f"this episode is over: {self.over}")
         asked = self._validated(body)
-        hasher, known = hashlib.blake2b(agent.encode(), digest_size=16), None
-        first_new = 0
-        for place, message in enumerate(asked.messages or ()):
+        tools_key = _key_of_tools(asked)
+        hasher, known, first_new = hashlib.blake2b(agent.encode() + tools_key, digest_size=16), None, 0
+        messages = list(asked.messages or ())
+        for place, message in enumerate(messages):
             _hash_message(hasher, message)
             if message.role == "assistant" and (turn := self._by_key.get(hasher.digest())) is not None:
                 known, first_new = turn, place + 1
+                # The gateway has split the thinking off; the template may not know such a field.
+                messages[place] = message.model_copy(update={"reasoning_content": None})
         number = self._numbers[agent] + self._under_way[agent]
         continues = {}
         if known is not None and self.limits.history is History.EXACT:
             continues = {"continue_token_ids": known.token_ids.tolist(), "continue_from": first_new}
-        request = asked.model_copy(update={**self._sampling(asked, agent, number), **continues})
+        request = asked.model_copy(update={"messages": messages, **self._sampling(asked, agent, number), **continues})
         return PlannedTurn(
             agent=agent,
             number=number,
             request=request,
             request_key=hasher.digest(),
+            tools_key=tools_key,
             hasher=hasher,
             parent=known,
             trains=trains,
@@ -201,6 +209,7 @@ class Episode:
             agent=planned.agent,
             number=planned.number,
             request_key=planned.request_key,
+            tools_key=planned.tools_key,
             turn=_turn(choice, prompt[known:]),
             text=choice.message.content,
             finish_reason=choice.finish_reason.value,
@@ -209,7 +218,8 @@ class Episode:
         )
         self._numbers[planned.agent] += 1
         hasher = planned.hasher.copy()
-        _hash_message(hasher, ChatMessage(role="assistant", content=choice.message.content))
+        said = choice.message
+        _hash_message(hasher, ChatMessage(role="assistant", content=said.content, tool_calls=said.tool_calls))
         self._by_key[hasher.digest()] = turn
         if planned.trains:
             self._give_up_unread(turn)
@@ -259,8 +269,11 @@ class Episode:
         }
 
     def _reason(self, planned: PlannedTurn) -> NewSegment:
-        seen = any(turn.agent == planned.agent for turn in self._turns)
-        return NewSegment.HISTORY_DIFFERS if seen else NewSegment.FIRST
+        own = [turn for turn in self._turns if turn.agent == planned.agent]
+        if not own:
+            return NewSegment.FIRST
+        same_tools = any(turn.tools_key == planned.tools_key for turn in own)
+        return NewSegment.HISTORY_DIFFERS if same_tools else NewSegment.TOOLS_DIFFER
 
     def _give_up_unread(self, turn: RecordedTurn) -> None:
         """Drop an earlier answer to the very same messages, if nothing continues it: its reader has asked again."""
@@ -277,13 +290,24 @@ class Episode:
 
 
 def _hash_message(hasher: Any, message: ChatMessage) -> None:
-    """Add a message as it is compared: an answer without its thinking and outer white space."""
-    content = message.content
+    """Add a message as it is compared: an answer by the ids of its calls, or without thinking and outer white space."""
+    parts = [message.role, message.content]
     if message.role == "assistant":
-        content = _THINKING.sub("", content).strip()
-    for part in (message.role, content):
+        calls = [call.id for call in message.tool_calls or ()]
+        parts = [message.role, *(calls or [_THINKING.sub("", message.content).strip()])]
+    elif message.tool_call_id is not None:
+        parts.append(message.tool_call_id)
+    for part in parts:
         data = part.encode("utf-8", "surrogatepass")
         hasher.update(len(data).to_bytes(8, "little") + data)
+
+
+def _key_of_tools(asked: ChatCompletionRequest) -> bytes:
+    """A digest of the tools that a prompt describes; empty where it describes none."""
+    if not asked.tools or asked.tool_choice == "none":
+        return b""
+    described = [tool.model_dump(mode="json") for tool in asked.tools]
+    return hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16).digest()
 
 
 def _turn(choice: Choice, context: NDArray[np.int32]) -> Turn:

@@ -43,6 +43,8 @@ _LOOPBACK: Final = "127.0.0.1"
 _NO_ENGINE: Final = 424
 _MODEL: Final = "policy"
 _MAIN: Final = "main"
+#: Some templates write the opening, so that an answer begins within its thinking.
+_END_OF_THINKING: Final = "</think>"
 _ENDED: Final = "there is no such episode, or it has ended"
 
 log = logging.getLogger("pipelinerl")
@@ -184,6 +186,13 @@ def _openai(completion: ChatCompletion, kind: str, part: str) -> dict[str, Any]:
     """The answer as OpenAI gives it: without our token ids, log-probs and spans."""
     choice = completion.choices[0]
     message = choice.message.model_dump(exclude_none=True)
+    thinking, mark, rest = message["content"].rpartition(_END_OF_THINKING)
+    if mark:
+        message |= {"content": rest.lstrip(), "reasoning_content": thinking.removeprefix("<think>").strip()}
+    if calls := message.get("tool_calls"):
+        message["content"] = message["content"] or None
+        if part == "delta":
+            message["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
     return {
         "id": completion.id,
         "object": kind,

@@ -22,6 +22,7 @@ from pipelinerl.errors import ModelError, TemplateNameError, UnshownFieldError
 from pipelinerl.models.control_tokens import Chat, ContentGuard, Turn
 from pipelinerl.models.conversation_tail import ConversationTail
 from pipelinerl.models.plain_tokenizer import PlainTokenizer, read_plain
+from pipelinerl.models.tool_calls import ParsedAnswer, format_of, parsed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -150,6 +151,11 @@ class ChatTokenizer:
         decoded = {index: self._tokenizer.backend_tokenizer.id_to_token(index) for index in self._eos_token_ids}
         ends = {index: text for index, text in decoded.items() if text}
         return ConversationTail(self._contents, self._render, ends)
+
+    def parse_answer(self, text: str, tools: Sequence[ToolDefinition], *, key: bytes) -> ParsedAnswer:
+        """The calls of `tools` in an answer's text, in the format of this model's template; ids are made from `key`."""
+        form = format_of(self._template_source)
+        return ParsedAnswer(text) if form is None else parsed(text, form, tools, key=key)
 
     def _turn(self, row: int, message: ChatTurn) -> Turn:
         """A message as the template takes it. A template that knows no developer knows him as the system."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from inference_contract.errors import InvalidRequest
+from inference_contract.tools import FunctionCall, ToolCall
 from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.environments.episode import Episode, EpisodeOver, NewSegment, RecordedTurn
 from tests.fakes.talking_sampler import completion, order
@@ -50,6 +51,25 @@ def test_an_answer_is_known_again_without_its_thinking_and_outer_white_space() -
     first = turn(of, [HELLO], "hm</think>\n a ")
     second = turn(of, [HELLO, answer("a"), user("more")], "b")
     assert second.parent is first
+
+
+def test_an_answer_with_calls_is_known_again_by_their_ids() -> None:
+    of = episode()
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    planned = of.plan("main", {"messages": [HELLO], "tools": tools})
+    answered = completion(planned.request, "f")
+    (choice,) = answered.choices
+    call = ToolCall(id="abc", function=FunctionCall(name="f", arguments="{}"))
+    message = choice.message.model_copy(update={"tool_calls": [call]})
+    first = of.record(
+        planned, answered.model_copy(update={"choices": [choice.model_copy(update={"message": message})]})
+    )
+    back = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()], "reasoning_content": "hm"}
+    result = {"role": "tool", "content": "3", "tool_call_id": "abc"}
+    planned = of.plan("main", {"messages": [HELLO, back, result], "tools": tools})
+    assert planned.parent is first and planned.request.messages is not None
+    assert planned.request.messages[1].reasoning_content is None
+    assert of.plan("main", {"messages": [HELLO, back, result]}).parent is None, "other tools are another prompt"
 
 
 def test_a_changed_history_begins_a_new_segment() -> None:

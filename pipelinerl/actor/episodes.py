@@ -140,11 +140,15 @@ class Episodes:
         return timed_out(domain.limits.timeout_s) if ended is None else await _verdict(order, episode, ended, domain)
 
     def _turn_of(self, order: PromptOrder, progress: GroupProgress) -> SampleTurn:
+        near = ""
+
         async def sample(request: ChatCompletionRequest) -> ChatCompletion:
+            nonlocal near
             for attempt in range(self._attempts):
                 again = request.model_copy(update={"seed": ((request.seed or 0) + attempt) % 2**63})
-                answered = await self._sampler.complete(again, begun=progress.begun, engine=order.engine)
+                answered = await self._sampler.complete(again, begun=progress.begun, engine=order.engine, near=near)
                 progress.handed_over(answered)
+                near = answered.url
                 if answered.completion.choices[0].finish_reason is not FinishReason.ABORT:
                     progress.sampled(answered.url)
                     return answered.completion

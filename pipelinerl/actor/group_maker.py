@@ -15,11 +15,12 @@ class Sampler(Protocol):
     """Where completions come from: an `EnginePool`."""
 
     async def complete(
-        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = ""
+        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
         """The answer of some engine, or of that one, after retries; raises when all of them failed.
 
-        `begun` is called whenever it is sampled from its first token on.
+        `near` is the engine that is preferred while it is not much busier than others. `begun` is called whenever it
+        is sampled from its first token on.
         """
         ...
 

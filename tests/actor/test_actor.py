@@ -109,7 +109,12 @@ class ScriptedSampler:
         self.gate.set()
 
     async def complete(
-        self, request: ChatCompletionRequest, *, begun: Callable[[], None] = lambda: None, engine: str = ""
+        self,
+        request: ChatCompletionRequest,
+        *,
+        begun: Callable[[], None] = lambda: None,
+        engine: str = "",
+        near: str = "",
     ) -> Answered:
         self.requests.append(request)
         self.again = begun

@@ -45,7 +45,12 @@ class InParts:
         self._engine = engine
 
     async def complete(
-        self, request: ChatCompletionRequest, *, begun: Callable[[], None] = lambda: None, engine: str = ""
+        self,
+        request: ChatCompletionRequest,
+        *,
+        begun: Callable[[], None] = lambda: None,
+        engine: str = "",
+        near: str = "",
     ) -> Answered:
         begun()
         answer = PartialAnswer(request, interval_s=0.001)

@@ -54,7 +54,12 @@ class TalkingSampler:
         self.gate.set()
 
     async def complete(
-        self, request: ChatCompletionRequest, *, begun: Callable[[], None] = lambda: None, engine: str = ""
+        self,
+        request: ChatCompletionRequest,
+        *,
+        begun: Callable[[], None] = lambda: None,
+        engine: str = "",
+        near: str = "",
     ) -> Answered:
         self.requests.append(request)
         version = len(self.requests)

@@ -198,7 +198,7 @@ class _OfTheContract:
         return self
 
     async def complete(
-        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = ""
+        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
         """One completion, as an actor is answered."""
         answered = await self._complete(request)

@@ -92,7 +92,7 @@ class _Answerer:
         self._texts = iter(["", *[truth] * 1000])
 
     async def complete(
-        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = ""
+        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
         """The next answer."""
         began = time.monotonic()

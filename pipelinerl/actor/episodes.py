@@ -10,6 +10,7 @@ the order has failed. An episode that reaches a limit of its own (turns, tokens,
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from pipelinerl.errors import PipelineError
 from pipelinerl.types import PromptOrder, Rollout, Verdict
 from pipelinerl.verifiers.user_code import verdict_of
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, failed, graded, timed_out
+
+log = logging.getLogger("pipelinerl")
 
 #: An episode whose host was lost begins again, once.
 _LIVES: Final = 2
@@ -88,6 +91,7 @@ class Episodes:
         self._sampler = sampler
         self.domains = domains
         self._attempts = attempts
+        self._warned: set[tuple[str, str]] = set()
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
         """G episodes beside one another."""
@@ -137,7 +141,15 @@ class Episodes:
                 ended = None
         if opened.failure is not None:
             raise opened.failure
+        self._warn_of_overridden(order.problem.domain, episode)
         return timed_out(domain.limits.timeout_s) if ended is None else await _verdict(order, episode, ended, domain)
+
+    def _warn_of_overridden(self, domain: str, episode: Episode) -> None:
+        """Say once for each domain and name which of an agent's parameters have no effect."""
+        for name in episode.overridden:
+            if (domain, name) not in self._warned:
+                self._warned.add((domain, name))
+                log.warning("domain %s: %s of its agent has no effect; the recipe decides on sampling", domain, name)
 
     def _turn_of(self, order: PromptOrder, progress: GroupProgress) -> SampleTurn:
         near = ""

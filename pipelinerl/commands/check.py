@@ -46,6 +46,7 @@ from pipelinerl.objective.explain import differing, slot_lines
 from pipelinerl.objective.presets import preset_of, resolve
 from pipelinerl.observability.trackers.tracker import missing_package
 from pipelinerl.roles.dtypes import Dtypes, dtypes_of
+from pipelinerl.roles.episodes import check_environment
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
 from pipelinerl.roles.wiring import (
@@ -104,6 +105,7 @@ def refuse(config: RunConfig) -> None:
         check_source(domain.source, domain=domain.name)
         if domain.has_verifier:
             open_verifier(domain)
+        check_environment(domain)
     open_filter(config)
 
 

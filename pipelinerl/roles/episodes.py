@@ -9,6 +9,8 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.environments.command import Commands
 from pipelinerl.environments.host_pool import EpisodeHosts
+from pipelinerl.environments.user_code import load_play
+from pipelinerl.errors import RecipeError, ReferenceFailed
 from pipelinerl.verifiers.verifier import GroupVerifier
 
 
@@ -24,6 +26,20 @@ def open_episodes(config: RunConfig, verifiers: Mapping[str, GroupVerifier]) -> 
         for domain in config.domains
         if domain.has_environment
     }
+
+
+def check_environment(domain: DomainSection) -> None:
+    """Load the domain's environment, if it has one.
+
+    Raises:
+        RecipeError: it cannot be loaded, or is neither an async function nor an environment.
+    """
+    if domain.environment is None:
+        return
+    try:
+        load_play(domain.environment)
+    except ReferenceFailed as error:
+        raise RecipeError(f"domains.{domain.name}.environment: {error}") from None
 
 
 def _player(domain: DomainSection) -> Player:

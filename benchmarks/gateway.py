@@ -16,6 +16,7 @@ import resource
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from multiprocessing.connection import Connection
 from typing import Any, Final, final
 
 import psutil
@@ -53,8 +54,12 @@ _APART_S: Final = 0.004
 def run(quick: bool) -> None:
     """Measure, print and record."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    turns, plain = asyncio.run(_cost(2 if quick else ROUNDS))
-    mib = asyncio.run(_memory())
+    agents = _Agents()
+    try:
+        turns, plain = asyncio.run(_cost(agents, 2 if quick else ROUNDS))
+        mib = asyncio.run(_memory(agents))
+    finally:
+        agents.close()
     gateway, server = bootstrap_median(turns), bootstrap_median(plain)
     print_table(
         "gateway",
@@ -138,7 +143,7 @@ async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncItera
         yield opened
 
 
-async def _cost(rounds: int) -> tuple[list[float], list[float]]:
+async def _cost(agents: _Agents, rounds: int) -> tuple[list[float], list[float]]:
     """Milliseconds of processor time of a request, by round: of the gateway, and of a server that does nothing."""
     gateway, sample = Gateway(), _Sampler()
     async with gateway.serve(), _opened(gateway, sample, 0) as opened, _nothing() as nothing:
@@ -147,12 +152,12 @@ async def _cost(rounds: int) -> tuple[list[float], list[float]]:
         for number in range(rounds):
             for name in sorted(urls, reverse=bool(number % 2)):
                 began = time.process_time()
-                await asyncio.to_thread(_in_a_process, _ask_in_turn, urls[name])
+                await agents.ask([urls[name]] * REQUESTS, at_once=1)
                 took[name].append((time.process_time() - began) / REQUESTS * 1000)
     return took["gateway"], took["nothing"]
 
 
-async def _memory() -> float:
+async def _memory(agents: _Agents) -> float:
     """MiB that the open episodes take."""
     gateway, sample, process = Gateway(), _Sampler(), psutil.Process()
     sample.gate.clear()
@@ -160,9 +165,8 @@ async def _memory() -> float:
         await stack.enter_async_context(gateway.serve())
         before = process.memory_info().rss
         opened = [await stack.enter_async_context(_opened(gateway, sample, number)) for number in range(OPEN)]
-        asking = asyncio.create_task(
-            asyncio.to_thread(_in_a_process, _ask_at_once, [f"{each.base_url()}/chat/completions" for each in opened])
-        )
+        urls = [f"{each.base_url()}/chat/completions" for each in opened]
+        asking = asyncio.create_task(agents.ask(urls, at_once=OPEN, apart_s=_APART_S))
         while sample.waiting < OPEN:
             await asyncio.sleep(0.1)
         taken = process.memory_info().rss - before
@@ -190,21 +194,34 @@ async def _nothing() -> AsyncIterator[str]:
         yield url_of("127.0.0.1", listener.getsockname()[1])
 
 
-def _in_a_process(work: Any, argument: Any) -> None:
-    """Run `work(argument)` in a process of its own, so that the agent's processor time is not the gateway's."""
-    process = multiprocessing.get_context("spawn").Process(target=work, args=(argument,), daemon=True)
-    process.start()
-    process.join(_DEADLINE_S)
-    assert process.exitcode == 0, f"the agents ended with {process.exitcode}"
+@final
+class _Agents:
+    """A process that asks on demand, so that its processor time is not the gateway's."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(target=_obey, args=(theirs,), daemon=True)
+        self._process.start()
+        assert self._ours.poll(_DEADLINE_S) and self._ours.recv() == "ready"
+
+    async def ask(self, urls: Sequence[str], *, at_once: int, apart_s: float = 0.0) -> None:
+        """Ask at these URLs, and wait until all have answered."""
+        self._ours.send((list(urls), at_once, apart_s))
+        assert await asyncio.to_thread(self._ours.poll, _DEADLINE_S) and self._ours.recv() == "done"
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join(_DEADLINE_S)
 
 
-def _ask_in_turn(url: str) -> None:
-    asyncio.run(_ask([url] * REQUESTS, at_once=1, apart_s=0.0))
-
-
-def _ask_at_once(urls: Sequence[str]) -> None:
+def _obey(connection: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    asyncio.run(_ask(urls, at_once=len(urls), apart_s=_APART_S))
+    connection.send("ready")
+    while True:
+        urls, at_once, apart_s = connection.recv()
+        asyncio.run(_ask(urls, at_once=at_once, apart_s=apart_s))
+        connection.send("done")
 
 
 async def _ask(urls: Sequence[str], *, at_once: int, apart_s: float) -> None:

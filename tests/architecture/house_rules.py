@@ -19,6 +19,7 @@ Modules = Iterable[Module]
 #: Folders that may hold more than 15 modules, each with how many and why.
 FOLDER_SIZES = {
     "pipelinerl/objective": (16, "five slots of one equation, which know one another"),
+    "pipelinerl/models": (16, "what a model directory holds, and its chat template"),
     "pipelinerl/roles": (17, "one file per process, and what wires it"),
 }
 

@@ -58,7 +58,7 @@ def test_a_game_of_several_turns_trains(tmp_path: Path) -> None:
     """With the lightest model; that it learns the game is the next test's."""
     recipe = EXAMPLES / "guess_letter" / "guess_letter.toml"
     quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=32", "evaluation.problems=4")
-    with launched([str(recipe), *quick, *guessing(tmp_path / "model")], tmp_path / "guess_letter") as run:
+    with launched([str(recipe), *guessing(tmp_path / "model"), *quick], tmp_path / "guess_letter") as run:
         assert run.end() == 0, run.story()
         steps, evaluations = run.events("step"), run.events("evaluation")
     assert len(steps) == 2 and evaluations

@@ -32,4 +32,6 @@ def guessing(model: Path) -> tuple[str, ...]:
         "engine.context_length=64",
         "optimizer.learning_rate=0.2",
         "optimizer.warmup_steps=0",
+        "objective.grad2.beta=0.01",
+        "run.steps=150",
     )

@@ -142,8 +142,7 @@ class EnginePool:
 
         `begun` is called whenever an engine is asked from the beginning, and not when it goes on with what there is.
         With `engine` (base URL), by that one alone, which is left to such requests while there are any. With `near`, by
-        that one as long as it has at most `NEAR_TOKENS` more to do than the one with least: it may have the beginning
-        of the prompt in its cache.
+        that one unless it has more than `NEAR_TOKENS` more to do than the least busy: it may have cached the prompt.
 
         Raises:
             ContractError: every engine that serves has refused the request itself; it is the last one's, and names it.
@@ -152,8 +151,7 @@ class EnginePool:
         """
         deadline = time.monotonic() + self._deadline_s
         pause_s, last, asked = _FIRST_PAUSE_S, "no engine is known", ""
-        refused: dict[str, ContractError] = {}
-        faults: Counter[str] = Counter()
+        refused, faults = dict[str, ContractError](), Counter[str]()
         answer = PartialAnswer(request, interval_s=self._interval_s)
         while (remaining := deadline - time.monotonic()) > 0:
             if answer.is_whole:  # the stream broke off at its very end
@@ -190,8 +188,11 @@ class EnginePool:
             finally:
                 self._named[engine] -= 1
                 answer.hand_over()
+        raise self._deadline_error(last)
+
+    def _deadline_error(self, last: str) -> DeadlineError:
         known = ", ".join(sorted(self._serving)) or "none"
-        raise DeadlineError(
+        return DeadlineError(
             f"no engine completed the request within {self._deadline_s:g} s (engines: {known}); last: {last}"
         )
 

@@ -48,7 +48,7 @@ OPEN: Final = 2000
 _WORDS: Final = "the quick brown fox jumps over a lazy dog and then goes home "
 _DEADLINE_S: Final = 300.0
 #: Between two agents that connect: all at once would find the listener's queue full.
-_APART_S: Final = 0.004
+_APART_S: Final = 0.02
 
 
 def run(quick: bool) -> None:

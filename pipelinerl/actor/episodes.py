@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol, final
 
 import msgspec
 
@@ -23,12 +23,14 @@ from pipelinerl import rng
 from pipelinerl.actor.group_maker import GroupProgress, MadeRollout, Sampler
 from pipelinerl.environments.environment import EpisodeLimits, Task
 from pipelinerl.environments.episode import Episode
-from pipelinerl.environments.gateway import Gateway, SampleTurn
 from pipelinerl.environments.host_pool import EpisodeEnd, HostLost
 from pipelinerl.errors import PipelineError
 from pipelinerl.types import PromptOrder, Rollout, Verdict
 from pipelinerl.verifiers.user_code import verdict_of
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, failed, graded, timed_out
+
+if TYPE_CHECKING:
+    from pipelinerl.environments.gateway import Gateway, SampleTurn  # a server's libraries, for those who open one
 
 log = logging.getLogger("pipelinerl")
 

@@ -33,7 +33,7 @@ from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from pipelinerl.environments.environment import UNTRAINED
 from pipelinerl.environments.episode import Episode
 from pipelinerl.errors import PipelineError
-from pipelinerl.system.http_service import guard, listen, refuse_in_one_shape, refused_body, serving, url_of
+from pipelinerl.system.http_service import guard, listen, refused_body, serving, url_of
 
 #: Samples one turn; raises ContractError or PipelineError when no engine can.
 SampleTurn = Callable[[ChatCompletionRequest], Awaitable[ChatCompletion]]
@@ -84,7 +84,6 @@ class Gateway:
         listener = listen(_LOOPBACK, 0)
         self._base = url_of(_LOOPBACK, listener.getsockname()[1])
         app = Starlette()
-        refuse_in_one_shape(app)
         app.mount("/", self._answer)
         guard(app, token=None)
         async with serving(app, listener):

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from pipelinerl.actor.actor import Actor, ActorSettings
-from pipelinerl.actor.episodes import Episodes, Player
+from pipelinerl.actor.episodes import EpisodeDomain, Episodes, Player
 from pipelinerl.actor.filtering import Filtering
 from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
-from pipelinerl.environments.gateway import Gateway
 from pipelinerl.errors import AddressError, TokenRefused, UserError
 from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.judging import Purse
@@ -67,18 +66,18 @@ async def run(identity: Identity) -> None:
         ties="" if identity.name == _FIRST else identity.name,
     )
     attempts, replay = config.actor.attempts, config.trainer.routing_replay
-    gateway, domains = Gateway(), open_episodes(config, verifiers)
+    domains = open_episodes(config, verifiers)
     single_turn = SingleTurn(pool, verifier_of, attempts=attempts, routing_replay=replay)
-    episodes = Episodes(gateway, pool, domains, attempts=attempts)
+    gateway, episodes = _with_gateway(pool, domains, attempts=attempts)
     actor = Actor(
         ActorSettings(name=identity.name, groups_in_flight=config.actor.groups_in_flight),
         stream=stream,
-        maker_of=lambda domain: episodes if domain in domains else single_turn,
+        maker_of=lambda domain: episodes if episodes and domain in domains else single_turn,
         filtering=Filtering(group_filter),
     )
     players = [domain.player for domain in domains.values()]
     try:
-        async with asyncio.TaskGroup() as group, gateway.serve() if domains else nullcontext():
+        async with asyncio.TaskGroup() as group, gateway:
             starting = group.create_task(_start([*judges, *players]))
             heard = asyncio.Event()
             refresh = group.create_task(_follow_controller(identity, pool, actor, heard, services))
@@ -93,6 +92,18 @@ async def run(identity: Identity) -> None:
         await services.close()
         await client.close()
         await stream.close()
+
+
+def _with_gateway(
+    pool: EnginePool, domains: Mapping[str, EpisodeDomain], *, attempts: int
+) -> tuple[AbstractAsyncContextManager[None], Episodes | None]:
+    """What makes groups of episodes, and the gateway that it needs, to be entered; nothing where no domain has them."""
+    if not domains:
+        return nullcontext(), None
+    from pipelinerl.environments.gateway import Gateway  # with a server's libraries, which no other actor needs
+
+    gateway = Gateway()
+    return gateway.serve(), Episodes(gateway, pool, domains, attempts=attempts)
 
 
 def _verifier_services(identity: Identity) -> VerifierServices:

@@ -161,6 +161,7 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="The whole state, for programs.")] = False,
 ) -> None:
     """What a live run is doing, and what it waits for."""
+    from pipelinerl.commands.engine_access import access_line
     from pipelinerl.commands.remote import controller_of
     from pipelinerl.observability import progress
 
@@ -169,7 +170,7 @@ def status(
     if json:
         typer.echo(state.to_json())
         return
-    for line in (progress.line(state), *progress.domain_lines(state)):
+    for line in (progress.line(state), *progress.domain_lines(state), access_line(run, state.fleet.engines)):
         typer.echo(line)
 
 

@@ -41,13 +41,26 @@ _JOIN_S: Final = 300.0
 
 @engines_app.command("list")
 def list_(run: Run) -> None:
-    """Name, type, lifecycle, loaded version, load and last error of each engine."""
+    """Name, type, lifecycle, loaded version, load and last error of each engine; and how a client reaches them."""
+    from pipelinerl.commands.engine_access import access_line
     from pipelinerl.commands.remote import controller_of
 
     with controller_of(run) as controller:
         fleet = controller.engines()
     for line in table(fleet):
         typer.echo(line)
+    typer.echo(access_line(run, fleet.engines))
+
+
+@engines_app.command()
+def client(run: Run) -> None:
+    """Print a Python program that asks an engine of the run through OpenAI's client."""
+    from pipelinerl.commands.engine_access import client_snippet
+    from pipelinerl.commands.remote import controller_of
+
+    with controller_of(run) as controller:
+        fleet = controller.engines()
+    typer.echo(client_snippet(run, fleet.engines))
 
 
 @engines_app.command()

@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 
 from pipelinerl.commands.engines import engines_app, gone, joined, table
 from pipelinerl.commands.remote import address_of, controller_of
+from pipelinerl.config.recipe import load, save, write_layout
 from pipelinerl.controller.client import ControllerClient
 from pipelinerl.errors import DeadlineError, UserError
 from pipelinerl.observability.status import EngineStatus, FleetStatus, RequestedEngine
+from tests.fakes.scripted_engine import application
 from tests.fakes.served import in_thread
 
 URL = "http://127.0.0.1:7001"
@@ -115,7 +117,7 @@ def test_what_each_command_asks_for(controller: Controller, tmp_path: Path) -> N
     assert run(tmp_path, "add", URL + "/", "--no-wait") == f"asked for {URL}\n"
     assert run(tmp_path, "drain", "engine-0").startswith("engine-0")
     assert run(tmp_path, "remove", URL) == f"{URL} is out\n"
-    assert len(run(tmp_path, "list").splitlines()) == 2
+    assert len(run(tmp_path, "list").splitlines()) == 3
     assert controller.asked == [
         ("POST", "/engines/request", {"type": "torch", "count": 1, "replaces": "", "grace_s": 60.0}),
         ("POST", "/engines", {"url": URL + "/"}),
@@ -129,7 +131,7 @@ def test_a_run_may_be_named_by_its_controllers_url(controller: Controller, tmp_p
     controller.standings = {"engine-1": ["joining", "healthy"]}
     url = address_of(tmp_path).url
     assert " healthy " in run(url, "add", "--type", "torch")
-    assert len(run(url, "list").splitlines()) == 2
+    assert len(run(url, "list").splitlines()) == 3
 
 
 @pytest.mark.parametrize("arguments", [(), (URL, "--type", "torch")])
@@ -175,3 +177,35 @@ def _who_does_not_come_or_go(remote: ControllerClient) -> None:
         joined(remote, "engine-1", logs=Path("logs"))
     with pytest.raises(DeadlineError, match=r"engine-7 should be out within 0\.3 s, and is not heard of"):
         gone(remote, "engine-7", within_s=0.3)
+
+
+def test_list_says_how_clients_reach_the_engines(controller: Controller, tmp_path: Path) -> None:
+    controller.standings = {"engine-0": ["joining"], "engine-1": ["healthy"], "engine-2": ["pinned"]}
+    save(load("tiny"), tmp_path / "recipe.toml")
+    write_layout(tmp_path)
+    assert run(tmp_path, "list").splitlines()[-1] == (
+        f'OpenAI API at {URL}1/v1 and 1 more, model tiny_speller, key is "token" in {tmp_path}/tokens.json'
+    )
+    url = address_of(tmp_path).url
+    assert run(url, "list").splitlines()[-1] == f"OpenAI API at {URL}1/v1 and 1 more, key in $PIPELINERL_TOKEN"
+
+
+def test_printed_client_asks_the_engine_that_serves(
+    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    controller.standings = {"engine-0": ["healthy"]}
+    save(load("tiny", ['model.path="models/scripted"']), tmp_path / "recipe.toml")
+    write_layout(tmp_path)
+    (tmp_path / "tokens.json").write_text(json.dumps({"token": "secret"}))
+    with in_thread(application(token="secret")) as url:
+        for where in (str(tmp_path), address_of(tmp_path).url):
+            program = run(where, "client").replace(f"{URL}0", url)
+            monkeypatch.setenv("PIPELINERL_TOKEN", "secret")
+            exec(compile(program, "client", "exec"), {})
+            assert capsys.readouterr().out.strip()
+
+
+def test_client_of_a_run_without_a_serving_engine_is_refused(controller: Controller, tmp_path: Path) -> None:
+    controller.standings = {"engine-0": ["joining"]}
+    with pytest.raises(UserError, match="no engine that serves; pipelinerl engines list"):
+        run(tmp_path, "client")

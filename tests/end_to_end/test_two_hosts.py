@@ -111,7 +111,7 @@ def test_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
         run.until(lambda: any(event["engines"] == 2 for event in events("publish")), "a publication to both")
         reached = step()
         run.until(lambda: step() >= reached + 10, "ten steps more")
-        rows = [line.split()[:3] for line in run.command(two, "engines", "list", run.controller_url).splitlines()[1:]]
+        rows = [line.split()[:3] for line in run.command(two, "engines", "list", run.controller_url).splitlines()[1:-1]]
         assert sorted(rows) == [["engine-0", "bigram", "healthy"], ["engine-1", "bigram", "healthy"]]
         assert {event["url"] for event in events("engine_verified")} == {f"http://{h.address}:8001" for h in (one, two)}
         run.command(two, "stop", run.controller_url)

@@ -30,13 +30,14 @@ CONTEXT: Final = 1024
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A torch engine whose model is named `m`, the last part of its directory."""
     path = tmp_path_factory.mktemp("models") / "m"
     save_tool_model(path, context_length=CONTEXT)
     options = engine_options(model_path=path, model_id=str(path), context_length=CONTEXT, device=Device.CPU, threads=1)
-    with in_thread(create_app(from_options(options), token=None)) as served:
-        yield served
+    app = create_app(from_options(options), token=None)
+    with in_thread(app) as url, httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as client:
+        yield client
 
 
 def test_forty_requests_are_recorded() -> None:
@@ -45,9 +46,9 @@ def test_forty_requests_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: f"{each['client']}: {each['call']}")
-def test_recorded_request_is_answered_or_refused_by_name(url: str, recorded: dict[str, Any]) -> None:
+def test_recorded_request_is_answered_or_refused_by_name(client: httpx.Client, recorded: dict[str, Any]) -> None:
     body = {"max_tokens": 6} | recorded["body"]
-    answer = httpx.post(url + recorded["route"], json=body, trust_env=False, timeout=PATIENCE_S)
+    answer = client.post(recorded["route"], json=body)
     if recorded["refused"] is not None:
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == recorded["refused"]
@@ -68,13 +69,11 @@ def test_recorded_request_is_answered_or_refused_by_name(url: str, recorded: dic
         assert [choice.index for choice in choices] == list(range(len(prompts) * body.get("n", 1)))
 
 
-def test_tools_reach_the_prompt(url: str) -> None:
+def test_tools_reach_the_prompt(client: httpx.Client) -> None:
     asked = next(each["body"] for each in RECORDED if each["call"] == "create(tools=…)")
     bare = {name: value for name, value in asked.items() if name != "tools"}
     counts = [
-        httpx.post(
-            f"{url}/v1/chat/completions", json=body | {"max_tokens": 1}, trust_env=False, timeout=PATIENCE_S
-        ).json()["usage"]["prompt_tokens"]
+        client.post("/v1/chat/completions", json=body | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
         for body in (bare, asked, asked | {"tool_choice": "none"})
     ]
     assert counts[1] > counts[0] + 20 and counts[2] == counts[0]

@@ -124,6 +124,7 @@ class RowTable:
         self.min_p = np.zeros(rows, dtype=np.float32)
         self.num_top = np.zeros(rows, dtype=np.int64)
         self.changes = LogitChanges()
+        self._has_extras = False
         self.any_min_p = False
         """Whether any row has a `min_p`, as of the last `place`."""
         self.most_top = 0
@@ -139,22 +140,30 @@ class RowTable:
         self.temperature[rows] = [state.temperature for state in states]
         self.top_p[rows] = [state.top_p for state in states]
         self.top_k[rows] = [state.top_k for state in states]
+        self._num_sampled[rows] = [state.num_sampled for state in states]
+        self._noise_keys[rows] = [state.noise_key for state in states]
+        if self._has_extras or any(state.min_p or state.num_top or state.change for state in states):
+            self._place_extras(rows, states)
+
+    def _place_extras(self, rows: list[int], states: Sequence[RowState]) -> None:
+        """Set what few requests ask for; left out as long as no row has any of it."""
         self.min_p[rows] = [state.min_p for state in states]
         self.num_top[rows] = [state.num_top for state in states]
         self.any_min_p, self.most_top = bool(self.min_p.any()), int(self.num_top.max())
         for state in states:
             self.changes.place(state.row, state.change, state.sampled)
-        self._num_sampled[rows] = [state.num_sampled for state in states]
-        self._noise_keys[rows] = [state.noise_key for state in states]
+        self._has_extras = self.any_min_p or self.most_top > 0 or bool(self.changes)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> int:
         """Move whole rows, none of which is both a source and a target; returns the longest cache that they have."""
         taken, put = list(sources), list(targets)
         for column in (self.feeds, self.positions, self.temperature, self.top_p, self.top_k):
             column[put] = column[taken]
-        for column in (self.min_p, self.num_top, self._num_sampled, self._noise_keys):
+        for column in (self._num_sampled, self._noise_keys):
             column[put] = column[taken]
-        if self.changes:
+        if self._has_extras:
+            for column in (self.min_p, self.num_top):
+                column[put] = column[taken]
             self.changes.move(taken, put)
         return int(self.positions[put].max())
 

@@ -17,18 +17,21 @@ from typing import Any, Final, Self, final
 from pydantic import ValidationError
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.executor import Executor
+from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
+from inference_contract.errors import InvalidRequest
 from inference_contract.weights import DType, OnUpdate, WeightLayout
 from pipelinerl.engines.batching.model_runner import top_tokens
 from pipelinerl.engines.batching.sample_loop import UNTRAINED
 from pipelinerl.engines.batching.sequence import Request, Sequence, TopTokens
 from pipelinerl.engines.external.engine_core import Sampled, Step, label_of, named_by, refuse_beyond, sample_id
-from pipelinerl.engines.external.vllm.limits import check_penalties, check_request, sampling_of
+from pipelinerl.engines.external.vllm.limits import check_continued, check_request, sampling_of, structure_of
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.options import EngineOptions
@@ -41,7 +44,11 @@ _CORE_ENDS_S: Final = 1.0
 _CPU_STEP: Final = 4096
 
 #: What a request may ask for besides temperature, top-k and top-p.
-_OFFERED: Final = frozenset({"min_p", "top_logprobs", "logit_bias", "frequency_penalty", "presence_penalty"})
+_OFFERED: Final = frozenset(
+    {"min_p", "top_logprobs", "logit_bias", "frequency_penalty", "presence_penalty", "response_format"}
+)
+#: Of vLLM's libraries for structured output, the one it prefers itself.
+_GRAMMARS: Final = "xgrammar"
 
 _PAUSES: Final = {
     OnUpdate.CONTINUE: "keep",
@@ -117,8 +124,10 @@ class VllmCore:
     def check(self, request: Request) -> None:
         """Raise `InvalidRequest` for what vLLM would replace, or its core cannot do."""
         check_request(request)
-        check_penalties(request)
+        check_continued(request)
         refuse_beyond(request, _OFFERED, "this engine")
+        if request.response_format is not None:
+            _check_grammar(request)
 
     async def add(self, sequences: list[Sequence], *, salt: str) -> None:
         """Begin the samples of one request, in one step: alone on the engine it is computed alike each time."""
@@ -191,6 +200,7 @@ def _order(sequence: Sequence, salt: str) -> EngineCoreRequest:
     request = sequence.request
     params = SamplingParams(
         **sampling_of(sequence),
+        structured_outputs=_grammar_of(request),
         output_kind=RequestOutputKind.DELTA,
         watermarking=False,
     )
@@ -206,6 +216,23 @@ def _order(sequence: Sequence, salt: str) -> EngineCoreRequest:
         data_parallel_rank=None,
         priority=request.priority,
     )
+
+
+def _grammar_of(request: Request) -> StructuredOutputsParams | None:
+    """What keeps an answer to the request's `response_format`; None where it has none."""
+    if request.response_format is None:
+        return None
+    grammar = StructuredOutputsParams(**structure_of(request)["structured_outputs"])
+    grammar._backend = _GRAMMARS  # as vLLM's own processor, which is not used here, names it
+    return grammar
+
+
+def _check_grammar(request: Request) -> None:
+    """Raise `InvalidRequest` for a schema that vLLM's grammars cannot keep: in the core it would end the sample."""
+    try:
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=_grammar_of(request)))
+    except (VLLMValidationError, ValueError) as error:
+        raise InvalidRequest(f"response_format: {_sentence(error)}", param="response_format") from error
 
 
 def _check_heads(head_dim: int, path: Path) -> None:
@@ -227,7 +254,8 @@ def _arguments(options: EngineOptions, cache_bytes: int | None = None) -> AsyncE
     ours = partial(
         AsyncEngineArgs,
         model=str(options.model_path),
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=False,  # grammars need it
+        structured_outputs_config={"backend": _GRAMMARS},
         dtype=options.dtype,
         seed=options.seed % 2**31,
         max_model_len=options.context_length,

@@ -31,12 +31,14 @@ def check_request(request: Request) -> None:
         )
 
 
-def check_penalties(request: Request) -> None:
-    """Raise `InvalidRequest` for a continued answer with penalties: vLLM would not count the tokens sampled before."""
-    if request.change is not None and request.change.penalizes and not request.shares_prompt:
+def check_continued(request: Request) -> None:
+    """Raise `InvalidRequest` for a continued answer where vLLM would have to know the tokens sampled before."""
+    change = request.change
+    depends = request.response_format is not None or (change is not None and change.penalizes)
+    if depends and not request.shares_prompt:
         raise InvalidRequest(
-            "prefixes: vLLM counts penalties from the tokens that it samples itself; ask for the whole answer, or "
-            "without frequency_penalty and presence_penalty",
+            "prefixes: vLLM applies penalties and response_format to the tokens that it samples itself; ask for the "
+            "whole answer, or leave them out",
             param="prefixes",
         )
 

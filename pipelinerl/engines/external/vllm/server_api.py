@@ -20,7 +20,7 @@ from pipelinerl.engines.external.engine_core import refuse_beyond, sample_id
 from pipelinerl.engines.external.server.server_core import Chunk, LabelSpan, ServerModel
 from pipelinerl.engines.external.server.server_http import ServerHttp
 from pipelinerl.engines.external.vllm.engine import check_version
-from pipelinerl.engines.external.vllm.limits import check_penalties, check_request, sampling_of, structure_of
+from pipelinerl.engines.external.vllm.limits import check_continued, check_request, sampling_of, structure_of
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import EngineUnreachable, ModelError
 
@@ -90,7 +90,7 @@ class VllmServerApi:
     def check(self, request: Request) -> None:
         """Raise `InvalidRequest` for a temperature that vLLM would replace, and what its tokens-only route lacks."""
         check_request(request)
-        check_penalties(request)
+        check_continued(request)
         refuse_beyond(request, _OFFERED, "this engine's server")
 
     def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:

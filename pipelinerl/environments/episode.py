@@ -43,6 +43,7 @@ _SAMPLING: Final = frozenset(
         "repetition_penalty", "logit_bias", "priority", "ignore_eos",
     }
 )  # fmt: skip
+_NO_TOKENS: Final = np.zeros(0, np.int32)
 #: What only the gateway may say to an engine.
 _OURS: Final = frozenset(
     {"prompt_token_ids", "prefixes", "return_token_ids", "return_routed_experts", "continue_token_ids", "continue_from"}
@@ -110,6 +111,8 @@ class PlannedTurn:
     tools_key: bytes
     hasher: Any
     parent: RecordedTurn | None
+    known: NDArray[np.int32]
+    """All tokens up to the end of `parent`; none without one."""
     trains: bool
 
 
@@ -168,9 +171,10 @@ class Episode:
                 # The gateway has split the thinking off; the template may not know such a field.
                 messages[place] = message.model_copy(update={"reasoning_content": None})
         number = self._numbers[agent] + self._under_way[agent]
+        tokens = _NO_TOKENS if known is None else known.token_ids
         continues = {}
         if known is not None and self.limits.history is History.EXACT:
-            continues = {"continue_token_ids": known.token_ids.tolist(), "continue_from": first_new}
+            continues = {"continue_token_ids": tokens.tolist(), "continue_from": first_new}
         request = asked.model_copy(update={"messages": messages, **self._sampling(asked, agent, number), **continues})
         return PlannedTurn(
             agent=agent,
@@ -180,6 +184,7 @@ class Episode:
             tools_key=tools_key,
             hasher=hasher,
             parent=known,
+            known=tokens,
             trains=trains,
         )
 
@@ -199,10 +204,8 @@ class Episode:
             RecordError: the engine left out what a rollout needs.
         """
         choice, prompt = completion.choices[0], np.asarray(completion.prompt_token_ids or (), np.int32)
-        parent, known = planned.parent, 0
-        if parent is not None:
-            tokens = parent.token_ids
-            known = len(tokens) if len(prompt) >= len(tokens) and np.array_equal(prompt[: len(tokens)], tokens) else 0
+        parent, tokens = planned.parent, planned.known
+        known = len(tokens) if np.array_equal(prompt[: len(tokens)], tokens) else 0
         segment = None if known else (NewSegment.DOES_NOT_APPEND if parent is not None else self._reason(planned))
         turn = RecordedTurn(
             parent=parent if known else None,

@@ -77,6 +77,7 @@ class Gateway:
     def __init__(self) -> None:
         self._episodes: dict[str, OpenEpisode] = {}
         self._base = ""
+        self._is_closing = False
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[None]:
@@ -87,7 +88,10 @@ class Gateway:
         app.mount("/", self._answer)
         guard(app, token=None)
         async with serving(app, listener):
-            yield
+            try:
+                yield
+            finally:
+                self._is_closing = True
 
     @asynccontextmanager
     async def open(self, episode: Episode, sample: SampleTurn) -> AsyncIterator[OpenEpisode]:
@@ -122,6 +126,9 @@ class Gateway:
             await refused_body(error)(scope, receive, send)
         except _Gone:
             log.debug("an agent left before its answer")
+        except asyncio.CancelledError:
+            if not self._is_closing:
+                raise  # else the actor ends, and its agents with it
 
     def _found(self, scope: Scope) -> tuple[OpenEpisode, str, str]:
         """The episode, the agent and the rest of the path that a request means."""

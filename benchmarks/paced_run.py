@@ -23,6 +23,7 @@ import uvicorn
 
 from benchmarks.paced import engine, paced_recipe
 from pipelinerl.actor.actor import Actor, ActorSettings
+from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.config.recipe import RunConfig, load, save
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.service import ControllerService
@@ -88,12 +89,9 @@ async def _train(config: RunConfig, folder: Path, url: str, coin: _Coin) -> None
     controller = build_controller(config, None)
     service = ControllerService(controller, name="paced", stream=stream, probe=client, events=events)
     actor = Actor(
-        ActorSettings(
-            name="actor-0", groups_in_flight=config.groups_in_flight, attempts=config.actor.attempts, block_s=0.05
-        ),
+        ActorSettings(name="actor-0", groups_in_flight=config.groups_in_flight, block_s=0.05),
         stream=stream,
-        sampler=pool,
-        verifier_of=lambda domain: coin,
+        maker_of=lambda domain: SingleTurn(pool, lambda _: coin, attempts=config.actor.attempts),
     )
     loop = TrainingLoop(
         loop_settings(config),

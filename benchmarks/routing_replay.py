@@ -25,7 +25,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.measure import write_record
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
-from pipelinerl.actor.rollouts import Answer, assemble
+from pipelinerl.actor.rollouts import Answer, rollouts_of as made_rollouts
 from pipelinerl.choices import RoutingReplay, WeightFormat
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options
@@ -165,14 +165,11 @@ def rollouts_of(answers: list[ChatCompletion]) -> list[Rollout]:
     )
     verdict = Verdict(outcome=Outcome.CORRECT, reward=1.0)
     return [
-        rollout
+        made.rollout
         for answer in answers
-        for rollout in assemble(
-            order,
-            [Answer(answer, choice, verdict) for choice in answer.choices],
-            actor="bench",
-            replay=RoutingReplay.ROLLOUT,
-        ).rollouts
+        for made in made_rollouts(
+            order, [Answer(answer, choice, verdict) for choice in answer.choices], replay=RoutingReplay.ROLLOUT
+        )
     ]
 
 

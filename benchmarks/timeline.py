@@ -121,14 +121,14 @@ def _grown() -> float:
 
 def _noted_s(groups: int) -> float:
     """Of an actor, for each of its groups, drawn or not; a heartbeat takes them every 200 groups."""
-    log, choices = StageLog(), [_choice() for _ in range(8)]
+    log, spans = StageLog(), [_choice().version_spans or () for _ in range(8)]
     orders = [_order(number) for number in range(groups)]
 
     def note() -> None:
         for number, order in enumerate(orders):
             with log.claimed(order):
                 log.sampled(order, _ENGINES[0])
-                log.verified(order, choices)
+                log.verified(order, spans)
             if number % 200 == 0:
                 log.take()
 

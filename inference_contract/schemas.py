@@ -145,6 +145,11 @@ class ChatCompletionRequest(Wire):
     i of a choice's `routed_experts` is of the token before its i-th new one, at the step that sampled the latter; the
     answer's `prompt_routed_experts` are of the prompt's tokens but the last. An engine that does not tell refuses it.
 
+    `continue_token_ids` continues a conversation to the token: they are its tokens up to the end of the assistant's
+    answer `messages[continue_from - 1]`, and the messages from `continue_from` on are new. The prompt is these ids, and
+    what the chat template writes after that answer. Where the template does not append, the prompt is the rendering of
+    all `messages`; `prompt_token_ids` of the answer show which of the two it was.
+
     `chat_template_kwargs` are names that the chat template may look up beside the messages (Qwen3's `enable_thinking`),
     as vLLM's; a template that looks up no such name is not changed by it, nor is an engine without templates. What the
     engine itself gives its template may not be set.
@@ -191,6 +196,8 @@ class ChatCompletionRequest(Wire):
     user: str | None = None
     prefixes: list[AnswerPrefix] | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    continue_token_ids: list[int] | None = None
+    continue_from: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="before")
     @classmethod
@@ -241,6 +248,20 @@ class ChatCompletionRequest(Wire):
     def _prompt_given(self) -> Self:
         if not self.messages and not self.prompt and not self.prompt_token_ids:
             raise ValueError("one of messages and prompt_token_ids must be given and not empty")
+        return self
+
+    @model_validator(mode="after")
+    def _continues_an_answer(self) -> Self:
+        ids, start, messages = self.continue_token_ids, self.continue_from, self.messages or []
+        if ids is None and start is None:
+            return self
+        if not ids or start is None or self.prompt_token_ids:
+            raise ValueError(
+                "continue_token_ids and continue_from must be given together, beside messages and without "
+                "prompt_token_ids"
+            )
+        if start > len(messages) or messages[start - 1].role != "assistant":
+            raise ValueError("continue_from must be the place after a message of the assistant")
         return self
 
     @model_validator(mode="after")

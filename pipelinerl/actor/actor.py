@@ -1,4 +1,4 @@
-"""The loop around engines: take a prompt order, sample G completions, verify them, put the group.
+"""The loop around engines: take a prompt order, have its group made (one turn, or episodes), put it.
 
     loop       consumes                  waits for              unblocked by
     claim      prompt orders (stream)    a place for a group    a group that ended
@@ -10,8 +10,7 @@ Promises: at most `groups_in_flight` orders are held; an order is acknowledged o
 that a dead actor held is claimed again by another; the second copy that this can make is dropped by the trainer, by
 group id. Of two actors of one name, the earlier ends (`RolloutWriter`). Every order ends as a group, an evaluation
 answer, a failure with its reason, or is given up since its group would be stale (`freshness.py`); one that cannot be
-read goes to the dead letters. The samples of a group are asked for in one request, so that one engine computes their
-prompt once. An actor ends by cancellation, at once.
+read goes to the dead letters. A `GroupMaker` makes the rollouts. An actor ends by cancellation, at once.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, final
+from typing import final
 
 from inference_contract.errors import ContractError, Persistence
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, FinishReason
+from inference_contract.schemas import FinishReason
 from pipelinerl.actor.filtering import Filtering
 from pipelinerl.actor.freshness import Freshness, Held
-from pipelinerl.actor.rollouts import Answer, RolloutWriter, assemble, shown_problem
+from pipelinerl.actor.group_maker import GroupMaker, MadeRollout
+from pipelinerl.actor.rollouts import RolloutWriter, assemble, shown_problem
 from pipelinerl.actor.stages import StageLog
 from pipelinerl.actor.verifier_tally import VerifierTally
-from pipelinerl.choices import RoutingReplay
 from pipelinerl.errors import PipelineError, RecordError
 from pipelinerl.messages import (
     ACTORS_GROUP,
@@ -47,37 +46,18 @@ from pipelinerl.messages import (
 from pipelinerl.streams.dead_letter import DeadLetters
 from pipelinerl.streams.records import decode_order
 from pipelinerl.streams.stream import Entry, Stream
-from pipelinerl.types import Answered, Outcome, Priority, PromptOrder, Purpose, RolloutGroup
-from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
+from pipelinerl.types import Answered, Outcome, PromptOrder, Purpose, RolloutGroup
+from pipelinerl.verifiers.verifier import Judgement
 
 log = logging.getLogger("pipelinerl")
 
 
-class Sampler(Protocol):
-    """Where completions come from: an `EnginePool`."""
-
-    async def complete(
-        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = ""
-    ) -> Answered:
-        """The answer of some engine, or of that one, after retries; raises when all of them failed.
-
-        `begun` is called whenever it is sampled from its first token on.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSettings:
-    """`attempts` bounds how often an order aborted by a weight update is sampled anew.
-
-    `groups_in_flight` is where a run begins; it is a live knob (`Actor.resize`).
-    """
+    """`groups_in_flight` is where a run begins; it is a live knob (`Actor.resize`)."""
 
     name: str
     groups_in_flight: int
-    attempts: int
-    model: str | None = None
-    routing_replay: RoutingReplay = RoutingReplay.OFF
     reclaim_idle_s: float = 15.0
     heartbeat_s: float = 2.0
     block_s: float = 0.25
@@ -133,14 +113,12 @@ class Actor:
         settings: ActorSettings,
         *,
         stream: Stream,
-        sampler: Sampler,
-        verifier_of: Callable[[str], GroupVerifier],
+        maker_of: Callable[[str], GroupMaker],
         filtering: Filtering | None = None,
     ) -> None:
         self.settings = settings
         self._stream = stream
-        self._sampler = sampler
-        self._verifier_of = verifier_of
+        self._maker_of = maker_of
         self._filtering = filtering or Filtering()
         self._outbox = _Outbox()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -212,12 +190,11 @@ class Actor:
     async def _fulfil(self, order: PromptOrder) -> None:
         try:
             with self._stages.claimed(order):
-                answers = await self._sampled_in_time(order)
-            if answers is None:
+                made = await self._made_in_time(order)
+            if made is None:
                 return
-            refusal = await self._filtering.refusal(order, answers)
-            replay = self.settings.routing_replay if order.purpose is Purpose.TRAINING else RoutingReplay.OFF
-            group = assemble(order, answers, actor=self.settings.name, refusal=refusal, replay=replay)
+            refusal = await self._filtering.refusal(order, made)
+            group = assemble(order, made, actor=self.settings.name, refusal=refusal)
         except (ContractError, PipelineError) as error:
             self._outbox.reports.append(
                 GroupFailed(
@@ -234,17 +211,18 @@ class Actor:
             self._outbox.groups.append(group)
             self._groups_done += 1
         else:
-            self._outbox.reports.append(_evaluation(order, group, shown_problem(order, answers)))
+            self._outbox.reports.append(_evaluation(order, group, shown_problem(order, made)))
 
-    async def _sampled_in_time(self, order: PromptOrder) -> list[Answer] | None:
-        """G verified answers; None when the group was given up, and that is reported. No evaluation is too late."""
+    async def _made_in_time(self, order: PromptOrder) -> Sequence[MadeRollout] | None:
+        """Verified rollouts; None when the group was given up, and that is reported. No evaluation is too late."""
+        maker = self._maker_of(order.problem.domain)
         if order.purpose is not Purpose.TRAINING:
-            return await self._sample(order, begun=lambda: None)
+            return await maker.make(order, _Progress(self, order, lambda: None))
         held = Held(asyncio.timeout(None))
         try:
             async with held.scope:
                 with self._freshness.watched(held):
-                    return await self._sample(order, begun=held.begin)
+                    return await maker.make(order, _Progress(self, order, held.begin))
         except TimeoutError:
             if held.given_up is None:
                 raise
@@ -259,59 +237,6 @@ class Actor:
             )
         )
         return None
-
-    async def _sample(self, order: PromptOrder, *, begun: Callable[[], None]) -> list[Answer]:
-        """G verified answers; those that an `abort` update cut short are sampled anew."""
-        verifier = self._verifier_of(order.problem.domain)
-        sampled: list[tuple[ChatCompletion, Choice]] = []
-        for attempt in range(self.settings.attempts):
-            request = chat_request(
-                order,
-                model=self.settings.model,
-                here=len(sampled),
-                attempt=attempt,
-                replay=self.settings.routing_replay,
-            )
-            answered = await self._sampler.complete(request, begun=begun, engine=order.engine)
-            self._note_handover(order, answered)
-            choices = answered.completion.choices
-            sampled += [(answered.completion, choice) for choice in choices if choice.finish_reason != "abort"]
-            if len(sampled) == order.sampling.num_samples:
-                self._stages.sampled(order, answered.url)
-                return await self._judged(order, verifier, sampled)
-            self._resampled += order.sampling.num_samples - len(sampled)
-        raise PipelineError(
-            f"{order.order_id}: weight updates aborted its samples in each of {self.settings.attempts} attempts; "
-            "raise j, or use on_update = continue"
-        )
-
-    async def _judged(
-        self, order: PromptOrder, verifier: GroupVerifier, sampled: Sequence[tuple[ChatCompletion, Choice]]
-    ) -> list[Answer]:
-        """The samples with their verdicts, in their order; all are judged at once."""
-        answers = [
-            SampledAnswer(choice.message.content, choice.token_ids or (), choice.finish_reason.value)
-            for _, choice in sampled
-        ]
-        judgements = await verifier.judge(order.problem, answers)
-        self._tally.note(order.problem.domain, judgements)
-        self._stages.verified(order, [choice for _, choice in sampled])
-        return [
-            Answer(completion, choice, judgement.verdict)
-            for (completion, choice), judgement in zip(sampled, judgements, strict=True)
-        ]
-
-    def _note_handover(self, order: PromptOrder, answered: Answered) -> None:
-        """Report what became of the tokens of engines that did not end a group; nothing, as long as all do."""
-        if answered.tokens_kept or answered.tokens_resampled:
-            self._outbox.reports.append(
-                GroupHandedOver(
-                    order_id=order.order_id,
-                    index=order.index,
-                    tokens_kept=answered.tokens_kept,
-                    tokens_resampled=answered.tokens_resampled,
-                )
-            )
 
     async def _flush(self, partition: RolloutWriter) -> None:
         outbox = self._outbox
@@ -348,31 +273,39 @@ class Actor:
             await asyncio.sleep(self.settings.heartbeat_s)
 
 
-def chat_request(
-    order: PromptOrder,
-    *,
-    model: str | None = None,
-    here: int = 0,
-    attempt: int = 0,
-    replay: RoutingReplay = RoutingReplay.OFF,
-) -> ChatCompletionRequest:
-    """What an engine is asked for an order of which `here` samples have come in the attempts before."""
-    sampling = order.sampling
-    return ChatCompletionRequest(
-        model=model,
-        messages=[ChatMessage.model_construct(role=m.role, content=m.content) for m in order.problem.messages],
-        n=sampling.num_samples - here,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        stop=list(sampling.stop) or None,
-        seed=(order.seed + attempt) % 2**63,
-        return_token_ids=True,
-        return_routed_experts=replay is RoutingReplay.ROLLOUT and order.purpose is Purpose.TRAINING,
-        priority=Priority.TRAINING if order.purpose is Purpose.TRAINING else Priority.EVALUATION,
-        chat_template_kwargs=dict(order.chat_template_kwargs),
-    )
+@final
+class _Progress:
+    """`GroupProgress` of one order, noted by its actor."""
+
+    def __init__(self, actor: Actor, order: PromptOrder, begun: Callable[[], None]) -> None:
+        self._actor = actor
+        self._order = order
+        self.begun = begun
+
+    def handed_over(self, answered: Answered) -> None:
+        """Report what became of the tokens of engines that did not end a group; nothing, as long as all do."""
+        if answered.tokens_kept or answered.tokens_resampled:
+            self._actor._outbox.reports.append(
+                GroupHandedOver(
+                    order_id=self._order.order_id,
+                    index=self._order.index,
+                    tokens_kept=answered.tokens_kept,
+                    tokens_resampled=answered.tokens_resampled,
+                )
+            )
+
+    def resampled(self, samples: int) -> None:
+        """Count samples that an update has aborted."""
+        self._actor._resampled += samples
+
+    def sampled(self, engine: str) -> None:
+        """Note when sampling ended."""
+        self._actor._stages.sampled(self._order, engine)
+
+    def judged(self, judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Count verdicts, and note when the last one came."""
+        self._actor._tally.note(self._order.problem.domain, judgements)
+        self._actor._stages.verified(self._order, spans)
 
 
 def _evaluation(order: PromptOrder, group: RolloutGroup, shown: ShownProblem) -> EvaluationDone:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, final
 
-from pipelinerl.actor.rollouts import Answer
+from pipelinerl.actor.group_maker import MadeRollout
 from pipelinerl.actor.verifier_tally import VerifierTally
 from pipelinerl.messages import VerifierFigures
 from pipelinerl.types import PromptOrder, Purpose
@@ -32,16 +32,17 @@ class Filtering:
         """What it has done so far: a group that it keeps or refuses is judged."""
         return self._tally.by_domain.get(_NAME, VerifierFigures())
 
-    async def refusal(self, order: PromptOrder, answers: Sequence[Answer]) -> str:
+    async def refusal(self, order: PromptOrder, made: Sequence[MadeRollout]) -> str:
         """Why the group may not train; empty where it may, or is not to train, or was judged by nobody."""
         if self._filter is None or order.purpose is not Purpose.TRAINING:
             return ""
-        if not any(answer.verdict.outcome.is_judgement for answer in answers):
+        verdicts = [each.rollout.verdict for each in made]
+        if not any(verdict.outcome.is_judgement for verdict in verdicts):
             return ""  # what its verifier has failed on is filtered for that
         sampled = [
-            SampledAnswer(each.choice.message.content, each.choice.token_ids or (), each.choice.finish_reason.value)
-            for each in answers
+            SampledAnswer(each.text, each.rollout.turns[-1].token_ids.tolist(), each.rollout.finish_reason)
+            for each in made
         ]
-        judgement = await self._filter.judge(order.problem, sampled, [answer.verdict for answer in answers])
+        judgement = await self._filter.judge(order.problem, sampled, verdicts)
         self._tally.note(_NAME, [judgement])
         return refusal_of(judgement.verdict)

@@ -18,6 +18,7 @@ from typing import Final, Self, final
 import numpy as np
 
 from inference_contract.schemas import ChatCompletion, Choice
+from pipelinerl.actor.group_maker import MadeRollout
 from pipelinerl.choices import RoutingReplay
 from pipelinerl.errors import FencedError, RecordError
 from pipelinerl.messages import ROLLOUTS, ShownAnswer, ShownProblem
@@ -50,27 +51,30 @@ class Answer:
     verdict: Verdict
 
 
-def assemble(
-    order: PromptOrder,
-    answers: Sequence[Answer],
-    *,
-    actor: str,
-    refusal: str = "",
-    replay: RoutingReplay = RoutingReplay.OFF,
-) -> RolloutGroup:
-    """The group of an order from its verified answers.
+def rollouts_of(
+    order: PromptOrder, answers: Sequence[Answer], *, replay: RoutingReplay = RoutingReplay.OFF
+) -> list[MadeRollout]:
+    """The rollouts of one turn from the verified answers to an order.
 
     Raises:
         RecordError: the engine left out what a rollout needs (token ids, log-probs, version spans, with `replay` the
             routed experts), or they do not fit.
     """
     routed_prompts = _routed_prompts(order, answers) if replay is RoutingReplay.ROLLOUT else {}
+    return [
+        MadeRollout(_rollout(order, each, routed_prompts.get(id(each.completion))), each.choice.message.content)
+        for each in answers
+    ]
+
+
+def assemble(order: PromptOrder, made: Sequence[MadeRollout], *, actor: str, refusal: str = "") -> RolloutGroup:
+    """The group of an order from its rollouts."""
     return RolloutGroup(
         group_id=order.order_id,
         index=order.index,
         domain=order.problem.domain,
         actor=actor,
-        rollouts=tuple(_rollout(order, each, routed_prompts.get(id(each.completion))) for each in answers),
+        rollouts=tuple(each.rollout for each in made),
         problem=ProblemSummary(
             problem_id=order.problem.problem_id,
             tags=order.problem.tags,
@@ -178,25 +182,25 @@ def _rollout(order: PromptOrder, answer: Answer, routed_prompt: Experts | None) 
     )
 
 
-def shown_problem(order: PromptOrder, answers: Sequence[Answer]) -> ShownProblem:
+def shown_problem(order: PromptOrder, made: Sequence[MadeRollout]) -> ShownProblem:
     """The problem of an order with its first answers."""
     prompt = "\n".join(f"{message.role}: {message.content}" for message in order.problem.messages)
     return ShownProblem(
         problem_id=order.problem.problem_id,
         prompt=shortened(prompt, MOST_CHARACTERS),
         ground_truth=order.problem.ground_truth[:MOST_SHOWN],
-        answers=[_shown(answer) for answer in answers[:_MOST_ANSWERS]],
+        answers=[_shown(each) for each in made[:_MOST_ANSWERS]],
     )
 
 
-def _shown(answer: Answer) -> ShownAnswer:
-    choice, verdict = answer.choice, answer.verdict
+def _shown(made: MadeRollout) -> ShownAnswer:
+    rollout, verdict = made.rollout, made.rollout.verdict
     return ShownAnswer(
-        text=shortened(choice.message.content, MOST_CHARACTERS),
+        text=shortened(made.text, MOST_CHARACTERS),
         outcome=verdict.outcome.value,
         reward=verdict.reward if math.isfinite(verdict.reward) else 0.0,
         reason=shortened(verdict.reason, MOST_SHOWN),
-        finish_reason=choice.finish_reason.value,
-        num_tokens=len(choice.token_ids or ()),
-        spans=[(version, tokens) for version, tokens in choice.version_spans or ()],
+        finish_reason=rollout.finish_reason,
+        num_tokens=rollout.num_sampled_tokens,
+        spans=[(span.model_version, span.num_tokens) for turn in rollout.turns for span in turn.spans],
     )

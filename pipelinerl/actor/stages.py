@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
-from inference_contract.schemas import Choice
 from pipelinerl.messages import GroupStages
 from pipelinerl.types import PromptOrder, Purpose
 
@@ -55,11 +54,11 @@ class StageLog:
         if (stages := self._under_way.get(order.order_id)) is not None:
             stages.sampled, stages.engine = self._clock(), engine
 
-    def verified(self, order: PromptOrder, choices: Sequence[Choice]) -> None:
-        """All its samples have their verdicts."""
+    def verified(self, order: PromptOrder, spans: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """All its samples have their verdicts; `spans` are of (version, tokens), of each sample."""
         stages = self._under_way.get(order.order_id)
         if stages is not None and len(self._ended) < _MOST:
-            longest = max(choices, key=lambda choice: len(choice.token_ids or ()))
+            longest = max(spans, key=lambda each: sum(tokens for _, tokens in each), default=())
             self._ended.append(
                 GroupStages(
                     index=order.index,
@@ -67,7 +66,7 @@ class StageLog:
                     sampled=stages.sampled,
                     verified=self._clock(),
                     engine=stages.engine,
-                    spans=[(version, tokens) for version, tokens in (longest.version_spans or ())[:_MOST_SPANS]],
+                    spans=[(version, tokens) for version, tokens in longest[:_MOST_SPANS]],
                 )
             )
 

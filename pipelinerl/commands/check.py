@@ -11,6 +11,7 @@ from typing import Final
 from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.choices import OldLogprobs, Overdue
+from pipelinerl.commands.findings.episode_trial import episode_tried
 from pipelinerl.commands.findings.first_look import MOST, refuse_problems
 from pipelinerl.commands.findings.mini_batches import mini_batch_finding
 from pipelinerl.commands.findings.model import (
@@ -46,6 +47,7 @@ from pipelinerl.objective.explain import differing, slot_lines
 from pipelinerl.objective.presets import preset_of, resolve
 from pipelinerl.observability.trackers.tracker import missing_package
 from pipelinerl.roles.dtypes import Dtypes, dtypes_of
+from pipelinerl.roles.episodes import check_environment
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.verification import open_filter, open_verifier, user_code
 from pipelinerl.roles.wiring import (
@@ -102,7 +104,9 @@ def refuse(config: RunConfig) -> None:
     knobs_of(config)
     for domain in config.domains:
         check_source(domain.source, domain=domain.name)
-        open_verifier(domain)
+        if domain.has_verifier:
+            open_verifier(domain)
+        check_environment(domain)
     open_filter(config)
 
 
@@ -172,14 +176,26 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     for domain in config.domains:
         yield from (("warning", sentence) for sentence in called_by_place(domain))
         yield from instruction_findings(config, domain)
-        said = asyncio.run(tried(domain, _problems_of(domain, config)))
-        yield "verifier", f"domains.{domain.name}: {said}"
+        yield from _trials(domain, config, tokenizer)
         if (judge := open_filter(config)) is not None:
             problem = _problems_of(domain, config).problem(0)
             yield "filter", asyncio.run(filter_tried(judge, problem, samples=config.sampling.group_size))
     yield from prompt_findings(
         config, tokenizer, training=training_problems(config), held_out=held_out_problems(config)
     )
+
+
+def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) -> Iterator[tuple[str, str]]:
+    """What the domain's verifier says of a real problem, and an episode of its environment."""
+    problems, where = _problems_of(domain, config), f"domains.{domain.name}"
+    if domain.has_verifier:
+        yield "verifier", f"{where}: {asyncio.run(tried(domain, problems))}"
+    if domain.has_environment:
+        kinds = {"text": 0, "a call": 1, "two calls": 2}
+        kept = [kind for kind, calls in kinds.items() if tokenizer.tail.reproduces_deployment(calls=calls)]
+        yield "template", f"continues {', '.join(kept) or 'nothing'} exactly as it renders a whole conversation"
+        for line in asyncio.run(episode_tried(config, domain, problems.problem(0), tokenizer)):
+            yield "episode", f"{where}: {line}"
 
 
 def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:

@@ -17,7 +17,7 @@ from pipelinerl.system.files import from_home
 from pipelinerl.system.references import anchored
 
 #: Keys whose value names a part of the run, at any depth.
-_NAME_A_PART: Final = frozenset({"type", "source", "verifier", "function", "filter"})
+_NAME_A_PART: Final = frozenset({"type", "source", "verifier", "function", "filter", "environment"})
 #: Tables that belong to a part, which alone knows what their keys mean; of the source `files` they are known here.
 _OF_A_PART: Final = frozenset({"parameters", "options"})
 _FILES: Final = "files"

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pipelinerl.choices import COLDEST, HOTTEST
 from pipelinerl.config.curation import CooldownSection
+from pipelinerl.config.episodes import EpisodeSection
 from pipelinerl.config.judging import InstructionsSection, JudgeSection
 from pipelinerl.config.learning import RewardSection
 from pipelinerl.config.oubliette import OublietteSection
@@ -17,6 +18,7 @@ from pipelinerl.config.verification import RewardPartSection, contradictions
 from pipelinerl.data.prompts import Prompts
 from pipelinerl.data.templates import Template
 from pipelinerl.errors import RecipeError
+from pipelinerl.system.references import is_reference
 from pipelinerl.types import DomainSampling, Message
 
 
@@ -55,6 +57,13 @@ class DomainSection(Section):
     oubliette: OublietteSection = OublietteSection()
     cooldown: CooldownSection | None = None
     """For how long solved problems are not asked again, where it is not as in [curation]."""
+
+    # who answers the model's answers: docs/environments.md
+    environment: str | None = None
+    """An async function of (task, client), or a class with reset, step and close, as path.py:name."""
+    command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """A program that plays an episode through OPENAI_BASE_URL; `{task}` in an argument is the last user message."""
+    episode: EpisodeSection = EpisodeSection()
 
     # how problems are asked: docs/data.md
     system_prompt: str = ""
@@ -97,6 +106,33 @@ class DomainSection(Section):
         if self.judge is not None and "judge" not in {self.verifier, *(part.function for part in self.rewards)}:
             raise ValueError('judge is a table of the verifier judge, which this domain lacks; say verifier = "judge"')
         return self
+
+    @model_validator(mode="after")
+    def _played_in_one_way(self) -> Self:
+        if self.environment is not None and not is_reference(self.environment):
+            raise ValueError(f"environment must be path.py:name or package.module:name, got {self.environment!r}")
+        if self.environment is not None and self.command:
+            raise ValueError("environment and command exclude each other; leave one of them out")
+        if self.command and not self.names_verifier:
+            raise ValueError("command needs verifier or rewards, which judge the last answer of the program's model")
+        if self.episode != EpisodeSection() and not self.has_environment:
+            raise ValueError("episode is a table of domains with an environment or a command; name one of them")
+        return self
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether its rollouts are episodes, played by a user's program."""
+        return self.environment is not None or bool(self.command)
+
+    @property
+    def names_verifier(self) -> bool:
+        """Whether it says what judges an answer."""
+        return self.verifier is not None or bool(self.rewards)
+
+    @property
+    def has_verifier(self) -> bool:
+        """Whether answers are judged by a verifier: always, unless an environment rewards its episodes itself."""
+        return self.names_verifier or not self.has_environment
 
     @property
     def prompts(self) -> Prompts:

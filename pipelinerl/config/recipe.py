@@ -20,6 +20,7 @@ from pydantic import SecretStr, ValidationError, field_validator, model_validato
 
 from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
+from pipelinerl.choices import RoutingReplay
 from pipelinerl.config.beside_recipe import resolved_beside
 from pipelinerl.config.complaints import refuse_unwritable, sentences
 from pipelinerl.config.curation import CurationSection
@@ -115,6 +116,12 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         self._has_room_for_groups()
+        played = next((domain.name for domain in self.domains if domain.has_environment), None)
+        if played is not None and self.trainer.routing_replay is RoutingReplay.ROLLOUT:
+            raise ValueError(
+                f'trainer.routing_replay "rollout" does not know the turns of episodes, which domain {played} has; '
+                "turn it off"
+            )
         self._sets_can_be_asked()
         for path, tokens in (
             ("sampling.max_tokens", self.sampling.max_tokens),

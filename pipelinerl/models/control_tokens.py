@@ -77,6 +77,8 @@ class Text:
 
 #: Renders a template, as `ContentGuard` says.
 Render = Callable[[Chat, bool], str]
+#: Where in a rendered text its encoding begins.
+Begin = Callable[[str], int]
 
 #: Texts that speak for the message's role. All else of a message is data, whoever wrote it.
 _SPOKEN: Final = frozenset({"content", "reasoning_content"})
@@ -157,10 +159,14 @@ class ContentGuard:
         self._closed_to_data = Spellings.of(self._control.values())
         self._expected = lru_cache(maxsize=_SHAPES)(self._structure_of_shape)
 
-    def encode_chat(self, chat: Chat) -> list[int]:
+    def encode_chat(self, chat: Chat, *, begin: Begin | None = None, first_row: int = 0) -> list[int]:
         """Token ids of the rendered conversation, the opening of the assistant's turn included.
 
         The template writes the texts of `chat.also` as it likes, so that none of them may spell a control token.
+
+        Args:
+            begin: where in the rendered text to begin, by default at its start; no control token may lie across that.
+            first_row: the number of the first turn, as errors count messages.
 
         Raises:
             ModelError: the template refuses the chat; a text of `also` spells a control token; or another text does
@@ -172,7 +178,8 @@ class ContentGuard:
                     f"chat_template_kwargs.{name} spells a control token of this model; leave it out"
                 )
         text = self._render(chat, True)
-        ids = self._ids(text)
+        start = begin(text) if begin else 0
+        ids = self._ids(text[start:])
         texts = chat.texts()
         spelt = [self._closed_to(each.role).starts(each.value) for each in texts]
         if any(spelt):
@@ -180,17 +187,18 @@ class ContentGuard:
             if data is None:
                 place = next(each.place for each, found in zip(texts, spelt, strict=True) if found)
                 raise ModelError(
-                    f"{place} spells a control token of this model, and the chat template changes texts with such "
-                    "spellings in a way that cannot be followed; leave the spelling out"
+                    f"{_moved(place, first_row)} spells a control token of this model, and the chat template changes "
+                    "texts with such spellings in a way that cannot be followed; leave the spelling out"
                 )
-            return self._apart(text, data)
+            return self._apart(text[start:], _after(start, data))
         # A normalizer, or the template, may still make a control token of what texts hold.
-        if self._structure(ids) == self._expected(_shape(chat)):
+        expected = self._structure_of_tail(chat, begin) if begin else self._expected(_shape(chat))
+        if self._structure(ids) == expected:
             return ids
         symbols = [[at.start() for at in _SYMBOL.finditer(each.value)] for each in texts]
         data = self._places(chat, texts, symbols, text)
         # None: what this template writes depends on texts, none of which spells a control token.
-        return ids if data is None else self._apart(text, data)
+        return ids if data is None else self._apart(text[start:], _after(start, data))
 
     def encode_content(self, content: str, *, role: str) -> list[int]:
         """Token ids of `content` alone, as it would be in a message of this role. Raises `ModelError`."""
@@ -217,6 +225,15 @@ class ContentGuard:
         except ModelError:
             return None
         return self._structure(self._ids(text))
+
+    def _structure_of_tail(self, chat: Chat, begin: Begin) -> list[int] | None:
+        """What the template writes from `begin` on, around data without symbols; None if it refuses that."""
+        plain = chat.rewritten(lambda each: _SYMBOL.sub("a", each.value) if each.role in _DATA_ROLES else each.value)
+        try:
+            text = self._render(plain, True)
+        except ModelError:
+            return None
+        return self._structure(self._ids(text[begin(text) :]))
 
     def _places(
         self, chat: Chat, texts: Sequence[Text], starts: Sequence[Sequence[int]], text: str
@@ -284,6 +301,17 @@ class ContentGuard:
     def _twin(self) -> Tokenizer:
         """The tokenizer with these names. A large one takes about a second to make: once, when it is first needed."""
         return _renamed(self._backend, {self._control[index]: name for index, name in self._names.items()})
+
+
+def _after(start: int, places: frozenset[int]) -> frozenset[int]:
+    """The places from `start` on, counted from there."""
+    return frozenset(at - start for at in places if at >= start)
+
+
+def _moved(place: str, rows: int) -> str:
+    """The place of a text, if messages are counted from `rows` on."""
+    table, row, *rest = place.split(".")
+    return ".".join([table, str(int(row) + rows), *rest]) if table == "messages" else place
 
 
 def _rewritten_turn(row: int, turn: Turn, change: Callable[[Text], str]) -> Turn:

@@ -20,7 +20,9 @@ from inference_contract.schemas import ChatMessage
 from inference_contract.tools import ToolDefinition
 from pipelinerl.errors import ModelError, TemplateNameError, UnshownFieldError
 from pipelinerl.models.control_tokens import Chat, ContentGuard, Turn
+from pipelinerl.models.conversation_tail import ConversationTail
 from pipelinerl.models.plain_tokenizer import PlainTokenizer, read_plain
+from pipelinerl.models.tool_calls import ParsedAnswer, format_of, parsed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -124,6 +126,36 @@ class ChatTokenizer:
             self._check_shown("tools", "tools")
         offered = [tool.for_template() for tool in tools]
         return self._contents.encode_chat(Chat(turns=turns, tools=offered, also=template_kwargs))
+
+    def encode_continuation(
+        self,
+        messages: Sequence[ChatTurn],
+        first_new: int,
+        token_ids: Sequence[int],
+        template_kwargs: Mapping[str, Any] = _NO_KWARGS,
+        tools: Sequence[ToolDefinition] = (),
+    ) -> list[int]:
+        """Token ids of a conversation whose tokens up to the answer `messages[first_new - 1]` are `token_ids`.
+
+        They come first, and what the template writes after an answer follows (`conversation_tail`). Where the template
+        does not append, this is `encode_chat`. Raises as `encode_chat` does.
+        """
+        turns = [self._turn(row, message) for row, message in enumerate(messages)]
+        chat = Chat(turns=turns, tools=[tool.for_template() for tool in tools], also=template_kwargs)
+        tail = self.tail.encode(chat, first_new, last_id=token_ids[-1])
+        return self._contents.encode_chat(chat) if tail is None else [*token_ids, *tail]
+
+    @cached_property
+    def tail(self) -> ConversationTail:
+        """What this model's template writes after an answer."""
+        decoded = {index: self._tokenizer.backend_tokenizer.id_to_token(index) for index in self._eos_token_ids}
+        ends = {index: text for index, text in decoded.items() if text}
+        return ConversationTail(self._contents, self._render, ends)
+
+    def parse_answer(self, text: str, tools: Sequence[ToolDefinition], *, key: bytes) -> ParsedAnswer:
+        """The calls of `tools` in an answer's text, in the format of this model's template; ids are made from `key`."""
+        form = format_of(self._template_source)
+        return ParsedAnswer(text) if form is None else parsed(text, form, tools, key=key)
 
     def _turn(self, row: int, message: ChatTurn) -> Turn:
         """A message as the template takes it. A template that knows no developer knows him as the system."""

@@ -1,4 +1,4 @@
-"""An actor's process: streams, engine pool, verifiers.
+"""An actor's process: streams, engine pool, verifiers, episodes and their gateway.
 
 Promises: no order is claimed before the controller has said which engines there are, so that an actor that cannot reach
 it takes no work from others, and one that was started first waits.
@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from pipelinerl.actor.actor import Actor, ActorSettings
+from pipelinerl.actor.episodes import EpisodeDomain, Episodes, Player
 from pipelinerl.actor.filtering import Filtering
+from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import AddressError, TokenRefused, UserError
+from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.judging import Purse
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.verification import open_filter, open_verifier, rules_of
@@ -61,21 +65,20 @@ async def run(identity: Identity) -> None:
         interval_s=config.actor.stream_interval_s,
         ties="" if identity.name == _FIRST else identity.name,
     )
+    attempts, replay = config.actor.attempts, config.trainer.routing_replay
+    domains = open_episodes(config, verifiers)
+    single_turn = SingleTurn(pool, verifier_of, attempts=attempts, routing_replay=replay)
+    gateway, episodes = _with_gateway(pool, domains, attempts=attempts)
     actor = Actor(
-        ActorSettings(
-            name=identity.name,
-            groups_in_flight=config.groups_in_flight,
-            attempts=config.actor.attempts,
-            routing_replay=config.trainer.routing_replay,
-        ),
+        ActorSettings(name=identity.name, groups_in_flight=config.groups_in_flight),
         stream=stream,
-        sampler=pool,
-        verifier_of=verifier_of,
+        maker_of=lambda domain: episodes if episodes and domain in domains else single_turn,
         filtering=Filtering(group_filter),
     )
+    players = [domain.player for domain in domains.values()]
     try:
-        async with asyncio.TaskGroup() as group:
-            starting = group.create_task(_start(judges))
+        async with asyncio.TaskGroup() as group, gateway:
+            starting = group.create_task(_start([*judges, *players]))
             heard = asyncio.Event()
             refresh = group.create_task(_follow_controller(identity, pool, actor, heard, services))
             await heard.wait()
@@ -84,11 +87,23 @@ async def run(identity: Identity) -> None:
             refresh.cancel()
             starting.cancel()
     finally:
-        for judge in judges:
+        for judge in (*players, *judges):
             await judge.close()
         await services.close()
         await client.close()
         await stream.close()
+
+
+def _with_gateway(
+    pool: EnginePool, domains: Mapping[str, EpisodeDomain], *, attempts: int
+) -> tuple[AbstractAsyncContextManager[None], Episodes | None]:
+    """What makes groups of episodes, and the gateway that it needs, to be entered; nothing where no domain has them."""
+    if not domains:
+        return nullcontext(), None
+    from pipelinerl.environments.gateway import Gateway  # with a server's libraries, which no other actor needs
+
+    gateway = Gateway()
+    return gateway.serve(), Episodes(gateway, pool, domains, attempts=attempts)
 
 
 def _verifier_services(identity: Identity) -> VerifierServices:
@@ -101,18 +116,19 @@ def _verifier_services(identity: Identity) -> VerifierServices:
 def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, GroupVerifier]:
     """What judges each domain: services, or this process's own workers."""
     config = identity.config
+    judged = [domain for domain in config.domains if domain.has_verifier]
     if config.verification.uses_services:
-        return {each.name: RemoteVerifier(services, domain=each.name, rules=rules_of(each)) for each in config.domains}
+        return {each.name: RemoteVerifier(services, domain=each.name, rules=rules_of(each)) for each in judged}
     purse = Purse(identity.run_dir / "judging" / identity.name, config.actor.count)
-    return {domain.name: open_verifier(domain, purse=purse) for domain in config.domains}
+    return {domain.name: open_verifier(domain, purse=purse) for domain in judged}
 
 
-async def _start(judges: Sequence[GroupVerifier | GroupFilter]) -> None:
-    """Bring up what judges, so many at once as there are workers by default: a domain that is slow to come up would
-    else be missing from the first steps. Each is bounded by its own time to start."""
+async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None:
+    """Bring up what judges and plays, as many at once as there are workers by default: a domain that is slow to come
+    up would else be missing from the first steps. Each is bounded by its own time to start."""
     at_once = asyncio.Semaphore(default_workers())
 
-    async def started(judge: GroupVerifier | GroupFilter) -> None:
+    async def started(judge: GroupVerifier | GroupFilter | Player) -> None:
         async with at_once:
             await start(judge)
 

@@ -35,7 +35,7 @@ _PLACES: Final = {"url", "key_variable", "repository"}
 def open_verifier(domain: DomainSection, *, purse: Purse | None = None) -> GroupVerifier:
     """What judges the domain's answers; nothing is started before the first answer. To be closed.
 
-    `purse` is for a judge whose budget is a run's.
+    The domain must have a verifier (`has_verifier`). `purse` is for a judge whose budget is a run's.
 
     Raises:
         RecipeError: a name is unknown, or a user's code cannot be loaded or called.
@@ -101,6 +101,8 @@ def open_filter(config: RunConfig) -> GroupFilter | None:
 
 def names_of(domain: DomainSection) -> Iterator[tuple[str, str]]:
     """(key, name) of each part that judges."""
+    if not domain.has_verifier:
+        return
     if not domain.rewards:
         yield f"domains.{domain.name}.verifier", domain.verifier or DEFAULT_VERIFIER
     for number, part in enumerate(domain.rewards):
@@ -119,6 +121,8 @@ def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.curation.filter is not None:
         yield "curation.filter", config.curation.filter
     for domain in config.domains:
+        if domain.environment is not None:
+            yield f"domains.{domain.name}.environment", domain.environment
         if domain.source.partition(":")[0] not in registry.SOURCES:
             yield f"domains.{domain.name}.source", domain.source
         for where, name in names_of(domain):

@@ -55,7 +55,7 @@ async def run(identity: Identity, *, only: Sequence[str] = ()) -> None:
             url = offered_url(listener.getsockname(), identity.controller_url, what="verifier service")
         await _try_sandboxes(domains)
         service = VerifierService(
-            {domain.name: served_domain(domain, purse=purse) for domain in domains},
+            {domain.name: served_domain(domain, purse=purse) for domain in domains if domain.has_verifier},
             cache=VerdictCache(config.verification.cache_mb << 20),
         )
         drained = asyncio.create_task(service.drained.wait())

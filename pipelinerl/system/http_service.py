@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from enum import Enum
 from ipaddress import ip_address
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from pipelinerl.errors import AddressError
 from pipelinerl.system.background import to_its_end
@@ -295,6 +296,35 @@ async def serve_until(app: Starlette, listener: socket.socket, *, over: asyncio.
             finally:  # cancelled, uvicorn leaves the loop watching a descriptor that the next socket may get
                 for accepting in getattr(server, "servers", ()):
                     accepting.close()
+
+
+@asynccontextmanager
+async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve a guarded application on a loopback `listener` beside this process's own work, whose signals stay its own.
+
+    Raises:
+        AddressError: others could reach it.
+    """
+    address = listener.getsockname()[0]
+    if not ip_address(address).is_loopback:
+        listener.close()
+        raise AddressError(f"refusing to serve on {address}: what is served beside other work binds loopback")
+    config = config_of(app)
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: cast(asyncio.Protocol, LimitedConnection(config, state, {})), sock=listener
+    )
+    try:
+        yield
+    finally:
+        server.close()
+        for connection in list(state.connections):
+            connection.shutdown()
+        tasks = list(state.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -15,6 +15,8 @@ from inference_contract.errors import ContextExceeded, InvalidRequest
 from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, Choice, Usage
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.actor.filtering import Filtering
+from pipelinerl.actor.group_maker import GroupMaker, Sampler
+from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
@@ -107,7 +109,12 @@ class ScriptedSampler:
         self.gate.set()
 
     async def complete(
-        self, request: ChatCompletionRequest, *, begun: Callable[[], None] = lambda: None, engine: str = ""
+        self,
+        request: ChatCompletionRequest,
+        *,
+        begun: Callable[[], None] = lambda: None,
+        engine: str = "",
+        near: str = "",
     ) -> Answered:
         self.requests.append(request)
         self.again = begun
@@ -175,15 +182,18 @@ class FullServer:
         return await self._behind.append(stream, payloads, first_id=first_id)
 
 
+def by(sampler: Sampler) -> Callable[[str], GroupMaker]:
+    """Groups of single turns."""
+    return lambda _: SingleTurn(sampler, exact, attempts=3)
+
+
 @asynccontextmanager
 async def working(
     watched: Watched, sampler: ScriptedSampler, *, in_flight: int = 4, stream: Any = None
 ) -> AsyncIterator[asyncio.Task[None]]:
-    settings = ActorSettings(
-        name=NAME, groups_in_flight=in_flight, attempts=3, heartbeat_s=0.02, block_s=0.02, reclaim_idle_s=5.0
-    )
+    settings = ActorSettings(name=NAME, groups_in_flight=in_flight, heartbeat_s=0.02, block_s=0.02, reclaim_idle_s=5.0)
     task = asyncio.create_task(
-        Actor(settings, stream=stream or watched.stream, sampler=sampler, verifier_of=exact).run(), name="actor"
+        Actor(settings, stream=stream or watched.stream, maker_of=by(sampler)).run(), name="actor"
     )
     try:
         yield task
@@ -221,8 +231,8 @@ async def test_a_group_that_can_train_no_step_any_more_is_given_up() -> None:
     """k = 2: what began at 3 is too old for the step after 5; what was begun anew then is not."""
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
-    settings = ActorSettings(name=NAME, groups_in_flight=4, attempts=3, heartbeat_s=0.02, block_s=0.02)
-    actor = Actor(settings, stream=watched.stream, sampler=sampler, verifier_of=exact)
+    settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
+    actor = Actor(settings, stream=watched.stream, maker_of=by(sampler))
     task = asyncio.create_task(actor.run())
 
     async def asked(number: int) -> bool:
@@ -260,8 +270,8 @@ async def test_what_is_given_up_frees_its_places_at_the_engine_at_once() -> None
     watched, engine = Watched(), ScriptedEngine(step_s=60.0)
     with in_thread(create_app(engine, token=None)) as url:
         async with EngineClient() as client, asyncio.timeout(DEADLINE_S):
-            settings = ActorSettings(name=NAME, groups_in_flight=4, attempts=3, heartbeat_s=0.02, block_s=0.02)
-            actor = Actor(settings, stream=watched.stream, sampler=EnginePool(client, [url]), verifier_of=exact)
+            settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
+            actor = Actor(settings, stream=watched.stream, maker_of=by(EnginePool(client, [url])))
             task = asyncio.create_task(actor.run())
             await watched.order(order(1))
             while engine._running == 0:
@@ -464,10 +474,8 @@ async def test_what_the_recipes_filter_refuses_is_put_with_its_reason_and_counte
         assert request.messages is not None
         return int(request.messages[0].content.removeprefix("say "))
 
-    settings = ActorSettings(name=NAME, groups_in_flight=4, attempts=3, heartbeat_s=0.02, block_s=0.02)
-    actor = Actor(
-        settings, stream=watched.stream, sampler=sampler, verifier_of=exact, filtering=Filtering(group_filter)
-    )
+    settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
+    actor = Actor(settings, stream=watched.stream, maker_of=by(sampler), filtering=Filtering(group_filter))
     task = asyncio.create_task(actor.run())
 
     async def all_there() -> bool:

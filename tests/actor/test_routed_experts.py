@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from inference_contract.schemas import ChatCompletion
-from pipelinerl.actor.actor import chat_request
-from pipelinerl.actor.rollouts import Answer, assemble
+from pipelinerl.actor.rollouts import Answer, assemble, rollouts_of
+from pipelinerl.actor.single_turn import chat_request
 from pipelinerl.choices import RoutingReplay
 from pipelinerl.errors import RecordError
 from pipelinerl.numerics.routed_experts import on_the_wire
@@ -31,7 +31,7 @@ def routed(*, prompt: Any = PROMPT, sampled: Any = SAMPLED) -> ChatCompletion:
 def group_of(answer: ChatCompletion, replay: RoutingReplay = RoutingReplay.ROLLOUT) -> RolloutGroup:
     verdict = Verdict(outcome=Outcome.CORRECT, reward=1.0)
     answers = [Answer(answer, choice, verdict) for choice in answer.choices]
-    return assemble(order(7), answers, actor="a", replay=replay)
+    return assemble(order(7), rollouts_of(order(7), answers, replay=replay), actor="a")
 
 
 def test_rollouts_have_the_experts_of_the_token_before_each() -> None:

@@ -41,7 +41,7 @@ def _log() -> StageLog:
 def _done(log: StageLog, order: PromptOrder, *choices: Choice) -> None:
     with log.claimed(order):
         log.sampled(order, "http://a")
-        log.verified(order, choices or [_choice([(0, 1)])])
+        log.verified(order, [choice.version_spans or () for choice in choices or [_choice([(0, 1)])]])
 
 
 def test_a_drawn_group_is_told_once_with_the_spans_of_its_longest_answer() -> None:
@@ -81,5 +81,5 @@ def test_an_order_that_fails_leaves_nothing() -> None:
             raise ValueError
     except ValueError:
         log.sampled(order, "http://a")
-        log.verified(order, [_choice([(0, 1)])])
+        log.verified(order, [[(0, 1)]])
     assert log.take() == []

@@ -19,7 +19,8 @@ Modules = Iterable[Module]
 #: Folders that may hold more than 15 modules, each with how many and why.
 FOLDER_SIZES = {
     "pipelinerl/objective": (16, "five slots of one equation, which know one another"),
-    "pipelinerl/roles": (16, "one module for each role, and what several roles share"),
+    "pipelinerl/models": (16, "what a model directory holds, and its chat template"),
+    "pipelinerl/roles": (18, "one file per process, and what wires it"),
 }
 
 #: Public definitions that nobody in the packages calls, each with who does.

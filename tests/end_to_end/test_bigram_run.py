@@ -16,6 +16,7 @@ import pytest
 from inference_contract.schemas import ChatMessage
 from inference_contract.weights import OnUpdate
 from pipelinerl.actor.actor import Actor, ActorSettings
+from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.choices import NoSignal
 from pipelinerl.config.recipe import parse
 from pipelinerl.controller.decisions.controller import Controller
@@ -139,10 +140,9 @@ async def run(
     events = EventLog(directory / "events.jsonl")
     service = ControllerService(controller, name="bigram", stream=stream, probe=client, events=events, poll_s=0.2)
     actor = Actor(
-        ActorSettings(name="actor-0", groups_in_flight=16, attempts=3, block_s=0.05),
+        ActorSettings(name="actor-0", groups_in_flight=16, block_s=0.05),
         stream=stream,
-        sampler=pool,
-        verifier_of=lambda domain: EachAlone(SaysB()),
+        maker_of=lambda _: SingleTurn(pool, lambda domain: EachAlone(SaysB()), attempts=3),
     )
     loop = TrainingLoop(
         LoopSettings(

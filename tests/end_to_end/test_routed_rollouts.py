@@ -11,6 +11,7 @@ import numpy as np
 
 from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl.actor.actor import Actor, ActorSettings
+from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.choices import NoSignal, RoutingReplay
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.partial_answer import PartialAnswer
@@ -44,7 +45,12 @@ class InParts:
         self._engine = engine
 
     async def complete(
-        self, request: ChatCompletionRequest, *, begun: Callable[[], None] = lambda: None, engine: str = ""
+        self,
+        request: ChatCompletionRequest,
+        *,
+        begun: Callable[[], None] = lambda: None,
+        engine: str = "",
+        near: str = "",
     ) -> Answered:
         begun()
         answer = PartialAnswer(request, interval_s=0.001)
@@ -83,13 +89,12 @@ async def sampled(path: Path) -> list[RolloutGroup]:
         ActorSettings(
             name=NAME,
             groups_in_flight=4,
-            attempts=1,
             heartbeat_s=0.02,
             block_s=0.02,
-            routing_replay=RoutingReplay.ROLLOUT,
         ),
     )
-    actor = Actor(settings, stream=watched.stream, sampler=InParts(engine), verifier_of=judge)
+    maker = SingleTurn(InParts(engine), judge, attempts=1, routing_replay=RoutingReplay.ROLLOUT)
+    actor = Actor(settings, stream=watched.stream, maker_of=lambda _: maker)
     working = asyncio.create_task(actor.run())
     try:
         await watched.order(*(order(index, samples=3) for index in range(GROUPS)))

@@ -14,6 +14,7 @@ import pytest
 from pipelinerl.config.recipe import load
 from pipelinerl.roles.wiring import held_out_problems, training_problems
 from tests.fakes.bigram_recipe import lightest
+from tests.fakes.guessing_bigram import guessing
 from tests.fakes.live_run import CLI, launched
 from tests.patience import PATIENCE_S
 
@@ -51,6 +52,28 @@ def test_two_domains_train(tmp_path: Path) -> None:
         steps = run.events("step")
     assert len(steps) == 2 and {"backward", "last_letter"} == set(steps[-1]["by_domain"])
     assert 0 < steps[-1]["by_domain"]["last_letter"]["reward.brief"] <= 1
+
+
+def test_a_game_of_several_turns_trains(tmp_path: Path) -> None:
+    """With the lightest model; that it learns the game is the next test's."""
+    recipe = EXAMPLES / "guess_letter" / "guess_letter.toml"
+    quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=32", "evaluation.problems=4")
+    with launched([str(recipe), *guessing(tmp_path / "model"), *quick], tmp_path / "guess_letter") as run:
+        assert run.end() == 0, run.story()
+        steps, evaluations = run.events("step"), run.events("evaluation")
+    assert len(steps) == 2 and evaluations
+    assert steps[-1]["unjudged"] == 0 and 0 < steps[-1]["reward"] < 1
+
+
+@pytest.mark.slow
+def test_a_bigram_model_learns_to_halve_what_is_left(tmp_path: Path) -> None:
+    recipe = EXAMPLES / "guess_letter" / "guess_letter.toml"
+    with launched(
+        [str(recipe), f"run.directory={tmp_path}", *guessing(tmp_path / "model")], tmp_path / "guess_letter"
+    ) as run:
+        assert run.end(600) == 0, run.story()
+        rewards = [step["reward"] for step in run.events("step")]
+    assert sum(rewards[:5]) / 5 < 0.4 and sum(rewards[-10:]) / 10 >= 0.75
 
 
 def test_the_rewards_of_the_language_models_task() -> None:

@@ -16,20 +16,24 @@ import asyncio
 import hashlib
 import json
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from typing import Any, Final, TypeVar, final
 
 from inference_contract.errors import ContractError
 from inference_contract.schemas import FinishReason
+from pipelinerl.actor.episodes import Episodes
+from pipelinerl.actor.group_maker import Unwatched
 from pipelinerl.commands.evaluation.respondents import Respondent
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.http.openai_client import TextAnswer
+from pipelinerl.environments.gateway import Gateway
 from pipelinerl.errors import PipelineError, UserError
 from pipelinerl.messages import EvaluationDone
+from pipelinerl.roles.episodes import open_episodes
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.types import Outcome, Problem, PromptOrder, Verdict
+from pipelinerl.types import Outcome, PromptOrder, Verdict
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 
 #: A respondent that has answered nothing after so many problems is not going to.
@@ -58,19 +62,18 @@ async def ask(
         nonlocal answered
         for order in waiting:
             try:
-                samples = await respondent.samples(order)
+                samples, verdicts = await answering.samples(order)
             except* (ContractError, PipelineError) as group:
                 failures.append(str(_first(group)))
                 answer = None
             else:
-                verdicts = await _verdicts(verifiers[order.problem.domain], order.problem, samples)
                 answer, answered = answer_of(order, samples, verdicts), answered + 1
             if not answered and len(failures) >= MOST_FAILURES:
                 raise UserError(f"{len(failures)} problems have no answer and none has one; the last: {failures[-1]}")
             on_answer(order, answer)
 
     try:
-        async with _verifiers(config) as verifiers, asyncio.TaskGroup() as group:
+        async with _answering(config, respondent) as answering, asyncio.TaskGroup() as group:
             for _ in range(_at_a_time(orders, config)):
                 group.create_task(work())
     except ExceptionGroup as several:  # plain: what `except*` raises is a group again before Python 3.11.4
@@ -136,20 +139,54 @@ def _at_a_time(orders: Sequence[PromptOrder], config: RunConfig) -> int:
     return max(1, min(config.groups_in_flight, config.engine.max_waiting // samples))
 
 
+@final
+class _Answering:
+    """Samples and their verdicts: of single answers by the domain's verifier, of episodes as an actor plays them."""
+
+    def __init__(
+        self, respondent: Respondent, verifiers: Mapping[str, GroupVerifier], episodes: Episodes | None
+    ) -> None:
+        self._respondent = respondent
+        self._verifiers = verifiers
+        self._episodes = episodes
+
+    async def samples(self, order: PromptOrder) -> tuple[list[TextAnswer], list[Verdict]]:
+        """All samples of an order; raises ContractError or PipelineError when there are none."""
+        if self._episodes is not None and order.problem.domain in self._episodes.domains:
+            made = await self._episodes.make(order, Unwatched())
+            texts = [
+                TextAnswer(each.text, each.rollout.finish_reason, each.rollout.num_sampled_tokens) for each in made
+            ]
+            return texts, [each.rollout.verdict for each in made]
+        samples = await self._respondent.samples(order)
+        answers = [SampledAnswer(sample.text, finish_reason=sample.finish_reason) for sample in samples]
+        judgements = await self._verifiers[order.problem.domain].judge(order.problem, answers)
+        return samples, [judgement.verdict for judgement in judgements]
+
+
 @asynccontextmanager
-async def _verifiers(config: RunConfig) -> AsyncIterator[dict[str, GroupVerifier]]:
-    """A verifier for each domain; their processes end with the block."""
-    verifiers = {domain.name: open_verifier(domain) for domain in config.domains}
+async def _answering(config: RunConfig, respondent: Respondent) -> AsyncIterator[_Answering]:
+    """Verifiers and environments of all domains; their processes end with the block.
+
+    Raises:
+        UserError: a domain has an environment, and the respondent answers without tokens.
+    """
+    verifiers = {domain.name: open_verifier(domain) for domain in config.domains if domain.has_verifier}
+    domains, gateway, sampler = open_episodes(config, verifiers), Gateway(), respondent.sampler
+    if domains and sampler is None:
+        raise UserError(
+            f"domains.{next(iter(domains))} has an environment, whose episodes need an engine that answers with "
+            "tokens; name a model directory, a run, or an engine of pipelinerl"
+        )
     try:
-        yield verifiers
+        async with gateway.serve() if domains else nullcontext():
+            episodes = Episodes(gateway, sampler, domains, attempts=config.actor.attempts) if sampler else None
+            yield _Answering(respondent, verifiers, episodes)
     finally:
+        for domain in domains.values():
+            await domain.player.close()
         for verifier in verifiers.values():
             await verifier.close()
-
-
-async def _verdicts(verifier: GroupVerifier, problem: Problem, samples: list[TextAnswer]) -> list[Verdict]:
-    answers = [SampledAnswer(sample.text, finish_reason=sample.finish_reason) for sample in samples]
-    return [judgement.verdict for judgement in await verifier.judge(problem, answers)]
 
 
 def _first(group: BaseExceptionGroup[Any]) -> BaseException:

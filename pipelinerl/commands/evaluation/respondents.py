@@ -22,7 +22,8 @@ from inference_contract.engine import Engine
 from inference_contract.errors import ContractError
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from pipelinerl import registry, rng
-from pipelinerl.actor.actor import chat_request
+from pipelinerl.actor.group_maker import Sampler
+from pipelinerl.actor.single_turn import chat_request
 from pipelinerl.commands.remote import is_url
 from pipelinerl.config.recipe import RunConfig, check_layout
 from pipelinerl.config.sections import ModelSection
@@ -47,6 +48,11 @@ class Respondent(Protocol):
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
         """All samples of the order; raises ContractError or PipelineError when there are none."""
+        ...
+
+    @property
+    def sampler(self) -> Sampler | None:
+        """What episodes are sampled from; None where answers come without their tokens."""
         ...
 
 
@@ -186,6 +192,18 @@ class _OfTheContract:
     def __init__(self, complete: Callable[[ChatCompletionRequest], Awaitable[Answered | ChatCompletion]]) -> None:
         self._complete = complete
 
+    @property
+    def sampler(self) -> Sampler:
+        """Itself."""
+        return self
+
+    async def complete(
+        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
+    ) -> Answered:
+        """One completion, as an actor is answered."""
+        answered = await self._complete(request)
+        return answered if isinstance(answered, Answered) else Answered(answered, engine)
+
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
         """All samples of the order, with the noise that they have in a run."""
         answered = await self._complete(chat_request(order))
@@ -204,6 +222,11 @@ class _OfText:
 
     def __init__(self, server: OpenAIServer) -> None:
         self._server = server
+
+    @property
+    def sampler(self) -> None:
+        """Its answers come as text."""
+        return None
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
         """All samples of the order, each with a seed of its own."""

@@ -45,6 +45,7 @@ from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.batching.request_checks import (
     add_samples,
     check_model,
+    check_token_ids,
     logit_change,
     offered_tools,
     refuse_oversized,
@@ -78,6 +79,17 @@ class Tokenizer(responses.Decoder, Protocol):
         tools: Sequence[ToolDefinition] = ...,
     ) -> list[int]:
         """The prompt's tokens, the opening of the assistant's turn included."""
+        ...
+
+    def encode_continuation(
+        self,
+        messages: Sequence[ChatMessage],
+        first_new: int,
+        token_ids: Sequence[int],
+        template_kwargs: Mapping[str, Any] = ...,
+        tools: Sequence[ToolDefinition] = ...,
+    ) -> list[int]:
+        """The prompt's tokens of a conversation that is known to the token up to `messages[first_new - 1]`."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -281,6 +293,11 @@ class BatchingEngine:
         refuse_oversized(messages, tools, text or "", model)
         if text:
             encode = partial(self._tokenizer.encode_prompt, text)
+        elif asked.continue_token_ids and asked.continue_from:
+            known, first_new = asked.continue_token_ids, asked.continue_from
+            check_token_ids(known, model, "continue_token_ids")
+            kwargs = asked.chat_template_kwargs
+            encode = partial(self._tokenizer.encode_continuation, messages, first_new, known, kwargs, tools)
         else:
             encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs, tools)
         try:

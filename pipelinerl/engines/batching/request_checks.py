@@ -86,11 +86,16 @@ def room_after(prompt: list[int], model: ServedModel, param: str) -> int:
             f"{len(prompt)}; shorten it",
             param=param,
         )
-    lowest, highest = min(prompt), max(prompt)
+    check_token_ids(prompt, model, param)
+    return room
+
+
+def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+    """Raise `InvalidRequest` unless all of them are of the model's vocabulary; there is at least one."""
+    lowest, highest = min(token_ids), max(token_ids)
     if lowest < 0 or highest >= model.vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise InvalidRequest(f"token ids must be in [0, {model.vocab_size}), got {wrong}", param=param)
-    return room
 
 
 def add_samples(

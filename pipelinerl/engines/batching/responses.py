@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Items
-from typing import Protocol, final
+from typing import Literal, Protocol, final
 
 import numpy as np
 
@@ -26,8 +26,11 @@ from inference_contract.schemas import (
     TopLogprob,
     Usage,
 )
+from inference_contract.tools import FunctionCallDelta, ToolCallDelta, ToolDefinition
+from pipelinerl.engines.batching.request_checks import offered_tools
 from pipelinerl.engines.batching.sample_loop import SampledToken
 from pipelinerl.engines.batching.sequence import Request, Sequence, TopTokens
+from pipelinerl.models.tool_calls import ParsedAnswer
 from pipelinerl.numerics.routed_experts import on_the_wire
 from trainer_contract.types import Experts
 
@@ -42,6 +45,10 @@ class Decoder(Protocol):
 
     def decode(self, token_ids: Items[int]) -> str:
         """The text of `token_ids`."""
+        ...
+
+    def parse_answer(self, text: str, tools: Items[ToolDefinition], *, key: bytes) -> ParsedAnswer:
+        """The calls in an answer's text."""
         ...
 
 
@@ -67,11 +74,11 @@ def usage(request: Request) -> Usage:
 
 
 def _choice(asked: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> Choice:
-    returned = asked.return_token_ids
+    returned, answer = asked.return_token_ids, _answer(asked, sequence, decoder)
     return Choice(
         index=sequence.index,
-        message=AssistantMessage(content=_text(sequence, decoder)),
-        finish_reason=sequence.finish_reason or FinishReason.ABORT,
+        message=AssistantMessage(content=answer.content, tool_calls=list(answer.calls) or None),
+        finish_reason=_reason(sequence.finish_reason or FinishReason.ABORT, answer),
         logprobs=_logprobs(sequence.token_ids, sequence.logprobs, sequence.top, decoder) if asked.logprobs else None,
         token_ids=sequence.token_ids if returned else None,
         token_logprobs=sequence.logprobs if returned else None,
@@ -89,6 +96,36 @@ def _routed(rows: Items[Experts], request: Request) -> RoutedExperts | None:
 
 def _prompt_routed(request: Request) -> RoutedExperts | None:
     return None if request.prompt_routed is None else on_the_wire(request.prompt_routed)
+
+
+def _answer(asked: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> ParsedAnswer:
+    """The whole text of a sample and, where tools are offered, the calls in it.
+
+    The ids of calls are a function of what was sampled, and of where in the conversation.
+    """
+    text, tools = _text(sequence, decoder), offered_tools(asked)
+    if not tools:
+        return ParsedAnswer(text)
+    token_ids = [len(sequence.request.prompt_token_ids), *sequence.prefix, *sequence.token_ids]
+    return decoder.parse_answer(text, tools, key=np.asarray(token_ids, np.int64).tobytes())
+
+
+def _reason(reason: FinishReason, answer: ParsedAnswer) -> FinishReason:
+    return FinishReason.TOOL_CALLS if answer.calls and reason is FinishReason.STOP else reason
+
+
+def _delta(answer: ParsedAnswer, *, role: Literal["assistant"] | None = None) -> Delta:
+    """An answer as what a chunk adds."""
+    calls = [
+        ToolCallDelta(
+            index=place,
+            id=call.id,
+            type=call.type,
+            function=FunctionCallDelta(name=call.function.name, arguments=call.function.arguments),
+        )
+        for place, call in enumerate(answer.calls)
+    ]
+    return Delta(role=role, content=answer.content or None, tool_calls=calls or None)
 
 
 def _text(sequence: Sequence, decoder: Decoder) -> str:
@@ -131,11 +168,18 @@ def chunk(
     token_ids = [] if token.token_id is None else [token.token_id]
     logprobs = [token.logprob] * len(token_ids)
     top = [] if token.top is None else [token.top]
-    returned = asked.return_token_ids
+    returned, reason = asked.return_token_ids, token.finish_reason
+    delta = Delta(content=token.text or None)
+    if offered_tools(asked):  # what a call is shows at the end: until then, no text is known to be none of one
+        delta = Delta()
+        if reason is not None:
+            sequence = next(each for each in request.sequences if each.index == token.index)
+            answer = _answer(asked, sequence, decoder)
+            delta, reason = _delta(answer), _reason(reason, answer)
     choice = ChunkChoice(
         index=token.index,
-        delta=Delta(content=token.text or None),
-        finish_reason=token.finish_reason,
+        delta=delta,
+        finish_reason=reason,
         logprobs=_logprobs(token_ids, logprobs, top, decoder) if asked.logprobs else None,
         token_ids=token_ids if returned else None,
         token_logprobs=logprobs if returned else None,
@@ -182,9 +226,11 @@ class NewTokens:
     def _part(self, sequence: Sequence, start: int, end: int, reason: FinishReason | None) -> ChunkChoice:
         token_ids, logprobs = sequence.token_ids[start:end], sequence.logprobs[start:end]
         returned = self._asked.return_token_ids
-        delta = Delta(
-            role="assistant" if start == 0 else None, content=_text(sequence, self._decoder) if reason else None
-        )
+        role: Literal["assistant"] | None = "assistant" if start == 0 else None
+        delta = Delta(role=role)
+        if reason is not None:
+            answer = _answer(self._asked, sequence, self._decoder)
+            delta, reason = _delta(answer, role=role), _reason(reason, answer)
         return ChunkChoice.model_construct(  # what is right by its making is not checked, token by token
             index=sequence.index,
             delta=delta,

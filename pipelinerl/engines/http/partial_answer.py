@@ -28,6 +28,7 @@ from inference_contract.schemas import (
     StreamOptions,
     Usage,
 )
+from inference_contract.tools import FunctionCall, ToolCall
 from pipelinerl.errors import EngineUnreachable
 
 
@@ -40,6 +41,7 @@ class _Sample:
     spans: list[Span] = field(default_factory=list)
     routed: list[RoutedExperts] = field(default_factory=list)
     text: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     def take(self, part: ChunkChoice, *, url: str, routed: bool) -> None:
@@ -60,6 +62,13 @@ class _Sample:
             else:
                 self.spans.append((version, count))
         self.text += part.delta.content or ""
+        self.calls += [
+            ToolCall(
+                id=call.id or "",
+                function=FunctionCall(name=call.function.name or "", arguments=call.function.arguments or ""),
+            )
+            for call in part.delta.tool_calls or ()
+        ]
         self.finish_reason = part.finish_reason
 
     def choice(self, index: int) -> Choice:
@@ -67,7 +76,7 @@ class _Sample:
         assert self.finish_reason is not None
         return Choice(  # validated: that is quicker than pydantic's way around it, up to hundreds of tokens
             index=index,
-            message=AssistantMessage(content=self.text),
+            message=AssistantMessage(content=self.text, tool_calls=self.calls or None),
             finish_reason=self.finish_reason,
             token_ids=self.token_ids,
             token_logprobs=self.logprobs,
@@ -126,6 +135,7 @@ class PartialAnswer:
             prefixes = [AnswerPrefix(index=i, token_ids=list(sample.token_ids)) for i, sample in missing.items()]
             changes |= {"messages": None, "prompt": None, "prompt_token_ids": self._prompt}
             changes |= {"n": len(missing), "prefixes": prefixes}
+            changes |= {"continue_token_ids": None, "continue_from": None}  # the prompt's tokens are known
         return self._request.model_copy(update=changes)
 
     def take(self, chunk: ChatCompletionChunk, *, url: str) -> bool:

@@ -45,6 +45,8 @@ _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _DEFAULT_TOKENS: Final = 256
 _FAULTS: Final = 3
+#: Tokens that the engine of an earlier turn may have to do beyond the least busy one, and be asked nevertheless.
+NEAR_TOKENS: Final = 8192
 
 
 class ChatClient(Protocol):
@@ -65,7 +67,9 @@ class ChatClient(Protocol):
 
 def cost(request: ChatCompletionRequest) -> int:
     """Tokens that a request may still make an engine work on: prompt once, samples up to their limit."""
-    prompt = len(request.prompt_token_ids or ()) or sum(len(m.content) for m in request.messages or ()) // 4
+    prompt = len(request.prompt_token_ids or request.continue_token_ids or ())
+    if not request.prompt_token_ids:
+        prompt += sum(len(message.content) for message in (request.messages or [])[request.continue_from or 0 :]) // 4
     return prompt + request.n * (request.token_limit or _DEFAULT_TOKENS)
 
 
@@ -127,12 +131,18 @@ class EnginePool:
         self._changed.set()
 
     async def complete(
-        self, request: ChatCompletionRequest, *, begun: Callable[[], None] = lambda: None, engine: str = ""
+        self,
+        request: ChatCompletionRequest,
+        *,
+        begun: Callable[[], None] = lambda: None,
+        engine: str = "",
+        near: str = "",
     ) -> Answered:
         """Answer `request`; give it a seed, or each try draws its own noise.
 
         `begun` is called whenever an engine is asked from the beginning, and not when it goes on with what there is.
-        With `engine` (base URL), by that one alone, which is left to such requests while there are any.
+        With `engine` (base URL), by that one alone, which is left to such requests while there are any. With `near`, by
+        that one unless it has more than `NEAR_TOKENS` more to do than the least busy: it may have cached the prompt.
 
         Raises:
             ContractError: every engine that serves has refused the request itself; it is the last one's, and names it.
@@ -141,13 +151,12 @@ class EnginePool:
         """
         deadline = time.monotonic() + self._deadline_s
         pause_s, last, asked = _FIRST_PAUSE_S, "no engine is known", ""
-        refused: dict[str, ContractError] = {}
-        faults: Counter[str] = Counter()
+        refused, faults = dict[str, ContractError](), Counter[str]()
         answer = PartialAnswer(request, interval_s=self._interval_s)
         while (remaining := deadline - time.monotonic()) > 0:
             if answer.is_whole:  # the stream broke off at its very end
                 return Answered(answer.completion(), asked, answer.tokens_kept, answer.tokens_resampled)
-            url = self._choice(engine, refused)
+            url = self._choice(engine, refused, near)
             if url is None:
                 await self._change(min(pause_s, remaining))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -179,12 +188,15 @@ class EnginePool:
             finally:
                 self._named[engine] -= 1
                 answer.hand_over()
+        raise self._deadline_error(last)
+
+    def _deadline_error(self, last: str) -> DeadlineError:
         known = ", ".join(sorted(self._serving)) or "none"
-        raise DeadlineError(
+        return DeadlineError(
             f"no engine completed the request within {self._deadline_s:g} s (engines: {known}); last: {last}"
         )
 
-    def _choice(self, engine: str, refused: Mapping[str, ContractError]) -> str | None:
+    def _choice(self, engine: str, refused: Mapping[str, ContractError], near: str) -> str | None:
         """The engine to ask: the one that is named, or that with the fewest outstanding tokens, of those that nobody
         names now; None while those are suspect.
 
@@ -199,9 +211,15 @@ class EnginePool:
         now = time.monotonic()
         if engine:
             return engine if able and engine not in refused and self._suspect_until.get(engine, 0.0) <= now else None
-        return self._load.pick(
-            lambda url: url in refused or self._named[url] > 0 or self._suspect_until.get(url, 0.0) > now
-        )
+
+        def passed_over(url: str) -> bool:
+            return url in refused or self._named[url] > 0 or self._suspect_until.get(url, 0.0) > now
+
+        least = self._load.pick(passed_over)
+        if least is None or near not in self._serving or passed_over(near):
+            return least
+        outstanding = self._load.outstanding
+        return near if outstanding[near] <= outstanding[least] + NEAR_TOKENS else least
 
     async def _tried(
         self,

@@ -124,6 +124,20 @@ async def test_messages_are_tokenised_by_the_engine(
     assert answer.prompt_token_ids == endless.encode_chat([message])
 
 
+async def test_a_conversation_is_continued_by_its_tokens(
+    engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
+) -> None:
+    gate.open()
+    messages = [ChatMessage(role="assistant", content="b"), ChatMessage(role="user", content="c")]
+    known = [9, 8, 7]
+    request = ChatCompletionRequest(
+        messages=messages, continue_token_ids=known, continue_from=1, max_tokens=2, seed=0, return_token_ids=True
+    )
+    answer = await engine.complete(request)
+    assert answer.prompt_token_ids == endless.encode_continuation(messages, 1, known)
+    assert answer.prompt_token_ids is not None and answer.prompt_token_ids[:3] == known
+
+
 async def test_an_end_of_turn_token_is_kept_and_has_no_text(gate: GatedRunner, tokenizer: ChatTokenizer) -> None:
     (end,) = tokenizer.eos_token_ids
     logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)

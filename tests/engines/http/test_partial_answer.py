@@ -64,6 +64,21 @@ def test_the_rest_is_what_has_not_ended_after_the_very_prompt_that_was_used() ->
     ChatCompletionRequest.model_validate_json(rest.model_dump_json())
 
 
+def test_the_rest_of_a_continued_conversation_is_asked_for_by_its_prompt_tokens() -> None:
+    request = ChatCompletionRequest(
+        messages=[{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],  # type: ignore[list-item]
+        continue_token_ids=[1],
+        continue_from=1,
+        return_token_ids=True,
+    )
+    begun = PartialAnswer(request, interval_s=1.0)
+    assert begun.rest().continue_token_ids == [1]
+    assert begun.take(chunk(part(0, [5], 7), prompt=[1, 2]), url="a")
+    rest = begun.rest()
+    assert (rest.prompt_token_ids, rest.continue_token_ids, rest.continue_from) == ([1, 2], None, None)
+    ChatCompletionRequest.model_validate_json(rest.model_dump_json())
+
+
 def test_an_answer_of_two_engines_is_one_with_the_spans_of_both() -> None:
     """The second one serves an older version than the first; and the first had streamed text."""
     begun = answer(

@@ -22,7 +22,7 @@ from inference_contract.schemas import (
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.bigram.engine import BigramRunner
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.engines.http.pool import EnginePool, cost
+from pipelinerl.engines.http.pool import NEAR_TOKENS, EnginePool, cost
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import DeadlineError, EngineUnreachable
 from pipelinerl.models.bigram import BigramModel
@@ -86,6 +86,18 @@ async def test_work_is_spread_by_tokens_and_given_back() -> None:
     may_end.set()
     assert [(await answer).url for answer in answers] == ["a", "b", "b", "b"]
     assert pool.outstanding == {"a": 0, "b": 0}
+
+
+async def test_the_engine_of_an_earlier_turn_is_preferred_until_it_is_much_busier() -> None:
+    may_end = asyncio.Event()
+    pool = EnginePool(Script(a=lambda: may_end, b=lambda: may_end), ["a", "b"])
+    large = ask(n=1, max_tokens=NEAR_TOKENS)
+    answers = []
+    for request, near in ((ask(), "b"), (large, "b"), (ask(), "b"), (ask(), "gone")):
+        answers.append(asyncio.create_task(pool.complete(request, near=near)))
+        await asyncio.sleep(0.01)
+    may_end.set()
+    assert [(await answer).url for answer in answers] == ["b", "b", "a", "a"]
 
 
 @pytest.mark.parametrize(

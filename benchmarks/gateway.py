@@ -1,0 +1,244 @@
+"""What the gateway of an actor costs: processor time of a turn, and memory of open episodes.
+
+    turn      an agent in another process sends a conversation of `CONTEXT` tokens in `MESSAGES` messages again and
+              again: processor time of the gateway's process for each request, and of a server that does nothing
+    memory    `OPEN` episodes of `CONTEXT` tokens each, all waiting for their next answer, each over a connection
+
+No engine takes part: the sampler answers at once, and its completions are made beforehand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import resource
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from multiprocessing.connection import Connection
+from typing import Any, Final, final
+
+import psutil
+from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
+
+from benchmarks.measure import Row, bootstrap_median, print_table, write_record
+from inference_contract.schemas import (
+    AssistantMessage,
+    ChatCompletion,
+    ChatCompletionRequest,
+    Choice,
+    FinishReason,
+    Usage,
+)
+from pipelinerl.environments.environment import EpisodeLimits
+from pipelinerl.environments.episode import Episode
+from pipelinerl.environments.gateway import Gateway, OpenEpisode
+from pipelinerl.system.http_client import call_timeout, hot_session
+from pipelinerl.system.http_service import guard, listen, serving, url_of
+from pipelinerl.types import Message, Problem, PromptOrder, Purpose, Sampling
+
+CONTEXT: Final = 2048
+MESSAGES: Final = 16
+NEW_TOKENS: Final = 64
+REQUESTS: Final = 200
+ROUNDS: Final = 7
+OPEN: Final = 2000
+_WORDS: Final = "the quick brown fox jumps over a lazy dog and then goes home "
+_DEADLINE_S: Final = 300.0
+#: Between two agents that connect: all at once would find the listener's queue full.
+_APART_S: Final = 0.02
+
+
+def run(quick: bool) -> None:
+    """Measure, print and record."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    agents = _Agents()
+    try:
+        turns, plain = asyncio.run(_cost(agents, 2 if quick else ROUNDS))
+        mib = asyncio.run(_memory(agents))
+    finally:
+        agents.close()
+    gateway, server = bootstrap_median(turns), bootstrap_median(plain)
+    print_table(
+        "gateway",
+        [
+            Row(f"processor time of a turn at {CONTEXT} tokens, ms", gateway, "<= 0.5", gateway.median <= 0.5),
+            Row("of it, a server that does nothing, ms", server, "", None),
+            Row(f"{OPEN} open episodes, MiB", mib, "<= 400", mib <= 400),
+        ],
+    )
+    write_record("gateway", {"turn_ms": gateway.as_dict(), "server_ms": server.as_dict(), "open_mib": mib})
+
+
+def conversation() -> list[dict[str, str]]:
+    """A conversation of about `CONTEXT` tokens, four characters each, which ends with a user's message."""
+    length = CONTEXT * 4 // MESSAGES
+    text = (_WORDS * (length // len(_WORDS) + 1))[:length]
+    roles = ["user", "assistant"] * (MESSAGES // 2)
+    return [{"role": role, "content": f"{place} {text}"} for place, role in enumerate([*roles, "user"])]
+
+
+def completion(prompt: Sequence[int], text: str) -> ChatCompletion:
+    """An answer of an engine."""
+    choice = Choice(
+        index=0,
+        message=AssistantMessage(content=text),
+        finish_reason=FinishReason.STOP,
+        token_ids=list(range(NEW_TOKENS)),
+        token_logprobs=[-0.5123456] * NEW_TOKENS,
+        version_spans=[(1, NEW_TOKENS)],
+    )
+    usage = Usage(prompt_tokens=len(prompt), completion_tokens=NEW_TOKENS, total_tokens=len(prompt) + NEW_TOKENS)
+    return ChatCompletion(
+        id="c",
+        created=0,
+        model="m",
+        choices=[choice],
+        usage=usage,
+        prompt_token_ids=list(prompt),
+        model_version=1,
+        epoch=1,
+    )
+
+
+@final
+class _Sampler:
+    """Continues what it is given by tokens of its own making; holds answers back while `gate` is closed."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.waiting = 0
+
+    async def __call__(self, request: ChatCompletionRequest) -> ChatCompletion:
+        self.waiting += 1
+        await self.gate.wait()
+        self.waiting -= 1
+        known = request.continue_token_ids or []
+        new = CONTEXT // MESSAGES - NEW_TOKENS // 2
+        return completion([*known, *range(new)], "an answer")
+
+
+@asynccontextmanager
+async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncIterator[OpenEpisode]:
+    """An episode that knows the whole conversation but for its last message."""
+    problem = Problem(problem_id="p", domain="d", messages=(Message("user", "a"),), ground_truth="")
+    order = PromptOrder(
+        order_id=f"o{number}",
+        index=number,
+        purpose=Purpose.TRAINING,
+        problem=problem,
+        sampling=Sampling(num_samples=1, max_tokens=NEW_TOKENS + 1),
+        seed=number,
+    )
+    episode, messages = Episode(order, 0, EpisodeLimits(max_turns=10_000)), conversation()
+    for end in range(1, MESSAGES, 2):
+        planned = episode.plan("main", {"messages": messages[:end]})
+        known = planned.request.continue_token_ids or []
+        prompt = [*known, *range(2 * CONTEXT // MESSAGES - NEW_TOKENS)]
+        episode.record(planned, completion(prompt, messages[end]["content"]))
+    async with gateway.open(episode, sample) as opened:
+        yield opened
+
+
+async def _cost(agents: _Agents, rounds: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of processor time of a request, by round: of the gateway, and of a server that does nothing."""
+    gateway, sample = Gateway(), _Sampler()
+    async with gateway.serve(), _opened(gateway, sample, 0) as opened, _nothing() as nothing:
+        urls = {"gateway": f"{opened.base_url()}/chat/completions", "nothing": f"{nothing}/chat/completions"}
+        took: dict[str, list[float]] = {"gateway": [], "nothing": []}
+        for number in range(rounds):
+            for name in sorted(urls, reverse=bool(number % 2)):
+                began = time.process_time()
+                await agents.ask([urls[name]] * REQUESTS, at_once=1)
+                took[name].append((time.process_time() - began) / REQUESTS * 1000)
+    return took["gateway"], took["nothing"]
+
+
+async def _memory(agents: _Agents) -> float:
+    """MiB that the open episodes take."""
+    gateway, sample, process = Gateway(), _Sampler(), psutil.Process()
+    sample.gate.clear()
+    async with asyncio.timeout(_DEADLINE_S), AsyncExitStack() as stack:
+        await stack.enter_async_context(gateway.serve())
+        before = process.memory_info().rss
+        opened = [await stack.enter_async_context(_opened(gateway, sample, number)) for number in range(OPEN)]
+        urls = [f"{each.base_url()}/chat/completions" for each in opened]
+        asking = asyncio.create_task(agents.ask(urls, at_once=OPEN, apart_s=_APART_S))
+        while sample.waiting < OPEN:
+            await asyncio.sleep(0.1)
+        taken = process.memory_info().rss - before
+        sample.gate.set()
+        await asking
+    return taken / 2**20
+
+
+@asynccontextmanager
+async def _nothing() -> AsyncIterator[str]:
+    """A server on the same stack that reads a request and answers as many bytes."""
+    body = json.dumps({"choices": [{"message": {"content": "an answer"}}], "usage": {}}).encode()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": body})
+
+    app = Starlette()
+    app.mount("/", answer)
+    guard(app, token=None)
+    listener = listen("127.0.0.1", 0)
+    async with serving(app, listener):
+        yield url_of("127.0.0.1", listener.getsockname()[1])
+
+
+@final
+class _Agents:
+    """A process that asks on demand, so that its processor time is not the gateway's."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(target=_obey, args=(theirs,), daemon=True)
+        self._process.start()
+        assert self._ours.poll(_DEADLINE_S) and self._ours.recv() == "ready"
+
+    async def ask(self, urls: Sequence[str], *, at_once: int, apart_s: float = 0.0) -> None:
+        """Ask at these URLs, and wait until all have answered."""
+        self._ours.send((list(urls), at_once, apart_s))
+        assert await asyncio.to_thread(self._ours.poll, _DEADLINE_S) and self._ours.recv() == "done"
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join(_DEADLINE_S)
+
+
+def _obey(connection: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    connection.send("ready")
+    while True:
+        urls, at_once, apart_s = connection.recv()
+        asyncio.run(_ask(urls, at_once=at_once, apart_s=apart_s))
+        connection.send("done")
+
+
+async def _ask(urls: Sequence[str], *, at_once: int, apart_s: float) -> None:
+    body = json.dumps({"model": "m", "messages": conversation()}).encode()
+    places, headers = asyncio.Semaphore(at_once), {"content-type": "application/json"}
+    async with hot_session(token=None, keep_alive_s=15.0) as session:
+
+        async def one(url: str) -> Mapping[str, Any]:
+            async with (
+                places,
+                session.post(url, data=body, headers=headers, timeout=call_timeout(_DEADLINE_S)) as response,
+            ):
+                assert response.status == 200, await response.text()
+                answer: Mapping[str, Any] = await response.json()
+                return answer
+
+        async with asyncio.TaskGroup() as group:
+            for url in urls:
+                group.create_task(one(url))
+                await asyncio.sleep(apart_s)

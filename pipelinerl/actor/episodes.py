@@ -1,0 +1,259 @@
+"""`Episodes`: makes groups of episodes, G of them for an order, each a conversation with an environment.
+
+    order ─▶ G × (episode host ⇄ gateway ⇄ engine) ─▶ verdicts ─▶ rollouts
+
+Promises: an environment that raises, loses its host or runs out of time says nothing of the model: such a rollout is
+masked, and never rewarded with 0. An episode whose host was lost begins again once. When no engine can answer a turn,
+the order has failed. An episode that reaches a limit of its own (turns, tokens, context) is judged as it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+import msgspec
+
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, FinishReason
+from pipelinerl import rng
+from pipelinerl.actor.group_maker import GroupProgress, MadeRollout, Sampler
+from pipelinerl.environments.environment import EpisodeLimits, Task
+from pipelinerl.environments.episode import Episode
+from pipelinerl.environments.host_pool import EpisodeEnd, HostLost
+from pipelinerl.errors import PipelineError
+from pipelinerl.types import PromptOrder, Rollout, Verdict
+from pipelinerl.verifiers.user_code import verdict_of
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, failed, graded, timed_out
+
+if TYPE_CHECKING:
+    from pipelinerl.environments.gateway import Gateway, SampleTurn  # a server's libraries, for those who open one
+
+log = logging.getLogger("pipelinerl")
+
+#: An episode whose host was lost begins again, once.
+_LIVES: Final = 2
+
+
+class Player(Protocol):
+    """Runs a user's program against the gateway: `EpisodeHosts`, or commands."""
+
+    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
+        """Play one episode. Raises TimeoutError, or `HostLost`."""
+        ...
+
+    async def start(self) -> None:
+        """Bring up what the first episode would wait for."""
+        ...
+
+    async def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeDomain:
+    """How a domain's episodes are played and judged. Without a verifier the environment's rewards are the verdict."""
+
+    player: Player
+    limits: EpisodeLimits
+    verifier: GroupVerifier | None
+    correct_at: float
+
+    async def close(self) -> None:
+        """End what plays and judges."""
+        await self.player.close()
+        if self.verifier is not None:
+            await self.verifier.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedEpisode:
+    """An episode that has ended, and its judgement."""
+
+    episode: Episode
+    judgement: Judgement
+
+
+@final
+class Episodes:
+    """Satisfies `GroupMaker`.
+
+    Args:
+        attempts: how often a turn that weight updates abort is sampled.
+    """
+
+    def __init__(
+        self, gateway: Gateway, sampler: Sampler, domains: Mapping[str, EpisodeDomain], *, attempts: int
+    ) -> None:
+        self._gateway = gateway
+        self._sampler = sampler
+        self.domains = domains
+        self._attempts = attempts
+        self._warned: set[tuple[str, str]] = set()
+
+    async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
+        """G episodes beside one another."""
+        age = _GroupAge(progress)
+        played = await _all([self.play(order, sample, age) for sample in range(order.sampling.num_samples)])
+        told = [each for each in played if each.episode.last is not None]
+        progress.judged(
+            [each.judgement for each in played],
+            [
+                [(span.model_version, span.num_tokens) for turn in each.episode.turns for span in turn.turn.spans]
+                for each in told
+            ],
+        )
+        if not told:
+            reason = played[0].judgement.verdict.reason
+            raise PipelineError(f"{order.order_id}: no episode asked the model for an answer; the first: {reason}")
+        return [_made(order, each) for each in told]
+
+    async def play(self, order: PromptOrder, sample: int, progress: GroupProgress) -> PlayedEpisode:
+        """One episode with its judgement.
+
+        Raises:
+            ContractError, PipelineError: no engine could answer one of its turns.
+        """
+        domain, began = self.domains[order.problem.domain], time.monotonic()
+        episode, lost = Episode(order, sample, domain.limits), ""
+        for _ in range(_LIVES):
+            try:
+                verdict = await self._verdict_of(order, episode, domain, progress)
+            except HostLost as error:
+                episode, lost = Episode(order, sample, domain.limits), str(error)
+            else:
+                return PlayedEpisode(episode, Judgement(verdict, time.monotonic() - began))
+        return PlayedEpisode(episode, Judgement(failed(lost), time.monotonic() - began))
+
+    async def _verdict_of(
+        self, order: PromptOrder, episode: Episode, domain: EpisodeDomain, progress: GroupProgress
+    ) -> Verdict:
+        """Play an episode. Raises `HostLost`, and as `play` does."""
+        task = Task.of(order.problem, seed=rng.key(order.seed, "environment", episode.sample))
+        async with self._gateway.open(episode, self._turn_of(order, progress)) as opened:
+            try:
+                ended = await domain.player.play(
+                    task, base_url=opened.base_url(), api_key=episode.secret, timeout_s=domain.limits.timeout_s
+                )
+            except TimeoutError:
+                ended = None
+        if opened.failure is not None:
+            raise opened.failure
+        self._warn_of_overridden(order.problem.domain, episode)
+        return timed_out(domain.limits.timeout_s) if ended is None else await _verdict(order, episode, ended, domain)
+
+    def _warn_of_overridden(self, domain: str, episode: Episode) -> None:
+        """Say once for each domain and name which of an agent's parameters have no effect."""
+        for name in episode.overridden:
+            if (domain, name) not in self._warned:
+                self._warned.add((domain, name))
+                log.warning("domain %s: %s of its agent has no effect; the recipe decides on sampling", domain, name)
+
+    def _turn_of(self, order: PromptOrder, progress: GroupProgress) -> SampleTurn:
+        near = ""
+
+        async def sample(request: ChatCompletionRequest) -> ChatCompletion:
+            nonlocal near
+            for attempt in range(self._attempts):
+                again = request.model_copy(update={"seed": ((request.seed or 0) + attempt) % 2**63})
+                answered = await self._sampler.complete(again, begun=progress.begun, engine=order.engine, near=near)
+                progress.handed_over(answered)
+                near = answered.url
+                if answered.completion.choices[0].finish_reason is not FinishReason.ABORT:
+                    progress.sampled(answered.url)
+                    return answered.completion
+                progress.resampled(1)
+            raise PipelineError(
+                f"weight updates aborted a turn in each of {self._attempts} attempts; raise j, or use "
+                "on_update = continue"
+            )
+
+        return sample
+
+
+@final
+class _GroupAge:
+    """`GroupProgress` of several episodes: a group is as old as the first of its turns, whatever is sampled later."""
+
+    def __init__(self, progress: GroupProgress) -> None:
+        self._progress = progress
+        self._has_turn = False
+        self.handed_over = progress.handed_over
+        self.resampled = progress.resampled
+        self.judged = progress.judged
+
+    def begun(self) -> None:
+        if not self._has_turn:
+            self._progress.begun()
+
+    def sampled(self, engine: str) -> None:
+        self._has_turn = True
+        self._progress.sampled(engine)
+
+
+async def _all(work: Sequence[Coroutine[None, None, PlayedEpisode]]) -> list[PlayedEpisode]:
+    """The results, in order; the first failure cancels the others and is raised plain."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, domain: EpisodeDomain) -> Verdict:
+    """What an episode that the user's code has ended is worth."""
+    if ended.how in ("raised", "cancelled"):
+        return failed(f"the environment failed: {ended.reason}")
+    if ended.other:
+        return failed(f"the environment must return a number, a bool, a Verdict or None, it returned {ended.other}")
+    if len(episode.leaves) > 1:
+        reasons = ", ".join(sorted({turn.new_segment.value for turn in episode.turns[1:] if turn.new_segment}))
+        return failed(
+            "the agent's messages did not continue one conversation "
+            f"({len(episode.leaves)} branches; {reasons or 'forked'}); send each answer back as it came"
+        )
+    of_turns = sum(turn.reward for turn in episode.turns)
+    if ended.verdict is not None:
+        verdict = verdict_of(msgspec.convert(ended.verdict, Verdict), correct_at=domain.correct_at)
+        return _with_more(verdict, of_turns, domain)
+    if ended.value is not None:
+        return verdict_of(float(ended.value) + of_turns, correct_at=domain.correct_at)
+    if episode.last is None:
+        return failed(ended.reason or "the environment ended before the model was asked for an answer")
+    if domain.verifier is not None:
+        last = episode.last
+        answer = SampledAnswer(last.text, last.turn.token_ids.tolist(), last.finish_reason)
+        (judgement,) = await domain.verifier.judge(order.problem, [answer])
+        return _with_more(judgement.verdict, of_turns, domain)
+    if ended.how == "over" or of_turns:
+        return replace(verdict_of(of_turns, correct_at=domain.correct_at), reason=ended.reason)
+    return failed("the environment returned None, rewarded no turn, and its domain names no verifier")
+
+
+def _with_more(verdict: Verdict, of_turns: float, domain: EpisodeDomain) -> Verdict:
+    """The verdict with the rewards of the turns added."""
+    if not of_turns or not verdict.outcome.is_judgement:
+        return verdict
+    reward = verdict.reward + of_turns
+    return replace(verdict, reward=reward, outcome=graded(reward, domain.correct_at))
+
+
+def _made(order: PromptOrder, played: PlayedEpisode) -> MadeRollout:
+    """The rollout of an episode that has a turn; of several branches, the one that ends last, which is masked."""
+    last = played.episode.last
+    assert last is not None
+    path = last.path
+    rollout = Rollout(
+        turns=tuple(each.turn for each in path),
+        verdict=played.judgement.verdict,
+        finish_reason=last.finish_reason,
+        temperature=order.sampling.temperature or 1.0,
+        epoch=min(each.epoch for each in path),
+    )
+    return MadeRollout(rollout, last.text)

@@ -1,0 +1,110 @@
+"""`SingleTurn`: makes groups of single answers.
+
+All samples of an order are one request, so that an engine computes their prompt once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice
+from pipelinerl.actor.group_maker import GroupProgress, MadeRollout, Sampler
+from pipelinerl.actor.rollouts import Answer, rollouts_of
+from pipelinerl.choices import RoutingReplay
+from pipelinerl.errors import PipelineError
+from pipelinerl.types import Priority, PromptOrder, Purpose
+from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer
+
+
+@final
+class SingleTurn:
+    """Satisfies `GroupMaker`.
+
+    Args:
+        attempts: how often an order that weight updates abort is sampled.
+        model: which of an engine's models answers.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        verifier_of: Callable[[str], GroupVerifier],
+        *,
+        attempts: int,
+        routing_replay: RoutingReplay = RoutingReplay.OFF,
+        model: str | None = None,
+    ) -> None:
+        self._sampler = sampler
+        self._verifier_of = verifier_of
+        self._attempts = attempts
+        self._replay = routing_replay
+        self._model = model
+
+    async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
+        """G verified answers; those that an `abort` update cut short are sampled again."""
+        verifier = self._verifier_of(order.problem.domain)
+        sampled: list[tuple[ChatCompletion, Choice]] = []
+        for attempt in range(self._attempts):
+            request = chat_request(order, model=self._model, here=len(sampled), attempt=attempt, replay=self._replay)
+            answered = await self._sampler.complete(request, begun=progress.begun, engine=order.engine)
+            progress.handed_over(answered)
+            choices = answered.completion.choices
+            sampled += [(answered.completion, choice) for choice in choices if choice.finish_reason != "abort"]
+            if len(sampled) == order.sampling.num_samples:
+                progress.sampled(answered.url)
+                judgements = await self._judged(order, verifier, sampled)
+                progress.judged(judgements, [choice.version_spans or () for _, choice in sampled])
+                return self._rollouts(order, sampled, judgements)
+            progress.resampled(order.sampling.num_samples - len(sampled))
+        raise PipelineError(
+            f"{order.order_id}: weight updates aborted its samples in each of {self._attempts} attempts; "
+            "raise j, or use on_update = continue"
+        )
+
+    async def _judged(
+        self, order: PromptOrder, verifier: GroupVerifier, sampled: Sequence[tuple[ChatCompletion, Choice]]
+    ) -> Sequence[Judgement]:
+        """A judgement for each sample, in their order; all are judged at once."""
+        answers = [
+            SampledAnswer(choice.message.content, choice.token_ids or (), choice.finish_reason.value)
+            for _, choice in sampled
+        ]
+        return await verifier.judge(order.problem, answers)
+
+    def _rollouts(
+        self, order: PromptOrder, sampled: Sequence[tuple[ChatCompletion, Choice]], judgements: Sequence[Judgement]
+    ) -> list[MadeRollout]:
+        replay = self._replay if order.purpose is Purpose.TRAINING else RoutingReplay.OFF
+        answers = [
+            Answer(completion, choice, judgement.verdict)
+            for (completion, choice), judgement in zip(sampled, judgements, strict=True)
+        ]
+        return rollouts_of(order, answers, replay=replay)
+
+
+def chat_request(
+    order: PromptOrder,
+    *,
+    model: str | None = None,
+    here: int = 0,
+    attempt: int = 0,
+    replay: RoutingReplay = RoutingReplay.OFF,
+) -> ChatCompletionRequest:
+    """What an engine is asked for an order of which `here` samples have come in the attempts before."""
+    sampling = order.sampling
+    return ChatCompletionRequest(
+        model=model,
+        messages=[ChatMessage.model_construct(role=m.role, content=m.content) for m in order.problem.messages],
+        n=sampling.num_samples - here,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop) or None,
+        seed=(order.seed + attempt) % 2**63,
+        return_token_ids=True,
+        return_routed_experts=replay is RoutingReplay.ROLLOUT and order.purpose is Purpose.TRAINING,
+        priority=Priority.TRAINING if order.purpose is Purpose.TRAINING else Priority.EVALUATION,
+        chat_template_kwargs=dict(order.chat_template_kwargs),
+    )

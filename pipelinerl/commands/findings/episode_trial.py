@@ -1,0 +1,130 @@
+"""One episode of a domain, played for `pipelinerl check` with the recipe's tokenizer and a scripted answerer.
+
+The first answer is empty, and each further one is the problem's reference answer. What is shown is what the model would
+see, turn by turn, to the token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import final
+
+from inference_contract.schemas import (
+    AssistantMessage,
+    ChatCompletion,
+    ChatCompletionRequest,
+    Choice,
+    FinishReason,
+    Usage,
+)
+from pipelinerl.actor.episodes import Episodes, PlayedEpisode
+from pipelinerl.actor.group_maker import Unwatched
+from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.recipe import RunConfig
+from pipelinerl.environments.gateway import Gateway
+from pipelinerl.errors import RecipeError
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.roles.episodes import open_episodes
+from pipelinerl.roles.verification import open_verifier
+from pipelinerl.types import Answered, Problem, PromptOrder, Purpose, Sampling
+
+
+async def episode_tried(
+    config: RunConfig, domain: DomainSection, problem: Problem, tokenizer: ChatTokenizer
+) -> list[str]:
+    """A line for each turn of an episode, and one for its verdict.
+
+    Raises:
+        RecipeError: the environment fails; the message has the file and the line.
+    """
+    answerer = _Answerer(tokenizer, problem.ground_truth, context_length=config.engine.context_length)
+    verifiers = {domain.name: open_verifier(domain)} if domain.has_verifier else {}
+    alone = config.model_copy(update={"domains": (domain,)})
+    domains, gateway = open_episodes(alone, verifiers), Gateway()
+    episodes = Episodes(gateway, answerer, domains, attempts=1)
+    order = PromptOrder(
+        order_id="check",
+        index=0,
+        purpose=Purpose.EVALUATION,
+        problem=problem,
+        sampling=Sampling(num_samples=1, max_tokens=domain.max_tokens or config.sampling.max_tokens),
+        seed=config.run.seed,
+        chat_template_kwargs=domain.chat_template_kwargs,
+    )
+    try:
+        async with gateway.serve():
+            played = await episodes.play(order, 0, Unwatched())
+    finally:
+        for each in domains.values():
+            await each.close()
+    verdict = played.judgement.verdict
+    if not verdict.outcome.is_judgement:
+        raise RecipeError(f"domains.{domain.name}: an episode was played, and {verdict.outcome}: {verdict.reason}")
+    return [*_turns(played, tokenizer), _verdict(played, answerer.seconds)]
+
+
+def _turns(played: PlayedEpisode, tokenizer: ChatTokenizer) -> Iterator[str]:
+    for number, each in enumerate(played.episode.turns, 1):
+        context, sampled = each.turn.context_token_ids, each.turn.token_ids
+        begins = f", a new segment ({each.new_segment})" if each.new_segment and number > 1 else ""
+        yield (
+            f"turn {number}{begins}: {len(context)} tokens of context, {len(sampled)} that train: "
+            f"{tokenizer.decode(context.tolist())!r} ▸ {tokenizer.decode(sampled.tolist())!r}"
+        )
+
+
+def _verdict(played: PlayedEpisode, answering_s: float) -> str:
+    verdict, seconds = played.judgement
+    own_s = max(0.0, seconds - answering_s)
+    reason = f" ({verdict.reason})" if verdict.reason else ""
+    return f"{verdict.outcome}, reward {verdict.reward:g}{reason}; {own_s:.2f} s in the environment"
+
+
+@final
+class _Answerer:
+    """`Sampler`: an empty answer, then the reference answer; `seconds` is the time it took."""
+
+    def __init__(self, tokenizer: ChatTokenizer, truth: str, *, context_length: int) -> None:
+        self.seconds = 0.0
+        self._tokenizer = tokenizer
+        self._context_length = context_length
+        self._texts = iter(["", *[truth] * 1000])
+
+    async def complete(
+        self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
+    ) -> Answered:
+        """The next answer."""
+        began = time.monotonic()
+        messages, tools = request.messages or [], request.tools or ()
+        kwargs, known = request.chat_template_kwargs, request.continue_token_ids
+        if known and request.continue_from:
+            prompt = self._tokenizer.encode_continuation(messages, request.continue_from, known, kwargs, tools)
+        else:
+            prompt = self._tokenizer.encode_chat(messages, kwargs, tools)
+        text = next(self._texts)
+        sampled = [*self._tokenizer.encode(text), min(self._tokenizer.eos_token_ids)]
+        choice = Choice(
+            index=0,
+            message=AssistantMessage(content=text),
+            finish_reason=FinishReason.STOP,
+            token_ids=sampled,
+            token_logprobs=[0.0] * len(sampled),
+            version_spans=[(0, len(sampled))],
+        )
+        usage = Usage(
+            prompt_tokens=len(prompt), completion_tokens=len(sampled), total_tokens=len(prompt) + len(sampled)
+        )
+        self.seconds += time.monotonic() - began
+        return Answered(
+            ChatCompletion(
+                id="check",
+                created=0,
+                model="check",
+                choices=[choice],
+                usage=usage,
+                prompt_token_ids=prompt,
+                model_version=0,
+            ),
+            url="",
+        )

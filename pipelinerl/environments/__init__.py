@@ -1,0 +1,1 @@
+"""Environments: the other side of a conversation. A user's program asks the gateway, which asks an engine."""

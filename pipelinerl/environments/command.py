@@ -1,0 +1,78 @@
+"""`Commands`: episodes that a program in a subprocess plays, such as an agent with a command line.
+
+The program finds the model at `OPENAI_BASE_URL` with the key `OPENAI_API_KEY`, as OpenAI's clients look for it. An exit
+status other than 0 is a failure of the environment. What the program prints goes where the actor's output goes.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| the program | it ends | the episode's deadline, then SIGTERM, and `_TERMINATE_S` later SIGKILL |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Sequence
+from typing import Final, final
+
+from pipelinerl.environments.environment import Task
+from pipelinerl.environments.host_pool import EpisodeEnd
+from pipelinerl.system import tied_process
+from pipelinerl.system.background import to_its_end
+
+_TERMINATE_S: Final = 5.0
+_END_S: Final = 60.0
+_TASK: Final = "{task}"
+
+
+@final
+class Commands:
+    """Runs one command line for each episode; `{task}` in an argument becomes the task's last message."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = tuple(command)
+
+    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
+        """Run the program to its end. Raises TimeoutError."""
+        text = task.messages[-1]["content"] if task.messages else ""
+        tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-S", "-E", *tie, *(part.replace(_TASK, text) for part in self._command)),
+            stdin=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                status = await process.wait()
+        finally:
+            await to_its_end(_end(process))
+        if status:
+            return EpisodeEnd(
+                how="raised", reason=f"{self._command[0]} ended with status {status}; its output says why"
+            )
+        return EpisodeEnd(how="returned")
+
+    async def start(self) -> None:
+        """Nothing to bring up."""
+
+    async def close(self) -> None:
+        """Nothing is held between episodes."""
+
+
+async def _end(process: Process) -> None:
+    """End the program and what it has started."""
+    for number, timeout_s in ((signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _END_S)):
+        if process.returncode is not None:
+            break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what outlives the program

@@ -1,0 +1,104 @@
+"""`Environment`: the other side of a conversation, as a class; and what user code is given (`Task`, `EpisodeClient`).
+
+A user writes one of three forms:
+
+    async def run(task, client): …              any program; returns a reward, a bool, a `Verdict`, or None
+    class Game: reset, step, close              an `Environment`; the loop around it is ours
+    command = ["python", "cli.py", "{task}"]    a program in a subprocess, whose answers the domain's verifier judges
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, Protocol
+
+from pipelinerl.types import Message, Problem
+
+#: Names of agents whose turns do not train begin with it.
+UNTRAINED: Final = "untrained-"
+#: A message as user code writes it: OpenAI's JSON, or an `ChatAnswer`.
+ChatInput = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What an episode is about: the problem of the domain's source, and a seed for the environment's own randomness."""
+
+    problem_id: str
+    domain: str
+    messages: tuple[dict[str, str], ...]
+    ground_truth: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    seed: int = 0
+
+    @classmethod
+    def of(cls, problem: Problem, *, seed: int) -> Task:
+        """The task that `problem` is."""
+        return cls(
+            problem_id=problem.problem_id,
+            domain=problem.domain,
+            messages=tuple({"role": each.role, "content": each.content} for each in problem.messages),
+            ground_truth=problem.ground_truth,
+            metadata=dict(problem.metadata),
+            tags=problem.tags,
+            seed=seed,
+        )
+
+    @property
+    def problem(self) -> Problem:
+        """The problem, as verifiers know it."""
+        return Problem(
+            problem_id=self.problem_id,
+            domain=self.domain,
+            messages=tuple(Message(each["role"], each["content"]) for each in self.messages),
+            ground_truth=self.ground_truth,
+            metadata=self.metadata,
+            tags=self.tags,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentStep:
+    """What an environment answers to a message of the model's: new messages, the turn's reward, and whether it ends."""
+
+    messages: Sequence[ChatInput] = ()
+    reward: float = 0.0
+    done: bool = False
+
+
+class Environment(Protocol):
+    """One conversation. Methods may be `async`; others run in a thread. A class without arguments satisfies it."""
+
+    def reset(self, task: Task, seed: int) -> Any:
+        """The first messages, or None for those of the task."""
+        ...
+
+    def step(self, answer: Any) -> Any:
+        """The `EnvironmentStep` after an `ChatAnswer` of the model."""
+        ...
+
+    def close(self) -> Any:
+        """Give up what the conversation holds; called once, however it ends."""
+        ...
+
+
+class History(StrEnum):
+    """How a conversation is continued."""
+
+    EXACT = "exact"
+    """By the sampled tokens themselves: thinking stays in the context."""
+    TEMPLATE = "template"
+    """By the chat template's rendering of all messages, as in deployment: a template may drop earlier thinking."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """Bounds of one episode. `turn_tokens` None is the order's `max_tokens`; `timeout_s` counts the whole episode."""
+
+    max_turns: int = 20
+    timeout_s: float = 600.0
+    turn_tokens: int | None = None
+    history: History = History.EXACT

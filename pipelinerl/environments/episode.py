@@ -1,0 +1,347 @@
+"""`Episode`: the turns of one conversation with the model, found again in the messages that an agent sends. Pure.
+
+An agent sends all messages each time, as OpenAI's API wants it. The longest beginning that ends in an answer of ours is
+known to the token; the engine is asked to continue those tokens with the messages that follow:
+
+    request ─▶ `plan` ─▶ engine ─▶ `record` ─▶ answer
+
+Promises: a sampled token is recorded once. Sampling is the order's: an agent's temperature is overridden, and its
+limits may only lower ours. An answer that the agent never read, since it repeated its request, is given up. A history
+that differs from what was sampled begins a new segment, with its reason; so does a template that does not append.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from inference_contract.errors import InvalidRequest
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, FinishReason
+from pipelinerl import rng
+from pipelinerl.environments.environment import EpisodeLimits, History
+from pipelinerl.errors import RecordError
+from pipelinerl.types import Priority, PromptOrder, Purpose, Turn, VersionSpan
+
+#: Thinking, as templates write it; an answer may lack the opening, which the template has written.
+_THINKING: Final = re.compile(r"\A(?:(?!</think>).)*</think>", re.DOTALL)
+#: How an agent may want to sample. The order decides, so these are dropped, and counted where they differ.
+_SAMPLING: Final = frozenset(
+    {
+        "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
+        "repetition_penalty", "logit_bias", "priority", "ignore_eos",
+    }
+)  # fmt: skip
+_NO_TOKENS: Final = np.zeros(0, np.int32)
+#: What only the gateway may say to an engine.
+_OURS: Final = frozenset(
+    {"prompt_token_ids", "prefixes", "return_token_ids", "return_routed_experts", "continue_token_ids", "continue_from"}
+)
+
+
+class NewSegment(StrEnum):
+    """Why a turn does not continue a known one."""
+
+    FIRST = "first"
+    HISTORY_DIFFERS = "history_differs"
+    TOOLS_DIFFER = "tools_differ"
+    DOES_NOT_APPEND = "template_does_not_append"
+
+
+class EpisodeOver(InvalidRequest):
+    """The episode has reached a limit: no further answer is sampled. A status that OpenAI's client does not retry."""
+
+    code = "episode_over"
+
+
+@final
+@dataclass(slots=True, eq=False)
+class RecordedTurn:
+    """A turn, and the one that it continues. `request_key` identifies the messages that it answers."""
+
+    parent: RecordedTurn | None
+    agent: str
+    number: int
+    request_key: bytes
+    tools_key: bytes
+    turn: Turn
+    text: str
+    finish_reason: str
+    epoch: int
+    new_segment: NewSegment | None
+    reward: float = 0.0
+    children: list[RecordedTurn] = field(default_factory=list)
+
+    @property
+    def path(self) -> list[RecordedTurn]:
+        """From the segment's first turn to this one."""
+        turns: list[RecordedTurn] = []
+        at: RecordedTurn | None = self
+        while at is not None:
+            turns.append(at)
+            at = at.parent
+        return turns[::-1]
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """All tokens of the conversation up to the end of this turn."""
+        parts = [ids for each in self.path for ids in (each.turn.context_token_ids, each.turn.token_ids)]
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTurn:
+    """A turn that an engine is to sample."""
+
+    agent: str
+    number: int
+    request: ChatCompletionRequest
+    request_key: bytes
+    tools_key: bytes
+    hasher: Any
+    parent: RecordedTurn | None
+    known: NDArray[np.int32]
+    """All tokens up to the end of `parent`; none without one."""
+    trains: bool
+
+
+@final
+class Episode:
+    """One of the samples of an order. Used from one event loop."""
+
+    def __init__(self, order: PromptOrder, sample: int, limits: EpisodeLimits) -> None:
+        self.order = order
+        self.sample = sample
+        self.limits = limits
+        self.secret = secrets.token_hex(16)
+        self.overridden: Counter[str] = Counter()
+        """Parameters of the agent's that the order has overridden, by name."""
+        self.abandoned = 0
+        """Answers that no agent read, since it repeated its request."""
+        self.over = ""
+        """Why no further turn is sampled; empty while one may be."""
+        self.last: RecordedTurn | None = None
+        """The latest turn that trains."""
+        self._turns: list[RecordedTurn] = []
+        self._by_key: dict[bytes, RecordedTurn] = {}
+        self._numbers: Counter[str] = Counter()
+        self._under_way: Counter[str] = Counter()
+
+    @property
+    def turns(self) -> Sequence[RecordedTurn]:
+        """The turns that train, in the order in which they ended."""
+        return self._turns
+
+    @property
+    def leaves(self) -> list[RecordedTurn]:
+        """The last turn of each segment."""
+        return [turn for turn in self._turns if not turn.children]
+
+    def plan(self, agent: str, body: Mapping[str, Any], *, trains: bool = True) -> PlannedTurn:
+        """The engine's request for what `agent` asks for.
+
+        Raises:
+            EpisodeOver: a limit is reached.
+            InvalidRequest: the body is not a chat request, or asks for what is not the agent's to say.
+        """
+        if self.over:
+            raise EpisodeOver(f"this episode is over: {self.over}")
+        if self._numbers.total() + self._under_way.total() >= self.limits.max_turns:
+            self.over = f"it has had its {self.limits.max_turns} turns (episode.max_turns)"
+            raise EpisodeOver(f"this episode is over: {self.over}")
+        asked = self._validated(body)
+        tools_key = _key_of_tools(asked)
+        hasher, known, first_new = hashlib.blake2b(agent.encode() + tools_key, digest_size=16), None, 0
+        messages = list(asked.messages or ())
+        for place, message in enumerate(messages):
+            _hash_message(hasher, message)
+            if message.role == "assistant" and (turn := self._by_key.get(hasher.digest())) is not None:
+                known, first_new = turn, place + 1
+                # The gateway has split the thinking off; the template may not know such a field.
+                messages[place] = message.model_copy(update={"reasoning_content": None})
+        number = self._numbers[agent] + self._under_way[agent]
+        tokens = _NO_TOKENS if known is None else known.token_ids
+        continues = {}
+        if known is not None and self.limits.history is History.EXACT:
+            continues = {"continue_token_ids": tokens.tolist(), "continue_from": first_new}
+        request = asked.model_copy(update={"messages": messages, **self._sampling(asked, agent, number), **continues})
+        return PlannedTurn(
+            agent=agent,
+            number=number,
+            request=request,
+            request_key=hasher.digest(),
+            tools_key=tools_key,
+            hasher=hasher,
+            parent=known,
+            known=tokens,
+            trains=trains,
+        )
+
+    @contextmanager
+    def sampling(self, planned: PlannedTurn) -> Iterator[None]:
+        """While a planned turn is sampled it counts as one of the episode's, whatever becomes of it."""
+        self._under_way[planned.agent] += 1
+        try:
+            yield
+        finally:
+            self._under_way[planned.agent] -= 1
+
+    def record(self, planned: PlannedTurn, completion: ChatCompletion) -> RecordedTurn:
+        """The turn that an engine has sampled.
+
+        Raises:
+            RecordError: the engine left out what a rollout needs.
+        """
+        choice, prompt = completion.choices[0], np.asarray(completion.prompt_token_ids or (), np.int32)
+        parent, tokens = planned.parent, planned.known
+        known = len(tokens) if np.array_equal(prompt[: len(tokens)], tokens) else 0
+        segment = None if known else (NewSegment.DOES_NOT_APPEND if parent is not None else self._reason(planned))
+        turn = RecordedTurn(
+            parent=parent if known else None,
+            agent=planned.agent,
+            number=planned.number,
+            request_key=planned.request_key,
+            tools_key=planned.tools_key,
+            turn=_turn(choice, prompt[known:]),
+            text=choice.message.content,
+            finish_reason=choice.finish_reason.value,
+            epoch=completion.epoch,
+            new_segment=segment,
+        )
+        self._numbers[planned.agent] += 1
+        hasher = planned.hasher.copy()
+        said = choice.message
+        _hash_message(hasher, ChatMessage(role="assistant", content=said.content, tool_calls=said.tool_calls))
+        self._by_key[hasher.digest()] = turn
+        if planned.trains:
+            self._give_up_unread(turn)
+            self._turns.append(turn)
+            if turn.parent is not None:
+                turn.parent.children.append(turn)
+            self.last = turn
+        limit = planned.request.token_limit
+        if choice.finish_reason is FinishReason.LENGTH and limit == self._turn_tokens:
+            self.over = f"an answer was cut at {limit} tokens (episode.turn_tokens, sampling.max_tokens)"
+        return turn
+
+    @property
+    def _turn_tokens(self) -> int:
+        return self.limits.turn_tokens or self.order.sampling.max_tokens
+
+    def _validated(self, body: Mapping[str, Any]) -> ChatCompletionRequest:
+        if ours := sorted(body.keys() & _OURS):
+            raise InvalidRequest(f"{ours[0]}: the gateway sets it; leave it out", param=ours[0])
+        if body.get("n") not in (None, 1):
+            raise InvalidRequest("n: an agent reads one answer at a time; leave it out", param="n")
+        if body.get("logprobs"):
+            raise InvalidRequest("logprobs: must be false; the gateway records them itself", param="logprobs")
+        self.overridden.update(name for name in body.keys() & _SAMPLING if body[name] is not None)
+        left_out = _SAMPLING | {"stream", "stream_options", "model"}
+        try:
+            asked = ChatCompletionRequest.model_validate({k: v for k, v in body.items() if k not in left_out})
+        except ValidationError as error:
+            raise _invalid(error) from None
+        if not asked.messages:
+            raise InvalidRequest("messages must not be empty", param="messages")
+        return asked
+
+    def _sampling(self, asked: ChatCompletionRequest, agent: str, number: int) -> dict[str, Any]:
+        order, sampling = self.order, self.order.sampling
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": min(self._turn_tokens, asked.token_limit or self._turn_tokens),
+            "max_completion_tokens": None,
+            "stop": [*sampling.stop, *asked.stop_strings] or None,
+            "seed": rng.key(order.seed, "turn", self.sample, agent, number),
+            "return_token_ids": True,
+            "priority": Priority.TRAINING if order.purpose is Purpose.TRAINING else Priority.EVALUATION,
+            "chat_template_kwargs": {**order.chat_template_kwargs, **asked.chat_template_kwargs},
+        }
+
+    def _reason(self, planned: PlannedTurn) -> NewSegment:
+        own = [turn for turn in self._turns if turn.agent == planned.agent]
+        if not own:
+            return NewSegment.FIRST
+        same_tools = any(turn.tools_key == planned.tools_key for turn in own)
+        return NewSegment.HISTORY_DIFFERS if same_tools else NewSegment.TOOLS_DIFFER
+
+    def _give_up_unread(self, turn: RecordedTurn) -> None:
+        """Drop an earlier answer to the very same messages, if nothing continues it: its reader has asked again."""
+        unread = [
+            other
+            for other in self._turns
+            if other.request_key == turn.request_key and other.agent == turn.agent and not other.children
+        ]
+        for other in unread:
+            self._turns.remove(other)
+            if other.parent is not None:
+                other.parent.children.remove(other)
+            self.abandoned += 1
+
+
+def _hash_message(hasher: Any, message: ChatMessage) -> None:
+    """Add a message as it is compared: an answer by the ids of its calls, or without thinking and outer white space."""
+    parts = [message.role, message.content]
+    if message.role == "assistant":
+        calls = [call.id for call in message.tool_calls or ()]
+        parts = [message.role, *(calls or [_THINKING.sub("", message.content).strip()])]
+    elif message.tool_call_id is not None:
+        parts.append(message.tool_call_id)
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        hasher.update(len(data).to_bytes(8, "little") + data)
+
+
+def _key_of_tools(asked: ChatCompletionRequest) -> bytes:
+    """A digest of the tools that a prompt describes; empty where it describes none."""
+    if not asked.tools or asked.tool_choice == "none":
+        return b""
+    described = [tool.model_dump(mode="json") for tool in asked.tools]
+    return hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _turn(choice: Choice, context: NDArray[np.int32]) -> Turn:
+    if choice.token_ids is None or choice.token_logprobs is None or choice.version_spans is None or not len(context):
+        raise RecordError(
+            "the engine must answer with prompt_token_ids, token_ids, token_logprobs and version_spans when "
+            "return_token_ids is set; run `pipelinerl conformance engine URL` against it"
+        )
+    tokens, logprobs, spanned = (
+        len(choice.token_ids),
+        len(choice.token_logprobs),
+        sum(count for _, count in choice.version_spans),
+    )
+    if not 0 < tokens == logprobs == spanned:
+        raise RecordError(
+            f"expected as many token_logprobs as token_ids with version_spans over all of them; the engine answered "
+            f"with {tokens} tokens, {logprobs} log-probs and spans over {spanned}"
+        )
+    return Turn(
+        context_token_ids=context,
+        token_ids=np.asarray(choice.token_ids, np.int32),
+        behavior_logprobs=np.asarray(choice.token_logprobs, np.float32),
+        spans=tuple(VersionSpan(version, count) for version, count in choice.version_spans),
+    )
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    """The first finding as a sentence, without the input that caused it."""
+    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    param = ".".join(str(part) for part in first["loc"]) or None
+    reason = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        reason = "the engine does not know it, or not with this value, and would ignore it; leave it out"
+    return InvalidRequest(f"{param or 'body'}: {reason}", param=param)

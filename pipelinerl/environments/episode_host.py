@@ -1,0 +1,103 @@
+"""An episode host: `python -m pipelinerl.environments.episode_host REFERENCE`, a child process in which user code runs.
+
+One event loop plays many episodes. It reads a JSON line for each on its standard input, which is a socket, and writes
+one when the episode ends:
+
+    {"begin": id, "task": …, "base_url": …, "api_key": …}    {"cancel": id}
+    {"ended": id, "how": "returned" | "over" | "raised" | "cancelled", "value" | "reason": …}
+
+What user code prints goes where the actor's output goes. The host ends with its actor, and when the socket closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import socket
+import sys
+from typing import Any, Final
+
+import msgspec
+
+from pipelinerl.environments.client import ConversationOver, EpisodeClient
+from pipelinerl.environments.environment import Task
+from pipelinerl.environments.user_code import Play, load_play
+from pipelinerl.errors import UserError
+from pipelinerl.system.http_client import hot_session
+from pipelinerl.system.references import last_line
+from pipelinerl.types import Verdict
+
+#: A line may hold a task with a long text.
+LONGEST_LINE: Final = 2**26
+_KEEP_ALIVE_S: Final = 15.0
+
+
+def main() -> None:
+    """Import the user's code, say so, and play until the input ends."""
+    connection = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    try:
+        play = load_play(sys.argv[1])
+    except UserError as error:
+        connection.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+        return
+    asyncio.run(_serve(connection, play))
+
+
+async def _serve(connection: socket.socket, play: Play) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
+    running: dict[str, asyncio.Task[None]] = {}
+
+    def tell(**fields: Any) -> None:
+        writer.write(json.dumps(fields).encode() + b"\n")
+
+    async with hot_session(token=None, keep_alive_s=_KEEP_ALIVE_S) as session:
+
+        async def run(order: dict[str, Any]) -> None:
+            client = EpisodeClient(session, base_url=order["base_url"], api_key=order["api_key"])
+            tell(ended=order["begin"], **await _played(play, order["task"], client))
+
+        tell(ready=True)
+        while line := await reader.readline():
+            order = json.loads(line)
+            if "cancel" in order:
+                if task := running.get(order["cancel"]):
+                    task.cancel()
+                continue
+            task = running[order["begin"]] = asyncio.create_task(run(order))
+            task.add_done_callback(lambda _, name=order["begin"]: running.pop(name))  # type: ignore[misc]
+        for task in running.values():
+            task.cancel()
+
+
+async def _played(play: Play, task: Any, client: EpisodeClient) -> dict[str, Any]:
+    """How an episode ended."""
+    try:
+        value = await play(msgspec.convert(task, Task), client)
+    except ConversationOver as error:
+        return {"how": "over", "reason": str(error)}
+    except asyncio.CancelledError:
+        return {"how": "cancelled", "reason": "cancelled"}
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        return {"how": "raised", "reason": last_line(error)}
+    return {"how": "returned", **_plain(value)}
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """What user code returned, as JSON has it; `other` describes what is no reward."""
+    if isinstance(value, Verdict):
+        return {"verdict": msgspec.to_builtins(value)}
+    item = getattr(value, "item", None)
+    plain = item() if callable(item) else value
+    if plain is None or isinstance(plain, bool | int):
+        return {"value": plain}
+    if isinstance(plain, float):
+        return {"value": plain} if math.isfinite(plain) else {"other": repr(plain)}
+    return {"other": f"{type(value).__name__} {repr(value)[:80]}"}
+
+
+if __name__ == "__main__":
+    main()

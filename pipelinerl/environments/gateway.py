@@ -1,0 +1,264 @@
+"""`Gateway`: OpenAI's API on a loopback address of the actor's process, for the agents of its episodes.
+
+    agent ── POST /e/{secret}/{agent}/v1/chat/completions ──▶ `Episode` ──▶ engine ──▶ `Episode` ──▶ agent
+
+The secret stands in the path, or is the API key of a client that asks `/v1/chat/completions`. Whoever does not know it,
+or asks after the episode has ended, is answered 404. Refusals have statuses that OpenAI's client does not retry (it
+retries 408, 409, 429 and 5xx). A client that goes away cancels what it asked for.
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| a body | the agent | `BODY_TIMEOUT_S` |
+| an answer | the engine, or the agent leaves | the engine pool's deadline, or the episode's |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from inference_contract import routes
+from inference_contract.errors import ContextExceeded, ContractError, InvalidRequest
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
+from pipelinerl.environments.environment import UNTRAINED
+from pipelinerl.environments.episode import Episode
+from pipelinerl.errors import PipelineError
+from pipelinerl.system.http_service import guard, listen, refused_body, serving, url_of
+
+#: Samples one turn; raises ContractError or PipelineError when no engine can.
+SampleTurn = Callable[[ChatCompletionRequest], Awaitable[ChatCompletion]]
+
+_LOOPBACK: Final = "127.0.0.1"
+#: No engine could answer. 424 is no status that clients retry: what failed has been retried already.
+_NO_ENGINE: Final = 424
+_MODEL: Final = "policy"
+_MAIN: Final = "main"
+#: Some templates write the opening, so that an answer begins within its thinking.
+_END_OF_THINKING: Final = "</think>"
+_ENDED: Final = "there is no such episode, or it has ended"
+
+log = logging.getLogger("pipelinerl")
+
+
+class _Gone(Exception):
+    """The agent has closed its connection."""
+
+
+@final
+@dataclass(slots=True, eq=False)
+class OpenEpisode:
+    """An episode that agents may ask for, and where they find it."""
+
+    episode: Episode
+    sample: SampleTurn
+    base: str
+    failure: Exception | None = None
+    """Why an engine could not answer: then nothing can be said of the episode."""
+
+    def base_url(self, agent: str = _MAIN) -> str:
+        """The base URL that an OpenAI client of this agent is given."""
+        return f"{self.base}/e/{self.episode.secret}/{agent}/v1"
+
+
+@final
+class Gateway:
+    """The open episodes of one actor, on one event loop."""
+
+    def __init__(self) -> None:
+        self._episodes: dict[str, OpenEpisode] = {}
+        self._base = ""
+        self._is_closing = False
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[None]:
+        """Listen until the block ends."""
+        listener = listen(_LOOPBACK, 0)
+        self._base = url_of(_LOOPBACK, listener.getsockname()[1])
+        app = Starlette()
+        app.mount("/", self._answer)
+        guard(app, token=None)
+        async with serving(app, listener):
+            try:
+                yield
+            finally:
+                self._is_closing = True
+
+    @asynccontextmanager
+    async def open(self, episode: Episode, sample: SampleTurn) -> AsyncIterator[OpenEpisode]:
+        """Let agents ask for turns of `episode` until the block ends."""
+        opened = OpenEpisode(episode, sample, self._base)
+        self._episodes[episode.secret] = opened
+        try:
+            yield opened
+        finally:
+            del self._episodes[episode.secret]
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            opened, agent, path = self._found(scope)
+            if scope["method"] == "GET" and path == routes.MODELS:
+                await _send(send, 200, {"object": "list", "data": [{"id": _MODEL, "object": "model"}]})
+            elif scope["method"] != "POST":
+                raise _not_found(f"{scope['method']} {path}")
+            elif path == routes.CHAT_COMPLETIONS:
+                await _unless_gone(self._turn(opened, agent, await _body(receive), send), receive)
+            elif path == "/reward":
+                _reward(opened.episode, await _body(receive))
+                await _send(send, 200, {})
+            else:
+                raise _not_found(f"POST {path}")
+        except ContractError as error:
+            status = error.status if error.status < 500 else _NO_ENGINE
+            await _send(send, status, error.to_wire())
+        except HTTPException as error:
+            await refused_body(error)(scope, receive, send)
+        except _Gone:
+            log.debug("an agent left before its answer")
+        except asyncio.CancelledError:
+            if not self._is_closing:
+                raise  # else the actor ends, and its agents with it
+
+    def _found(self, scope: Scope) -> tuple[OpenEpisode, str, str]:
+        """The episode, the agent and the rest of the path that a request means."""
+        path = str(scope["path"])
+        if path.startswith("/e/"):
+            secret, _, rest = path[3:].partition("/")
+            agent, _, rest = rest.partition("/")
+            path = f"/{rest}"
+        else:
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            secret, agent = given.decode("latin-1").rpartition(" ")[2], _MAIN
+        opened = self._episodes.get(secret)
+        if opened is None or not hmac.compare_digest(opened.episode.secret, secret):
+            raise _not_found(_ENDED)
+        return opened, agent or _MAIN, path
+
+    async def _turn(self, opened: OpenEpisode, agent: str, body: Mapping[str, Any], send: Send) -> None:
+        episode = opened.episode
+        planned = episode.plan(agent, body, trains=not agent.startswith(UNTRAINED))
+        with episode.sampling(planned):
+            try:
+                completion = await opened.sample(planned.request)
+                episode.record(planned, completion)
+            except ContextExceeded as error:
+                episode.over = f"the conversation has filled the context: {error.message}"
+                raise
+            except InvalidRequest:
+                raise  # the agent's fault
+            except (ContractError, PipelineError) as error:
+                opened.failure = error
+                raise ContractError(f"no engine could answer: {error}") from error
+        if body.get("stream"):
+            await _stream(send, completion, body)
+        else:
+            await _send(send, 200, _openai(completion, "chat.completion", "message"))
+
+
+def _reward(episode: Episode, body: Mapping[str, Any]) -> None:
+    """Add to the reward of the latest turn."""
+    value = body.get("reward")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e6 <= value <= 1e6:
+        raise InvalidRequest("reward must be a finite number within ±1e6", param="reward")
+    if episode.last is None:
+        raise InvalidRequest("reward: the model has not answered yet", param="reward")
+    episode.last.reward += value
+
+
+def _not_found(message: str) -> ContractError:
+    return _NotFound(message)
+
+
+@final
+class _NotFound(InvalidRequest):
+    """Nothing is there for whoever asks."""
+
+    status = 404
+    code = "episode_not_found"
+
+
+def _openai(completion: ChatCompletion, kind: str, part: str) -> dict[str, Any]:
+    """The answer as OpenAI gives it: without our token ids, log-probs and spans."""
+    choice = completion.choices[0]
+    message = choice.message.model_dump(exclude_none=True)
+    thinking, mark, rest = message["content"].rpartition(_END_OF_THINKING)
+    if mark:
+        message |= {"content": rest.lstrip(), "reasoning_content": thinking.removeprefix("<think>").strip()}
+    if calls := message.get("tool_calls"):
+        message["content"] = message["content"] or None
+        if part == "delta":
+            message["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+    return {
+        "id": completion.id,
+        "object": kind,
+        "created": completion.created,
+        "model": completion.model,
+        "choices": [{"index": 0, part: message, "finish_reason": choice.finish_reason.value, "logprobs": None}],
+        "usage": completion.usage.model_dump(),
+    }
+
+
+async def _stream(send: Send, completion: ChatCompletion, body: Mapping[str, Any]) -> None:
+    """The whole answer as one chunk, for clients that stream."""
+    chunk = _openai(completion, "chat.completion.chunk", "delta")
+    usage = chunk.pop("usage")
+    events = [chunk]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        events.append({**chunk, "choices": [], "usage": usage})
+    data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+    await _send_bytes(send, 200, data, b"text/event-stream")
+
+
+async def _body(receive: Receive) -> Mapping[str, Any]:
+    chunks: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Gone
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            break
+    try:
+        body = json.loads(b"".join(chunks) or b"{}")
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return body
+
+
+async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
+    """Run `work`, which is cancelled when the client goes away first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _Gone
+        task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _send(send: Send, status: int, body: Mapping[str, Any]) -> None:
+    await _send_bytes(send, status, json.dumps(body).encode(), b"application/json")
+
+
+async def _send_bytes(send: Send, status: int, data: bytes, media_type: bytes) -> None:
+    headers = [(b"content-type", media_type), (b"content-length", str(len(data)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})

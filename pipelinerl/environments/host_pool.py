@@ -1,0 +1,192 @@
+"""`EpisodeHosts`: the child processes in which one environment's episodes are played (`episode_host.py`).
+
+User code never runs on the actor's loop. Each host plays at most `EPISODES_OF_A_HOST` at once; another is started when
+all are full. Promises: an episode ends by its deadline. It is cancelled first; code that goes on for `_CANCEL_S` more
+has its host killed, and the other episodes of that host are lost through no fault of theirs (`HostLost`).
+
+| waits for | unblocked by | or, at the latest |
+|---|---|---|
+| a host | it has imported the user's code | `_STARTUP_S` |
+| an episode | the user's code returns or raises, or its host is gone | its deadline and `_CANCEL_S` |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+import msgspec
+
+from pipelinerl.environments.environment import Task
+from pipelinerl.environments.episode_host import LONGEST_LINE
+from pipelinerl.system import tied_process
+from pipelinerl.system.background import to_its_end
+
+EPISODES_OF_A_HOST: Final = 128
+_STARTUP_S: Final = 60.0
+_CANCEL_S: Final = 5.0
+_END_S: Final = 60.0
+
+
+class HostLost(Exception):
+    """The process in which an episode was played has ended, or cannot be started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeEnd:
+    """How the user's code ended: `how` is `returned`, `over`, `raised` or `cancelled`; see `episode_host`."""
+
+    how: str
+    reason: str = ""
+    value: bool | int | float | None = None
+    verdict: Mapping[str, Any] | None = None
+    other: str = ""
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Host:
+    """One process. `episodes` are those that it plays, by number."""
+
+    process: Process
+    writer: asyncio.StreamWriter
+    reader: asyncio.StreamReader
+    episodes: dict[str, asyncio.Future[EpisodeEnd]] = field(default_factory=dict)
+    listening: asyncio.Task[None] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.listening is not None and not self.listening.done()
+
+    def tell(self, **fields: Any) -> None:
+        self.writer.write(json.dumps(fields).encode() + b"\n")
+
+    async def listen(self) -> None:
+        """Hand on how episodes end, until the process does."""
+        with contextlib.suppress(OSError, ValueError):
+            while line := await self.reader.readline():
+                fields = json.loads(line)
+                ended = self.episodes.pop(fields.pop("ended"), None)
+                if ended is not None and not ended.done():
+                    ended.set_result(msgspec.convert(fields, EpisodeEnd))
+        for ended in self.episodes.values():
+            if not ended.done():
+                ended.set_exception(HostLost("the process that played this episode has ended; its output says why"))
+        self.episodes.clear()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # with what the user's code has started
+
+    async def close(self) -> None:
+        self.writer.close()
+        self.kill()
+        async with asyncio.timeout(_END_S):
+            await self.process.wait()
+        if self.listening is not None:
+            await asyncio.wait({self.listening}, timeout=_END_S)
+
+
+@final
+class EpisodeHosts:
+    """The hosts of one environment."""
+
+    def __init__(self, reference: str) -> None:
+        self._reference = reference
+        self._hosts: list[_Host] = []
+        self._starting = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._ends: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Import the user's code, so that the first episode need not wait for that."""
+        with contextlib.suppress(HostLost):  # the first episode says it
+            await self._free()
+
+    async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
+        """Play one episode.
+
+        Raises:
+            TimeoutError: it has not ended in time.
+            HostLost: its process has ended before it.
+        """
+        host, number = await self._free(), str(next(self._numbers))
+        ended: asyncio.Future[EpisodeEnd] = asyncio.get_running_loop().create_future()
+        host.episodes[number] = ended
+        host.tell(begin=number, task=msgspec.to_builtins(task), base_url=base_url, api_key=api_key)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(ended)
+        except (TimeoutError, asyncio.CancelledError):
+            if not ended.done():
+                host.tell(cancel=number)
+                end = asyncio.create_task(self._end(host, ended))
+                self._ends.add(end)
+                end.add_done_callback(self._ends.discard)
+            raise
+
+    async def close(self) -> None:
+        """End the hosts."""
+        hosts, self._hosts = self._hosts, []
+        await asyncio.gather(*(to_its_end(host.close()) for host in hosts))
+
+    async def _end(self, host: _Host, ended: asyncio.Future[EpisodeEnd]) -> None:
+        """Kill the host of an episode that was cancelled and goes on."""
+        await asyncio.wait({ended}, timeout=_CANCEL_S)
+        if not ended.done():
+            host.kill()
+            await asyncio.wait({ended}, timeout=_END_S)
+        if ended.done():
+            ended.exception()  # nobody waits for it any more
+
+    async def _free(self) -> _Host:
+        """A host with a free place."""
+        async with self._starting:
+            gone = [host for host in self._hosts if not host.is_alive]
+            self._hosts = [host for host in self._hosts if host.is_alive]
+            for host in gone:
+                await to_its_end(host.close())
+            for host in self._hosts:
+                if len(host.episodes) < EPISODES_OF_A_HOST:
+                    return host
+            host = await _started(self._reference)
+            self._hosts.append(host)
+            return host
+
+
+async def _started(reference: str) -> _Host:
+    """A process that has imported the user's code. Raises `HostLost`."""
+    ours, theirs = socket.socketpair()
+    tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
+    main = [sys.executable, "-m", "pipelinerl.environments.episode_host", reference]
+    with theirs, contextlib.ExitStack() as given_up:
+        given_up.callback(ours.close)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-S", "-E", *tie, *main, stdin=theirs.fileno(), start_new_session=True
+        )
+        given_up.pop_all()
+    reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
+    host = _Host(process, writer, reader)
+    try:
+        async with asyncio.timeout(_STARTUP_S):
+            first = json.loads(await reader.readline() or b"{}")
+    except (TimeoutError, OSError, ValueError):
+        first = {}
+    except BaseException:
+        await to_its_end(host.close())
+        raise
+    if "ready" not in first:
+        await to_its_end(host.close())
+        raise HostLost(first.get("error") or "an episode host did not start; its output says why")
+    host.listening = asyncio.create_task(host.listen())
+    return host

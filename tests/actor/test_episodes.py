@@ -1,0 +1,199 @@
+"""Groups of episodes, played by users' code in real episode hosts against a scripted sampler."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from inference_contract.schemas import ChatMessage
+from pipelinerl.actor.episodes import EpisodeDomain, Episodes
+from pipelinerl.actor.group_maker import MadeRollout, Unwatched
+from pipelinerl.environments.command import Commands
+from pipelinerl.environments.environment import EpisodeLimits
+from pipelinerl.environments.gateway import Gateway
+from pipelinerl.environments.host_pool import EpisodeHosts
+from pipelinerl.errors import DeadlineError, PipelineError
+from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier, correct, wrong
+from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
+from tests.patience import PATIENCE_S
+
+CODE = """
+import asyncio, os, time
+from pathlib import Path
+
+async def three(task, client):
+    messages = list(task.messages)
+    for _ in range(3):
+        answer = await client.chat(messages)
+        if answer.content == task.ground_truth:
+            return 1.0
+        messages += [answer, {"role": "user", "content": "no"}]
+    return 0.0
+
+async def unjudged(task, client):
+    await client.chat(task.messages)
+
+async def rewarded(task, client):
+    critic = client.agent("critic", trains=False)
+    answer = await client.chat(task.messages)
+    await critic.chat([{"role": "user", "content": "is it good?"}])
+    await client.reward(0.25)
+    await client.chat([*task.messages, answer, {"role": "user", "content": "more"}])
+    await client.reward(0.5)
+    return 0
+
+async def raises(task, client):
+    await client.chat(task.messages)
+    raise ValueError("broken")
+
+async def hangs(task, client):
+    await client.chat(task.messages)
+    await asyncio.sleep(3600)
+
+async def blocks(task, client):
+    await client.chat(task.messages)
+    while True:
+        time.sleep(0.1)
+
+async def dies_once(task, client):
+    await client.chat(task.messages)
+    mark = Path(__file__).with_name("died")
+    if not mark.exists():
+        mark.touch()
+        os._exit(1)
+    return True
+
+async def never_stops(task, client):
+    messages = list(task.messages)
+    while True:
+        answer = await client.chat(messages)
+        messages += [answer, {"role": "user", "content": "no"}]
+
+class Game:
+    def reset(self, task, seed):
+        self.turns = 0
+        return [{"role": "user", "content": "begin"}]
+
+    async def step(self, answer):
+        self.turns += 1
+        return {"role": "user", "content": "go on"}, 0.5, self.turns == 2
+"""
+#: The second answer is right.
+SECOND = "b"
+
+
+def second_is_right(messages: Sequence[ChatMessage]) -> str:
+    return SECOND if len(messages) > 1 else "a"
+
+
+class IsB:
+    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+        return correct("b") if completion_text == "b" else wrong("it is not b")
+
+
+@asynccontextmanager
+async def episodes(
+    path: Path, name: str, sampler: TalkingSampler, *, verifier: GroupVerifier | None = None, timeout_s: float = 60.0
+) -> AsyncIterator[Episodes]:
+    file = path / "game.py"
+    file.write_text(CODE)
+    hosts, gateway = EpisodeHosts(f"{file}:{name}"), Gateway()
+    limits = EpisodeLimits(max_turns=4, timeout_s=timeout_s)
+    domain = EpisodeDomain(player=hosts, limits=limits, verifier=verifier, correct_at=1.0)
+    async with asyncio.timeout(PATIENCE_S), gateway.serve():
+        try:
+            yield Episodes(gateway, sampler, {"talk": domain}, attempts=2)
+        finally:
+            await hosts.close()
+
+
+async def played(path: Path, name: str, *, samples: int = 1, **options: object) -> Sequence[MadeRollout]:
+    async with episodes(path, name, TalkingSampler(second_is_right), **options) as maker:  # type: ignore[arg-type]
+        return await maker.make(order(samples=samples), Unwatched())
+
+
+async def test_a_groups_rollouts_have_the_turns_of_their_episodes(tmp_path: Path) -> None:
+    for made in await played(tmp_path, "three", samples=3):
+        turns, verdict = made.rollout.turns, made.rollout.verdict
+        assert (len(turns), verdict.outcome, verdict.reward, made.text) == (2, Outcome.CORRECT, 1.0, "b")
+        shown = [tokenizer().decode(ids.tolist()) for each in turns for ids in (each.context_token_ids, each.token_ids)]
+        assert shown == ["<|user|>hello<|end|><|assistant|>", "a<|end|>", "<|user|>no<|end|><|assistant|>", "b<|end|>"]
+        assert made.rollout.temperature == 0.5
+        assert made.rollout.oldest_version < made.rollout.newest_version
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "reward", "reason"),
+    [
+        ("rewarded", Outcome.PARTIAL, 0.75, ""),
+        ("Game", Outcome.CORRECT, 1.0, ""),
+        ("unjudged", Outcome.VERIFIER_ERROR, 0.0, "its domain names no verifier"),
+        ("raises", Outcome.VERIFIER_ERROR, 0.0, "game.py:28: ValueError: broken"),
+        ("never_stops", Outcome.WRONG, 0.0, "has had its 4 turns"),
+    ],
+)
+async def test_what_an_episode_is_worth(
+    name: str, outcome: Outcome, reward: float, reason: str, tmp_path: Path
+) -> None:
+    (made,) = await played(tmp_path, name)
+    verdict = made.rollout.verdict
+    assert (verdict.outcome, verdict.reward) == (outcome, reward) and reason in verdict.reason
+
+
+async def test_none_is_judged_by_the_domains_verifier(tmp_path: Path) -> None:
+    (made,) = await played(tmp_path, "unjudged", verifier=EachAlone(IsB()))
+    assert made.rollout.verdict.reason == "it is not b"
+
+
+@pytest.mark.parametrize("name", ["hangs", pytest.param("blocks", marks=pytest.mark.slow)])
+async def test_an_episode_that_does_not_end_is_masked(name: str, tmp_path: Path) -> None:
+    (made,) = await played(tmp_path, name, timeout_s=2.0)
+    assert made.rollout.verdict.outcome is Outcome.TIMEOUT
+
+
+async def test_an_episode_whose_host_was_lost_begins_again_once(tmp_path: Path) -> None:
+    (made,) = await played(tmp_path, "dies_once")
+    assert made.rollout.verdict.outcome is Outcome.CORRECT and len(made.rollout.turns) == 1
+
+
+async def test_an_order_fails_when_no_engine_can_answer(tmp_path: Path) -> None:
+    def fail(_: object) -> str:
+        raise DeadlineError("no engine completed the request")
+
+    async with episodes(tmp_path, "three", TalkingSampler(fail)) as maker:
+        with pytest.raises(DeadlineError, match="no engine completed"):
+            await maker.make(order(samples=2), Unwatched())
+
+
+async def test_an_environment_that_cannot_be_loaded_fails_the_order_with_its_place(tmp_path: Path) -> None:
+    async with episodes(tmp_path, "absent", TalkingSampler()) as maker:
+        with pytest.raises(PipelineError, match=r"no episode asked the model.*has no 'absent'"):
+            await maker.make(order(), Unwatched())
+
+
+async def test_a_command_plays_an_episode_and_its_last_answer_is_judged(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import openai, sys\n"
+        "client = openai.OpenAI()\n"
+        "said = client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': sys.argv[1]}])\n"
+        "sys.exit(0 if said.choices[0].message.content == 'b' else 3)\n"
+    )
+    gateway, sampler = Gateway(), TalkingSampler(lambda messages: "b" if messages[0].content == "say hello" else "a")
+    domains = {
+        "talk": EpisodeDomain(
+            player=Commands([sys.executable, str(script), "say {task}"]),
+            limits=EpisodeLimits(),
+            verifier=EachAlone(IsB()),
+            correct_at=1.0,
+        )
+    }
+    async with asyncio.timeout(PATIENCE_S), gateway.serve():
+        (made,) = await Episodes(gateway, sampler, domains, attempts=1).make(order(), Unwatched())
+    assert made.rollout.verdict.outcome is Outcome.CORRECT

@@ -1,0 +1,151 @@
+"""Which turns an episode knows again in an agent's messages, and what it asks an engine for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_contract.errors import InvalidRequest
+from inference_contract.tools import FunctionCall, ToolCall
+from pipelinerl.environments.environment import EpisodeLimits, History
+from pipelinerl.environments.episode import Episode, EpisodeOver, NewSegment, RecordedTurn
+from tests.fakes.talking_sampler import completion, order
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def episode(**limits: Any) -> Episode:
+    return Episode(order(), 0, EpisodeLimits(**limits))
+
+
+def turn(of: Episode, messages: list[dict[str, str]], text: str, *, agent: str = "main", **body: Any) -> RecordedTurn:
+    planned = of.plan(agent, {"messages": messages, **body})
+    return of.record(planned, completion(planned.request, text))
+
+
+def test_each_turn_continues_the_tokens_of_the_one_before() -> None:
+    of = episode()
+    first = turn(of, [HELLO], "a")
+    second = turn(of, [HELLO, answer("a"), user("more")], "b")
+    third = turn(of, [HELLO, answer("a"), user("more"), answer("b"), user("x"), user("y")], "c")
+    assert of.leaves == [third] and third.path == [first, second, third]
+    assert [each.new_segment for each in of.turns] == [NewSegment.FIRST, None, None]
+    parts = [ids for each in third.path for ids in (each.turn.context_token_ids, each.turn.token_ids)]
+    planned = of.plan("main", {"messages": [HELLO, answer("a"), user("more"), answer("b"), user("x")]})
+    assert planned.request.continue_token_ids == np.concatenate(parts[:4]).tolist()
+    assert planned.request.continue_from == 4
+
+
+def test_an_answer_is_known_again_without_its_thinking_and_outer_white_space() -> None:
+    of = episode()
+    first = turn(of, [HELLO], "hm</think>\n a ")
+    second = turn(of, [HELLO, answer("a"), user("more")], "b")
+    assert second.parent is first
+
+
+def test_an_answer_with_calls_is_known_again_by_their_ids() -> None:
+    of = episode()
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    planned = of.plan("main", {"messages": [HELLO], "tools": tools})
+    answered = completion(planned.request, "f")
+    (choice,) = answered.choices
+    call = ToolCall(id="abc", function=FunctionCall(name="f", arguments="{}"))
+    message = choice.message.model_copy(update={"tool_calls": [call]})
+    first = of.record(
+        planned, answered.model_copy(update={"choices": [choice.model_copy(update={"message": message})]})
+    )
+    back = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()], "reasoning_content": "hm"}
+    result = {"role": "tool", "content": "3", "tool_call_id": "abc"}
+    planned = of.plan("main", {"messages": [HELLO, back, result], "tools": tools})
+    assert planned.parent is first and planned.request.messages is not None
+    assert planned.request.messages[1].reasoning_content is None
+    assert of.plan("main", {"messages": [HELLO, back, result]}).parent is None, "other tools are another prompt"
+
+
+def test_a_changed_history_begins_a_new_segment() -> None:
+    of = episode()
+    turn(of, [HELLO], "a")
+    second = turn(of, [HELLO, answer("never said"), user("more")], "b")
+    assert second.parent is None and second.new_segment is NewSegment.HISTORY_DIFFERS
+    assert len(of.leaves) == 2
+
+
+def test_an_answer_that_was_asked_for_again_unread_is_given_up() -> None:
+    of = episode()
+    first = turn(of, [HELLO], "a")
+    unread = turn(of, [HELLO, answer("a"), user("more")], "lost")
+    again = turn(of, [HELLO, answer("a"), user("more")], "b")
+    assert of.abandoned == 1 and unread not in of.turns
+    assert of.leaves == [again] and again.path == [first, again]
+
+
+def test_two_different_replies_to_one_answer_are_branches() -> None:
+    of = episode()
+    turn(of, [HELLO], "a")
+    turn(of, [HELLO, answer("a"), user("left")], "b")
+    turn(of, [HELLO, answer("a"), user("right")], "c")
+    assert len(of.leaves) == 2
+
+
+def test_with_history_template_a_conversation_that_the_template_keeps_is_still_one_segment() -> None:
+    of = episode(history=History.TEMPLATE)
+    turn(of, [HELLO], "a")
+    planned = of.plan("main", {"messages": [HELLO, answer("a"), user("more")]})
+    assert planned.request.continue_token_ids is None
+    assert of.record(planned, completion(planned.request, "b")).new_segment is None
+
+
+def test_sampling_is_the_orders_and_limits_may_only_be_lowered() -> None:
+    of = episode(turn_tokens=8)
+    planned = of.plan("main", {"messages": [HELLO], "temperature": 0.0, "top_p": 0.1, "max_tokens": 100, "seed": 3})
+    assert (planned.request.temperature, planned.request.top_p, planned.request.max_tokens) == (0.5, 1.0, 8)
+    assert of.overridden == {"temperature": 1, "top_p": 1, "seed": 1}
+    assert of.plan("main", {"messages": [HELLO], "max_completion_tokens": 2}).request.token_limit == 2
+
+
+def test_the_seed_is_a_function_of_order_sample_agent_and_turn() -> None:
+    def seed(sample: int, agent: str) -> int | None:
+        return Episode(order(), sample, EpisodeLimits()).plan(agent, {"messages": [HELLO]}).request.seed
+
+    assert seed(0, "main") == seed(0, "main")
+    assert len({seed(0, "main"), seed(1, "main"), seed(0, "critic")}) == 3
+
+
+def test_an_episode_is_over_after_its_turns() -> None:
+    of = episode(max_turns=1)
+    turn(of, [HELLO], "a")
+    with pytest.raises(EpisodeOver, match="has had its 1 turns"):
+        of.plan("main", {"messages": [HELLO, answer("a"), user("more")]})
+
+
+def test_an_answer_cut_at_our_limit_ends_the_episode_and_one_cut_at_the_agents_does_not() -> None:
+    of = episode(turn_tokens=8)
+    turn(of, [HELLO], "abcdefghij", max_tokens=2)
+    assert not of.over
+    turn(of, [HELLO, answer("ab"), user("more")], "abcdefghij")
+    assert "cut at 8 tokens" in of.over
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"n": 2}, "n: an agent reads one answer"),
+        ({"continue_token_ids": [1]}, "continue_token_ids: the gateway sets it"),
+        ({"logprobs": True}, "logprobs: must be false"),
+        ({"web_search_options": {"a": "b"}}, "web_search_options"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_what_an_agent_may_not_say_is_refused_by_name(body: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        episode().plan("main", {"messages": [HELLO], **body})

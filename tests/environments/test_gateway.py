@@ -1,0 +1,100 @@
+"""The gateway as OpenAI's own client meets it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessage as ChatMessage
+
+from inference_contract.errors import ContextExceeded
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
+from pipelinerl.environments.environment import EpisodeLimits
+from pipelinerl.environments.episode import Episode
+from pipelinerl.environments.gateway import Gateway, OpenEpisode
+from pipelinerl.errors import DeadlineError
+from tests.fakes.talking_sampler import TalkingSampler, order
+from tests.patience import PATIENCE_S
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@asynccontextmanager
+async def opened(sampler: TalkingSampler, **limits: int) -> AsyncIterator[OpenEpisode]:
+    async def sample(request: ChatCompletionRequest) -> ChatCompletion:
+        return (await sampler.complete(request)).completion
+
+    gateway = Gateway()
+    one = Episode(order(), 0, EpisodeLimits(**limits))  # type: ignore[arg-type]
+    async with asyncio.timeout(PATIENCE_S), gateway.serve(), gateway.open(one, sample) as episode:
+        yield episode
+
+
+async def said(url: str, messages: list[dict[str, str]] = HELLO, *, key: str = "any", **options: object) -> ChatMessage:
+    """What OpenAI's client is answered."""
+    async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
+        answer = await client.chat.completions.create(model="any", messages=messages, **options)  # type: ignore[call-overload]
+        message: ChatMessage = answer.choices[0].message
+        return message
+
+
+async def test_openais_client_is_answered_by_path_and_by_key() -> None:
+    async with opened(TalkingSampler(lambda messages: f"a{len(messages)}")) as episode:
+        first = await said(episode.base_url(), temperature=0.3)
+        base = episode.base_url().split("/e/")[0] + "/v1"
+        again = [*HELLO, first.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
+        second = await said(base, again, key=episode.episode.secret)
+        assert (first.content, second.content) == ("a1", "a3")
+        assert len(episode.episode.leaves) == 1 and len(episode.episode.turns) == 2
+
+
+async def test_a_client_that_streams_gets_the_answer_as_one_chunk() -> None:
+    async with (
+        opened(TalkingSampler(lambda _: "abc")) as episode,
+        openai.AsyncOpenAI(base_url=episode.base_url(), api_key="any") as client,
+    ):
+        stream = await client.chat.completions.create(model="any", messages=HELLO, stream=True)  # type: ignore[arg-type]
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
+
+
+async def test_an_episode_that_has_ended_is_not_found() -> None:
+    async with opened(TalkingSampler()) as episode:
+        ended = episode.base_url().replace(episode.episode.secret, "0" * 32)
+        with pytest.raises(openai.NotFoundError, match="has ended"):
+            await said(ended)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ContextExceeded("too long"), 400), (DeadlineError("no engine"), 424)],
+    ids=["context", "none"],
+)
+async def test_no_refusal_is_one_that_clients_retry(error: Exception, status: int) -> None:
+    def fail(_: object) -> str:
+        raise error
+
+    sampler = TalkingSampler(fail)
+    async with opened(sampler) as episode:
+        with pytest.raises(openai.APIStatusError) as refused:
+            await said(episode.base_url())
+        assert refused.value.status_code == status and len(sampler.requests) == 1
+        assert (episode.failure is error) == (status == 424)
+
+
+async def test_a_client_that_leaves_cancels_its_turn_which_is_not_recorded() -> None:
+    sampler = TalkingSampler()
+    sampler.gate.clear()
+    async with opened(sampler) as episode:
+        asking = asyncio.create_task(said(episode.base_url()))
+        while not sampler.requests:
+            await asyncio.sleep(0.005)
+        asking.cancel()
+        while not sampler.cancelled:
+            await asyncio.sleep(0.005)
+        assert not episode.episode.turns
+        sampler.gate.set()
+        await said(episode.base_url())
+        assert len(episode.episode.turns) == 1 and episode.episode.turns[0].number == 0

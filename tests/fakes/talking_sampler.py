@@ -1,0 +1,103 @@
+"""`TalkingSampler`: answers conversations by a script, with real tokens of a real tokenizer; satisfies `Sampler`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import final
+
+from inference_contract.schemas import (
+    AssistantMessage,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatMessage,
+    Choice,
+    FinishReason,
+    Usage,
+)
+from pipelinerl.models.tiny_decoder import char_tokenizer
+from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.types import Answered, Message, Problem, PromptOrder, Purpose, Sampling
+
+#: From the messages to the answer's text.
+Script = Callable[[Sequence[ChatMessage]], str]
+
+
+@cache
+def tokenizer() -> ChatTokenizer:
+    made = char_tokenizer()
+    return ChatTokenizer(made, {made.eos_token_id})
+
+
+def order(index: int = 0, *, samples: int = 1, max_tokens: int = 16, truth: str = "b") -> PromptOrder:
+    problem = Problem(problem_id=f"p{index}", domain="talk", messages=(Message("user", "hello"),), ground_truth=truth)
+    return PromptOrder(
+        order_id=f"prompt-{index:06d}",
+        index=index,
+        purpose=Purpose.TRAINING,
+        problem=problem,
+        sampling=Sampling(num_samples=samples, temperature=0.5, max_tokens=max_tokens),
+        seed=1000 + index,
+    )
+
+
+@final
+class TalkingSampler:
+    """Each answer is of one more version than the one before. `gate` holds answers back."""
+
+    def __init__(self, script: Script = lambda messages: "a") -> None:
+        self.script = script
+        self.requests: list[ChatCompletionRequest] = []
+        self.cancelled = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def complete(
+        self,
+        request: ChatCompletionRequest,
+        *,
+        begun: Callable[[], None] = lambda: None,
+        engine: str = "",
+        near: str = "",
+    ) -> Answered:
+        self.requests.append(request)
+        version = len(self.requests)
+        begun()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return Answered(completion(request, self.script(request.messages or []), version=version), "http://a")
+
+
+def completion(request: ChatCompletionRequest, text: str, *, version: int = 0) -> ChatCompletion:
+    """What an engine answers, cut at the request's limit."""
+    messages, known = request.messages or [], request.continue_token_ids
+    if known and request.continue_from:
+        prompt = tokenizer().encode_continuation(messages, request.continue_from, known)
+    else:
+        prompt = tokenizer().encode_chat(messages)
+    (end,) = tokenizer().eos_token_ids
+    sampled = [*tokenizer().encode(text), end]
+    cut = sampled[: request.token_limit]
+    choice = Choice(
+        index=0,
+        message=AssistantMessage(content=text if cut == sampled else tokenizer().decode(cut)),
+        finish_reason=FinishReason.STOP if cut == sampled else FinishReason.LENGTH,
+        token_ids=cut,
+        token_logprobs=[-0.5] * len(cut),
+        version_spans=[(version, len(cut))],
+    )
+    usage = Usage(prompt_tokens=len(prompt), completion_tokens=len(cut), total_tokens=len(prompt) + len(cut))
+    return ChatCompletion(
+        id="c",
+        created=0,
+        model="m",
+        choices=[choice],
+        usage=usage,
+        prompt_token_ids=prompt,
+        model_version=version,
+        epoch=1,
+    )

@@ -1,0 +1,59 @@
+"""What a recipe may say of environments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.domains import DomainSection
+from pipelinerl.config.recipe import parse
+from pipelinerl.errors import RecipeError
+from pipelinerl.roles.episodes import check_environment
+from pipelinerl.roles.verification import names_of
+
+GAME = {"name": "d", "source": "addition", "environment": "game.py:play"}
+
+
+def domain(**fields: Any) -> DomainSection:
+    return DomainSection.model_validate(GAME | fields)
+
+
+def test_an_environment_rewards_by_itself_unless_a_verifier_is_named() -> None:
+    assert not list(names_of(domain()))
+    assert [name for _, name in names_of(domain(verifier="math_answer"))] == ["math_answer"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"environment": "nothing"}, "environment must be path.py:name"),
+        ({"command": ("a",)}, "environment and command exclude each other"),
+        ({"environment": None, "command": ("a",)}, "command needs verifier or rewards"),
+        ({"environment": None, "episode": {"max_turns": 2}}, "episode is a table of domains with an environment"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        domain(**fields)
+
+
+def test_episodes_and_replayed_routing_exclude_each_other() -> None:
+    table = {"model": {"path": "m"}, "domains": [GAME], "trainer": {"routing_replay": "rollout"}}
+    with pytest.raises(RecipeError, match="does not know the turns of episodes"):
+        parse(table)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def play(task, client): ...", "must be an async function"),
+        ("async def play(task): ...", r"must take \(task, client\)"),
+        ("import absent_module", "game.py:1: ModuleNotFoundError"),
+    ],
+)
+def test_code_that_cannot_play_is_refused_with_its_place(code: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(code)
+    with pytest.raises(RecipeError, match=f"domains.d.environment: .*{said}"):
+        check_environment(domain(environment=f"{tmp_path}/game.py:play"))

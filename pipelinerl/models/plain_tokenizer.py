@@ -16,6 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
+from pipelinerl.errors import ModelError
+from pipelinerl.models.directory_files import json_object
+
 if TYPE_CHECKING:
     from jinja2 import Template
     from tokenizers import Tokenizer
@@ -107,10 +110,10 @@ def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | No
     """The tokenizer of the directory `path`; None where only `read_whole` knows, which also says what is wrong."""
     from tokenizers import Tokenizer
 
-    if any((path / name).exists() for name in _MORE):
+    if any((path / name).exists() for name in _MORE) or not (path / "tokenizer_config.json").is_file():
         return None
     try:
-        settings = json.loads((path / "tokenizer_config.json").read_text())
+        settings = json_object(path / "tokenizer_config.json")
         own = path / "chat_template.jinja"
         template = own.read_text() if own.is_file() else settings.get("chat_template")
         text = (path / "tokenizer.json").read_text()
@@ -119,7 +122,9 @@ def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | No
         if settings.keys() - {*_NAMED, *_WITHOUT_MEANING} or not special.issuperset(named.values()):
             return None
         backend = Tokenizer.from_str(text)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except Exception as error:  # the tokenizers library raises `Exception` itself
+        if isinstance(error, ModelError):
+            raise
         return None
     if not isinstance(template, str | None) or backend.get_vocab_size() > _MOST_TOKENS:
         return None

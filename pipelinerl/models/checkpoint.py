@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.directory_files import json_object, one_line, text_table
+from pipelinerl.models.directory_files import foreign_failures, json_object, one_line, text_table
 from pipelinerl.models.finite_weights import refuse_not_finite
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.system.files import sync
@@ -351,7 +351,8 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
     from transformers.utils import logging as transformers_logging
 
-    if part == "causal_lm" and (kind := model_type(path)) in CONFIG_MAPPING and kind not in CAUSAL:
+    kind = model_type(path)
+    if part == "causal_lm" and kind in CONFIG_MAPPING and kind not in CAUSAL:
         raise ModelError(
             f"{path} holds a {kind}, which is no causal language model; give one that reads and writes text alone"
         )
@@ -359,7 +360,8 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
     transformers_logging.disable_progress_bar()  # a line for each parameter in a server's log
     transformers_logging.set_verbosity_error()  # its tables of what does not fit; the first of it is said below
     factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
-    try:
+    advice = "copy it again" if kind in CONFIG_MAPPING else "give another, or install what knows it"
+    with foreign_failures(f"the model in {path} cannot be loaded", advice):
         loaded: Any = factory.from_pretrained(
             str(path),
             local_files_only=True,
@@ -369,10 +371,6 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
             output_loading_info=True,
             **options,
         )
-    except Exception as error:  # what a hostile config.json makes an architecture raise has no end
-        reason = one_line(error)
-        advice = "copy it again" if model_type(path) in CONFIG_MAPPING else "give another, or install what knows it"
-        raise ModelError(f"the model in {path} cannot be loaded: {reason}; {advice}") from error
     model: PreTrainedModel
     report: dict[str, Any]
     model, report = loaded

@@ -7,7 +7,8 @@ a table or in a `ModelError`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,6 +73,21 @@ def text_table(file: Path) -> dict[str, Any]:
                 f"{name} in {file} must be a whole number from 1 to {most:,}, got {value!r:.40}; copy it again"
             )
     return text
+
+
+@contextmanager
+def foreign_failures(problem: str, remedy: str = "copy it again") -> Iterator[None]:
+    """Turn whatever a library raises on a stranger's file into a `ModelError`: "problem: what it said; remedy".
+
+    What transformers raises on a damaged config.json has no end, and `tokenizers` raises `Exception` itself, or, where
+    it panics, a `BaseException`.
+    """
+    try:
+        yield
+    except (ModelError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise ModelError(f"{problem}: {one_line(error)}; {remedy}") from error
 
 
 def one_line(error: BaseException) -> str:

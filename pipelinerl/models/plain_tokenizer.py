@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.directory_files import json_object
+from pipelinerl.models.directory_files import foreign_failures, json_object
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -121,10 +121,9 @@ def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | No
         named = {name: settings[name] for name in _NAMED if settings.get(name) is not None}
         if settings.keys() - {*_NAMED, *_WITHOUT_MEANING} or not special.issuperset(named.values()):
             return None
-        backend = Tokenizer.from_str(text)
-    except Exception as error:  # the tokenizers library raises `Exception` itself
-        if isinstance(error, ModelError):
-            raise
+        with foreign_failures(f"the tokenizer of {path} cannot be used"):
+            backend = Tokenizer.from_str(text)
+    except (ModelError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     if not isinstance(template, str | None) or backend.get_vocab_size() > _MOST_TOKENS:
         return None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from pipelinerl.errors import ModelError, TemplateNameError
 from pipelinerl.models.control_tokens import ContentGuard, Turn
-from pipelinerl.models.directory_files import json_object, one_line
+from pipelinerl.models.directory_files import foreign_failures, json_object, one_line
 from pipelinerl.models.plain_tokenizer import PlainTokenizer, read_plain
 
 if TYPE_CHECKING:
@@ -81,15 +81,11 @@ class ChatTokenizer:
             )
         json_object(path / "tokenizer.json")
         declared = _declared_eos(path)
-        try:
+        with foreign_failures(f"the tokenizer of {path} cannot be used"):
             tokenizer: Any = _read(path)
             own = tokenizer.eos_token_id
             len(tokenizer)
             tokenizer.backend_tokenizer.encode(_UNUSUAL, add_special_tokens=False)
-        except (ModelError, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the tokenizers library raises `Exception` itself, and where it panics, more
-            raise ModelError(f"the tokenizer of {path} cannot be used: {one_line(error)}; copy it again") from error
         ids = declared | ({own} - {None})
         if not ids:
             raise ModelError(

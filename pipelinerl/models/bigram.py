@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from pipelinerl import rng
 from pipelinerl.errors import ModelError
+from pipelinerl.models.directory_files import json_object
 
 MODEL_TYPE: Final = "bigram"
 PARAMETER: Final = "bigram.logits"
@@ -72,9 +73,9 @@ class BigramModel:
             ModelError: it is missing, damaged, or holds another kind of model.
         """
         try:
-            config = json.loads((path / "config.json").read_text())
+            config = json_object(path / "config.json")
             tensors = load_file(path / "model.safetensors")
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ModelError(
                 f"{path} must hold config.json and model.safetensors of a bigram model: {error}"
             ) from error

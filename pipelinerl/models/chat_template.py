@@ -7,11 +7,12 @@ its own: where this rendering fails, or the directory has several templates, the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from pipelinerl.errors import ModelError
+from pipelinerl.models.directory_files import json_object
 from pipelinerl.models.plain_tokenizer import compiled
 from pipelinerl.models.tokenizer import FAILURES, ChatTokenizer
 from pipelinerl.types import Message
@@ -35,7 +36,7 @@ def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[s
     from jinja2 import TemplateError
 
     try:
-        settings = json.loads((path / "tokenizer_config.json").read_text())
+        settings = json_object(path / "tokenizer_config.json")
         own = path / "chat_template.jinja"
         template = own.read_text() if own.is_file() else settings["chat_template"]
         if not isinstance(template, str) or (path / "additional_chat_templates").exists():
@@ -43,6 +44,6 @@ def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[s
         tokens = {name: value for name, value in settings.items() if name.endswith(_TOKEN) and isinstance(value, str)}
         turns = [{"role": message.role, "content": message.content} for message in messages]
         compiled(template).render(messages=turns, add_generation_prompt=True, **tokens, **template_kwargs)
-    except (OSError, TemplateError, *FAILURES):
+    except (OSError, ModelError, TemplateError, RecursionError, *FAILURES):
         return False
     return True

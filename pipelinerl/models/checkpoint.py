@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ import numpy as np
 import xxhash
 
 from pipelinerl.errors import ModelError
+from pipelinerl.models.directory_files import foreign_failures, json_object, one_line, text_table
 from pipelinerl.models.finite_weights import refuse_not_finite
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.system.files import sync
@@ -41,6 +43,8 @@ _SLOW_TOKENIZERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "voc
 _BLOCK_BYTES: Final = 2**20
 #: Dtypes as safetensors writes them, and as torch and NumPy do.
 _DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+#: Bytes of a value of each of these.
+_WIDTHS: Final = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 #: What is loaded: the language model, or its layers alone, whose output is the last hidden states.
 Part = Literal["causal_lm", "trunk"]
 
@@ -55,10 +59,10 @@ class StoredTensor(NamedTuple):
 
 
 def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "tokenizer.json")) -> None:
-    """Is everything there that a model directory needs, weights included? Cheap: looks at names only.
+    """Refuse a directory that lacks what a model needs, or whose config.json or index is damaged. Cheap.
 
     Raises:
-        ModelError: names what is missing.
+        ModelError: names what is missing or damaged.
     """
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
@@ -82,13 +86,16 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
         )
     if missing:
         raise ModelError(f"{path} lacks {', '.join(missing)}; a model directory needs config, tokenizer and weights")
+    if "config.json" in needs:
+        text_table(path / "config.json")
+    weight_files(path)
 
 
 def _refuse_adapter(path: Path) -> None:
     """transformers would put its layers into the model beside it, or into another that it names. Raises ModelError."""
     adapter = path / "adapter_config.json"
     if adapter.is_file():
-        base = _table(adapter).get("base_model_name_or_path")
+        base = json_object(adapter).get("base_model_name_or_path")
         raise ModelError(
             f"{path} holds a LoRA adapter{f' of {base}' if base else ''}; merge it into its model: peft's "
             "AutoPeftModelForCausalLM.from_pretrained(…).merge_and_unload().save_pretrained(…) does it"
@@ -97,7 +104,7 @@ def _refuse_adapter(path: Path) -> None:
 
 def refuse_quantised(path: Path) -> None:
     """Raise ModelError for a directory whose weights are codes, which are served by some and trained by nobody."""
-    quantised = _table(path / "config.json").get("quantization_config")
+    quantised = json_object(path / "config.json").get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         raise ModelError(
@@ -106,29 +113,16 @@ def refuse_quantised(path: Path) -> None:
         )
 
 
-def _table(file: Path) -> Mapping[str, Any]:
-    """The JSON object in a file. Raises ModelError for what is none."""
-    try:
-        table = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} must be a JSON object: {error}; copy it again") from None
-    if not isinstance(table, dict):
-        raise ModelError(f"{file} must be a JSON object; copy it again")
-    return table
-
-
 def model_type(path: Path) -> str:
     """The `model_type` that config.json declares.
 
     Raises:
         ModelError: there is none.
     """
-    try:
-        return str(json.loads((path / "config.json").read_text())["model_type"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ModelError(
-            f"{path / 'config.json'} must be a JSON object that names a model_type; copy it again"
-        ) from None
+    declared = json_object(path / "config.json").get("model_type")
+    if not isinstance(declared, str) or not declared:
+        raise ModelError(f"{path / 'config.json'} must be a JSON object that names a model_type; copy it again")
+    return declared
 
 
 def text_config(path: Path) -> Mapping[str, Any]:
@@ -137,8 +131,7 @@ def text_config(path: Path) -> Mapping[str, Any]:
     Raises:
         ModelError: it cannot be read.
     """
-    table = _table(path / "config.json")
-    return table.get("text_config") or table
+    return text_table(path / "config.json")
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -154,9 +147,14 @@ def weight_files(path: Path) -> list[Path]:
         others = sorted(file for file in path.glob("*.safetensors") if file.name != VALUE_HEAD_FILE)
         return [whole] if whole.is_file() else others
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        names = sorted(set(json_object(index)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError):
         raise ModelError(f"{index} must be a JSON object with a weight_map; copy it again") from None
+    for name in names:
+        if not isinstance(name, str) or "/" in name or "\0" in name or not name.endswith(".safetensors"):
+            raise ModelError(
+                f"{index} may name safetensors files beside it alone, got {name!r:.80}; copy the model again"
+            )
     if absent := [name for name in names if not (path / name).is_file()]:
         raise ModelError(f"{path} lacks {', '.join(absent)}, which its index names; copy the model again")
     return [path / name for name in names]
@@ -188,12 +186,11 @@ def model_dtype(path: Path) -> WeightDType:
         ModelError: it is something that weights are not served in, such as eight bits; or nothing can be read.
     """
     try:
-        table = json.loads((path / "config.json").read_text())
-        text = table.get("text_config") or {}
+        table, text = json_object(path / "config.json"), text_table(path / "config.json")
         named = [part.get(key) for part in (table, text) for key in ("dtype", "torch_dtype")]
         name = next((str(each).removeprefix("torch.") for each in named if each), None) or _stored_dtype(path)
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path / 'config.json'} must be a JSON object: {error}; copy it again") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {one_line(error)}; copy it again") from None
     try:
         return WeightDType(name)
     except ValueError:
@@ -222,14 +219,26 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
+            most = os.fstat(stream.fileno()).st_size - 8 - length
         for name, tensor in header.items():
             if name != "__metadata__":
-                (start, end), code = tensor["data_offsets"], str(tensor["dtype"])
-                dtype = _DTYPES.get(code, code)
-                found[name] = StoredTensor(dtype, tuple(tensor["shape"]), 8 + length + start, end - start)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{file} is no safetensors file: {error}; copy it again") from None
+                found[name] = _stored(tensor, before=8 + length, most=most)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{file} is no safetensors file: {one_line(error)}; copy it again") from None
     return found
+
+
+def _stored(tensor: Mapping[str, Any], *, before: int, most: int) -> StoredTensor:
+    """One entry of a header. Raises ValueError, TypeError or KeyError for one that does not fit its file."""
+    (start, end), code, shape = tensor["data_offsets"], str(tensor["dtype"]), tuple(tensor["shape"])
+    numbers = (start, end, *shape)
+    if any(isinstance(each, bool) or not isinstance(each, int) or each < 0 for each in numbers):
+        raise ValueError("a tensor's shape and offsets must be whole numbers")
+    if not start <= end <= most:
+        raise ValueError(f"a tensor ends at byte {end}, and the file has {most}")
+    if code in _WIDTHS and _WIDTHS[code] * math.prod(shape) != end - start:
+        raise ValueError(f"a tensor of shape {list(shape)} in {code} must not have {end - start} bytes")
+    return StoredTensor(_DTYPES.get(code, code), shape, before + start, end - start)
 
 
 def vocab_size(path: Path) -> int | None:
@@ -337,12 +346,13 @@ def _attending(model: PreTrainedModel, attention: str | None) -> PreTrainedModel
 def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrainedModel:
     check_directory(path, needs=["config.json"])
     refuse_quantised(path)
-    from safetensors import SafetensorError
+    _refuse_more_layers_than_stored(path)
     from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
     from transformers.utils import logging as transformers_logging
 
-    if part == "causal_lm" and (kind := model_type(path)) in CONFIG_MAPPING and kind not in CAUSAL:
+    kind = model_type(path)
+    if part == "causal_lm" and kind in CONFIG_MAPPING and kind not in CAUSAL:
         raise ModelError(
             f"{path} holds a {kind}, which is no causal language model; give one that reads and writes text alone"
         )
@@ -350,7 +360,8 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
     transformers_logging.disable_progress_bar()  # a line for each parameter in a server's log
     transformers_logging.set_verbosity_error()  # its tables of what does not fit; the first of it is said below
     factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
-    try:
+    advice = "copy it again" if kind in CONFIG_MAPPING else "give another, or install what knows it"
+    with foreign_failures(f"the model in {path} cannot be loaded", advice):
         loaded: Any = factory.from_pretrained(
             str(path),
             local_files_only=True,
@@ -360,10 +371,6 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        advice = "copy it again" if model_type(path) in CONFIG_MAPPING else "give another, or install what knows it"
-        raise ModelError(f"the model in {path} cannot be loaded: {reason}; {advice}") from error
     model: PreTrainedModel
     report: dict[str, Any]
     model, report = loaded
@@ -378,6 +385,18 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
         if not parameter.is_meta:
             refuse_unusable(path, name, parameter)
     return model
+
+
+def _refuse_more_layers_than_stored(path: Path) -> None:
+    """Refuse a model whose layers are not in its files, before so many are built. Raises ModelError."""
+    text = text_config(path)
+    layers = next((text[name] for name in ("num_hidden_layers", "n_layer") if name in text), 0)
+    stored = sum(len(stored_tensors(file)) for file in weight_files(path))
+    if layers > stored:
+        raise ModelError(
+            f"{path}: weights do not fit config.json: it names {layers:,} layers, and the files hold {stored:,} "
+            "tensors; copy it again"
+        )
 
 
 def refuse_unusable(path: Path, name: str, values: Tensor) -> None:

@@ -7,7 +7,6 @@ one sentence, never ignored. No array library but numpy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype
+from pipelinerl.models.directory_files import json_object, text_table
 
 #: Stands for the layer's number in names.
 LAYER: Final = "model.layers.*."
@@ -163,11 +163,10 @@ def read_config(path: Path) -> DecoderConfig:
         ModelError: it is missing or damaged, of an unknown architecture, or asks for what the decoder does not compute.
     """
     try:
-        table = json.loads((path / "config.json").read_text())
+        table = json_object(path / "config.json")
+        text_table(path / "config.json")
         return _parsed(table, where=path / "config.json")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"a model directory with config.json is needed at {path}: {error}; copy it again") from error
-    except (KeyError, TypeError, AttributeError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path / 'config.json'} lacks or garbles {error}; copy it again") from error
 
 

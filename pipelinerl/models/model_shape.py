@@ -6,7 +6,6 @@ from the table of a Llama-family decoder. A model of 70 billion parameters takes
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Final
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype, stored_tensors, weight_files
 from pipelinerl.models.decoder_config import read_config
+from pipelinerl.models.directory_files import json_object, text_table
 from pipelinerl.models.routing import fused_experts
 from trainer_contract.types import WeightDType
 
@@ -109,8 +109,7 @@ def read_shape(path: Path) -> ModelShape:
         ModelError: its configuration or a header cannot be read, or says too little.
     """
     try:
-        table = json.loads((path / "config.json").read_text())
-        text: dict[str, Any] = table.get("text_config") or table
+        table, text = json_object(path / "config.json"), text_table(path / "config.json")
         hidden, heads = _first(text, "hidden_size", "n_embd"), _first(text, "num_attention_heads", "n_head")
         shape = ModelShape(
             parameters=_parameters(path, tied=bool(table.get("tie_word_embeddings", "n_embd" in text))),
@@ -123,7 +122,7 @@ def read_shape(path: Path) -> ModelShape:
             head_dim=int(text.get("head_dim") or hidden // heads),
             intermediate=_mlp_width(text, hidden),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, ArithmeticError, LookupError, StopIteration, TypeError, AttributeError) as error:
         raise ModelError(f"the sizes of the model in {path} cannot be read: {error}; copy it again") from error
     return shape
 

@@ -16,6 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
+from pipelinerl.errors import ModelError
+from pipelinerl.models.directory_files import foreign_failures, json_object
+
 if TYPE_CHECKING:
     from jinja2 import Template
     from tokenizers import Tokenizer
@@ -114,10 +117,10 @@ def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | No
     """The tokenizer of the directory `path`; None where only `read_whole` knows, which also says what is wrong."""
     from tokenizers import Tokenizer
 
-    if any((path / name).exists() for name in _MORE):
+    if any((path / name).exists() for name in _MORE) or not (path / "tokenizer_config.json").is_file():
         return None
     try:
-        settings = json.loads((path / "tokenizer_config.json").read_text())
+        settings = json_object(path / "tokenizer_config.json")
         own = path / "chat_template.jinja"
         template = own.read_text() if own.is_file() else settings.get("chat_template")
         text = (path / "tokenizer.json").read_text()
@@ -125,8 +128,9 @@ def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | No
         named = {name: settings[name] for name in _NAMED if settings.get(name) is not None}
         if settings.keys() - {*_NAMED, *_WITHOUT_MEANING} or not special.issuperset(named.values()):
             return None
-        backend = Tokenizer.from_str(text)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        with foreign_failures(f"the tokenizer of {path} cannot be used"):
+            backend = Tokenizer.from_str(text)
+    except (ModelError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     if not isinstance(template, str | None) or backend.get_vocab_size() > _MOST_TOKENS:
         return None

@@ -6,7 +6,6 @@ needs routers whose arithmetic is known: a softmax over all experts, of which th
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_type
+from pipelinerl.models.directory_files import text_table
 from trainer_contract.types import RoutingShape
 
 #: Model types whose routers the torch engine tells of, and the torch trainer replays (`torch_routers`).
@@ -35,12 +35,11 @@ def mixture_of(path: Path) -> RoutingShape | None:
     """
     where = path / "config.json"
     try:
-        table = json.loads(where.read_text())
-        text: Mapping[str, Any] = table.get("text_config") or table
+        text = text_table(where)
         experts = next((int(text[name]) for name in _EXPERTS if text.get(name)), 0)
         layers = _layers(text) if experts > 1 else 0
         return RoutingShape(layers, experts, int(text["num_experts_per_tok"])) if layers else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"the experts of the model in {path} cannot be read from {where.name}: {error!r}") from None
 
 

@@ -9,7 +9,6 @@ whole characters only, whose concatenation equals decoding everything at once.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from inference_contract.tools import ToolDefinition
 from pipelinerl.errors import ModelError, TemplateNameError, UnshownFieldError
 from pipelinerl.models.control_tokens import Chat, ContentGuard, Turn
 from pipelinerl.models.conversation_tail import ConversationTail
+from pipelinerl.models.directory_files import foreign_failures, json_object, one_line
 from pipelinerl.models.plain_tokenizer import PlainTokenizer, read_plain
 from pipelinerl.models.tool_calls import ParsedAnswer, format_of, parsed
 
@@ -35,12 +35,15 @@ _MAX_UNDECIDED = 16
 #: `AutoTokenizer` would take it for the same, and to ask it costs each role two seconds of processor, and torch in its
 #: memory. Of other types it may know better than the directory.
 _TAKEN_AT_THEIR_WORD: Final = frozenset({"bigram", "gpt2", "llama", "qwen3", "qwen3_moe"})
+#: Text that few vocabularies hold: a tokenizer must have a token for what it does not know.
+_UNUSUAL: Final = "a\U000f0000\u0378"
+_MOST_TOKENS: Final = 1 << 24
 _PLAIN_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 _NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 #: What computing with a message of another shape than the template expects ends in.
 FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 _WITHOUT_TEMPLATE: Final = (
-    "{} has no chat template, as a base model may: write one into chat_template.jinja of its directory, such as "
+    "{} has no chat template, as a base model may; write one into chat_template.jinja of its directory, such as "
     "{{% for message in messages %}}{{{{ message.content }}}}{{{{ '\\n' }}}}{{% endfor %}}"
 )
 
@@ -80,11 +83,14 @@ class ChatTokenizer:
                 f"expected a tokenizer.json in the model directory {path}, found none; give a local Hugging Face model "
                 "directory with a fast tokenizer"
             )
-        try:
+        json_object(path / "tokenizer.json")
+        declared = _declared_eos(path)
+        with foreign_failures(f"the tokenizer of {path} cannot be used"):
             tokenizer: Any = _read(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"the tokenizer of {path} cannot be read: {error}; copy it again") from error
-        ids = _declared_eos(path) | ({tokenizer.eos_token_id} - {None})
+            own = tokenizer.eos_token_id
+            len(tokenizer)
+            tokenizer.backend_tokenizer.encode(_UNUSUAL, add_special_tokens=False)
+        ids = declared | ({own} - {None})
         if not ids:
             raise ModelError(
                 f"{path} names no end-of-turn token; set eos_token in tokenizer_config.json or eos_token_id in "
@@ -242,7 +248,10 @@ class ChatTokenizer:
                 list(chat.turns), tools=given, add_generation_prompt=opens, tokenize=False, **template_kwargs
             )
         except (TemplateError, *FAILURES) as error:
-            raise ModelError(f"the chat template cannot render {len(chat.turns)} messages: {error}") from error
+            raise ModelError(
+                f"the chat template cannot render {len(chat.turns)} messages: {one_line(error)}; change the messages or "
+                "the template"
+            ) from error
         return str(text)
 
     @cached_property
@@ -317,8 +326,16 @@ def check_chat_template(path: Path) -> None:
     Raises:
         ModelError: it has none; or its tokenizer_config.json is damaged.
     """
-    declared = _named(path / "tokenizer_config.json", "chat_template") is not None
-    if not (declared or (path / "chat_template.jinja").is_file() or (path / "additional_chat_templates").is_dir()):
+    declared = _named(path / "tokenizer_config.json", "chat_template")
+    if declared is not None and not isinstance(declared, str | list | dict):
+        raise ModelError(
+            f"chat_template in {path / 'tokenizer_config.json'} must be a text, got {declared!r:.40}; copy it again"
+        )
+    if not (
+        declared is not None
+        or (path / "chat_template.jinja").is_file()
+        or (path / "additional_chat_templates").is_dir()
+    ):
         raise ModelError(_WITHOUT_TEMPLATE.format(path))
 
 
@@ -371,18 +388,17 @@ def _named(file: Path, name: str) -> Any:
     Raises:
         ModelError: it is no JSON object.
     """
-    if not file.is_file():
-        return None
-    try:
-        return json.loads(file.read_text()).get(name)
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{file} is not a JSON object: {error}; copy it again") from error
+    return json_object(file).get(name) if file.is_file() else None
 
 
 def _declared_eos(path: Path) -> set[int]:
     """`eos_token_id` of generation_config.json, else of config.json; it may be absent, one id or a list."""
     for name in ("generation_config.json", "config.json"):
         declared = _named(path / name, "eos_token_id")
-        if declared is not None:
-            return set(declared) if isinstance(declared, list) else {int(declared)}
+        if declared is None:
+            continue
+        ids = declared if isinstance(declared, list) else [declared]
+        if not all(isinstance(each, int) and 0 <= each < _MOST_TOKENS for each in ids):
+            raise ModelError(f"eos_token_id in {path / name} must be token ids, got {declared!r:.40}; copy it again")
+        return set(ids)
     return set()

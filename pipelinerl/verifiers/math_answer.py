@@ -3,24 +3,31 @@
 The first is quick and needs no library. The second is `math-verify` in processes of their own (`math_worker.py`): its
 parser can run for ever and hold the interpreter lock meanwhile (9**9**9**9), and its timeouts need the main thread, so
 a deadline that holds can only be kept by killing. A verdict's `answer` is the normalised one.
+
+An answer that crashes the parser, or keeps it computing until the deadline (10^9!), is wrong where the ground truth
+compares with itself: masked, it would be a way out of every problem that a model cannot solve. One that was kept
+waiting for a processor is a `timeout`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from typing import Final, final
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_out, wrong
-from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
+from pipelinerl.verifiers.worker_pool import Overran, WorkerLost, WorkerPool
 
 # Possessive: a text of a million characters takes one pass, whatever stands in it.
 _SAID: Final = re.compile(r"answer(?: is)?+\s*+[:=]?+\s*+([^\n]++)", re.IGNORECASE)
 _PLAIN_NUMBER: Final = re.compile(r"[-+]?\d+(?:\.\d+)?")
 #: Longer answers are not worth a parser's time; before what carries no meaning is dropped, they may be twice as long.
 _MAX_ANSWER_CHARS: Final = 2000
+#: An answer whose comparison has had this share of the deadline in processor time is too slow by its own fault.
+_SHARE_SPENT: Final = 0.5
 #: So many of its characters are told.
 _TOLD: Final = 200
 
@@ -75,7 +82,9 @@ class MathAnswer:
     async def _equivalent(self, gold: str, given: str, *, group: str) -> Verdict:
         try:
             equal = await self._pool.ask([gold, given], group=group)
-        except TimeoutError:
+        except Overran as overran:
+            if _SHARE_SPENT * self._deadline_s <= overran.cpu_s < math.inf and await self._is_comparable(gold):
+                return wrong(f"an answer that takes {overran.cpu_s:.1f} s to compare", answer=given[:_TOLD])
             return timed_out(self._deadline_s)
         except WorkerLost as error:
             return failed(f"math-verify: {error}")
@@ -83,6 +92,13 @@ class MathAnswer:
             return failed(f"math-verify failed on {given[:80]!r} against {gold[:80]!r}")
         # An answer that is equal to the truth is told as the truth, so that all that are equal are told alike.
         return correct(gold[:_TOLD]) if equal else wrong(f"{given[:80]} is not {gold[:80]}", answer=given[:_TOLD])
+
+    async def _is_comparable(self, gold: str) -> bool:
+        """Whether the ground truth compares with itself in time."""
+        try:
+            return bool(await self._pool.ask([gold, gold]))
+        except (TimeoutError, WorkerLost):
+            return False
 
 
 def refuse_unreadable(problem: Problem) -> None:

@@ -1,6 +1,7 @@
 """Compares expressions with `math-verify`, in a process of its own (`worker_process.py`), whose memory is limited.
 
-`[gold, given]` → true, false, or null when the library failed.
+`[gold, given]` → true, false, or null when the library fails on `gold` itself. An answer on which it fails, where it
+works on `gold`, is not equal: otherwise a model could learn to crash it.
 """
 
 from __future__ import annotations
@@ -41,16 +42,26 @@ def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
 
-    def equal(question: list[str]) -> bool | None:
+    failures = (
+        ArithmeticError, AttributeError, LookupError, MemoryError, NotImplementedError, RecursionError, SyntaxError,
+        TimeoutException, TypeError, ValueError,
+    )  # fmt: skip
+
+    def compared(gold: str, given: str) -> bool | None:
         try:
-            gold, given = (parse(f"${text}$", parsing_timeout=None, raise_on_error=True) for text in question)
-            if not gold:
+            first, second = (parse(f"${text}$", parsing_timeout=None, raise_on_error=True) for text in (gold, given))
+            if not first:
                 return None
-            return bool(given) and bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
-        except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError):
+            return bool(second) and bool(verify(first, second, timeout_seconds=None, raise_on_error=True))
+        except failures:
             return None
-        except TimeoutException:
-            return None
+
+    def equal(question: list[str]) -> bool | None:
+        gold, given = question
+        found = compared(gold, given)
+        if found is None and given != gold and compared(gold, gold):
+            return False
+        return found
 
     for question in _EACH_KIND:  # what the library does at its first use of each, no worker then has to do
         equal(question)

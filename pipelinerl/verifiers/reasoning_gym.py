@@ -4,7 +4,8 @@ The answer is what stands in the last `<answer>` tags, else the whole text. Scor
 are refused. Quick scorers run where they are called. One that has turned out slow, and any that is given an answer
 much longer than the true one, runs in a worker process with a deadline. Slow is what takes processor time: by the clock
 every scorer is slow now and then on a busy machine, and a worker costs the actor several times what a quick one does.
-A verdict's `answer` is without outer spaces.
+A verdict's `answer` is without outer spaces. An answer on which the scorer fails is wrong if the scorer gives the true
+answer its full score.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class ReasoningGym:
         verdict = self.at_once(problem, completion_text)
         if verdict is not None:
             return verdict
-        return await self._judged_elsewhere(name, index, extract_answer(completion_text), group=problem.problem_id)
+        question = [name, index, extract_answer(completion_text), problem.ground_truth]
+        return await self._judged_elsewhere(question, group=problem.problem_id)
 
     def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
         """The verdict of a scorer that is loaded, and quick for such an answer; else None."""
@@ -91,7 +93,7 @@ class ReasoningGym:
         if scorer is None or name in self._slow or len(answer) > _MUCH_LONGER * len(problem.ground_truth) + _AND_SOME:
             return None
         began = time.thread_time()
-        verdict = _verdict(_scored(scorer, index, answer), answer)
+        verdict = _verdict(_scored(scorer, index, answer, problem.ground_truth), answer)
         self._note(name, time.thread_time() - began)
         return verdict
 
@@ -113,9 +115,9 @@ class ReasoningGym:
         if seconds > _LONG_S or self._not_quick[name] >= _NOT_QUICK:
             self._slow.add(name)
 
-    async def _judged_elsewhere(self, name: str, index: int, answer: str, *, group: str) -> Verdict:
+    async def _judged_elsewhere(self, question: list[Any], *, group: str) -> Verdict:
         try:
-            return _verdict(await self._pool.ask([name, index, answer], group=group), answer)
+            return _verdict(await self._pool.ask(question, group=group), question[2])
         except TimeoutError:
             return timed_out(self._deadline_s)
         except WorkerLost as error:
@@ -129,16 +131,16 @@ def extract_answer(completion_text: str) -> str:
 
 
 def open_scorers(_: str) -> Callable[[Any], float | str]:
-    """A worker's function, see `worker_process`: `[task and parameters, index, answer]` → the score, or why not."""
+    """A worker's function, see `worker_process`: `[task and parameters, index, answer, truth]` → score, or why not."""
     scorers: dict[str, Scorer] = {}
 
     def answering(question: Any) -> float | str:
-        name, index, answer = question
+        name, index, answer, truth = question
         try:
             scorer = scorers.get(name) or scorers.setdefault(name, _scorer(*json.loads(name)))
         except RecipeError as error:
             return str(error)
-        return _scored(scorer, index, answer)
+        return _scored(scorer, index, answer, truth)
 
     return answering
 
@@ -177,12 +179,23 @@ def _scorer(task: str, parameters: Mapping[str, Any]) -> Scorer:
     return score
 
 
-def _scored(scorer: Scorer, index: int, answer: str) -> float | str:
-    """The score, or how the scorer failed."""
+#: What scorers raise on texts that they do not expect.
+_FAILURES: Final = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError, TypeError,
+    ValueError,
+)  # fmt: skip
+
+
+def _scored(scorer: Scorer, index: int, answer: str, truth: str) -> float | str:
+    """The score, 0 if the scorer fails on this answer alone, or how it fails."""
     try:
         return scorer(index, answer)
-    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
-        return f"the scorer failed on the answer: {type(error).__name__}: {error}"
+    except _FAILURES as error:
+        try:
+            works = answer != truth and scorer(index, truth) >= 1.0
+        except _FAILURES:
+            works = False
+        return 0.0 if works else f"the scorer failed on the answer: {type(error).__name__}: {error}"
 
 
 def _verdict(score: float | str, answer: str) -> Verdict:

@@ -6,7 +6,9 @@
                                                       each a list with one entry for each answer, as in TRL
 
 It returns a number, a bool, a `Verdict`, or None for "not judged"; of a group, as many of them in a list. What is no
-number, not finite, or larger than any reward, an exception, and None are `verifier_error`s, never a reward of 0.
+number, not finite, or larger than any reward, an exception, and None are `verifier_error`s, never a reward of 0. The
+one exception: a function of one answer that runs in a worker, raises twice what a text causes (`_OF_THE_TEXT`), and
+finds the ground truth correct, has refused the answer: otherwise a model could learn to crash it.
 
 A function that is `async` runs on the actor's event loop, and is cancelled at its deadline. Any other runs in worker
 processes (`worker_pool.py`), and is killed there.
@@ -32,9 +34,19 @@ import msgspec
 
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.references import last_line, load_reference
-from pipelinerl.types import Problem, Verdict
+from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.asked_names import asked_names, lacking, parameters_of
-from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, Verifier, failed, graded, shown, start, timed_out
+from pipelinerl.verifiers.verifier import (
+    Judgement,
+    SampledAnswer,
+    Verifier,
+    failed,
+    graded,
+    shown,
+    start,
+    timed_out,
+    wrong,
+)
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
 #: A number beyond is a mistake, and would be the only thing that its batch learns from.
@@ -203,12 +215,40 @@ def open_function(argument: str) -> Callable[[Any], Any]:
         try:
             values = reward.calls(problem, answers)
         except (Exception, SystemExit) as error:  # whatever the user's code raises
-            return msgspec.to_builtins([_raised(error)] * len(answers))
+            raised = _raised(error)
+            if isinstance(error, _OF_THE_TEXT) and _refuses(reward, problem, answers, correct_at):
+                raised = wrong(f"the function fails on this answer and not on the ground truth: {raised.reason}")
+            return msgspec.to_builtins([raised] * len(answers))
         if reward.of is Of.GROUP:
             return msgspec.to_builtins(verdicts_of(values[0], len(answers), correct_at=correct_at))
         return msgspec.to_builtins([verdict_of(value, correct_at=correct_at) for value in values])
 
     return answering
+
+
+#: What a text can make a function raise; other exceptions are of what it depends on, such as files or a network.
+_OF_THE_TEXT: Final = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
+
+
+def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[SampledAnswer], correct_at: float) -> bool:
+    """Whether a function that raised does so again, while it finds the ground truth correct."""
+    if reward.of is Of.GROUP:
+        return False  # which of the answers it was is not known
+    try:
+        reward.calls(problem, answers)
+    except _OF_THE_TEXT:
+        pass
+    except (Exception, SystemExit):  # whatever the user's code raises
+        return False
+    else:
+        return False
+    try:
+        value = reward.calls(problem, [SampledAnswer(problem.ground_truth)])[0]
+    except (Exception, SystemExit):  # whatever the user's code raises
+        return False
+    return verdict_of(value, correct_at=correct_at).outcome is Outcome.CORRECT
 
 
 def limit_memory() -> None:

@@ -72,6 +72,15 @@ class WorkerLost(Exception):
     """A worker ended, or could not be started, before it answered."""
 
 
+@final
+class Overran(TimeoutError):
+    """No answer within the deadline; `cpu_s` is the processor time that workers spent on the question."""
+
+    def __init__(self, cpu_s: float) -> None:
+        super().__init__(f"no answer within the deadline, after {cpu_s:.1f} s of processor time")
+        self.cpu_s = cpu_s
+
+
 def default_workers() -> int:
     """Workers of a pool when the recipe names no number: one for each core that the process may use, two at least."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -105,7 +114,7 @@ class WorkerPool:
         """The answer to a JSON question; `group` is who asks, for the order among those that wait.
 
         Raises:
-            TimeoutError: none came within the deadline.
+            Overran: none came within the deadline; a `TimeoutError`.
             WorkerLost: the process ended, or could not be started.
         """
         turn = _Turn()
@@ -124,6 +133,8 @@ class WorkerPool:
                 self._idle.append(turn.worker)
                 turn.worker = None
             return answer
+        except TimeoutError:
+            raise Overran(turn.cpu_s()) from None
         finally:  # a worker that has not answered, or is of the lowest priority, is of no more use
             turn.end()
 
@@ -227,6 +238,7 @@ class _Turn:
     worker: _Worker | None = None
     _out_of_turn: bool = False
     _since: float = 0.0
+    _cpu_before_s: float = 0.0
 
     async def enter(self, places: Places, group: str) -> None:
         """Wait for a place."""
@@ -246,9 +258,14 @@ class _Turn:
     def _has(self, places: Places, *, out_of_turn: bool) -> None:
         self.places, self._out_of_turn, self._since = places, out_of_turn, time.monotonic()
 
+    def cpu_s(self) -> float:
+        """Processor seconds that workers have spent on the question without an answer."""
+        return self._cpu_before_s + (0.0 if self.worker is None else self.worker.cpu_now_s() - self.worker.cpu_s)
+
     def end(self) -> None:
         """Give everything back; a worker that is still held is killed."""
         if self.worker is not None:
+            self._cpu_before_s = self.cpu_s()
             self.worker.kill()
             self.worker = None
         self.leave()

@@ -327,7 +327,7 @@ def test_a_base_models_want_of_a_chat_template_is_said_before_anything_starts(tm
     template = named.pop("chat_template")
     (path / "tokenizer_config.json").write_text(json.dumps(named))
     config = load("tiny", [*QUICK, f"model.path={path}"])
-    with pytest.raises(ModelError, match=f"^{path} has no chat template, as a base model may: write one into") as run:
+    with pytest.raises(ModelError, match=f"^{path} has no chat template, as a base model may; write one into") as run:
         refuse(config)
     with pytest.raises(ModelError) as engine:
         ChatTokenizer.load(path).encode_chat([Message("user", "a")])

@@ -47,7 +47,7 @@ def test_other_shapes_are_refused(logits: np.ndarray, problem: str) -> None:
 
 
 def test_what_is_not_a_bigram_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="must hold"):
+    with pytest.raises(ModelError, match="must be a JSON object"):
         BigramModel.load(tmp_path)
     BigramModel.random(3, seed=0).save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

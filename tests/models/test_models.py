@@ -189,7 +189,7 @@ def test_end_tokens_of_the_generation_config_count_too(directory):
 
 
 def test_a_model_without_a_chat_template_says_so():
-    with pytest.raises(ModelError, match=r"has no chat template, as a base model may: write one into chat_templ"):
+    with pytest.raises(ModelError, match=r"has no chat template, as a base model may; write one into chat_templ"):
         byte_level().encode_chat([Message("user", "a")])
 
 

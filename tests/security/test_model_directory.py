@@ -4,14 +4,34 @@ from __future__ import annotations
 
 import builtins
 import json
+import resource
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 
-from pipelinerl.errors import ModelError
-from pipelinerl.models.tokenizer import ChatTokenizer
+import pipelinerl.models
+from pipelinerl.errors import ModelError, UserError
+from pipelinerl.models.checkpoint import (
+    check_directory,
+    check_values,
+    check_weights,
+    model_dtype,
+    model_type,
+    refuse_quantised,
+    weight_files,
+)
+from pipelinerl.models.decoder_config import read_config
+from pipelinerl.models.model_shape import read_shape
+from pipelinerl.models.routing import mixture_of
+from pipelinerl.models.tokenizer import ChatTokenizer, check_chat_template
 from pipelinerl.trainers.torch.packed_model import load_config
+from pipelinerl.types import Message
+from tests.security.model_mutants import mutant
 from trainer_contract.errors import SpecError
+
+SPELLER = Path(pipelinerl.models.__file__).with_name("tiny_speller")
 
 CODE = """
 from pathlib import Path
@@ -35,3 +55,67 @@ def test_code_beside_a_configuration_is_not_run(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ModelError):
         ChatTokenizer.load(model)
     assert not mark.exists()
+
+
+def read_as_commands_do(path: Path) -> None:
+    """Everything that `check`, `run`, `eval`, `warmstart` and `explain` read from a model directory, and one chat."""
+    check_directory(path)
+    refuse_quantised(path)
+    check_chat_template(path)
+    model_type(path)
+    tokenizer = ChatTokenizer.load(path)
+    tokenizer.decode(tokenizer.encode_chat([Message("user", "an unusual word: \u0378")]))
+    tokenizer.encode("a\U000f0000")
+    read_shape(path)
+    mixture_of(path)
+    model_dtype(path)
+    check_weights(path)
+    read_config(path)
+    check_values(path, most_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    "seeds", [pytest.param(range(300), id="300"), pytest.param(range(300, 5300), id="5000", marks=pytest.mark.slow)]
+)
+def test_a_damaged_model_directory_is_read_or_refused_in_one_sentence(seeds: range, tmp_path: Path) -> None:
+    refused, before = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for seed in seeds:
+        path = tmp_path / str(seed)
+        told = mutant(SPELLER, path, seed)
+        began = time.thread_time()
+        try:
+            read_as_commands_do(path)
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error) and len(str(error)) < 1200, told
+            assert "; " in str(error), f"{told}: no remedy in {error}"
+        except BaseException as error:
+            error.add_note(told)
+            raise
+        assert time.thread_time() - began < 5, told
+        shutil.rmtree(path)
+    assert len(seeds) // 3 < refused < len(seeds), "most mutants are refused, and some harm nobody"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10, "kilobytes"
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors"])
+def test_an_index_that_leads_out_of_its_directory_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(SPELLER, path)
+    shutil.copy(path / "model.safetensors", tmp_path / "x.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    for read in (check_directory, weight_files, check_weights):
+        with pytest.raises(ModelError, match=r"may name safetensors files beside it alone, got .*; copy the model"):
+            read(path)
+
+
+@pytest.mark.parametrize("layers", [-1, 0, 10**9, None, "2", 2000])
+def test_as_many_layers_as_no_file_holds_are_refused_before_they_are_built(layers: object, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(SPELLER, path)
+    config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": layers, "layer_types": None}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ModelError, match=r"num_hidden_layers in .*config.json must be|names 2,000 layers, and the files"
+    ):
+        check_weights(path)

@@ -60,6 +60,13 @@ async def test_a_function_of_a_group_sees_it_whole_as_in_trl() -> None:
     assert found[0].reason == "the function must return a list with one reward for each of 2 answers, got 1 of them"
 
 
+async def test_an_answer_that_crashes_a_function_which_accepts_the_ground_truth_is_wrong() -> None:
+    found = await verdicts("strict", "", "right", "offline", "\ud800")
+    assert [verdict.outcome.value for verdict in found] == ["wrong", "correct", "verifier_error", "wrong"]
+    assert "IndexError" in found[0].reason and "ConnectionError" in found[2].reason
+    assert in_short(await verdicts("flaky", "no")) == [("verifier_error", 0.0)]
+
+
 async def test_an_async_function_runs_beside_others_and_is_cancelled_in_time() -> None:
     began = time.monotonic()
     found = await verdicts("asynchronous", "hang", "raise", "fine", verifier_timeout_s=1.5)

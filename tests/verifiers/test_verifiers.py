@@ -11,6 +11,7 @@ import pytest
 
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.verifiers import math_answer as math_answers, math_worker, reasoning_gym
 from pipelinerl.verifiers.math_answer import MathAnswer, final_answer, normalise
 from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extract_answer
 from pipelinerl.verifiers.verifier import EachAlone, SampledAnswer
@@ -153,6 +154,48 @@ async def test_an_endless_expression_times_out_and_the_next_one_is_judged():
         assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT
     finally:
         await verifier.close()
+
+
+@pytest.mark.parametrize(("share", "outcome"), [(0.001, Outcome.WRONG), (10.0, Outcome.TIMEOUT)])
+async def test_an_answer_that_computes_until_the_deadline_is_wrong_unless_it_lacked_a_processor(
+    share: float, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(math_answers, "_SHARE_SPENT", share)
+    verifier = MathAnswer(deadline_s=1.5)
+    try:
+        verdict = await verifier.verify(problem("x+1"), "\\boxed{10^9!}")
+        assert verdict.outcome is outcome, verdict.reason
+    finally:
+        await verifier.close()
+
+
+def test_an_answer_that_crashes_the_comparison_is_wrong_where_the_ground_truth_compares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import math_verify
+
+    verify = math_verify.verify
+
+    def fails(gold: object, given: object, **options: object) -> bool:
+        if "41" in str(given):
+            raise ValueError("no answer of its kind was expected")
+        return bool(verify(gold, given, **options))
+
+    monkeypatch.setattr(math_verify, "verify", fails)
+    monkeypatch.setattr(math_worker.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(math_worker.logging, "disable", lambda *_: None)
+    equal = math_worker.open_comparison("")
+    assert equal(["x+1", "41"]) is False
+    assert equal(["41", "41"]) is None
+    assert equal(["x+1", "1+x"]) is True
+
+
+async def test_an_answer_on_which_a_scorer_fails_is_wrong_unless_the_truth_fails_too() -> None:
+    def scorer(index: int, answer: str) -> float:
+        return float(answer.encode("ascii") == b"truth")
+
+    assert reasoning_gym._scored(scorer, 0, "\u0663", "truth") == 0.0
+    assert "UnicodeEncodeError" in str(reasoning_gym._scored(scorer, 0, "\u0663", "\u0664"))
 
 
 @shared_loop

@@ -8,6 +8,7 @@ answer is ever in a program's box: a checker is a run of its own.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, final
@@ -29,6 +30,8 @@ from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 _LARGE: Final = 16 << 10
 #: Compiled checkers that are kept in memory, where there is no repository.
 _REMEMBERED: Final = 256
+#: Tests for which it is remembered whether their checker accepts the reference answer.
+_TRUSTED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class LocalRunner:
         self._repository = repository
         self._outputs = outputs
         self._checkers: OrderedDict[str, asyncio.Task[bytes]] = OrderedDict()
+        self._trusted: OrderedDict[bytes, bool] = OrderedDict()
 
     @property
     def tier(self) -> str:
@@ -142,12 +146,38 @@ class LocalRunner:
         output, answer = await self.read(check.output), await self.read(check.answer)
         checker = check.checker
         if isinstance(checker, CustomChecker):
-            program = await self.checker(checker)
-            return checker.share(
-                await self._ran(checker.checking(program, await self.read(check.input), output, answer))
-            )
+            return await self._custom_share(checker, await self.read(check.input), output, answer)
         given = (output, answer, checker, check.tolerance)
         return float(same(*given) if len(output) < _LARGE else await asyncio.to_thread(same, *given))
+
+    async def _custom_share(self, checker: CustomChecker, given: bytes, output: bytes, answer: bytes) -> float:
+        """Return the checker's judgement; 0 where it fails on the output and works on the reference answer.
+
+        Without that rule a program could crash the checker by what it prints, and would be masked instead of wrong.
+        """
+        program = await self.checker(checker)
+        try:
+            return checker.share(await self._ran(checker.checking(program, given, output, answer)))
+        except CheckerFailed:
+            if not await self._accepts_reference(checker, program, given, answer):
+                raise
+            return 0.0
+
+    async def _accepts_reference(self, checker: CustomChecker, program: bytes, given: bytes, answer: bytes) -> bool:
+        """Whether the checker gives the reference answer all points; tried once for each test."""
+        parts = hashlib.blake2b(checker.protocol.encode(), digest_size=32)
+        for part in (program, given, answer):
+            parts.update(hashlib.blake2b(part).digest())
+        key = parts.digest()
+        if key not in self._trusted:
+            try:
+                share = checker.share(await self._ran(checker.checking(program, given, answer, answer)))
+            except CheckerFailed:
+                share = 0.0
+            self._trusted[key] = share == 1.0
+            while len(self._trusted) > _TRUSTED:
+                self._trusted.popitem(last=False)
+        return self._trusted[key]
 
     async def checker(self, checker: CustomChecker) -> bytes:
         """A checker's program, compiled at most once for all that ask.

@@ -6,7 +6,8 @@ passed. Expected answers are compared here, or in the checker's box, and never a
 
 What the program does wrong (no code, no compilation, crashes, its limits, other output) is `wrong`. What says nothing
 of it is masked: a box that was lost twice, a processor that it was not given, tests that cannot be read, a checker that
-fails, are `verifier_error`s; tests that take longer together than the verifier may are a `timeout`.
+fails on the reference answer as well, are `verifier_error`s; tests that take longer together than the verifier may are
+a `timeout`. A checker that accepts the reference answer and fails on a program's output refuses it.
 
 A service that is killed forgets the programs and outputs that it held, and comes back: an answer of which it has
 forgotten something is judged anew, from its beginning, and one that cannot open it waits for it for a while.

@@ -122,6 +122,35 @@ async def test_a_problems_own_checker_has_a_box_of_its_own(oubliette: Oubliette)
     assert await _masked(oubliette, checker={"language": "cobol", "source": ""})
 
 
+#: Reads output as UTF-8, in the way of testlib and printed: invalid bytes end it with an exception.
+TEXT_CHECKER = """
+import sys
+names = {name.partition(".")[0]: open(name).read() for name in sys.argv[1:]}
+right = names["output"].split() == names["answer"].split()
+print(int(right))
+sys.exit(0 if right or PRINTED else 1)
+"""
+
+
+@pytest.mark.parametrize("protocol", ["testlib", "printed"])
+@pytest.mark.parametrize(
+    "crash",
+    [
+        "import sys\nsys.stdout.buffer.write(b'\\xff\\xfe')",
+        "import sys\nsys.stdout.buffer.write(b'\\xed\\xa0\\x80')",
+    ],
+)
+async def test_output_that_crashes_a_working_checker_is_wrong(oubliette: Oubliette, protocol: str, crash: str) -> None:
+    source = TEXT_CHECKER.replace("PRINTED", str(protocol == "printed"))
+    checker = {"language": "python", "source": source, "protocol": protocol}
+    assert (await judged(oubliette, RIGHT, checker=checker)).outcome is Outcome.CORRECT
+    verdict = await judged(oubliette, crash, checker=checker)
+    assert verdict.outcome is Outcome.WRONG, verdict.reason
+    assert "the problem's checker refuses the output" in verdict.reason
+    broken = checker | {"source": "1/0\n" + source}
+    assert (await judged(oubliette, crash, checker=broken)).outcome is Outcome.VERIFIER_ERROR
+
+
 async def _masked(oubliette: Oubliette, **metadata: Any) -> bool:
     return (await judged(oubliette, RIGHT, **metadata)).outcome is Outcome.VERIFIER_ERROR
 

@@ -1,0 +1,96 @@
+"""Read the JSON files of a model directory, and refuse those that no maker of models writes.
+
+A directory may come from a stranger. Promises: whatever stands in a file, reading it takes bounded memory and ends in
+a table or in a `ModelError`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from pipelinerl.errors import ModelError
+
+#: Larger than any tokenizer.json known, in bytes.
+_LONGEST_JSON: Final = 256 << 20
+#: Sizes in config.json, and more than any model has of them.
+_SIZES: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_attention_heads", "n_head"), 1 << 14),
+    **dict.fromkeys(("num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts"), 1 << 14),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner", "head_dim"), 1 << 22),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 1 << 22),
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 30,
+    "n_positions": 1 << 30,
+}
+#: Of these, null or 0 stands for what the others say.
+_MAY_BE_ABSENT: Final = frozenset(
+    {
+        "num_key_value_heads", "head_dim", "n_inner", "num_experts", "num_local_experts", "n_routed_experts",
+        "moe_intermediate_size", "shared_expert_intermediate_size",
+    }
+)  # fmt: skip
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ModelError: the file cannot be read, is too large or nested too deeply, or holds something else.
+    """
+    try:
+        if file.stat().st_size > _LONGEST_JSON:
+            raise ModelError(f"{file} has more than {_LONGEST_JSON >> 20} MiB, as no model's has; copy it again")
+        table = json.loads(file.read_text())
+    except RecursionError:
+        raise ModelError(f"{file} nests its values too deeply to be read; copy it again") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} must be a JSON object: {one_line(error)}; copy it again") from None
+    if not isinstance(table, dict):
+        raise ModelError(f"{file} must be a JSON object, got {type(table).__name__}; copy it again")
+    return table
+
+
+def text_table(file: Path) -> dict[str, Any]:
+    """Return what config.json says of the model that reads and writes text: all of it, or its `text_config`.
+
+    Raises:
+        ModelError: it cannot be read, or names a size that no model has.
+    """
+    whole = json_object(file)
+    text = whole.get("text_config") or whole
+    if not isinstance(text, dict):
+        raise ModelError(f"text_config in {file} must be an object, got {type(text).__name__}; copy it again")
+    for name, most in _SIZES.items():
+        value = text.get(name, most)
+        if not value and not isinstance(value, bool) and name in _MAY_BE_ABSENT:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ModelError(
+                f"{name} in {file} must be a whole number from 1 to {most:,}, got {value!r:.40}; copy it again"
+            )
+    return text
+
+
+@contextmanager
+def foreign_failures(problem: str, remedy: str = "copy it again") -> Iterator[None]:
+    """Turn whatever a library raises on a stranger's file into a `ModelError`: "problem: what it said; remedy".
+
+    What transformers raises on a damaged config.json has no end, and `tokenizers` raises `Exception` itself, or, where
+    it panics, a `BaseException`.
+    """
+    try:
+        yield
+    except (ModelError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise ModelError(f"{problem}: {one_line(error)}; {remedy}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of what an error says, or its name: for a sentence."""
+    said = str(error).partition("\n")[0].strip().rstrip(".;")
+    return said[:300] or type(error).__name__

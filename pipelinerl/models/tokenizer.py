@@ -249,8 +249,8 @@ class ChatTokenizer:
             )
         except (TemplateError, *FAILURES) as error:
             raise ModelError(
-                f"the chat template cannot render {len(chat.turns)} messages: {one_line(error)}; change the messages or "
-                "the template"
+                f"the chat template cannot render {len(chat.turns)} messages: {one_line(error)}; change the messages "
+                "or the template"
             ) from error
         return str(text)
 

@@ -31,6 +31,7 @@ from pipelinerl.models.checkpoint import load_model
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.dither_torch import dithered
 from pipelinerl.roles.wiring import held_out_problems
+from trainer_contract.types import WeightDType
 
 PROBLEMS: Final = 24
 Weights = Mapping[str, Tensor]
@@ -84,7 +85,7 @@ def seen(rounded: Weights, weights: Weights, first: Weights) -> float:
 def measure(run_dir: Path) -> None:
     """Print a line for each checkpoint and way."""
     config = load_run(run_dir)
-    model = load_model(config.model.resolved, dtype="float32").eval()
+    model = load_model(config.model.resolved, dtype=WeightDType.FLOAT32).eval()
     pairs = sequences(config, ChatTokenizer.load(config.model.resolved))
     parameters = dict(model.named_parameters())
     first = {name: each.detach().clone() for name, each in parameters.items()}

@@ -68,7 +68,8 @@ def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | N
         raise UserError(f"{data} has no rows; each row needs a prompt and an answer")
     prompt = _chosen("prompt", prompt_field, _PROMPTS, rows, data)
     fields = FieldMap(
-        **{_key_of(prompt): prompt},
+        prompt_field="" if _is_conversation(prompt) else prompt,
+        messages_field=prompt if _is_conversation(prompt) else "",
         answer_field=_chosen("answer", answer_field, _ANSWERS, rows, data),
     )
     lengths, held_out = _lengths(model, fields, rows, data), _held_out(fields, data)
@@ -102,8 +103,8 @@ def _chosen(what: str, named: str | None, usual: Sequence[str], rows: Sequence[d
     return found
 
 
-def _key_of(prompt: str) -> str:
-    return "messages_field" if prompt == "messages" else "prompt_field"
+def _is_conversation(prompt: str) -> bool:
+    return prompt == "messages"
 
 
 def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data: Path) -> Lengths:
@@ -133,7 +134,11 @@ def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data
 def _held_out(fields: FieldMap, data: Path) -> int:
     """Return how many rows are set apart for evaluations."""
     prompt = fields.messages_field or fields.prompt_field
-    parameters = {"path": str(data), _key_of(prompt): prompt, "answer_field": fields.answer_field}
+    parameters = {
+        "path": str(data),
+        "messages_field" if fields.messages_field else "prompt_field": prompt,
+        "answer_field": fields.answer_field,
+    }
     asked = SourceRequest(domain="mine", split=Split.HELD_OUT, seed=0, parameters=parameters)
     try:
         return len(open_files(asked))

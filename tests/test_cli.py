@@ -202,7 +202,7 @@ def test_an_engine_whose_weights_are_damaged_says_so_and_ends(pipelinerl: Comman
     done = pipelinerl("engine", "--model", tmp_path / "model", "--controller-url", "", "--port", 0)
     assert done.status == 2
     (sentence,) = [line for line in done.err.splitlines() if line.startswith("pipelinerl: ")]
-    assert "cannot be loaded: " in sentence and "Traceback" not in done.err
+    assert "is no safetensors file: " in sentence and "Traceback" not in done.err
 
 
 def test_ctrl_c_while_it_is_being_imported_ends_it_without_a_traceback() -> None:

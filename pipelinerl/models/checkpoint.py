@@ -195,7 +195,7 @@ def model_dtype(path: Path) -> WeightDType:
         return WeightDType(name)
     except ValueError:
         raise ModelError(
-            f"{path} keeps its weights in {name}; expected {', '.join(WeightDType)}: save the model in one of these"
+            f"{path} keeps its weights in {name:.40}; expected {', '.join(WeightDType)}: save the model in one of these"
         ) from None
 
 

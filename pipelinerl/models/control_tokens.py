@@ -88,6 +88,7 @@ _DATA_ROLES: Final = frozenset({"user", "tool"})
 _NAMES, _MARKS, _LAST = 0xF0000, 0x100000, 0x10FFFE
 #: What control tokens have and words rarely.
 _SYMBOL: Final = re.compile(r"[^\w\s]")
+_HALF: Final = "a text holds half of a character, a lone surrogate (U+D800 to U+DFFF); leave it out"
 #: Shapes of conversations whose structure is remembered.
 _SHAPES: Final = 256
 
@@ -207,7 +208,10 @@ class ContentGuard:
 
     def _ids(self, text: str) -> list[int]:
         """The tokenizer's own, without the offsets, which cost a tenth more."""
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        try:
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except TypeError:
+            raise ModelError(_HALF) from None
         return ids
 
     def _closed_to(self, role: str) -> Spellings:
@@ -258,7 +262,10 @@ class ContentGuard:
 
     def _apart(self, text: str, data: frozenset[int]) -> list[int]:
         """Ids of `text`, in which a control token that holds one of the characters at `data` is plain text."""
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        except TypeError:
+            raise ModelError(_HALF) from None
         written: list[int] = []
         parts: list[str] = []
         done, smuggled = 0, False

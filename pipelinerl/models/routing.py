@@ -40,7 +40,9 @@ def mixture_of(path: Path) -> RoutingShape | None:
         layers = _layers(text) if experts > 1 else 0
         return RoutingShape(layers, experts, int(text["num_experts_per_tok"])) if layers else None
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(f"the experts of the model in {path} cannot be read from {where.name}: {error!r}") from None
+        raise ModelError(
+            f"the experts of the model in {path} cannot be read from {where.name}: {error!r}; copy it again"
+        ) from None
 
 
 def replayed_routing(path: Path) -> RoutingShape:

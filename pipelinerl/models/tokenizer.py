@@ -87,8 +87,7 @@ class ChatTokenizer:
         declared = _declared_eos(path)
         with foreign_failures(f"the tokenizer of {path} cannot be used"):
             tokenizer: Any = _read(path)
-            own = tokenizer.eos_token_id
-            len(tokenizer)
+            own, _, _ = tokenizer.eos_token_id, tokenizer.unk_token_id, len(tokenizer)
             tokenizer.backend_tokenizer.encode(_UNUSUAL, add_special_tokens=False)
         ids = declared | ({own} - {None})
         if not ids:

@@ -119,3 +119,11 @@ def test_as_many_layers_as_no_file_holds_are_refused_before_they_are_built(layer
         ModelError, match=r"num_hidden_layers in .*config.json must be|names 2,000 layers, and the files"
     ):
         check_weights(path)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a<|end|>\udfff"])
+def test_half_a_character_is_refused_in_one_sentence(text: str) -> None:
+    tokenizer = ChatTokenizer.load(SPELLER)
+    for encode in (lambda: tokenizer.encode_chat([Message("user", text)]), lambda: tokenizer.encode(text)):
+        with pytest.raises(ModelError, match="half of a character"):
+            encode()

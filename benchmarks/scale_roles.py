@@ -262,5 +262,5 @@ class StandInTrainer:
             )
 
     def _consumed(self) -> ConsumedReport:
-        counts = {str(fate): count for fate, count in self.ledger.counts.items()}
+        counts: dict[str, Any] = {str(fate): count for fate, count in self.ledger.counts.items()}
         return ConsumedReport(**counts, frontier=self.ledger.frontier, beyond=sorted(self.ledger.beyond))

@@ -199,6 +199,7 @@ class Waste:
 
     arm: str
     seed: int
+    completed: bool
     accuracy: float
     tokens: float
     groups: float
@@ -229,6 +230,7 @@ def wasted(arm: str, seed: int, run: FinishedRun) -> Waste:
     return Waste(
         arm=arm,
         seed=seed,
+        completed=run.history.finished is not None,
         accuracy=run.accuracy,
         tokens=discarded_share(run.history),
         groups=ledger.get("stale", 0) / max(1, ended),

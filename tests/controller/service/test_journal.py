@@ -149,7 +149,14 @@ def reports(steps: int) -> list[ControlMessage]:
 
     def published(version: int) -> Published:
         return Published(
-            epoch=1, model_version=version, membership=2, pauses_s={ENGINE: 0.1}, failed={}, send_s=0.1, total_s=0.2
+            epoch=1,
+            model_version=version,
+            membership=2,
+            pauses_s={ENGINE: 0.1},
+            failed={},
+            send_s=0.1,
+            total_s=0.2,
+            directive=f"e1-step-{version}" if version else "ready-1",
         )
 
     said: list[ControlMessage] = [

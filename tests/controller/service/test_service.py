@@ -174,7 +174,7 @@ async def test_reports_become_directives_and_prompts(tmp_path: Path) -> None:
         (directive,) = await run.directives()
         assert (directive.answers, directive.epoch, directive.publish_to) == ("ready-1", 1, [ENGINE])
         orders = [decode_order(payload) for payload in await run.payloads(PROMPTS)]
-        assert [order.index for order in orders] == list(range(8)), "k = 4 steps of two groups"
+        assert [order.index for order in orders] == list(range(4)), "half of the k = 4 steps of two groups"
         await run.tell(step(1))
         assert [d.answers for d in await run.directives()] == ["ready-1", "e1-step-1"]
         assert run.events("step")[0] | {"step": 1, "loss": 0.5} == run.events("step")[0]
@@ -245,7 +245,7 @@ async def test_prompts_that_ended_are_trimmed(tmp_path: Path) -> None:
         for version in (1, 2):
             await run.tell(step(version), published(epoch=1, version=version))
         kept = [decode_order(payload).index for payload in await run.payloads(PROMPTS)]
-        assert kept == list(range(4, 12))
+        assert kept == list(range(4, 8))
 
 
 def forget(stream: MemoryStream, name: str, entries: int) -> None:
@@ -256,16 +256,16 @@ def forget(stream: MemoryStream, name: str, entries: int) -> None:
 
 
 async def test_orders_that_the_server_forgot_are_issued_again_though_nobody_starves(tmp_path: Path) -> None:
-    """Two of eight steps' orders are gone: the trainer has enough to go on, so it would never tell."""
+    """Two orders of the last step are gone: the trainer has enough to go on, so it would never tell."""
     async with running(tmp_path, k=8.0) as run:
         await run.start()
         await run.tell(step(1), published(epoch=1, version=1))
         issued = [decode_order(payload) for payload in await run.payloads(PROMPTS)]
-        assert [order.index for order in issued[-2:]] == [16, 17]
+        assert [order.index for order in issued[-2:]] == [8, 9]
         forget(run.stream, PROMPTS, 2)
         forget(run.stream, JOURNAL, 2)
         await run.until(lambda: run.events("orders_lost"))
-        assert [event["orders"] for event in run.events("orders_lost")] == [16], "all that have not ended"
+        assert [event["orders"] for event in run.events("orders_lost")] == [8], "all that have not ended"
         await run.tell()
         orders = [decode_order(payload) for payload in await run.payloads(PROMPTS)]
         assert orders[-2:] == issued[-2:], "the same orders"
@@ -273,8 +273,8 @@ async def test_orders_that_the_server_forgot_are_issued_again_though_nobody_star
         for version in range(2, 10):
             await run.tell(step(version), published(epoch=1, version=version))
         left = [decode_order(payload).index for payload in await run.payloads(PROMPTS)]
-        assert left == list(range(18, 34)), "what has ended is trimmed, both copies of it"
-        assert run.controller.state.account.in_flight == 16 and len(run.events("orders_lost")) == 1
+        assert left == list(range(18, 26)), "what has ended is trimmed, both copies of it"
+        assert run.controller.state.account.in_flight == 8 and len(run.events("orders_lost")) == 1
 
 
 async def test_an_epoch_that_was_begun_is_never_begun_again(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 
@@ -15,13 +15,6 @@ from tests.architecture.tree import Module, room_of
 
 Problems = Iterator[str]
 Modules = Iterable[Module]
-
-#: Folders that may hold more than 15 modules, each with how many and why.
-FOLDER_SIZES = {
-    "pipelinerl/objective": (16, "five slots of one equation, which know one another"),
-    "pipelinerl/models": (16, "what a model directory holds, and its chat template"),
-    "pipelinerl/roles": (18, "one file per process, and what wires it"),
-}
 
 #: Public definitions that nobody in the packages calls, each with who does.
 CALLED_FROM_OUTSIDE = {
@@ -74,26 +67,6 @@ CLOSED_DOORS = {
 
 #: What of `weights` the training loop knows.
 TRAINING_SEES_OF_WEIGHTS = frozenset({"pipelinerl.weights.publisher"})
-
-
-def folders_are_small(modules: Modules) -> Problems:
-    """At most 15 modules lie in one folder below `pipelinerl/`."""
-    sizes = Counter(str(PurePosixPath(module.path).parent) for module in modules if module.stem != "__init__")
-    for folder, size in sorted(sizes.items()):
-        limit, _ = FOLDER_SIZES.get(folder, (15, ""))
-        if folder.startswith("pipelinerl") and size > limit:
-            yield f"{folder} holds {size} modules, at most {limit}: part them by what they do"
-
-
-def prefixes_are_folders(modules: Modules) -> Problems:
-    """Three files of one folder with one first word are a folder."""
-    words: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for module in modules:
-        if module.path.startswith(("pipelinerl/", "launch/")) and module.stem != "__init__":
-            words[str(PurePosixPath(module.path).parent), module.stem.split("_")[0]].append(module.stem)
-    for (folder, word), stems in sorted(words.items()):
-        if len(stems) >= 3 and not folder.endswith(f"/{word}"):
-            yield f"{folder}: {', '.join(sorted(stems))} begin with {word}: make {folder}/{word}/ of them"
 
 
 def class_names_are_unique(modules: Modules) -> Problems:

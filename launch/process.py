@@ -102,7 +102,7 @@ class Process:
         cores = ",".join(map(str, self.spec.cpu or ()))
         tie = [tied_process.__file__, str(os.getpid()), "SIGKILL", cores, "--"]
         command = [sys.executable, "-S", "-E", *tie, *self.spec.argv]
-        with self.log.open("ab") as log:
+        with open(self.log, "ab", opener=_private) as log:
             self._log_offset = log.tell()
             self._child = subprocess.Popen(
                 command,
@@ -118,7 +118,7 @@ class Process:
     def note(self, line: str) -> None:
         """Write a line to its log, as its last word."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("a") as log:
+        with open(self.log, "a", opener=_private) as log:
             log.write(f"{line}\n")
 
     @property
@@ -159,6 +159,11 @@ class Process:
             lines = []
         shown = [text for line in lines[-count:] for text in _readable(line).splitlines()]
         return "\n".join(f"    {text}" for text in shown[-count:]) or "    (it wrote nothing)"
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a log that its owner alone may read, since a user's reward function prints into it."""
+    return os.open(path, flags, 0o600)
 
 
 def exit_words(status: int) -> str:

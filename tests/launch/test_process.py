@@ -89,3 +89,9 @@ def test_who_looks_at_the_run_sees_them(tmp_path: Path) -> None:
     assert "deaths" not in line(RunStatus(run="x"))
     (tmp_path / "restarts.json").write_text("{")
     assert read_restarts(tmp_path) == ()
+
+
+def test_a_log_is_its_owners_alone(tmp_path: Path) -> None:
+    process = Process(ProcessSpec(name="actor", argv=("x",)), tmp_path)
+    process.note("a reward function printed this")
+    assert process.log.stat().st_mode & 0o777 == 0o600

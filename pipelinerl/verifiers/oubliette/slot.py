@@ -43,7 +43,7 @@ _CHUNK: Final = 1 << 18
 _F_ADD_SEALS: Final = 1033
 _ALL_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x8
 #: Time that a run waits for a processor is not counted, up to so many times its deadline.
-_STARVED_TIMES: Final = 20.0
+_STARVED_TIMES: Final = 5.0
 #: As `box/server.py` has it.
 _ANSWER: Final = struct.Struct("=iddd")
 _ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}

@@ -35,7 +35,7 @@ from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, R
 _BOOT_S: Final = 5.0
 _BOOT_CPU_S: Final = 1.0
 _OWN_BYTES: Final = 256 << 20
-_STARVED_TIMES: Final = 20.0
+_STARVED_TIMES: Final = 5.0
 _GRACE_S: Final = 30.0
 _TICK_S: Final = 0.02
 #: When a run is past its sandbox's beginning, in most cases.

@@ -41,7 +41,7 @@ def test_who_mixes_domains_is_told_whose_groups_come_too_late() -> None:
     mixed = to_table(load("tiny", [*QUICK, "engine.context_length=64"])) | {"domains": two}
     assert 'staleness.overdue = "wait" keeps it' in dict(findings(parse(mixed)))["staleness"]
     waits = mixed | {"staleness": {"j": 1, "k": 2, "overdue": "wait"}}
-    assert dict(findings(parse(waits)))["staleness"] == "j = 1, k = 2"
+    assert "overdue" not in dict(findings(parse(waits)))["staleness"]
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)

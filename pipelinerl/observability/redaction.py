@@ -1,7 +1,7 @@
 """`without_secrets`: text as others than its owner may read it.
 
 Whatever leaves a process as text goes through it: log lines, reports, copies of recipes and events, sentences on
-addresses. What is kept secret beside that (the run's token) is never put into a text at all.
+addresses, and what a user's reward function says of an answer. The run's token is never put into a text at all.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ from typing import Any, Final
 #: User and password of an address, as they stand before its host, and as redis-py takes them from its query.
 _USER_INFO: Final = re.compile(r"""(?<=://)[^/?#\s"']*@""")
 _USER_QUERY: Final = re.compile(r"""(?:(?<=[?&])|(?<=&amp;))(?:username|password)=[^&#\s"']*(?:&(?:amp;)?)?""")
+#: What looks like a key of a well-known service (OpenAI and those like it, Hugging Face, GitHub, AWS, Slack), or stands
+#: behind the word of a header that carries one.
+_KEY: Final = re.compile(
+    r"\b(?:[sr]k-[\w-]{16,}|hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,})"
+    r"|(?<=[Bb]earer )[\w.~+/=-]{16,}"
+)
 
 
 def without_secrets(text: str) -> str:
-    """Addresses in `text` come out without users and passwords."""
-    return _USER_QUERY.sub("", _USER_INFO.sub("", text))
+    """Return `text` without users and passwords of addresses, and without what looks like a key."""
+    return _KEY.sub("[key]", _USER_QUERY.sub("", _USER_INFO.sub("", text)))
 
 
 def table_without_secrets(value: Any) -> Any:

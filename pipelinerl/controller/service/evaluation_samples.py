@@ -7,6 +7,7 @@ from typing import Final
 
 from pipelinerl.controller.state.evaluation import Evaluation
 from pipelinerl.messages import EvaluationDone, ShownAnswer
+from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.types import Outcome
@@ -46,7 +47,7 @@ def _answer(answer: ShownAnswer, version: int) -> AnswerRecord:
         text=answer.text,
         outcome=answer.outcome,
         reward=answer.reward if judged else None,
-        reason=answer.reason,
+        reason=without_secrets(answer.reason),
         length=answer.num_tokens,
         finish_reason=answer.finish_reason,
         spans=tuple(answer.spans),

@@ -17,6 +17,7 @@ from typing import Final, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.observability.samples.record import (
     AnswerRecord,
     AnswerTokens,
@@ -178,7 +179,7 @@ class TrainingSamples:
             text=self.decode(token_ids),
             outcome=verdict.outcome.value,
             reward=_finite(verdict.reward) if verdict.outcome.is_judgement else None,
-            reason=verdict.reason,
+            reason=without_secrets(verdict.reason),
             parts=tuple((part.name, part.reward) for part in verdict.parts[:_MOST] if math.isfinite(part.reward)),
             shaped=part.shaped,
             advantage=part.advantage,

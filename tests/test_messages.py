@@ -135,6 +135,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "send_s": 0.5,
             "total_s": 0.75,
             "permanent": ["http://b"],
+            "blameless": [],
             "directive": "e1-step-3",
         },
     ),

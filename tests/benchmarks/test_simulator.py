@@ -48,8 +48,8 @@ def test_the_arms_are_schedules_apart(bed: Bed) -> None:
     assert first == found["conventional G = 1, again"]
     assert first.staleness == {1: 1.0}
     assert in_flight.step_s < 0.75 * first.step_s
-    assert in_flight.step_s < found["one step off"].step_s < first.step_s
-    assert found["drain"].trainer_held > in_flight.trainer_held
+    assert in_flight.step_s <= found["one step off"].step_s < first.step_s
+    assert found["drain"].trainer_held >= in_flight.trainer_held
     assert found["RLAX (4, 8)"].staleness_mean > in_flight.staleness_mean > 1
     assert found["conventional G = 2"].tokens_per_s > first.tokens_per_s
 

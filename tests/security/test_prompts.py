@@ -27,7 +27,9 @@ class SlowTokenizer:
         self.may_end = threading.Event()
         self.eos_token_ids: frozenset[int] = frozenset()
 
-    def encode_chat(self, messages: Sequence[ChatMessage], template_kwargs: object = ()) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], template_kwargs: object = (), tools: object = ()
+    ) -> list[int]:
         self.texts += 1
         assert self.may_end.wait(PATIENCE_S)
         return PROMPT

@@ -63,7 +63,7 @@ def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
 def disk_faults(config: RunConfig, predicted: MemoryPrediction) -> Iterator[str]:
     """Yield a sentence if the run cannot fit where it writes: the knobs, and values that fit."""
     needed, free = run_bytes(config, predicted), free_bytes(config.run_directory)
-    if needed <= free:
+    if needed <= free or free == 0:  # a pseudo file system has no room at all: making the directory says what is wrong
         return
     kept = config.checkpoint.keep + config.checkpoint.keep_best
     fewer = {"keep": 1, "keep_best": 0}

@@ -173,7 +173,7 @@ def test_the_recipes_knobs_are_the_settings() -> None:
         "rollouts_per_step": 256,
         "group_size": 8,
         "slots": 256,
-        "groups_in_flight": 64,
+        "groups_in_flight": 96,  # twice what fills the slots of three engines, for each of two actors
     }
     assert {name: getattr(config_setting, name) for name in expected} == expected
 

@@ -145,6 +145,7 @@ def published(*, epoch: int, version: int, membership: int = 99) -> Published:
         failed={},
         send_s=0.1,
         total_s=0.2,
+        directive=f"e{epoch}-step-{version}" if version else "ready-1",
     )
 
 

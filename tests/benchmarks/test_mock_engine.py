@@ -13,7 +13,7 @@ from pipelinerl.engines.http.server import create_app
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
-#: Checks of weights that are sampled from, which a mock has none of, and of OpenAI's further fields, which it does not read.
+#: Checks of weights, which a mock has none of, and of OpenAI's further fields, which it does not read.
 _LEFT_OUT = ("weight_checks", "pull_checks", "openai_checks")
 
 

@@ -36,6 +36,7 @@ from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
+from pipelinerl.models.tokenizer import ChatTokenizer
 
 #: How long the core's process may take to end before it is killed: nothing in it is worth waiting for.
 _CORE_ENDS_S: Final = 1.0
@@ -70,6 +71,7 @@ class VllmCore:
         self._endpoints = endpoints
         self.staged = staged
         self.cache_bytes = 0
+        self._spells_json = False
         self._unanswered = set[asyncio.Future[None]]()
 
     @classmethod
@@ -111,6 +113,7 @@ class VllmCore:
             arguments = (str(staged.path), total, layout.model_dump_json(), os.getpid(), str(socket_path))
             sizes = await core._in_workers("pipelinerl_attach", *arguments)
         core.cache_bytes = sum(sizes)
+        core._spells_json = _spells_json(options.model_path)
         await client.set_weight_version_async(label_of(*UNTRAINED))
         return core
 
@@ -127,6 +130,11 @@ class VllmCore:
         check_continued(request)
         refuse_beyond(request, _OFFERED, "this engine")
         if request.response_format is not None:
+            if not self._spells_json:
+                raise InvalidRequest(
+                    "response_format: the vocabulary of this model cannot spell JSON; leave it out",
+                    param="response_format",
+                )
             _check_grammar(request)
 
     async def add(self, sequences: list[Sequence], *, salt: str) -> None:
@@ -233,6 +241,16 @@ def _check_grammar(request: Request) -> None:
         validate_xgrammar_grammar(SamplingParams(structured_outputs=_grammar_of(request)))
     except (VLLMValidationError, ValueError) as error:
         raise InvalidRequest(f"response_format: {_sentence(error)}", param="response_format") from error
+
+
+def _spells_json(path: Path) -> bool:
+    """Return whether the model's tokenizer has tokens for JSON; without them a grammar leaves none to sample."""
+    text = '{"a":[1,true]}'
+    tokenizer = ChatTokenizer.load(path)
+    try:
+        return tokenizer.decode(tokenizer.encode(text)).replace(" ", "") == text
+    except ModelError:
+        return False
 
 
 def _check_heads(head_dim: int, path: Path) -> None:

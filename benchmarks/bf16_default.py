@@ -1,4 +1,4 @@
-"""Does a bfloat16 model learn by default as it does in float32? SmolLM2 on `examples/smollm2`, three seeds.
+"""Compare the default of a bfloat16 model with float32: SmolLM2 on `examples/smollm2`, three seeds.
 
     float32    engine.dtype = "float32", the reference
     default    what a recipe without a word on dtypes does here: float32 engines on a CPU, dithered bfloat16 on a GPU
@@ -86,7 +86,7 @@ def run(quick: bool = False) -> None:
 
 
 def rows(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the table: what is demanded of the default, and the other arms beside it."""
+    """Return the table: the bars for the default, and the other arms for comparison."""
     of = {arm: [each for each in runs if each["arm"] == arm] for arm in ARMS}
     means = {arm: fmean(each["steps_to_target"] or _STEPS for each in its) for arm, its in of.items() if its}
     found = []

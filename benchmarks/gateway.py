@@ -1,4 +1,4 @@
-"""What the gateway of an actor costs: processor time of a turn, and memory of open episodes.
+"""Measure the cost of an actor's gateway: processor time of a turn, and memory of open episodes.
 
     turn      an agent in another process sends a conversation of `CONTEXT` tokens in `MESSAGES` messages again and
               again: processor time of the gateway's process for each request, and of a server that does nothing

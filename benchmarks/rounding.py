@@ -1,4 +1,4 @@
-"""What rounding to bfloat16 leaves of each update: `python -m benchmarks.rounding RUN`.
+"""Measure how much of each update survives rounding to bfloat16: `python -m benchmarks.rounding RUN`.
 
 RUN is a run of `examples/smollm2/json_facts.toml` whose engines kept float32, with every checkpoint kept:
 

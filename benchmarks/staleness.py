@@ -195,7 +195,7 @@ def run(quick: bool = False) -> list[Outcome]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waste:
-    """What a run's pacing wasted: shares of all sampled tokens, of all groups that ended, and of the trainer's time."""
+    """Waste of a run's pacing: shares of all sampled tokens, of all groups that ended, and of the trainer's time."""
 
     arm: str
     seed: int

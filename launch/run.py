@@ -180,7 +180,9 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
             )
             staff = EngineProcesses(supervisor, launch, give_up=reader.give_up)
             result = supervisor.run()
-    show_end(result, directory, _events_of(directory)[before:], console)
+    events = _events_of(directory)[before:]
+    result = _judged(result, tell(events).finished or {})
+    show_end(result, directory, events, console)
     return result.exit_status
 
 
@@ -216,7 +218,14 @@ def _tell_nodes(head: HeadNode, directory: RunDirectory, result: RunResult) -> N
     last = tell(_events_of(directory)).finished or {}
     if result.outcome is RunOutcome.COMPLETED and last.get("kind") == "run_suspended":
         result = RunResult(RunOutcome.STOPPED, f"suspended; go on with: pipelinerl run --resume {directory.path}")
-    head.end(result)
+    head.end(_judged(result, last))
+
+
+def _judged(result: RunResult, last: Event) -> RunResult:
+    """Return the result as failed if the controller has recorded that: all processes may have ended well before."""
+    if result.outcome is RunOutcome.COMPLETED and last.get("kind") == "run_failed":
+        return RunResult(RunOutcome.FAILED, str(last.get("reason", "")))
+    return result
 
 
 def _events_of(directory: RunDirectory) -> list[Event]:

@@ -42,3 +42,14 @@ def test_a_run_whose_verifier_always_fails_ends_and_its_last_line_says_why(tmp_p
     )
     assert run.output.rstrip().splitlines()[-1] == f"failed: {failed['reason']}"
     assert failed["elapsed_s"] - failing["elapsed_s"] < 60
+
+
+def test_hopeless_task_ends_with_status_1(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(completion_text):\n    return 0.0\n")
+    domain = f'[{{name = "sums", source = "addition", verifier = "{tmp_path}/mine.py:score"}}]'
+    ends = ("training.no_signal=filter", "run.no_signal_steps=2", "run.steps=1000")
+    with launched(light_run(tmp_path / "run", *ends, f"domains={domain}"), tmp_path / "run") as run:
+        assert run.end() == 1, run.story()
+        (failed,) = run.events("run_failed")
+    assert failed["reason"].startswith("hopeless: ")
+    assert run.output.rstrip().splitlines()[-1] == f"failed: {failed['reason']}"

@@ -26,9 +26,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from benchmarks.measure import write_record
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from pipelinerl.actor.rollouts import Answer, rollouts_of as made_rollouts
-from pipelinerl.choices import RoutingReplay, WeightFormat
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options
+from pipelinerl.enums import RoutingReplay, WeightFormat
 from pipelinerl.models.checkpoint import load_model
 from pipelinerl.models.tiny_decoder import END, SPECIAL_TOKENS, char_tokenizer
 from pipelinerl.models.torch_routers import TorchRouteLog, shape_of

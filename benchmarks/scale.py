@@ -46,7 +46,7 @@ from pipelinerl.streams.open_stream import open_stream
 from pipelinerl.system.http_client import post_connections
 from pipelinerl.system.ports import free_ports
 from pipelinerl.training.publish.stream_announcer import StreamAnnouncer
-from pipelinerl.training.rollouts.admission import Fate
+from pipelinerl.training.rollouts.admission import GroupOutcome
 from pipelinerl.weights.parameter_server.publisher import PullPublisher
 from pipelinerl.weights.parameter_server.upload import Uploader
 
@@ -250,12 +250,12 @@ async def _deaths(
     """Engines die, one after the other; then all that was issued until the last has died must be trained."""
     count = max(1, round(engines * _DYING_A_MINUTE * times.dying_s / 60.0))
     order = generator(0, "deaths").permutation(engines)[:count].tolist()
-    trained = trainer.ledger.counts[Fate.TRAINED]
+    trained = trainer.ledger.counts[GroupOutcome.TRAINED]
     began = time.monotonic()
     for number in order:
         await asyncio.to_thread(run.fleet.die, [number])
         await asyncio.sleep(times.dying_s / count)
-    rate = (trainer.ledger.counts[Fate.TRAINED] - trained) * GROUP / (time.monotonic() - began)
+    rate = (trainer.ledger.counts[GroupOutcome.TRAINED] - trained) * GROUP / (time.monotonic() - began)
     last = len(await asyncio.to_thread(run.issued))
     await _until(lambda: trainer.ledger.frontier >= last, "the end of every order", training)
     events = list(read_events(run.folder / "events.jsonl"))

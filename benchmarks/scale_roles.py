@@ -21,11 +21,11 @@ import uvloop
 
 from benchmarks.mock_engine import LAYOUT
 from benchmarks.mock_fleet import end_with_parent, open_many_files, reply
-from pipelinerl.choices import NoSignal
 from pipelinerl.config.recipe import load
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.enums import NoSignal
 from pipelinerl.messages import (
     PROMPTS,
     CanaryChecked,
@@ -46,7 +46,7 @@ from pipelinerl.streams.records import decode_order
 from pipelinerl.streams.stream import Stream
 from pipelinerl.system.http_service import listen, serve_until
 from pipelinerl.training.controller_link import ControllerLink
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
+from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
 from pipelinerl.types import Outcome, Problem, Purpose, Verdict
@@ -220,8 +220,8 @@ class StandInTrainer:
         for group in arrivals.groups:
             self._batcher.offer(group)
         for directive in arrivals.directives:
-            self._batcher.end(directive.failed, Fate.FAILED)
-            self._batcher.end(directive.stale, Fate.STALE)
+            self._batcher.end(directive.failed, GroupOutcome.FAILED)
+            self._batcher.end(directive.stale, GroupOutcome.STALE)
             if directive.publish_to:
                 if self._publishing is not None:
                     await self._publishing

@@ -39,8 +39,8 @@ from typing import Final
 from benchmarks.comparison import Column, by_arm, table
 from benchmarks.finished_run import FinishedRun, Points, steps_of, thinned, train
 from benchmarks.measure import write_record
-from pipelinerl.choices import WeightFormat
 from pipelinerl.config.recipe import load, to_table
+from pipelinerl.enums import WeightFormat
 
 RECIPE: Final = "tiny"
 FIGURE: Final = Path(__file__).parent.parent / "docs" / "tis.png"

@@ -73,7 +73,7 @@ LOCALHOST: Final = Host(name="localhost", address="127.0.0.1")
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
+class HostAssignment:
     """Which host each process is on; one of which nothing is said is on the head."""
 
     hosts: tuple[Host, ...] = (LOCALHOST,)
@@ -104,7 +104,7 @@ class Homes:
                 return host
         raise UserError(f"this run has no host {name!r}; its hosts are {', '.join(host.name for host in self.hosts)}")
 
-    def knowing(self, name: str, devices: Devices) -> Homes:
+    def knowing(self, name: str, devices: Devices) -> HostAssignment:
         """The same, with what the host of that name has found out about its own GPUs.
 
         Raises:

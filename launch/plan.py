@@ -31,7 +31,7 @@ from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
 
-from launch.hosts import LOCALHOST, Homes, Host
+from launch.hosts import LOCALHOST, Host, HostAssignment
 from launch.placement import TRAINER, Assignment, Placement
 from launch.spread import spread
 from pipelinerl.config.recipe import RunConfig
@@ -184,7 +184,7 @@ class Launch:
     token_file: Path
     cores: Sequence[int]
     placement: Placement = field(default_factory=Placement)
-    homes: Homes = field(default_factory=Homes)
+    homes: HostAssignment = field(default_factory=HostAssignment)
     python: str = sys.executable
 
     def at(self, name: str, port: int | None) -> str:

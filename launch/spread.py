@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from typing import final
 
 from launch.devices import Devices
-from launch.hosts import Homes, Host, HostRole
+from launch.hosts import Host, HostAssignment, HostRole
 from launch.placement import TRAINER, Assignment, Placement, check_none_is_needed, check_uses, place
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError
 
 
-def spread(config: RunConfig, hosts: Sequence[Host]) -> tuple[Homes, Placement]:
+def spread(config: RunConfig, hosts: Sequence[Host]) -> tuple[HostAssignment, Placement]:
     """The host of each process with which the run begins, and its GPUs there.
 
     Raises:
         RecipeError: the hosts have too few GPUs, or not the roles that the run needs.
     """
     if len(hosts) == 1:
-        return Homes(tuple(hosts)), place(config, hosts[0].devices)
+        return HostAssignment(tuple(hosts)), place(config, hosts[0].devices)
     check_uses(config)
     if config.launch.engine_devices or config.launch.trainer_devices:
         raise RecipeError(
@@ -34,17 +34,17 @@ def spread(config: RunConfig, hosts: Sequence[Host]) -> tuple[Homes, Placement]:
         )
     if not any(len(host.devices) for host in hosts):
         check_none_is_needed(config, Devices())
-    dealer = _Dealer(config, hosts)
+    dealer = _HostAllocator(config, hosts)
     trainers = dealer.place_trainer()
     engines = dealer.place_engines(after=trainers)
     dealer.deal("actor", config.actor.count, HostRole.ACTOR, first=engines)
     dealer.deal("verifier", config.verification.services, HostRole.ACTOR, first=engines)
     dealer.homes |= {f"parameter-server-{number}": trainers[0] for number in range(config.servers_to_start)}
-    return Homes(tuple(hosts), dealer.homes), Placement(hosts[0].devices, dealer.assignments)
+    return HostAssignment(tuple(hosts), dealer.homes), Placement(hosts[0].devices, dealer.assignments)
 
 
 @final
-class _Dealer:
+class _HostAllocator:
     """Hosts with the GPUs that are still free on each."""
 
     def __init__(self, config: RunConfig, hosts: Sequence[Host]) -> None:

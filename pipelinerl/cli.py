@@ -27,7 +27,6 @@ from launch.cluster.command_line import (
     members_of,
     refuse_hosts,
 )
-from pipelinerl.choices import Skill
 from pipelinerl.commands.conformance import conformance_app
 from pipelinerl.commands.engines import Run, engines_app
 from pipelinerl.commands.evaluation.command_line import add_evaluation_commands
@@ -39,6 +38,7 @@ from pipelinerl.commands.simulation.command_line import simulate
 from pipelinerl.commands.top.command_line import top
 from pipelinerl.commands.watch.command_line import watch
 from pipelinerl.config import recipe as recipes
+from pipelinerl.enums import Skill
 from pipelinerl.errors import PipelineError, RecipeError, UserError
 from pipelinerl.observability.redaction import without_secrets
 from pipelinerl.system.files import system_words, working_directory

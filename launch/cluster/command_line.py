@@ -21,7 +21,7 @@ from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import UserError
 
 if TYPE_CHECKING:  # `pipelinerl --help` need not wait for them
-    from launch.cluster.launchers import Elsewhere
+    from launch.cluster.launchers import ClusterTarget
     from launch.cluster.membership import Members
     from launch.plan import Launch
     from launch.run import Connect
@@ -60,18 +60,18 @@ SlurmOptions = Annotated[
 Image = Annotated[str | None, typer.Option("--image", help="Container image with this project, for --on kubernetes.")]
 
 
-def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | None, image: str | None) -> Elsewhere:
+def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | None, image: str | None) -> ClusterTarget:
     """Where `--on` says that a run is to be.
 
     Raises:
         UserError: it names nothing that is known, or how many hosts is not said.
     """
-    from launch.cluster.launchers import Elsewhere, read_launcher
+    from launch.cluster.launchers import ClusterTarget, read_launcher
 
     by, address = read_launcher(on)
     if members is None:
         raise UserError(f"--on {on} must know how many hosts the run is to have: say --hosts 2, or --host for each")
-    return Elsewhere(by=by, members=members, slurm_options=tuple(slurm_options or ()), image=image, address=address)
+    return ClusterTarget(by=by, members=members, slurm_options=tuple(slurm_options or ()), image=image, address=address)
 
 
 def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: int | None) -> None:

@@ -27,7 +27,7 @@ class Launcher(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
+class ClusterTarget:
     """Where a run is to be: by what, on which hosts, with what its user adds for that."""
 
     by: Launcher
@@ -51,7 +51,7 @@ def read_launcher(word: str) -> tuple[Launcher, str | None]:
         raise UserError(f"--on must be one of {', '.join(Launcher)}, or ray://HOST:10001; got {word!r}") from None
 
 
-def rendered(config: RunConfig, where: Elsewhere, run_dir: Path) -> str:
+def rendered(config: RunConfig, where: ClusterTarget, run_dir: Path) -> str:
     """What the launcher is given for a run in `run_dir`; nothing is started."""
     if where.by is Launcher.SLURM:
         return slurm.slurm_script(config, where.members, run_dir=run_dir, extra=where.slurm_options)
@@ -66,7 +66,11 @@ def rendered(config: RunConfig, where: Elsewhere, run_dir: Path) -> str:
 
 
 def start_on(
-    config: RunConfig, where: Elsewhere, *, claim: Callable[[RunConfig], bool], announce: Callable[[str], None] = print
+    config: RunConfig,
+    where: ClusterTarget,
+    *,
+    claim: Callable[[RunConfig], bool],
+    announce: Callable[[str], None] = print,
 ) -> int:
     """Begin a run there; returns the exit status: 0 when it is begun, or, under Ray, that of the run when it is over.
 

@@ -166,7 +166,7 @@ def node_path(run_dir: Path, host: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class LastWord:
+class LastHeartbeat:
     """The newest record of a node, and when this process saw it change."""
 
     record: NodeRecord
@@ -181,7 +181,7 @@ class OtherNodes:
     run_dir: Path
     launch: str
     hosts: Sequence[str]
-    heard: dict[str, LastWord] = field(default_factory=dict)
+    heard: dict[str, LastHeartbeat] = field(default_factory=dict)
 
     def read(self, now: float) -> None:
         """Look into their files."""
@@ -191,7 +191,7 @@ class OtherNodes:
             except (OSError, msgspec.MsgspecError):
                 continue
             if record.launch == self.launch and (host not in self.heard or self.heard[host].record != record):
-                self.heard[host] = LastWord(record, now)
+                self.heard[host] = LastHeartbeat(record, now)
 
     def up(self, now: float) -> frozenset[str]:
         """Hosts whose nodes serve this launch, and were heard of a moment ago."""

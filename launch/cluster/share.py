@@ -6,7 +6,7 @@ import os
 
 from launch.cluster.membership import Members
 from launch.devices import devices_for
-from launch.hosts import Homes
+from launch.hosts import HostAssignment
 from launch.placement import Placement
 from launch.plan import Launch, Ports
 from launch.run_directory import RunDirectory
@@ -27,7 +27,7 @@ def launch_on(members: Members, host: str, directory: RunDirectory) -> Launch:
     return launch_in(directory, homes, own, ports)
 
 
-def launch_in(directory: RunDirectory, homes: Homes, placement: Placement, ports: Ports) -> Launch:
+def launch_in(directory: RunDirectory, homes: HostAssignment, placement: Placement, ports: Ports) -> Launch:
     """A launch of the run in that directory, on this machine's cores."""
     return Launch(
         config=directory.config,

@@ -19,7 +19,7 @@ import numpy as np
 
 from inference_contract.schemas import ChatCompletion, Choice
 from pipelinerl.actor.group_maker import MadeRollout
-from pipelinerl.choices import RoutingReplay
+from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import FencedError, RecordError
 from pipelinerl.messages import ROLLOUTS, ShownAnswer, ShownProblem
 from pipelinerl.numerics.routed_experts import of_context, off_the_wire

@@ -11,7 +11,7 @@ from typing import final
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice
 from pipelinerl.actor.group_maker import GroupProgress, MadeRollout, Sampler
 from pipelinerl.actor.rollouts import Answer, rollouts_of
-from pipelinerl.choices import RoutingReplay
+from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import PipelineError
 from pipelinerl.types import Priority, PromptOrder, Purpose
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer

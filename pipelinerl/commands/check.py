@@ -10,7 +10,6 @@ from typing import Final
 
 from inference_contract.weights import Backend
 from pipelinerl import registry
-from pipelinerl.choices import OldLogprobs, Overdue
 from pipelinerl.commands.findings.episode_trial import episode_tried
 from pipelinerl.commands.findings.first_look import MOST, refuse_problems
 from pipelinerl.commands.findings.mini_batches import mini_batch_finding
@@ -30,6 +29,7 @@ from pipelinerl.config.sections import ModelSection
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.data.problems import check_source
+from pipelinerl.enums import OldLogprobs, Overdue
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models import bigram
 from pipelinerl.models.checkpoint import (

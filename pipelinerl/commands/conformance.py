@@ -60,7 +60,7 @@ def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> 
 def check_trainer(target: str, model: Path, *, say: Callable[[str], None]) -> bool:
     """Run the trainer kit against `target`, a registered name or `module:Class`; True when nothing failed."""
     from trainer_contract import conformance
-    from trainer_contract.conformance.probes import Subject
+    from trainer_contract.conformance.probes import TrainerUnderTest
 
     entry = registry.TRAINERS.get(target)
     factory: Any = registry.resolve(entry.target if entry else target)
@@ -68,7 +68,7 @@ def check_trainer(target: str, model: Path, *, say: Callable[[str], None]) -> bo
         vocab_size = int(json.loads((model / "config.json").read_text())["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{model} must be a model directory whose config.json says vocab_size: {error}") from None
-    subject = Subject(factory=factory, spec=TrainerSpec(model_path=model), vocab_size=vocab_size)
+    subject = TrainerUnderTest(factory=factory, spec=TrainerSpec(model_path=model), vocab_size=vocab_size)
     with tempfile.TemporaryDirectory() as directory:
         results = conformance.run(subject, directory=Path(directory))
     return _told([(r.status.value, r.name, r.promise, r.reason) for r in results], say)

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipelinerl.choices import NoSignal
 from pipelinerl.commands.findings.mini_batches import mini_batch_finding, update_table
 from pipelinerl.commands.recorded_run import recorded_groups, recorded_step
 from pipelinerl.config import recipe as recipes
+from pipelinerl.enums import NoSignal
 from pipelinerl.errors import RecordError, UserError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.catalogue import PRESETS

@@ -14,7 +14,7 @@ from pipelinerl.commands.recorded_run import recorded_events
 from pipelinerl.errors import UserError
 from pipelinerl.numerics.advice import advise
 from pipelinerl.numerics.causes import Cause
-from pipelinerl.numerics.review import COMPARED, FIGURES, CauseReview, Course, Review, review
+from pipelinerl.numerics.review import COMPARED, FIGURES, CauseReview, MetricSeries, Review, review
 from pipelinerl.observability.picture import draw_mismatch
 from pipelinerl.observability.run_history import RunHistory, tell
 
@@ -83,7 +83,7 @@ def _by_cause(title: str, causes: Mapping[Cause, CauseReview]) -> Table:
     return table
 
 
-def _cells(name: str, course: Course) -> tuple[str, ...]:
+def _cells(name: str, course: MetricSeries) -> tuple[str, ...]:
     values = (course.start, course.middle, course.end, course.worst)
     shown = (f"{value:.2%}" if name == "contradictions" else f"{value:.3g}" for value in values)
     return (*shown, f"{course.worst_step:,}")

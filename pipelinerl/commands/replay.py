@@ -63,7 +63,7 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
         token_budget=settings.micro_batch_tokens,
         shaping=settings.shaping,
         truncated=settings.truncated,
-        dealing=settings.dealing,
+        mini_batching=settings.mini_batching,
         began_at=state.model_version,
         acceptance=max(each.figures.get("staleness_max", math.inf) for each in steps.values()),
     )

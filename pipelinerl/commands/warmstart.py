@@ -14,9 +14,9 @@ from statistics import fmean
 from typing import Any, Final, final
 
 from pipelinerl import rng
-from pipelinerl.choices import Skill
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.data.problems import Split
+from pipelinerl.enums import Skill
 from pipelinerl.errors import UserError
 from pipelinerl.models.checkpoint import save_model
 from pipelinerl.models.tiny_decoder import SPELL_BACKWARD_PHRASE, DecoderShape, char_tokenizer, word_tokenizer

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from pipelinerl.choices import COLDEST, HOTTEST
 from pipelinerl.config.curation import CooldownSection
 from pipelinerl.config.episodes import EpisodeSection
 from pipelinerl.config.judging import InstructionsSection, JudgeSection
@@ -17,6 +16,7 @@ from pipelinerl.config.sections import Section
 from pipelinerl.config.verification import RewardPartSection, contradictions
 from pipelinerl.data.prompts import Prompts
 from pipelinerl.data.templates import Template
+from pipelinerl.enums import COLDEST, HOTTEST
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.references import is_reference
 from pipelinerl.types import DomainSampling, Message

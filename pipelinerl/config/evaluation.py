@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.choices import COLDEST, HOTTEST, Pin
 from pipelinerl.config.sections import Section
+from pipelinerl.enums import COLDEST, HOTTEST, Pin
 
 SplitName = Literal["held_out", "validation"]
 #: The k of pass@k.

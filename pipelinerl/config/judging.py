@@ -8,9 +8,9 @@ from typing import Annotated, Final, Self
 
 from pydantic import Field, SecretStr, StringConstraints, field_validator, model_validator
 
-from pipelinerl.choices import HOTTEST
 from pipelinerl.config.sections import Section
 from pipelinerl.data.templates import Template
+from pipelinerl.enums import HOTTEST
 from pipelinerl.errors import RecipeError
 from pipelinerl.instructions.scoring import Matching, Score
 

@@ -7,10 +7,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.choices import NoSignal, OldLogprobs, Truncated
 from pipelinerl.config.sections import Section
+from pipelinerl.enums import NoSignal, OldLogprobs, Truncated
 from pipelinerl.objective.kl_control import KLController
-from pipelinerl.objective.reward import Over, RewardShaping
+from pipelinerl.objective.reward import NormalizationScope, RewardShaping
 
 
 class TrainingSection(Section):
@@ -52,8 +52,8 @@ class RewardSection(Section):
 
     overlong_tokens: int = Field(default=0, ge=0)
     overlong_margin: int = Field(default=0, ge=0)
-    mean: Over = Over.NONE
-    std: Over = Over.NONE
+    mean: NormalizationScope = NormalizationScope.NONE
+    std: NormalizationScope = NormalizationScope.NONE
     epsilon: float = Field(default=1e-6, ge=0)
     low: float = Field(default=-math.inf, allow_inf_nan=True)
     high: float = Field(default=math.inf, allow_inf_nan=True)

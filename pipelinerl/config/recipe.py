@@ -20,7 +20,6 @@ from pydantic import SecretStr, ValidationError, field_validator, model_validato
 
 from inference_contract.weights import Backend, Transport
 from pipelinerl import registry
-from pipelinerl.choices import RoutingReplay
 from pipelinerl.config.beside_recipe import resolved_beside
 from pipelinerl.config.complaints import refuse_unwritable, sentences
 from pipelinerl.config.curation import CurationSection
@@ -54,6 +53,7 @@ from pipelinerl.config.sections import (
 from pipelinerl.config.verification import VerificationSection
 from pipelinerl.config.watching import FiguresSection, SamplesSection, TrackersSection
 from pipelinerl.data.mixture import groups_of_step
+from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.observability.redaction import without_secrets

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from inference_contract.weights import Backend, BaseUrl, OnUpdate, Transport
-from pipelinerl.choices import (
+from pipelinerl.enums import (
     COLDEST,
     HOTTEST,
     Announce,

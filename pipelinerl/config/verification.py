@@ -7,8 +7,8 @@ from typing import Final, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.choices import JudgedIn
 from pipelinerl.config.sections import Section
+from pipelinerl.enums import VerifierLocation
 from pipelinerl.system.references import is_reference
 
 #: What judges a domain that says nothing else.
@@ -20,7 +20,7 @@ class VerificationSection(Section):
 
     services: int = Field(default=0, ge=0, le=256)
     """Verifier services that the launcher starts; with 0, each actor judges what it sampled."""
-    judged_in: JudgedIn | None = None
+    judged_in: VerifierLocation | None = None
     """`services` where none is started by the launcher but elsewhere; by default what `services` says."""
     cache_mb: int = Field(default=64, ge=0, le=65_536)
     """What a service may keep of verdicts that it need not reach again."""
@@ -34,7 +34,9 @@ class VerificationSection(Section):
     @property
     def uses_services(self) -> bool:
         """Whether actors leave judging to services."""
-        return (self.judged_in or (JudgedIn.SERVICES if self.services else JudgedIn.ACTORS)) is JudgedIn.SERVICES
+        return (
+            self.judged_in or (VerifierLocation.SERVICES if self.services else VerifierLocation.ACTORS)
+        ) is VerifierLocation.SERVICES
 
     @model_validator(mode="after")
     def _are_used(self) -> Self:

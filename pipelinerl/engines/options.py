@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.choices import Receiver, WeightFormat
+from pipelinerl.enums import Receiver, WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.weights.pull import PullSource
 from trainer_contract.types import Device, HeadPrecision, WeightDType

@@ -33,7 +33,7 @@ COMPARED: Final[Mapping[str, str]] = {"mismatch": "current", "old_mismatch": "ol
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class MetricSeries:
     """One figure over the run; `typical` is its median over all steps that have it."""
 
     start: float
@@ -50,7 +50,7 @@ class CauseReview:
 
     cause: Cause
     share: float
-    figures: Mapping[str, Course]
+    figures: Mapping[str, MetricSeries]
 
     def median(self, figure: str) -> float:
         """Median over the steps."""
@@ -67,7 +67,7 @@ class RoundingReview:
 
     behind: float
     worst_step: int
-    share: Course
+    share: MetricSeries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Review:
     current: Mapping[Cause, CauseReview]
     old: Mapping[Cause, CauseReview]
     ages: Mapping[str, Mapping[str, float]]
-    ess: Course | None
+    ess: MetricSeries | None
     rounding: RoundingReview | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,12 +130,12 @@ def _causes(history: RunHistory, prefix: str, steps: int) -> Iterator[tuple[Caus
             yield cause, CauseReview(cause=cause, share=sum(share.y) / steps, figures=courses)
 
 
-def _course(name: str, series: Series) -> Course:
+def _course(name: str, series: Series) -> MetricSeries:
     values, tenth = series.y, max(1, len(series.y) // 10)
     half = (len(values) - tenth) // 2
     badness = [-value if name == "ess" else abs(value) for value in values]
     worst = badness.index(max(badness))
-    return Course(
+    return MetricSeries(
         start=median(values[:tenth]),
         middle=median(values[half : half + tenth]),
         end=median(values[-tenth:]),

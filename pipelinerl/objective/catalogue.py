@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
-from pipelinerl.choices import NoSignal
+from pipelinerl.enums import NoSignal
 from pipelinerl.objective.adv import (
     GAE,
     Advantage,

@@ -169,7 +169,7 @@ class ToprWeight:
         return f"1 where A ≥ 0, else min({_of_sequence(self, self.mean)}, {self.negative_high:g})"
 
     def weight(self, tokens: Tokens) -> Array:
-        """The rollout's tapered ratio, [T]."""
+        """The rollout's ratio, bounded above where its reward is negative, [T]."""
         ratio = tokens.xp.clip(self._ratio(tokens), None, self.negative_high)
         return tokens.xp.where(tokens.advantages < 0, ratio, 1.0)
 
@@ -185,7 +185,7 @@ KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {
     "one": Unweighted,
     "token_ratio": TokenRatio,
     "sequence_ratio": SequenceWeight,
-    "tapered": ToprWeight,
+    "topr": ToprWeight,
 }
 
 

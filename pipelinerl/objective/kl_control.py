@@ -67,20 +67,20 @@ def with_kl_coefficient(objective: PolicyObjective, beta: float) -> PolicyObject
     )
 
 
-class InColumn(NamedTuple):
+class KLCoefficientColumn(NamedTuple):
     """An objective whose β is 1, and the β that the column `kl_coefficients` is to hold; None where nobody reads it."""
 
     objective: PolicyObjective
     coefficient: float | None
 
 
-def as_column(objective: PolicyObjective) -> InColumn:
+def as_column(objective: PolicyObjective) -> KLCoefficientColumn:
     """The same objective in two parts: what a backend may compile, which is one for every β, and β.
 
     Where β is in the rewards (Ziegler's place for it) it is used up when backends see the advantages.
     """
     beta = kl_coefficient(objective)
     if beta is None:
-        return InColumn(objective, None)
+        return KLCoefficientColumn(objective, None)
     read = isinstance(objective.grad2, KLPenalty) and bool(objective.grad2.beta)
-    return InColumn(with_kl_coefficient(objective, 1.0), beta if read else None)
+    return KLCoefficientColumn(with_kl_coefficient(objective, 1.0), beta if read else None)

@@ -16,7 +16,7 @@ from enum import StrEnum
 from types import UnionType
 from typing import Any, Final
 
-from pipelinerl.choices import NoSignal
+from pipelinerl.enums import NoSignal
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective import adv, agg, grad1, grad2, is_weight
 from pipelinerl.objective.catalogue import DEFAULT, PRESETS

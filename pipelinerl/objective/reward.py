@@ -17,7 +17,7 @@ import numpy as np
 from pipelinerl.objective.adv import Bools, Floats, Ints
 
 
-class Over(StrEnum):
+class NormalizationScope(StrEnum):
     """Over what a mean or a deviation is taken."""
 
     NONE = "none"
@@ -45,8 +45,8 @@ class RewardShaping:
 
     overlong_tokens: int = 0
     overlong_margin: int = 0
-    mean: Over = Over.NONE
-    std: Over = Over.NONE
+    mean: NormalizationScope = NormalizationScope.NONE
+    std: NormalizationScope = NormalizationScope.NONE
     epsilon: float = 1e-6
     low: float = -math.inf
     high: float = math.inf
@@ -81,7 +81,7 @@ class RewardShaping:
         centre = _mean(shaped, groups, valid, self.mean)
         deviation = np.sqrt(_mean((shaped - _mean(shaped, groups, valid, self.std)) ** 2, groups, valid, self.std))
         shaped = shaped - centre
-        if self.std is not Over.NONE:
+        if self.std is not NormalizationScope.NONE:
             shaped = shaped / (deviation + self.epsilon)
         return np.where(valid, np.clip(shaped, self.low, self.high) * self.scale, 0.0)
 
@@ -93,11 +93,15 @@ def _overlong(lengths: Ints, most: int, margin: int) -> Floats:
     return np.asarray(np.clip((most - margin - lengths) / margin, -1.0, 0.0))
 
 
-def _mean(amounts: Floats, groups: Ints, valid: Bools, over: Over) -> Floats:
+def _mean(amounts: Floats, groups: Ints, valid: Bools, over: NormalizationScope) -> Floats:
     """[B]: mean of `amounts` over the judged rollouts of each rollout's group, or of all; 0 where `over` is none."""
-    if over is Over.NONE:
+    if over is NormalizationScope.NONE:
         return np.zeros_like(amounts)
-    index = np.unique(groups, return_inverse=True)[1] if over is Over.GROUP else np.zeros(groups.shape, np.int64)
+    index = (
+        np.unique(groups, return_inverse=True)[1]
+        if over is NormalizationScope.GROUP
+        else np.zeros(groups.shape, np.int64)
+    )
     sums = np.bincount(index, weights=np.where(valid, amounts, 0.0), minlength=1)
     counts = np.bincount(index, weights=valid.astype(np.float64), minlength=1)
     return np.asarray((sums / np.maximum(counts, 1.0))[index])

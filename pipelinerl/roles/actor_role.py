@@ -24,7 +24,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import AddressError, TokenRefused, UserError
 from pipelinerl.roles.episodes import open_episodes
-from pipelinerl.roles.judging import Purse
+from pipelinerl.roles.judging import JudgeBudget
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.verification import open_filter, open_verifier, rules_of
 from pipelinerl.verifiers.group_filter import GroupFilter
@@ -119,7 +119,7 @@ def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, Grou
     judged = [domain for domain in config.domains if domain.has_verifier]
     if config.verification.uses_services:
         return {each.name: RemoteVerifier(services, domain=each.name, rules=rules_of(each)) for each in judged}
-    purse = Purse(identity.run_dir / "judging" / identity.name, config.actor.count)
+    purse = JudgeBudget(identity.run_dir / "judging" / identity.name, config.actor.count)
     return {domain.name: open_verifier(domain, purse=purse) for domain in judged}
 
 

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from pipelinerl.choices import NoSignal
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig, check_layout, save, write_layout
 from pipelinerl.config.sections import shared_values
@@ -32,6 +31,7 @@ from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.data.mixture import Mixture
 from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.enums import NoSignal
 from pipelinerl.errors import UserError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.objective.presets import no_signal_of

@@ -21,14 +21,14 @@ _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
 
 
-class Purse(NamedTuple):
+class JudgeBudget(NamedTuple):
     """Where a process keeps its account of what judging has taken, and how many processes share a run's budget."""
 
     folder: Path
     sharers: int
 
 
-def open_judge(domain: DomainSection, *, purse: Purse | None) -> Judge:
+def open_judge(domain: DomainSection, *, purse: JudgeBudget | None) -> Judge:
     """The domain's judge, which nothing has been asked yet; without a purse it counts from 0 and has the whole budget.
 
     Raises:

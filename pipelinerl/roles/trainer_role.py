@@ -9,9 +9,9 @@ from typing import final
 
 from inference_contract.schemas import ChatMessage
 from inference_contract.weights import Transport
-from pipelinerl.choices import Overdue, RoutingReplay
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.enums import Overdue, RoutingReplay
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import vocab_size
 from pipelinerl.models.routing import mixture_of
@@ -21,7 +21,7 @@ from pipelinerl.observability.samples.reading import FOLDER
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.roles.dtypes import dtypes_of
 from pipelinerl.roles.process import Identity, freeze_gc
-from pipelinerl.roles.wiring import checkpoints_of, dealing_of, objective_of, routing_of, training_problems
+from pipelinerl.roles.wiring import checkpoints_of, mini_batching_of, objective_of, routing_of, training_problems
 from pipelinerl.roles.workers import started
 from pipelinerl.streams.stream import Stream
 from pipelinerl.trainers.ranks.rank0 import leave_undone
@@ -69,7 +69,7 @@ async def run(identity: Identity) -> None:
         watch=StepWatch(samples),
     )
     freeze_gc()
-    notice = Notice(loop, save_s=config.launch.save_s)
+    notice = SigtermHandler(loop, save_s=config.launch.save_s)
     try:
         await loop.run()
         if notice.was_given:
@@ -87,7 +87,7 @@ async def run(identity: Identity) -> None:
 
 
 @final
-class Notice:
+class SigtermHandler:
     """SIGTERM: the trainer may save its state, within `save_s`; a second one, like SIGINT, ends it at once."""
 
     def __init__(self, training: TrainingLoop, *, save_s: float) -> None:
@@ -172,7 +172,7 @@ def loop_settings(config: RunConfig) -> LoopSettings:
         publish_timeout_s=config.weights.timeout_s,
         scope=config.staleness.scope,
         overdue_s=config.staleness.overdue_s if config.staleness.overdue is Overdue.WAIT else None,
-        dealing=dealing_of(config),
+        mini_batching=mini_batching_of(config),
         schedule=LearningRateSchedule(
             warmup_steps=config.optimizer.warmup_steps,
             steps=config.optimizer_steps,

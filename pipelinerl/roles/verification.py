@@ -14,12 +14,12 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.verification import DEFAULT_VERIFIER
 from pipelinerl.errors import RecipeError
-from pipelinerl.roles.judging import Purse, open_judge
+from pipelinerl.roles.judging import JudgeBudget, open_judge
 from pipelinerl.system.references import is_reference
 from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.user_code import AsyncReward, PooledReward, RewardFunction, Shielded
-from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier
+from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier
 from pipelinerl.verifiers.weighted import WeightedPart, WeightedSum
 
 #: Verifiers that keep their deadlines themselves, in processes of their own.
@@ -32,7 +32,7 @@ _JUDGING: Final = {"correct_at", "instructions", "judge", "oubliette"}
 _PLACES: Final = {"url", "key_variable", "repository"}
 
 
-def open_verifier(domain: DomainSection, *, purse: Purse | None = None) -> GroupVerifier:
+def open_verifier(domain: DomainSection, *, purse: JudgeBudget | None = None) -> GroupVerifier:
     """What judges the domain's answers; nothing is started before the first answer. To be closed.
 
     The domain must have a verifier (`has_verifier`). `purse` is for a judge whose budget is a run's.
@@ -67,7 +67,7 @@ def rules_of(domain: DomainSection) -> str:
     return hashlib.sha256(json.dumps(judging, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def served_domain(domain: DomainSection, *, purse: Purse | None) -> ServedDomain:
+def served_domain(domain: DomainSection, *, purse: JudgeBudget | None) -> ServedDomain:
     """The domain as a verifier service judges it; raises as `open_verifier`."""
     names = {name for _, name in names_of(domain)}
     return ServedDomain(
@@ -130,22 +130,24 @@ def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield where, name
 
 
-def _opened(domain: DomainSection, where: str, name: str, purse: Purse | None) -> GroupVerifier:
+def _opened(domain: DomainSection, where: str, name: str, purse: JudgeBudget | None) -> GroupVerifier:
     thing = registry.load(where, registry.VERIFIERS, name)
     deadline_s, workers = domain.verifier_timeout_s, domain.verifier_workers
     if name == "instruction_following":
         section = domain.instructions
-        return EachAlone(thing(score=section.score, matching=section.matching, deadline_s=deadline_s, workers=workers))
+        return PerAnswerVerifier(
+            thing(score=section.score, matching=section.matching, deadline_s=deadline_s, workers=workers)
+        )
     if name == "judge":
         return open_judge(domain, purse=purse)
     if name == "oubliette":
-        return EachAlone(thing(domain.oubliette.rules, deadline_s=deadline_s, workers=workers))
+        return PerAnswerVerifier(thing(domain.oubliette.rules, deadline_s=deadline_s, workers=workers))
     if name in _POOLED:
-        return EachAlone(thing(deadline_s=deadline_s, workers=workers))
+        return PerAnswerVerifier(thing(deadline_s=deadline_s, workers=workers))
     if not registry.is_user_code(registry.VERIFIERS, name):
-        return EachAlone(thing(), deadline_s=deadline_s)
+        return PerAnswerVerifier(thing(), deadline_s=deadline_s)
     if hasattr(thing, "verify"):
-        return EachAlone(Shielded(_made(where, thing)), deadline_s=deadline_s)
+        return PerAnswerVerifier(Shielded(_made(where, thing)), deadline_s=deadline_s)
     try:
         reward = RewardFunction.of_callable(thing)
     except RecipeError as error:

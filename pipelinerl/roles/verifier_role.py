@@ -23,7 +23,7 @@ from pipelinerl.config.domains import DomainSection
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.roles.engine_role import offered_url
-from pipelinerl.roles.judging import Purse
+from pipelinerl.roles.judging import JudgeBudget
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.verification import served_domain
 from pipelinerl.system.http_service import listen, serve_until
@@ -48,7 +48,7 @@ async def run(identity: Identity, *, only: Sequence[str] = ()) -> None:
     """
     config = identity.config
     domains = _chosen(config.domains, only)
-    purse = Purse(identity.run_dir / "judging" / identity.name, max(1, config.verification.services))
+    purse = JudgeBudget(identity.run_dir / "judging" / identity.name, max(1, config.verification.services))
     with listen(identity.host, identity.port) as listener:
         url = ""
         if identity.controller_url:

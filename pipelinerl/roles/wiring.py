@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelinerl import registry
-from pipelinerl.choices import OldLogprobs, RoutingReplay
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.evaluation import HeldOutSet
 from pipelinerl.config.recipe import RunConfig
@@ -16,13 +15,14 @@ from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.data.mixture import Domain, Mixture
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.data.source import ProblemSource
+from pipelinerl.enums import OldLogprobs, RoutingReplay
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.routing import replayed_routing
 from pipelinerl.objective.contradictions import Setting, without_effect
 from pipelinerl.objective.kl_control import kl_coefficient
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
-from pipelinerl.objective.reward import Over
+from pipelinerl.objective.reward import NormalizationScope
 from pipelinerl.objective.tokens import Policy
 from pipelinerl.system.references import is_reference
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
@@ -91,7 +91,7 @@ def routing_of(config: RunConfig) -> RoutingShape | None:
         raise RecipeError(f"{said}: {error}") from None
 
 
-def dealing_of(config: RunConfig) -> MiniBatching:
+def mini_batching_of(config: RunConfig) -> MiniBatching:
     """How batches are divided into optimizer steps."""
     return MiniBatching(**shared_values(config.training, MiniBatching), seed=config.run.seed)
 
@@ -110,7 +110,11 @@ def setting_of(config: RunConfig) -> Setting:
 def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]:
     passes, weight = objective.passes, objective.is_weight
     for domain in config.domains:
-        if domain.reward is not None and domain.reward.mean is Over.GROUP and config.group_size_of(domain) == 1:
+        if (
+            domain.reward is not None
+            and domain.reward.mean is NormalizationScope.GROUP
+            and config.group_size_of(domain) == 1
+        ):
             yield (
                 f"domains.{domain.name}.reward.mean group needs groups, and {config.key_of_group_size(domain)} is 1: "
                 'every reward would be 0; raise it, or take mean = "batch"'

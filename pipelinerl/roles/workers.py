@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import final
 
 from pipelinerl import registry
-from pipelinerl.choices import OldLogprobs
 from pipelinerl.config.learning import CriticSection, ReferenceSection
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection, shared_values
+from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.value_loss import ValueLoss

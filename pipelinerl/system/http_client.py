@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import aiohttp
     import httpx
 
-    from pipelinerl.system.post_connections import PostConnections
+    from pipelinerl.system.post_connections import FanoutClient
 
 #: A peer that is there accepts a connection within this time, however long its answer takes.
 CONNECT_S: Final = 5.0
@@ -93,11 +93,11 @@ def hot_session(
 
 def post_connections(
     *, token: str | None, keep_alive_s: float, headers: Mapping[str, str] = _NO_HEADERS
-) -> PostConnections:
+) -> FanoutClient:
     """Small requests to many peers at once, each with a deadline of its own; the arguments are `hot_session`'s."""
-    from pipelinerl.system.post_connections import PostConnections
+    from pipelinerl.system.post_connections import FanoutClient
 
-    return PostConnections(headers={**headers, **authorization(token)}, keep_alive_s=keep_alive_s, connect_s=CONNECT_S)
+    return FanoutClient(headers={**headers, **authorization(token)}, keep_alive_s=keep_alive_s, connect_s=CONNECT_S)
 
 
 def call_timeout(timeout_s: float, *, silence_s: float | None = None) -> aiohttp.ClientTimeout:

@@ -1,4 +1,4 @@
-"""`PostConnections`: the same few bytes to many peers at once, each of whom answers in a few.
+"""`FanoutClient`: the same few bytes to many peers at once, each of whom answers in a few.
 
 A call of an HTTP library makes a request anew for each peer, with everything that requests can have. Here a request is
 bytes that are written as they are: the head differs by the peer's name alone, the body not at all. Promises: one call
@@ -56,7 +56,7 @@ class _Peer:
 
 
 @final
-class PostConnections:
+class FanoutClient:
     """Used from one event loop; `close` it there."""
 
     def __init__(self, *, headers: dict[str, str], keep_alive_s: float, connect_s: float) -> None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
 from inference_contract.weights import OnUpdate
-from pipelinerl.choices import NoSignal, StalenessScope, Truncated
+from pipelinerl.enums import NoSignal, StalenessScope, Truncated
 from pipelinerl.errors import DeadlineError, DivergedError
 from pipelinerl.messages import (
     SKIPS_THAT_END,
@@ -53,7 +53,7 @@ from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.controller_link import RESEND_S, ControllerLink
 from pipelinerl.training.publish.canary_check import CanaryChecker
 from pipelinerl.training.publish.publishing import Publishing
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage, SolvedProblems
+from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage, SolvedProblems
 from pipelinerl.training.rollouts.batch import TrainBatch, build, teacher
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.mini_batches import ONE_STEP, MiniBatching
@@ -62,7 +62,7 @@ from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
 from pipelinerl.training.step.adaptive import AdaptiveObjective
 from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.schedule import LearningRateSchedule
-from pipelinerl.training.step.train_step import Taken, TrainStep
+from pipelinerl.training.step.train_step import StepResult, TrainStep
 from pipelinerl.training.watching.domain_figures import StepFigures
 from pipelinerl.training.watching.step_watch import StepWatch
 from pipelinerl.types import RolloutGroup
@@ -78,7 +78,7 @@ class LoopSettings:
     """`deadline_s` bounds every wait of the loop, `publish_timeout_s` a publication, `overdue_s` a full step's wait for
     groups that would be stale after it; None: none waits.
 
-    `schedule` is of optimizer steps, of which `dealing` may make several of a batch. `shaping` is by domain; `kl`
+    `schedule` is of optimizer steps, of which `mini_batching` may make several of a batch. `shaping` is by domain; `kl`
     controls the coefficient of the KL; token ids of a group must lie below `vocab_size`; `routing` is of the routers
     whose choices are replayed.
     """
@@ -97,7 +97,7 @@ class LoopSettings:
     publish_timeout_s: float = 120.0
     scope: StalenessScope = StalenessScope.GROUP
     overdue_s: float | None = None
-    dealing: MiniBatching = ONE_STEP
+    mini_batching: MiniBatching = ONE_STEP
 
 
 @final
@@ -291,7 +291,7 @@ class TrainingLoop:
             token_budget=self._settings.micro_batch_tokens,
             producing=producing,
             width=self._step.width,
-            dealing=self._settings.dealing,
+            mini_batching=self._settings.mini_batching,
         )
 
     def _scope_figures(self) -> dict[str, float]:
@@ -333,7 +333,7 @@ class TrainingLoop:
 
     # --- step ------------------------------------------------------------------------------------------------------
 
-    async def _train(self, batch: TrainBatch) -> tuple[Taken, StepFigures]:
+    async def _train(self, batch: TrainBatch) -> tuple[StepResult, StepFigures]:
         """The optimizer steps of a batch, which make the next version; returns their figures, in all and by domain.
 
         Raises:
@@ -356,11 +356,13 @@ class TrainingLoop:
             losses=accumulated.losses,
             entropies=accumulated.measured.of_tokens,
         )
-        return Taken(batch.stats | taken.figures | self._objective.observe(taken.figures) | held, taken.updates), by
+        return StepResult(
+            batch.stats | taken.figures | self._objective.observe(taken.figures) | held, taken.updates
+        ), by
 
-    def _ended(self, groups: Iterable[RolloutGroup], fate: Fate, why: str) -> None:
+    def _ended(self, groups: Iterable[RolloutGroup], fate: GroupOutcome, why: str) -> None:
         groups = list(groups)
-        if fate is Fate.FILTERED:
+        if fate is GroupOutcome.FILTERED:
             self._solved.note(groups)
         self._watch.ended(groups, fate, why)
 
@@ -377,7 +379,7 @@ class TrainingLoop:
         log.error("step %d is skipped: %s not finite (%d in a row)", step, error, self._skipped)
         await self._ask(
             StepSkipped(
-                report_id=f"e{epoch}-skip-{self._version}-{self._batcher.ledger.counts[Fate.FILTERED]}",
+                report_id=f"e{epoch}-skip-{self._version}-{self._batcher.ledger.counts[GroupOutcome.FILTERED]}",
                 epoch=epoch,
                 model_version=self._version,
                 consumed=self._consumed(),
@@ -402,8 +404,8 @@ class TrainingLoop:
             self._batcher.lineage = Lineage(directive.epoch, self._version, self._earlier)
             self._claimed = True
         self._solved.answered(directive.answers)
-        self._batcher.end(directive.failed, Fate.FAILED)
-        self._batcher.end(directive.stale, Fate.STALE)
+        self._batcher.end(directive.failed, GroupOutcome.FAILED)
+        self._batcher.end(directive.stale, GroupOutcome.STALE)
         if directive.publish_to:
             await self._in_worker(lambda: self._step.will_sample(self._version, acceptance=directive.knobs.k))
             await self._publishing.begin(directive, self._version)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from pipelinerl.choices import StalenessScope, Truncated
+from pipelinerl.enums import StalenessScope, Truncated
 from pipelinerl.errors import DivergedError, RecordError
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import RewardShaping
@@ -104,7 +104,7 @@ class Replay:
     token_budget: int
     shaping: Mapping[str, RewardShaping]
     truncated: Truncated = Truncated.TRAIN
-    dealing: MiniBatching = ONE_STEP
+    mini_batching: MiniBatching = ONE_STEP
     began_at: int = 0
     """The version that the trainer holds before the first step."""
     acceptance: float = math.inf
@@ -142,7 +142,7 @@ class Replay:
             token_budget=self.token_budget,
             producing=recorded.version,
             width=self.step.width,
-            dealing=self.dealing,
+            mini_batching=self.mini_batching,
         )
         try:
             accumulated = self.step.accumulate(batch, objective)

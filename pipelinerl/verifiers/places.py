@@ -1,4 +1,4 @@
-"""`Places`: who may go on; of those that wait, groups with the fewest slow questions are first, then who came first.
+"""`FairSemaphore` admits work in order: groups with the fewest slow questions first, then those that came first.
 
 So that nobody waits for ever while others keep coming, who has waited longest is given every fourth place, but for no
 more than a quarter of the time that places are held: a slow question holds one for longer than others do.
@@ -19,7 +19,7 @@ _KEPT: Final = 0.98
 
 
 @final
-class Places:
+class FairSemaphore:
     """So many as are free.
 
     Args:

@@ -44,7 +44,7 @@ class Verifier(Protocol):
 
 
 @runtime_checkable
-class Quick(Protocol):
+class FastPathVerifier(Protocol):
     """A verifier that need not wait for most of its verdicts."""
 
     def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
@@ -81,7 +81,7 @@ async def start(verifier: object) -> None:
 
 
 @final
-class EachAlone:
+class PerAnswerVerifier:
     """Judges the answers of a group with a `Verifier`, all at once; each has `deadline_s`, kept by cancelling.
 
     A verifier that keeps a deadline of its own is given none here. What it can say at once needs no task, and is asked
@@ -90,7 +90,7 @@ class EachAlone:
 
     def __init__(self, verifier: Verifier, *, deadline_s: float | None = None) -> None:
         self._verifier = verifier
-        self._quick = verifier if isinstance(verifier, Quick) else None
+        self._quick = verifier if isinstance(verifier, FastPathVerifier) else None
         self._deadline_s = deadline_s
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
@@ -126,7 +126,7 @@ class EachAlone:
         return Judgement(verdict, time.monotonic() - began)
 
 
-def _judged_at_once(verifier: Quick, problem: Problem, texts: Sequence[str]) -> dict[str, Judgement]:
+def _judged_at_once(verifier: FastPathVerifier, problem: Problem, texts: Sequence[str]) -> dict[str, Judgement]:
     """By answer, what can be said of it without waiting."""
     found: dict[str, Judgement] = {}
     for text in dict.fromkeys(texts):

@@ -39,7 +39,7 @@ from typing import Any, Final, final
 
 from pipelinerl.system import tied_process
 from pipelinerl.system.background import to_its_end
-from pipelinerl.verifiers.places import Places
+from pipelinerl.verifiers.places import FairSemaphore
 
 _STARTUP_S: Final = 60.0
 #: The kernel ends at once what is killed, as soon as it has a core for it.
@@ -102,8 +102,8 @@ class WorkerPool:
         self._deadline_s = deadline_s
         size = workers or default_workers()
         self._slow_of: Counter[str] = Counter()
-        self._places = Places(size, self._slow_of)
-        self._slow_places = Places(_SLOW_PLACES * size, self._slow_of)
+        self._places = FairSemaphore(size, self._slow_of)
+        self._slow_places = FairSemaphore(_SLOW_PLACES * size, self._slow_of)
         self._usual_s = _Median()
         self._usual_cpu_s = _Median()
         self._idle: list[_Worker] = []
@@ -234,17 +234,17 @@ class _Median:
 class _Turn:
     """What one question holds: a place, and a worker."""
 
-    places: Places | None = None
+    places: FairSemaphore | None = None
     worker: _Worker | None = None
     _out_of_turn: bool = False
     _since: float = 0.0
     _cpu_before_s: float = 0.0
 
-    async def enter(self, places: Places, group: str) -> None:
+    async def enter(self, places: FairSemaphore, group: str) -> None:
         """Wait for a place."""
         self._has(places, out_of_turn=await places.take(group))
 
-    def move(self, places: Places) -> None:
+    def move(self, places: FairSemaphore) -> None:
         """Give the place back, and have one of these, which was taken."""
         self.leave()
         self._has(places, out_of_turn=False)
@@ -255,7 +255,7 @@ class _Turn:
             self.places.give_back(time.monotonic() - self._since, out_of_turn=self._out_of_turn)
             self.places = None
 
-    def _has(self, places: Places, *, out_of_turn: bool) -> None:
+    def _has(self, places: FairSemaphore, *, out_of_turn: bool) -> None:
         self.places, self._out_of_turn, self._since = places, out_of_turn, time.monotonic()
 
     def cpu_s(self) -> float:

@@ -51,7 +51,7 @@ from pipelinerl.types import (
     Verdict,
 )
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier, failed
+from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, failed
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
@@ -140,7 +140,7 @@ class Exact:
 def exact(domain: str) -> GroupVerifier:
     if domain != "d":
         raise UserError(f"domain {domain!r} is not in this actor's recipe")
-    return EachAlone(Exact())
+    return PerAnswerVerifier(Exact())
 
 
 @final

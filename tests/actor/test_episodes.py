@@ -19,7 +19,7 @@ from pipelinerl.environments.gateway import Gateway
 from pipelinerl.environments.host_pool import EpisodeHosts
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier, correct, wrong
+from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, correct, wrong
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.patience import PATIENCE_S
 
@@ -147,7 +147,7 @@ async def test_what_an_episode_is_worth(
 
 
 async def test_none_is_judged_by_the_domains_verifier(tmp_path: Path) -> None:
-    (made,) = await played(tmp_path, "unjudged", verifier=EachAlone(IsB()))
+    (made,) = await played(tmp_path, "unjudged", verifier=PerAnswerVerifier(IsB()))
     assert made.rollout.verdict.reason == "it is not b"
 
 
@@ -190,7 +190,7 @@ async def test_a_command_plays_an_episode_and_its_last_answer_is_judged(tmp_path
         "talk": EpisodeDomain(
             player=Commands([sys.executable, str(script), "say {task}"]),
             limits=EpisodeLimits(),
-            verifier=EachAlone(IsB()),
+            verifier=PerAnswerVerifier(IsB()),
             correct_at=1.0,
         )
     }

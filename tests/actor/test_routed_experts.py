@@ -10,7 +10,7 @@ import pytest
 from inference_contract.schemas import ChatCompletion
 from pipelinerl.actor.rollouts import Answer, assemble, rollouts_of
 from pipelinerl.actor.single_turn import chat_request
-from pipelinerl.choices import RoutingReplay
+from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import RecordError
 from pipelinerl.numerics.routed_experts import on_the_wire
 from pipelinerl.training.publish.canary_check import micro_batch_of

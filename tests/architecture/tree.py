@@ -41,7 +41,7 @@ FLOORS: dict[str, float] = {
     "launch": 8,
     "benchmarks": 9,
 }
-VALUES = frozenset({"types", "choices", "arrays", "staleness", "rng", "errors", "messages"})
+VALUES = frozenset({"types", "enums", "arrays", "staleness", "rng", "errors", "messages"})
 
 
 @dataclass(frozen=True)

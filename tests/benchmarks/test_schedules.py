@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.schedules import RECIPE, Cell, Schedule, cells, schedules
 from pipelinerl.config.recipe import RunConfig, load
-from pipelinerl.roles.wiring import dealing_of, objective_of
+from pipelinerl.roles.wiring import mini_batching_of, objective_of
 
 CELLS = cells(quick=False, recipe=RECIPE)
 
@@ -20,7 +20,7 @@ def test_every_arm_has_as_many_rollouts_and_optimizer_steps(cell: Cell) -> None:
     for config in (config_of(schedule, cell) for schedule in schedules()):
         assert config.run.steps * config.training.rollouts_per_step == cell.rollouts * cell.optimizer_steps
         assert config.optimizer_steps == cell.optimizer_steps
-        assert config.training.rollouts_per_step == cell.rollouts * dealing_of(config).mini_batches
+        assert config.training.rollouts_per_step == cell.rollouts * mini_batching_of(config).mini_batches
 
 
 def test_arms_differ_in_their_schedule_alone() -> None:

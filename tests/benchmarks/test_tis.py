@@ -10,8 +10,8 @@ import pytest
 from benchmarks.comparison import table
 from benchmarks.finished_run import FinishedRun
 from benchmarks.tis import COLUMNS, RECIPE, Arm, Outcome, arms, draw, outcome
-from pipelinerl.choices import WeightFormat
 from pipelinerl.config.recipe import RunConfig, load
+from pipelinerl.enums import WeightFormat
 from pipelinerl.numerics import causes
 from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.statistics import statistics

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.choices import Skill
 from pipelinerl.commands.warmstart import WarmStartOptions, make
 from pipelinerl.config.recipe import RunConfig, load, parse, to_table
+from pipelinerl.enums import Skill
 from pipelinerl.errors import UserError
 from pipelinerl.models.tokenizer import ChatTokenizer
 

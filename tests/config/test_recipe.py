@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from inference_contract.weights import OnUpdate
-from pipelinerl.choices import StalenessScope
 from pipelinerl.config import recipe as config
 from pipelinerl.config.recipe import RunConfig, load, parse, save, to_table
+from pipelinerl.enums import StalenessScope
 from pipelinerl.errors import RecipeError
-from pipelinerl.objective.reward import Over, RewardShaping
+from pipelinerl.objective.reward import NormalizationScope, RewardShaping
 from pipelinerl.staleness import StalenessBounds
 from trainer_contract.types import Precision
 
@@ -206,7 +206,7 @@ def test_reward_shaping_reads_back_equal_and_says_what_makes_no_sense() -> None:
     domain = {"name": "d", "source": "addition", "reward": {"mean": "group", "high": 5.0, "low": -math.inf}}
     resolved = parse({**MINIMAL, "domains": [domain]})
     assert resolved.domains[0].reward is not None
-    assert resolved.domains[0].reward.shaping == RewardShaping(mean=Over.GROUP, high=5.0)
+    assert resolved.domains[0].reward.shaping == RewardShaping(mean=NormalizationScope.GROUP, high=5.0)
     assert parse(to_table(resolved)).domains == resolved.domains
     with pytest.raises(RecipeError, match=r"^domains.d.reward: reward.low must not exceed high, got 2 and 1$"):
         parse({**MINIMAL, "domains": [{**domain, "reward": {"low": 2.0, "high": 1.0}}]})

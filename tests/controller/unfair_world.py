@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import msgspec
 
-from pipelinerl.choices import NoSignal, Pin, StalenessScope
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
 from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Send
@@ -38,6 +37,7 @@ from pipelinerl.controller.state.inputs import (
 )
 from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.enums import NoSignal, Pin, StalenessScope
 from pipelinerl.messages import (
     ActorAlive,
     CanaryChecked,
@@ -55,7 +55,7 @@ from pipelinerl.messages import (
     TrainerReady,
 )
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
+from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.types import PromptOrder, Purpose, Rollout, RolloutGroup, Sampling
 from tests.controller.world import drawn_problem, held_out_problem, knobs
@@ -291,8 +291,8 @@ class UnfairWorld:
                 self.epochs = (*self.epochs, (self.epoch, self.version))
             self.directive = directive
             self.question = None if is_answer else self.question
-            self.batcher.end(directive.failed, Fate.FAILED)
-            self.batcher.end(directive.stale, Fate.STALE)
+            self.batcher.end(directive.failed, GroupOutcome.FAILED)
+            self.batcher.end(directive.stale, GroupOutcome.STALE)
             if directive.publish_to:
                 self._end_publication()
                 self.publication = directive

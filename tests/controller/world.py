@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipelinerl.choices import NoSignal, Overdue, Pin
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.state.effects import Effect, Finish, IssuePrompts, Send
 from pipelinerl.controller.state.evaluation import EvaluationPlan, EvaluationSet
@@ -19,6 +18,7 @@ from pipelinerl.controller.state.inputs import AnyInput, EngineRegistered, Repor
 from pipelinerl.controller.state.knobs import Knobs
 from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.enums import NoSignal, Overdue, Pin
 from pipelinerl.messages import (
     CanaryChecked,
     ConsumedReport,
@@ -35,7 +35,7 @@ from pipelinerl.messages import (
     TrainerStopped,
 )
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
+from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.overdue import awaited
 from pipelinerl.types import DomainSampling, Message, Problem, PromptOrder, Purpose, Quota, RolloutGroup, Sampling
@@ -310,7 +310,7 @@ class World:
     def _skip(self, groups: list[RolloutGroup]) -> None:
         self.batcher.skipped(groups)
         self.skipped += 1
-        self.awaiting = f"e1-skip-{self.version}-{self.batcher.ledger.counts[Fate.FILTERED]}"
+        self.awaiting = f"e1-skip-{self.version}-{self.batcher.ledger.counts[GroupOutcome.FILTERED]}"
         self.tell(
             StepSkipped(
                 report_id=self.awaiting,
@@ -327,7 +327,7 @@ class World:
         self.directive = directive
         if directive.answers == self.awaiting:
             self.awaiting = ""
-        self.batcher.end(directive.failed, Fate.FAILED)
-        self.batcher.end(directive.stale, Fate.STALE)
+        self.batcher.end(directive.failed, GroupOutcome.FAILED)
+        self.batcher.end(directive.stale, GroupOutcome.STALE)
         if directive.publish_to:
             self.publications.append((self.version, directive))

@@ -17,7 +17,6 @@ from inference_contract.schemas import ChatMessage
 from inference_contract.weights import OnUpdate
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.actor.single_turn import SingleTurn
-from pipelinerl.choices import NoSignal
 from pipelinerl.config.recipe import parse
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.service.service import ControllerService
@@ -31,6 +30,7 @@ from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.enums import NoSignal
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.observability.events import EventLog, read_events
@@ -44,7 +44,7 @@ from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.publish.canary_check import TOLERANCES, Canary, LogprobCanaryChecker
 from pipelinerl.training.step.schedule import LearningRateSchedule
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
-from pipelinerl.verifiers.verifier import EachAlone
+from pipelinerl.verifiers.verifier import PerAnswerVerifier
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
@@ -142,7 +142,7 @@ async def run(
     actor = Actor(
         ActorSettings(name="actor-0", groups_in_flight=16, block_s=0.05),
         stream=stream,
-        maker_of=lambda _: SingleTurn(pool, lambda domain: EachAlone(SaysB()), attempts=3),
+        maker_of=lambda _: SingleTurn(pool, lambda domain: PerAnswerVerifier(SaysB()), attempts=3),
     )
     loop = TrainingLoop(
         LoopSettings(

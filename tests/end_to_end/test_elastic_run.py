@@ -17,13 +17,13 @@ from typing import Any, Final, final
 import pytest
 
 from inference_contract.engine import Engine
-from pipelinerl.choices import Elasticity
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.elastic import ElasticRule
 from pipelinerl.controller.state.inputs import EngineRegistered, KnobsPatched, StopAsked
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.enums import Elasticity
 from pipelinerl.streams.memory_stream import MemoryStream
 from tests.end_to_end.test_bigram_run import model_in, new_controller, run
 from tests.fakes.live_fleet import assert_nothing_lost, engines, fleet, until_serving, until_steps

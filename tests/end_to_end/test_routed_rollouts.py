@@ -12,10 +12,10 @@ import numpy as np
 from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl.actor.actor import Actor, ActorSettings
 from pipelinerl.actor.single_turn import SingleTurn
-from pipelinerl.choices import NoSignal, RoutingReplay
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.partial_answer import PartialAnswer
 from pipelinerl.engines.torch.engine import load_runner
+from pipelinerl.enums import NoSignal, RoutingReplay
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.presets import resolve
 from pipelinerl.staleness import StalenessBounds
@@ -27,7 +27,7 @@ from pipelinerl.training.rollouts.packing import with_columns
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import Answered, Outcome, Problem, RolloutGroup, Verdict
-from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier
+from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier
 from tests.actor.test_actor import NAME, Watched, order, until
 from tests.fakes.engine_options import engine_options
 from tests.fakes.mixtures import CONTEXT, ROUTING, save_mixture
@@ -69,7 +69,7 @@ class LikesLow:
 
 
 def judge(domain: str) -> GroupVerifier:
-    return EachAlone(LikesLow())
+    return PerAnswerVerifier(LikesLow())
 
 
 async def sampled(path: Path) -> list[RolloutGroup]:

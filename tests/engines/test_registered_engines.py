@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from inference_contract.conformance import CheckOutcome, pull_checks, run, weight_checks
-from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.enums import WeightFormat
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES, SERVER_ENGINES, load

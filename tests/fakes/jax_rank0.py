@@ -15,7 +15,7 @@ import numpy as np
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.jax.trainer import JaxTrainer
 from trainer_contract.conformance import Status, run
-from trainer_contract.conformance.probes import Subject, pack, rollouts_of
+from trainer_contract.conformance.probes import TrainerUnderTest, pack, rollouts_of
 from trainer_contract.errors import NonFiniteError, TrainerError
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, OptimizerSpec, TrainerSpec
@@ -93,7 +93,7 @@ def refusal_of(trainer, batch):
 def kit(model, options, directory):
     """What the conformance kit finds, by check."""
     spec = TrainerSpec(model_path=Path(model), device=Device.CPU, options=options)
-    found = run(Subject(JaxTrainer, spec, VOCAB), directory=directory / "kit")
+    found = run(TrainerUnderTest(JaxTrainer, spec, VOCAB), directory=directory / "kit")
     (directory / "kit.json").write_text(
         json.dumps({each.name: each.reason if each.status is not Status.PASSED else "" for each in found})
     )

@@ -9,7 +9,7 @@ from pipelinerl.verifiers.oubliette.remote.service import OublietteService, crea
 from pipelinerl.verifiers.oubliette.repository import PersistentRepository, TransientRepository
 from pipelinerl.verifiers.oubliette.runner import LocalRunner
 from pipelinerl.verifiers.oubliette.runs import Tier
-from pipelinerl.verifiers.oubliette.sandbox import Sandbox, Walls
+from pipelinerl.verifiers.oubliette.sandbox import Isolation, Sandbox
 
 
 def application(folder: Path, *, token: str | None) -> Any:
@@ -23,5 +23,5 @@ def application(folder: Path, *, token: str | None) -> Any:
     )
 
 
-def _no_walls(_: int) -> Walls:
-    return Walls(tier=Tier.DEFAULT, command=(), namespaces=True, outer_id=0, filter=b"")
+def _no_walls(_: int) -> Isolation:
+    return Isolation(tier=Tier.DEFAULT, command=(), namespaces=True, outer_id=0, filter=b"")

@@ -23,7 +23,7 @@ from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
-from trainer_contract.conformance.probes import Subject, pack, rollouts_of
+from trainer_contract.conformance.probes import TrainerUnderTest, pack, rollouts_of
 from trainer_contract.conformance.step_checks import reads_are_of_the_last_step
 from trainer_contract.errors import StateError, TrainerError
 from trainer_contract.types import Device, Head, OptimizerSpec, TrainerSpec
@@ -44,7 +44,7 @@ def kit(directory, *, models, options, names=None):
     for model, head in models:
         suite = CHECKS if head == "policy" else VALUE_CHECKS
         checks = suite if names is None else [check for check in suite if check.__name__ in names]
-        subject = Subject(TorchTrainer, spec_of(model, options, head=Head(head)), VOCAB)
+        subject = TrainerUnderTest(TorchTrainer, spec_of(model, options, head=Head(head)), VOCAB)
         results = run(subject, directory=directory / "kit" / Path(model).name / head, checks=checks)
         found[f"{Path(model).name} {head}"] = {
             each.name: each.reason if each.status is not Status.PASSED else "" for each in results
@@ -160,12 +160,20 @@ def epochs(directory, *, model, options, batches=3):
     """Batches of six optimizer steps each: what each of these found, and the weights after all."""
     trainer, told = TorchTrainer(), []
     trainer.init_worker(replace(spec_of(model, options), optimizer=OptimizerSpec(eps=1e-3)))
-    step, dealing = TrainStep(passes=ForwardPasses(policy=trainer)), MiniBatching(epochs=2, mini_batches=3, seed=11)
+    step, mini_batching = (
+        TrainStep(passes=ForwardPasses(policy=trainer)),
+        MiniBatching(epochs=2, mini_batches=3, seed=11),
+    )
     for number in range(1, batches + 1):
         batch = build(
-            groups(number), objective=CLIPPED, token_budget=48, producing=number, dealing=dealing, width=trainer.width
+            groups(number),
+            objective=CLIPPED,
+            token_budget=48,
+            producing=number,
+            mini_batching=mini_batching,
+            width=trainer.width,
         )
-        taken = step.apply(step.accumulate(batch, CLIPPED), learning_rates=[1e-2] * dealing.updates)
+        taken = step.apply(step.accumulate(batch, CLIPPED), learning_rates=[1e-2] * mini_batching.updates)
         told += [(each["loss"], each["grad_norm"], each["clip_fraction"]) for each in taken.updates]
     losses, norms, clipped = np.transpose(told)
     np.savez(directory / "epochs.npz", losses=losses, norms=norms, clipped=clipped)

@@ -18,7 +18,7 @@ from pipelinerl.verifiers.service.server import VerifierService, create_app
 from pipelinerl.verifiers.service.verdict_cache import VerdictCache
 from pipelinerl.verifiers.service.wire import VerifierLease
 from pipelinerl.verifiers.user_code import PooledReward, RewardFunction
-from pipelinerl.verifiers.verifier import EachAlone, GroupVerifier
+from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier
 from tests.patience import PATIENCE_S
 
 RULES = "r1"
@@ -34,7 +34,7 @@ def echoed(completion: str, answer: str) -> float:
 def verifier(domain: str) -> GroupVerifier:
     """`words` runs a function in worker processes, `code` programs in a sandbox."""
     if domain == "code":
-        return EachAlone(Oubliette(deadline_s=PATIENCE_S, workers=2))
+        return PerAnswerVerifier(Oubliette(deadline_s=PATIENCE_S, workers=2))
     reference = f"{__file__}:echoed"
     reward = RewardFunction.of_callable(echoed)
     return PooledReward(reference, reward, correct_at=1.0, deadline_s=PATIENCE_S, workers=2)

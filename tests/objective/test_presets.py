@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.choices import NoSignal
+from pipelinerl.enums import NoSignal
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.objective import adv, agg, grad1, grad2, is_weight
 from pipelinerl.objective.catalogue import PRESETS
@@ -113,7 +113,7 @@ def test_an_entry_names_its_source_and_writes_its_formula(name):
         ({"preset": "gspo", "adv": "gae"}, "adv must give a sequence one advantage"),
         ({"preset": "gspo", "adv": {"kind": "reward_to_go", "kl": 0.1}}, "adv must give a sequence one advantage"),
         ({"preset": "grpo", "is_weight": "token_ratio"}, "is_weight.numerator must not be current beside a ratio"),
-        ({"preset": "grpo", "is_weight": {"kind": "tapered"}}, "is_weight.numerator must not be current beside"),
+        ({"preset": "grpo", "is_weight": {"kind": "topr"}}, "is_weight.numerator must not be current beside"),
         (
             {"preset": "grpo", "is_weight": {"kind": "token_ratio", "numerator": "old"}},
             "is_weight.denominator must not be behavior beside a ratio over behavior",

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipelinerl.objective.reward import Over, RewardShaping
+from pipelinerl.objective.reward import NormalizationScope, RewardShaping
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 1.0])
 GROUPS = np.array([7, 7, 7, 7, 3, 3])
@@ -28,12 +28,15 @@ def test_too_long_an_answer_loses_up_to_one():
 
 
 def test_normalised_over_groups_and_over_the_batch():
-    np.testing.assert_allclose(shaped(mean=Over.GROUP), [0.5, -0.5, -0.5, 0.5, 2.0, -2.0])
-    np.testing.assert_allclose(shaped(mean=Over.GROUP, std=Over.GROUP, epsilon=0.0), [1, -1, -1, 1, 1, -1])
+    np.testing.assert_allclose(shaped(mean=NormalizationScope.GROUP), [0.5, -0.5, -0.5, 0.5, 2.0, -2.0])
     np.testing.assert_allclose(
-        shaped(mean=Over.BATCH, std=Over.BATCH, epsilon=0.0), (REWARDS - REWARDS.mean()) / REWARDS.std()
+        shaped(mean=NormalizationScope.GROUP, std=NormalizationScope.GROUP, epsilon=0.0), [1, -1, -1, 1, 1, -1]
     )
-    np.testing.assert_allclose(shaped(std=Over.BATCH, epsilon=0.0), REWARDS / REWARDS.std())
+    np.testing.assert_allclose(
+        shaped(mean=NormalizationScope.BATCH, std=NormalizationScope.BATCH, epsilon=0.0),
+        (REWARDS - REWARDS.mean()) / REWARDS.std(),
+    )
+    np.testing.assert_allclose(shaped(std=NormalizationScope.BATCH, epsilon=0.0), REWARDS / REWARDS.std())
 
 
 def test_clipped_then_scaled():
@@ -43,13 +46,13 @@ def test_clipped_then_scaled():
 def test_what_was_not_judged_counts_nowhere():
     valid = np.array([True, True, False, True, True, True])
     poisoned = np.where(valid, REWARDS, np.nan)
-    for over in (Over.GROUP, Over.BATCH):
+    for over in (NormalizationScope.GROUP, NormalizationScope.BATCH):
         got = shaped(poisoned, valid, mean=over, std=over)
         rule = RewardShaping(mean=over, std=over)
         alone = rule.apply(rewards=REWARDS[valid], groups=GROUPS[valid], lengths=LENGTHS[valid], valid=ALL[valid])
         assert got[2] == 0.0
         np.testing.assert_allclose(got[valid], alone)
-    nobody = shaped(valid=~ALL, mean=Over.BATCH, std=Over.GROUP)
+    nobody = shaped(valid=~ALL, mean=NormalizationScope.BATCH, std=NormalizationScope.GROUP)
     assert (nobody == 0).all()
 
 

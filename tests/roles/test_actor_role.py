@@ -16,10 +16,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
 
-from pipelinerl.choices import JudgedIn
 from pipelinerl.config.curation import CurationSection
 from pipelinerl.config.recipe import load
 from pipelinerl.config.verification import VerificationSection
+from pipelinerl.enums import VerifierLocation
 from pipelinerl.errors import AddressError
 from pipelinerl.messages import ACTORS_GROUP, PROMPTS, REPORTS, ROLLOUTS
 from pipelinerl.roles import actor_role
@@ -218,7 +218,7 @@ async def test_what_judges_comes_up_with_the_actor_before_any_answer(identity: I
 async def test_answers_are_judged_by_the_services_that_the_controller_names(identity: Identity, engine: str) -> None:
     """Which may join after the actor has begun to ask."""
     domain = identity.config.domains[0].model_copy(update={"name": "words", "verifier": "math_answer"})
-    section = VerificationSection(judged_in=JudgedIn.SERVICES)
+    section = VerificationSection(judged_in=VerifierLocation.SERVICES)
     config = identity.config.model_copy(update={"domains": (domain,), "verification": section})
     served = ServedDomain(verifier=verifier_service.verifier("words"), rules=rules_of(domain), kept=False)
     app = create_service_app(verifier_service.service({"words": served}), token=TOKEN)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelinerl.choices import Truncated
 from pipelinerl.config.recipe import load
 from pipelinerl.engines.http.client import EngineClient
+from pipelinerl.enums import Truncated
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.roles.process import Identity

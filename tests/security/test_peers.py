@@ -19,11 +19,11 @@ import torch
 from inference_contract.errors import ContractError
 from inference_contract.weights import Backend, UpdatePhase, UpdateStatus
 from pipelinerl import rng
-from pipelinerl.choices import Receiver
 from pipelinerl.engines.external.vllm.engine import from_options as vllm_engine
 from pipelinerl.engines.external.worker.own_process import OwnProcess, endpoints_of
 from pipelinerl.engines.weights.group_endpoint import IN_PROCESS
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
+from pipelinerl.enums import Receiver
 from pipelinerl.errors import DeadlineError, ModelError, UpdateError
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective

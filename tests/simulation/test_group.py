@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings as effort, strategies as st
 
-from pipelinerl.choices import NoSignal
+from pipelinerl.enums import NoSignal
 from pipelinerl.simulation.group import SimulatedGroup, WaitingGroups
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
+from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group
@@ -37,7 +37,7 @@ def test_it_chooses_what_the_batcher_chooses(arrivals: list[list[int]], k: int, 
         taken = real.take(StepBudget(rollouts=rollouts), producing=producing, bounds=bounds)
         chosen = twin.take(rollouts, producing=producing, bounds=bounds)
         assert _indices(taken) == _indices(chosen)
-        assert real.ledger.counts[Fate.STALE] == len(twin.dropped)
+        assert real.ledger.counts[GroupOutcome.STALE] == len(twin.dropped)
         assert real.num_waiting == len(twin)
         producing += taken is not None
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pipelinerl.system import http_client
-from pipelinerl.system.post_connections import MOST_ANSWER_BYTES, PostConnections
+from pipelinerl.system.post_connections import MOST_ANSWER_BYTES, FanoutClient
 from tests.patience import PATIENCE_S
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
@@ -52,7 +52,7 @@ def _pieces(answer: bytes) -> list[bytes]:
 
 
 @asynccontextmanager
-async def talking(peer: Peer, *, keep_alive_s: float = 60.0) -> AsyncIterator[tuple[PostConnections, str]]:
+async def talking(peer: Peer, *, keep_alive_s: float = 60.0) -> AsyncIterator[tuple[FanoutClient, str]]:
     server = await asyncio.start_server(peer.serve, "127.0.0.1", 0)
     posts = http_client.post_connections(token="secret", keep_alive_s=keep_alive_s, headers={"x-kind": "test"})
     try:
@@ -73,7 +73,7 @@ async def test_what_is_asked_for_has_no_body() -> None:
     assert (peer.heard[0].decode(), peer.connections) == (asked, 1)
 
 
-async def _post(posts: PostConnections, url: str, *, timeout_s: float = PATIENCE_S) -> tuple[int, bytes]:
+async def _post(posts: FanoutClient, url: str, *, timeout_s: float = PATIENCE_S) -> tuple[int, bytes]:
     return await posts.post(url, "/do", b'{"a":1}', timeout_s=timeout_s)
 
 

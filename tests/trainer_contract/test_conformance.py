@@ -8,7 +8,7 @@ import pytest
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
-from trainer_contract.conformance.probes import LINEAR, Learns, Subject
+from trainer_contract.conformance.probes import LINEAR, Learns, TrainerUnderTest
 from trainer_contract.errors import NonFiniteError, SpecError, StateError
 from trainer_contract.types import Head, LossStats, MeasuringObjective, StepStats, TrainerSpec, measures_of
 
@@ -333,13 +333,13 @@ def spec(tmp_path_factory):
 
 
 def test_a_sound_trainer_passes_every_check(spec, tmp_path):
-    results = run(Subject(BigramTrainer, spec, VOCAB), directory=tmp_path)
+    results = run(TrainerUnderTest(BigramTrainer, spec, VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
     assert len(results) == len(CHECKS) and all(r.promise for r in results)
 
 
 def test_a_sound_value_head_passes_every_check_of_its_own(spec, tmp_path):
-    results = run(Subject(BigramTrainer, replace(spec, head=Head.VALUE), VOCAB), directory=tmp_path)
+    results = run(TrainerUnderTest(BigramTrainer, replace(spec, head=Head.VALUE), VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
     assert len(results) == len(VALUE_CHECKS) == len(CHECKS)
 
@@ -355,7 +355,7 @@ BROKEN_VALUES = [
 
 @pytest.mark.parametrize(("check", "verbs"), BROKEN_VALUES, ids=[by_name(*row) for row in BROKEN_VALUES])
 def test_a_broken_value_head_fails(check, verbs, spec, tmp_path):
-    subject = Subject(lambda: Broken(**verbs), replace(spec, head=Head.VALUE), VOCAB)
+    subject = TrainerUnderTest(lambda: Broken(**verbs), replace(spec, head=Head.VALUE), VOCAB)
     assert check in {r.name for r in run(subject, directory=tmp_path) if r.status is Status.FAILED}
 
 
@@ -365,14 +365,14 @@ def test_a_trainer_without_a_value_head_says_so(spec, tmp_path):
             raise SpecError("no values here")
         sound.init_worker(spec)
 
-    subject = Subject(lambda: Broken(init_worker=refuses), replace(spec, head=Head.VALUE), VOCAB)
+    subject = TrainerUnderTest(lambda: Broken(init_worker=refuses), replace(spec, head=Head.VALUE), VOCAB)
     results = run(subject, directory=tmp_path, checks=VALUE_CHECKS[:3])
     assert {(r.status, r.reason) for r in results} == {(Status.UNSUPPORTED, "no value head: no values here")}
 
 
 @pytest.mark.parametrize(("check", "verbs"), BROKEN, ids=[by_name(*row) for row in BROKEN])
 def test_a_broken_trainer_fails(check, verbs, spec, tmp_path):
-    results = run(Subject(lambda: Broken(**verbs), spec, VOCAB), directory=tmp_path)
+    results = run(TrainerUnderTest(lambda: Broken(**verbs), spec, VOCAB), directory=tmp_path)
     failed = {result.name: result.reason for result in results if result.status is Status.FAILED}
     assert check in failed
     assert failed[check], "a failure gives its reason"
@@ -385,18 +385,18 @@ def test_order_that_matters_is_found(spec, tmp_path):
         kept = batch.loss_mask & (batch.segment_ids < batch.num_segments - 1)
         return sound.backward([replace(batch, loss_mask=kept)], objective)[0]
 
-    results = run(Subject(lambda: Broken(backward=drops_the_last), spec, VOCAB), directory=tmp_path)
+    results = run(TrainerUnderTest(lambda: Broken(backward=drops_the_last), spec, VOCAB), directory=tmp_path)
     assert "order_does_not_matter" in {r.name for r in results if r.status is Status.FAILED}
 
 
 def test_what_cannot_be_tried_is_unsupported_not_passed(spec, tmp_path):
-    results = run(Subject(BigramTrainer, spec, 10**6), directory=tmp_path, checks=CHECKS[:1])
+    results = run(TrainerUnderTest(BigramTrainer, spec, 10**6), directory=tmp_path, checks=CHECKS[:1])
     assert results[0].status is Status.UNSUPPORTED and "too large to sum over" in results[0].reason
 
 
 def test_a_missing_model_must_be_refused(tmp_path, spec):
     eager = Broken(init_worker=lambda sound, _: sound.init_worker(spec))
-    results = run(Subject(lambda: eager, spec, VOCAB), directory=tmp_path)
+    results = run(TrainerUnderTest(lambda: eager, spec, VOCAB), directory=tmp_path)
     assert "missing_model_is_refused" in {r.name for r in results if r.status is Status.FAILED}
 
 
@@ -425,6 +425,6 @@ def half_the_gradient(sound, *, learning_rate):
 def test_adapters_are_seen_by_the_fall_of_the_loss(verbs, expected, spec, tmp_path):
     """A trainer of weights keeps these promises, too; what breaks them is found without reading its weights."""
     checks = [check for check in CHECKS if check.__name__ in ("gradient_is_of_the_loss", "clipping_bounds_the_norm")]
-    subject = Subject(lambda: Broken(**verbs), spec, VOCAB, Learns.ADAPTERS)
+    subject = TrainerUnderTest(lambda: Broken(**verbs), spec, VOCAB, Learns.ADAPTERS)
     found = run(subject, directory=tmp_path, checks=checks)
     assert {result.name for result in found if result.status is Status.FAILED} == expected

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from inference_contract.weights import OnUpdate
-from pipelinerl.choices import NoSignal
+from pipelinerl.enums import NoSignal
 from pipelinerl.errors import DeadlineError, DivergedError, FencedError, UpdateError
 from pipelinerl.messages import (
     DIRECTIVES,
@@ -50,7 +50,7 @@ from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from pipelinerl.training.loop import LoopSettings, TrainingLoop
 from pipelinerl.training.publish.canary_check import CanaryFindings, Forward
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate
+from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome
 from pipelinerl.training.rollouts.packing import WeightedRollout, pack
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.schedule import LearningRateSchedule
@@ -237,7 +237,7 @@ async def test_an_engine_proves_the_weights_it_was_given_before_a_step_changes_t
         await made.begin(publish_to=[ENGINE, "http://engine-1"], to_verify=[ENGINE])
         await made.heard(Published)
         await made.roll_out(0, 1)
-        await made.until(lambda: made.loop._batcher.ledger.counts[Fate.TRAINED] > 0)
+        await made.until(lambda: made.loop._batcher.ledger.counts[GroupOutcome.TRAINED] > 0)
         assert (made.trainer.model_version, made.steps) == (0, []), "the step waits for the proof"
         made.engines.doubt.set()
         proved = await made.heard(CanaryChecked)
@@ -371,7 +371,7 @@ async def test_one_that_is_told_to_leave_ends_the_step_that_it_has_begun(tmp_pat
         await made.begin(publish_to=[ENGINE])
         await made.roll_out(0, 1, 2, 3)
         async with asyncio.timeout(DEADLINE_S):
-            while not made.loop._batcher.ledger.counts[Fate.TRAINED]:
+            while not made.loop._batcher.ledger.counts[GroupOutcome.TRAINED]:
                 await asyncio.sleep(0.005)
         made.loop.leave()
         made.engines.gate.set()

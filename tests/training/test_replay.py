@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.choices import OldLogprobs
+from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import RecordError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.presets import resolve
@@ -139,14 +139,14 @@ def various(index: int) -> RolloutGroup:
 def test_steps_of_several_optimizer_steps_are_the_same_to_the_bit_also_from_a_saved_state(
     model: Path, tmp_path: Path
 ) -> None:
-    dealing, objective = MiniBatching(epochs=2, mini_batches=2, seed=3), resolve("grpo")
+    mini_batching, objective = MiniBatching(epochs=2, mini_batches=2, seed=3), resolve("grpo")
     groups = {index: [various(index)] for index in range(12)}
-    running = replace(replay(model, groups), dealing=dealing)
+    running = replace(replay(model, groups), mini_batching=mini_batching)
     steps, saved = [], tmp_path / "saved"
     for version in (1, 2, 3):
         orders = range(4 * version - 4, 4 * version)
         its = [groups[index][0] for index in orders]
-        batch = build(its, objective=objective, token_budget=64, producing=version, dealing=dealing)
+        batch = build(its, objective=objective, token_budget=64, producing=version, mini_batching=mini_batching)
         rates = [0.1 / (version + number) for number in range(4)]
         figures, updates = running.step.apply(running.step.accumulate(batch, objective), learning_rates=rates)
         told = batch.stats | figures
@@ -155,13 +155,13 @@ def test_steps_of_several_optimizer_steps_are_the_same_to_the_bit_also_from_a_sa
             saved.mkdir()
             running.step.passes.policy.save_state(saved)
     assert [len(step.updates) for step in steps] == [4, 4, 4]
-    again = list(replace(replay(model, groups), dealing=dealing).run(steps))
+    again = list(replace(replay(model, groups), mini_batching=mini_batching).run(steps))
     assert [each.differences for each in again] == [{}, {}, {}]
     restored = BigramTrainer()
     restored.init_worker(TrainerSpec(model_path=model, restore_from=saved))
     step = TrainStep(passes=ForwardPasses(policy=restored))
-    resumed = replace(replay(model, groups), dealing=dealing, began_at=2, step=step)
+    resumed = replace(replay(model, groups), mini_batching=mini_batching, began_at=2, step=step)
     (third,) = resumed.run(steps[2:])
     assert third.differences == {}
-    (other,) = replace(replay(model, groups), dealing=replace(dealing, seed=4)).run(steps[:1])
+    (other,) = replace(replay(model, groups), mini_batching=replace(mini_batching, seed=4)).run(steps[:1])
     assert other.differences, "other mini-batches are another step"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from pipelinerl.verifiers.places import Places
+from pipelinerl.verifiers.places import FairSemaphore
 
 
 async def waiting(
-    places: Places, groups: list[str], entered: asyncio.Queue[tuple[str, bool]]
+    places: FairSemaphore, groups: list[str], entered: asyncio.Queue[tuple[str, bool]]
 ) -> list[asyncio.Task[None]]:
     """So many who wait already, and tell when they have entered, and whether out of turn."""
 
@@ -23,7 +23,7 @@ async def waiting(
 
 
 async def test_groups_with_slow_questions_have_a_quarter_of_the_time_while_others_keep_coming() -> None:
-    places, entered, held = Places(2, Counter({"slow": 5})), asyncio.Queue[tuple[str, bool]](), Counter[str]()
+    places, entered, held = FairSemaphore(2, Counter({"slow": 5})), asyncio.Queue[tuple[str, bool]](), Counter[str]()
     assert places.take_now() and places.take_now()
     tasks = await waiting(places, ["slow"] * 60 + [f"other {number}" for number in range(600)], entered)
     places.give_back(0.0, out_of_turn=False)
@@ -40,7 +40,7 @@ async def test_groups_with_slow_questions_have_a_quarter_of_the_time_while_other
 
 
 async def test_of_four_places_one_is_taken_out_of_turn_at_once() -> None:
-    places, entered = Places(4, Counter({"slow": 1})), asyncio.Queue[tuple[str, bool]]()
+    places, entered = FairSemaphore(4, Counter({"slow": 1})), asyncio.Queue[tuple[str, bool]]()
     assert all(places.take_now() for _ in range(4))
     tasks = await waiting(places, ["slow"] * 4 + ["other"] * 8, entered)
     for _ in range(8):
@@ -55,7 +55,7 @@ async def test_of_four_places_one_is_taken_out_of_turn_at_once() -> None:
 
 
 async def test_who_alone_waits_is_not_out_of_turn_and_a_place_that_was_given_to_nobody_is_free() -> None:
-    places, entered = Places(1, Counter({"slow": 9})), asyncio.Queue[tuple[str, bool]]()
+    places, entered = FairSemaphore(1, Counter({"slow": 9})), asyncio.Queue[tuple[str, bool]]()
     assert places.take_now()
     (task,) = await waiting(places, ["slow"], entered)
     places.give_back(1.0, out_of_turn=False)

@@ -14,7 +14,7 @@ from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers import math_answer as math_answers, math_worker, reasoning_gym
 from pipelinerl.verifiers.math_answer import MathAnswer, final_answer, normalise
 from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extract_answer
-from pipelinerl.verifiers.verifier import EachAlone, SampledAnswer
+from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer
 from tests.patience import PATIENCE_S, SOON_S
 
 #: Of the tests that use the shared verifier.
@@ -70,11 +70,11 @@ async def test_what_can_be_said_at_once_is_what_is_said_after_waiting(math_answe
     texts = [first.ground_truth, "x", first.ground_truth, "x"]
     waited = [await gym.verify(first, text) for text in texts]
     answers = [SampledAnswer(text) for text in texts]
-    judged = await EachAlone(gym).judge(first, answers)
+    judged = await PerAnswerVerifier(gym).judge(first, answers)
     assert [each.verdict for each in judged] == waited == [gym.at_once(first, text) for text in texts]
     assert judged[0] is judged[2]  # what is alike is judged once
     mixed = [SampledAnswer(text) for text in ("7", "6/3", "8/4", "2")]  # two of them take mathematics
-    found = await EachAlone(math_answer).judge(problem("2"), mixed)
+    found = await PerAnswerVerifier(math_answer).judge(problem("2"), mixed)
     assert [each.verdict.reward for each in found] == [0.0, 1.0, 1.0, 1.0]
 
 

@@ -28,7 +28,7 @@ from trainer_contract.conformance.probes import (
     CheckUnsupported,
     Learns,
     LinearObjective,
-    Subject,
+    TrainerUnderTest,
     gradient_of,
     norm_of,
     pack,
@@ -71,7 +71,10 @@ class TrainerCheckResult:
 
 
 def run(
-    subject: Subject, *, directory: Path, checks: Sequence[Callable[[Subject, Path], None]] | None = None
+    subject: TrainerUnderTest,
+    *,
+    directory: Path,
+    checks: Sequence[Callable[[TrainerUnderTest, Path], None]] | None = None,
 ) -> list[TrainerCheckResult]:
     """Run `checks`, or those of the subject's head, each in an empty directory of its own; failures are results."""
     results = []
@@ -100,7 +103,7 @@ def run(
 # --- forward -----------------------------------------------------------------------------------------------------
 
 
-def forward_is_a_distribution(subject: Subject, _: Path) -> None:
+def forward_is_a_distribution(subject: TrainerUnderTest, _: Path) -> None:
     """The probabilities of all next tokens sum to 1, and a temperature divides the logits once."""
     if subject.vocab_size > _MAX_SUMMED_VOCABULARY:
         raise CheckUnsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
@@ -115,7 +118,7 @@ def forward_is_a_distribution(subject: Subject, _: Path) -> None:
     )
 
 
-def forward_starts_at_zero(subject: Subject, _: Path) -> None:
+def forward_starts_at_zero(subject: TrainerUnderTest, _: Path) -> None:
     """f32 [T], every token has a prediction, and the first of a segment has 0."""
     batch = pack(rollouts_of(subject.vocab_size), prompt=2)
     predictions = practised(subject).forward([batch])[0]
@@ -128,7 +131,7 @@ def forward_starts_at_zero(subject: Subject, _: Path) -> None:
         require(bool((elsewhere < 0).all()), "log-probs elsewhere must be negative, prompts included")
 
 
-def segments_are_independent(subject: Subject, _: Path) -> None:
+def segments_are_independent(subject: TrainerUnderTest, _: Path) -> None:
     """A rollout has the same predictions alone and packed with others."""
     trainer, rollouts = practised(subject), rollouts_of(subject.vocab_size)
     alone = np.concatenate([trainer.forward([pack([rollout])])[0] for rollout in rollouts])
@@ -140,7 +143,7 @@ def segments_are_independent(subject: Subject, _: Path) -> None:
     )
 
 
-def forward_is_causal(subject: Subject, _: Path) -> None:
+def forward_is_causal(subject: TrainerUnderTest, _: Path) -> None:
     """A token's prediction does not depend on later tokens."""
     trainer, (rollout, *_rest) = practised(subject), rollouts_of(subject.vocab_size, lengths=(8,))
     changed = [*rollout[:5], *((token + 1) % subject.vocab_size for token in rollout[5:])]
@@ -148,7 +151,7 @@ def forward_is_causal(subject: Subject, _: Path) -> None:
     require_equal(after[:5], before[:5], _LOGPROB_TOLERANCE, "predictions before the first changed token")
 
 
-def forward_leaves_no_trace(subject: Subject, _: Path) -> None:
+def forward_leaves_no_trace(subject: TrainerUnderTest, _: Path) -> None:
     """`forward` accumulates no gradient and changes no weight."""
     trainer = started(subject)
     before = weights_of(trainer)
@@ -162,7 +165,7 @@ def forward_leaves_no_trace(subject: Subject, _: Path) -> None:
 # --- backward and step -------------------------------------------------------------------------------------------
 
 
-def loss_is_of_forward(subject: Subject, _: Path) -> None:
+def loss_is_of_forward(subject: TrainerUnderTest, _: Path) -> None:
     """`backward` returns the objective's value on the predictions that `forward` gives."""
     trainer, batch = practised(subject), pack(rollouts_of(subject.vocab_size), prompt=2, temperature=0.7)
     expected = -(trainer.forward([batch])[0] * batch.weights * batch.advantages).sum()
@@ -173,7 +176,7 @@ def loss_is_of_forward(subject: Subject, _: Path) -> None:
     require_equal(got, predictions, _LOGPROB_TOLERANCE, "LossStats.predictions, 0 outside the mask,")
 
 
-def gradient_is_of_the_loss(subject: Subject, _: Path) -> None:
+def gradient_is_of_the_loss(subject: TrainerUnderTest, _: Path) -> None:
     """A small step along the gradient changes the loss as the gradient predicts; `grad_norm` is the gradient's norm."""
     trainer, batch, rate = started(subject), pack(rollouts_of(subject.vocab_size), temperature=0.7), 1e-2
     if subject.learns is Learns.ADAPTERS:
@@ -195,7 +198,7 @@ def gradient_is_of_the_loss(subject: Subject, _: Path) -> None:
     )
 
 
-def clipping_bounds_the_norm(subject: Subject, _: Path) -> None:
+def clipping_bounds_the_norm(subject: TrainerUnderTest, _: Path) -> None:
     """`grad_clip` scales the gradient to that norm; `grad_norm` reports the norm before."""
     batch, rate = pack(rollouts_of(subject.vocab_size)), 1e-2
     if subject.learns is Learns.ADAPTERS:
@@ -208,7 +211,7 @@ def clipping_bounds_the_norm(subject: Subject, _: Path) -> None:
     require_equal(norm_of(clipped.gradient), clip, 0.02 * clip, "the norm of the gradient applied")
 
 
-def parts_equal_the_whole(subject: Subject, _: Path) -> None:
+def parts_equal_the_whole(subject: TrainerUnderTest, _: Path) -> None:
     """Parts, in one sequence or in several, accumulate what the whole does; each is answered in its place."""
     rollouts = rollouts_of(subject.vocab_size)
     parts = [pack(rollouts[:1]), pack(rollouts[1:4]), pack(rollouts[4:])]
@@ -230,7 +233,7 @@ def parts_equal_the_whole(subject: Subject, _: Path) -> None:
         )
 
 
-def order_does_not_matter(subject: Subject, _: Path) -> None:
+def order_does_not_matter(subject: TrainerUnderTest, _: Path) -> None:
     """Rollouts may be packed in any order."""
     rollouts = rollouts_of(subject.vocab_size)
     forwards, backwards = stepped(started(subject), [pack(rollouts)]), stepped(started(subject), [pack(rollouts[::-1])])
@@ -239,7 +242,7 @@ def order_does_not_matter(subject: Subject, _: Path) -> None:
     )
 
 
-def step_applies_and_clears(subject: Subject, _: Path) -> None:
+def step_applies_and_clears(subject: TrainerUnderTest, _: Path) -> None:
     """`optimizer_step` raises the version by one, changes weights, and leaves no gradient behind."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     require_raises(ProtocolError, lambda: trainer.optimizer_step(learning_rate=0.1), "optimizer_step on a new trainer")
@@ -256,7 +259,7 @@ def step_applies_and_clears(subject: Subject, _: Path) -> None:
     require_raises(ProtocolError, lambda: trainer.optimizer_step(learning_rate=0.1), "a second step without backward")
 
 
-def discard_forgets(subject: Subject, _: Path) -> None:
+def discard_forgets(subject: TrainerUnderTest, _: Path) -> None:
     """After `discard_gradient` a step is as if the discarded backward had not been."""
     rollouts = rollouts_of(subject.vocab_size)
     trainer = started(subject)
@@ -271,7 +274,7 @@ def discard_forgets(subject: Subject, _: Path) -> None:
 # --- refusals ----------------------------------------------------------------------------------------------------
 
 
-def non_finite_is_refused(subject: Subject, _: Path) -> None:
+def non_finite_is_refused(subject: TrainerUnderTest, _: Path) -> None:
     """A NaN or infinite advantage raises NonFiniteError; nothing is accumulated and training goes on."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     before = weights_of(trainer)
@@ -298,7 +301,7 @@ def _poisoned(batch: MicroBatch, poison: float) -> MicroBatch:
     return replace(batch, advantages=advantages)
 
 
-def malformed_batches_are_refused(subject: Subject, _: Path) -> None:
+def malformed_batches_are_refused(subject: TrainerUnderTest, _: Path) -> None:
     """BatchError, before anything is computed, for a batch that breaks the layout or lacks a column."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     starts = batch.loss_mask | (batch.position_ids == 0)
@@ -321,13 +324,13 @@ def malformed_batches_are_refused(subject: Subject, _: Path) -> None:
     )
 
 
-def missing_model_is_refused(subject: Subject, directory: Path) -> None:
+def missing_model_is_refused(subject: TrainerUnderTest, directory: Path) -> None:
     """SpecError for a model directory that is not there."""
     absent = replace(subject.spec, model_path=directory / "absent", restore_from=None)
     require_raises(SpecError, lambda: subject.factory().init_worker(absent), "init_worker without a model")
 
 
-def unknown_options_are_refused(subject: Subject, _: Path) -> None:
+def unknown_options_are_refused(subject: TrainerUnderTest, _: Path) -> None:
     """SpecError for an option that the backend does not know; it is not ignored."""
     spec = replace(subject.spec, options={"no_such_option": 1})
     require_raises(SpecError, lambda: subject.factory().init_worker(spec), "init_worker with an unknown option")
@@ -336,7 +339,7 @@ def unknown_options_are_refused(subject: Subject, _: Path) -> None:
 # --- weights and state -------------------------------------------------------------------------------------------
 
 
-def layout_is_what_is_gathered(subject: Subject, _: Path) -> None:
+def layout_is_what_is_gathered(subject: TrainerUnderTest, _: Path) -> None:
     """`weight_layout` lists the names, order, shapes and dtypes that `gather_weights` yields, each name once."""
     trainer = started(subject)
     layout = [(info.name, tuple(info.shape), info.dtype) for info in trainer.weight_layout()]
@@ -348,7 +351,7 @@ def layout_is_what_is_gathered(subject: Subject, _: Path) -> None:
         require(listed == got, f"the layout lists {listed}, gathered is {got}")
 
 
-def state_continues_exactly(subject: Subject, directory: Path) -> None:
+def state_continues_exactly(subject: TrainerUnderTest, directory: Path) -> None:
     """Saved and restored, training goes on bit for bit: losses, norms, weights, version."""
     rollouts = rollouts_of(subject.vocab_size)
     batches = [pack(rollouts[:3]), pack(rollouts[3:]), pack(rollouts[1:5])]
@@ -367,7 +370,7 @@ def state_continues_exactly(subject: Subject, directory: Path) -> None:
         require_same_weights(got.weights, expected.weights, 0.0, f"weights after step {step} of the restored trainer")
 
 
-def broken_state_is_refused(subject: Subject, directory: Path) -> None:
+def broken_state_is_refused(subject: TrainerUnderTest, directory: Path) -> None:
     """StateError for a state that is missing, cut short, or lacks a file."""
     empty, saved = directory / "empty", directory / "saved"
     empty.mkdir()
@@ -385,7 +388,7 @@ def broken_state_is_refused(subject: Subject, directory: Path) -> None:
     require_raises(StateError, lambda: started(subject, restore_from=saved), f"restoring without {largest.name}")
 
 
-CHECKS: Final[tuple[Callable[[Subject, Path], None], ...]] = (
+CHECKS: Final[tuple[Callable[[TrainerUnderTest, Path], None], ...]] = (
     forward_is_a_distribution,
     forward_starts_at_zero,
     segments_are_independent,

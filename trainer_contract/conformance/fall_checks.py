@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from trainer_contract.conformance.probes import Subject, require, require_equal, started
+from trainer_contract.conformance.probes import TrainerUnderTest, require, require_equal, started
 from trainer_contract.types import MicroBatch, Objective
 
 #: The norm that the objective's weights are scaled to give: far below eps.
@@ -20,7 +20,7 @@ _FAINT: Final = 0.01
 _SHARE: Final = 1e-3
 
 
-def fall_is_of_the_gradient(subject: Subject, batch: MicroBatch, objective: Objective) -> None:
+def fall_is_of_the_gradient(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
     """A small step makes the loss fall by the rate times the square of the reported norm."""
     faint, norm, rate = _fainter(subject, batch, objective)
     fall = _fall(subject, faint, objective, rate)
@@ -28,7 +28,7 @@ def fall_is_of_the_gradient(subject: Subject, batch: MicroBatch, objective: Obje
     require_equal(fall, expected, 0.1 * expected, "the fall of the loss after a small step")
 
 
-def fall_is_clipped(subject: Subject, batch: MicroBatch, objective: Objective) -> None:
+def fall_is_clipped(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
     """Clipped to half of its norm, the gradient makes the loss fall half as far."""
     faint, norm, rate = _fainter(subject, batch, objective)
     expected = rate * norm**2 / 2
@@ -36,7 +36,7 @@ def fall_is_clipped(subject: Subject, batch: MicroBatch, objective: Objective) -
     require_equal(fall, expected, 0.1 * expected, "the fall of the loss after a small step that is clipped")
 
 
-def _fainter(subject: Subject, batch: MicroBatch, objective: Objective) -> tuple[MicroBatch, float, float]:
+def _fainter(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> tuple[MicroBatch, float, float]:
     """The batch with weights that make its gradient faint, the norm of that, and a rate."""
     trainer = started(subject)
     loss = trainer.backward([batch], objective)[0].loss
@@ -47,7 +47,9 @@ def _fainter(subject: Subject, batch: MicroBatch, objective: Objective) -> tuple
     return faint, _FAINT, _SHARE * abs(loss) * scale / _FAINT**2
 
 
-def _fall(subject: Subject, batch: MicroBatch, objective: Objective, rate: float, *, grad_clip: float = 0.0) -> float:
+def _fall(
+    subject: TrainerUnderTest, batch: MicroBatch, objective: Objective, rate: float, *, grad_clip: float = 0.0
+) -> float:
     trainer = started(subject, grad_clip=grad_clip)
     loss = trainer.backward([batch], objective)[0].loss
     norm = trainer.optimizer_step(learning_rate=rate).grad_norm

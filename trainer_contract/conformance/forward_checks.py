@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer_contract.conformance.probes import (
     LINEAR,
-    Subject,
+    TrainerUnderTest,
     pack,
     practised,
     require,
@@ -29,7 +29,7 @@ from trainer_contract.host_weights import copied
 _TOLERANCE: Final = 2e-4
 
 
-def values_precede_their_tokens(subject: Subject, _: Path) -> None:
+def values_precede_their_tokens(subject: TrainerUnderTest, _: Path) -> None:
     """A value is of the state before its token: neither that token nor the temperature changes it."""
     trainer, (rollout, *_rest) = practised(subject), rollouts_of(subject.vocab_size, lengths=(8,))
     values = trainer.forward([pack([rollout])])[0]
@@ -40,7 +40,7 @@ def values_precede_their_tokens(subject: Subject, _: Path) -> None:
     require_equal(cooled, values, _TOLERANCE, "values at temperature 0.5")
 
 
-def forward_at_is_of_the_weights_given(subject: Subject, _: Path) -> None:
+def forward_at_is_of_the_weights_given(subject: TrainerUnderTest, _: Path) -> None:
     """`forward_at` predicts what a trainer that holds those weights does, whatever this one has become."""
     rollouts = rollouts_of(subject.vocab_size)
     batches = [pack(rollouts[:2], temperature=0.7), pack(rollouts[2:])]
@@ -58,7 +58,7 @@ def forward_at_is_of_the_weights_given(subject: Subject, _: Path) -> None:
             require_equal(got, right, _TOLERANCE, f"predictions of forward_at, at the weights of version {version},")
 
 
-def forward_at_leaves_no_trace(subject: Subject, _: Path) -> None:
+def forward_at_leaves_no_trace(subject: TrainerUnderTest, _: Path) -> None:
     """After `forward_at`, even between backward and step, everything goes on to the bit as if it had not been."""
     rollouts = rollouts_of(subject.vocab_size)
     batch = pack(rollouts)
@@ -82,7 +82,7 @@ def forward_at_leaves_no_trace(subject: Subject, _: Path) -> None:
     require_same_weights(after[2], plain[2], 0.0, "weights after steps with forward_at between")
 
 
-def forward_at_refuses_what_does_not_fit(subject: Subject, _: Path) -> None:
+def forward_at_refuses_what_does_not_fit(subject: TrainerUnderTest, _: Path) -> None:
     """StateError for weights that are incomplete, cut short or of another model, BatchError for a malformed batch."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     weights, before = dict(copied(trainer.gather_weights())), trainer.forward([batch])[0].tobytes()

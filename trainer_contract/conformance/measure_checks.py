@@ -14,7 +14,7 @@ from trainer_contract.conformance.fall_checks import fall_is_of_the_gradient
 from trainer_contract.conformance.probes import (
     CheckUnsupported,
     Learns,
-    Subject,
+    TrainerUnderTest,
     gradient_of,
     pack,
     require,
@@ -57,7 +57,7 @@ class _Measuring:
         return {self.measure: -(predictions * 0 + columns["weights"])}
 
 
-def measures_are_of_the_whole_distribution(subject: Subject, _: Path) -> None:
+def measures_are_of_the_whole_distribution(subject: TrainerUnderTest, _: Path) -> None:
     """Mean log-prob and entropy are those of `forward` on every token, tempered; a step along them raises them."""
     if subject.vocab_size > _MAX_SUMMED:
         raise CheckUnsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
@@ -79,7 +79,7 @@ def measures_are_of_the_whole_distribution(subject: Subject, _: Path) -> None:
         _gradient_is_of(measure, subject)
 
 
-def _gradient_is_of(measure: HeadMeasure, subject: Subject) -> None:
+def _gradient_is_of(measure: HeadMeasure, subject: TrainerUnderTest) -> None:
     trainer, objective = started(subject), _Measuring(measure)
     batch = pack(rollouts_of(subject.vocab_size), temperature=0.7)
     if subject.learns is Learns.ADAPTERS:
@@ -100,7 +100,7 @@ def _gradient_is_of(measure: HeadMeasure, subject: Subject) -> None:
     require_equal(fall, predicted, 0.1 * predicted, f"the fall of −{measure} after a small step")
 
 
-def value_heads_have_no_distribution(subject: Subject, _: Path) -> None:
+def value_heads_have_no_distribution(subject: TrainerUnderTest, _: Path) -> None:
     """A value head refuses an objective that asks for a measure, with SpecError."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     for measure in HeadMeasure:

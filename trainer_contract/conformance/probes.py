@@ -34,7 +34,7 @@ class Learns(StrEnum):
     """What is merged into the weights before they are gathered."""
 
 
-class Subject(NamedTuple):
+class TrainerUnderTest(NamedTuple):
     """What is tried: a trainer's class, and a spec for a small fp32 model of `vocab_size` tokens (at least 8).
 
     A value head is a subject of its own; a trainer that has none refuses it with SpecError.
@@ -99,7 +99,7 @@ def weights_of(trainer: Trainer) -> Weights:
     return copies
 
 
-def started(subject: Subject, *, restore_from: Path | None = None, grad_clip: float = 0.0) -> Trainer:
+def started(subject: TrainerUnderTest, *, restore_from: Path | None = None, grad_clip: float = 0.0) -> Trainer:
     """A new trainer whose first step shows the gradient."""
     optimizer = OptimizerSpec(betas=(0.9, 0.95), eps=1.0, weight_decay=0.0, grad_clip=grad_clip)
     trainer = subject.factory()
@@ -112,7 +112,7 @@ def started(subject: Subject, *, restore_from: Path | None = None, grad_clip: fl
     return trainer
 
 
-def practised(subject: Subject) -> Trainer:
+def practised(subject: TrainerUnderTest) -> Trainer:
     """A new trainer whose predictions differ from token to token: a value head, which may begin at 0, has stepped."""
     trainer = started(subject)
     for _ in range(3 if subject.spec.head is Head.VALUE else 0):

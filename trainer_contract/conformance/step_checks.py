@@ -16,7 +16,7 @@ import numpy as np
 
 from trainer_contract.conformance.probes import (
     LINEAR,
-    Subject,
+    TrainerUnderTest,
     pack,
     require,
     require_same_weights,
@@ -32,7 +32,7 @@ _READS: Final = 30
 _PAUSE_S: Final = 0.002
 
 
-def steps_may_stand_still(subject: Subject, _: Path) -> None:
+def steps_may_stand_still(subject: TrainerUnderTest, _: Path) -> None:
     """A step at rate 0, and a step on no token of a loss mask, raise the version and change no weight."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     masked = replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
@@ -47,7 +47,7 @@ def steps_may_stand_still(subject: Subject, _: Path) -> None:
     require(stats.model_version == first + 2, f"the version must be {first + 2}, got {stats.model_version}")
 
 
-def reads_are_of_the_last_step(subject: Subject, directory: Path) -> None:
+def reads_are_of_the_last_step(subject: TrainerUnderTest, directory: Path) -> None:
     """Gathered and saved while passes run on another thread, weights and state are what the last step left."""
     rollouts = rollouts_of(subject.vocab_size)
     batch = pack(rollouts)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from inference_contract.weights import Backend
 from pipelinerl import registry
-from pipelinerl.choices import RoutingReplay
 from pipelinerl.config.recipe import RunConfig
+from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import RecipeError
 from pipelinerl.models.checkpoint import model_type, text_config
 from pipelinerl.models.model_shape import read_shape

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from pipelinerl.choices import OldLogprobs
 from pipelinerl.commands.memory.prediction import MemoryPrediction, gib
 from pipelinerl.config.recipe import RunConfig
+from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import UserError
 from pipelinerl.models.checkpoint import weight_files
 from pipelinerl.models.model_shape import BYTES

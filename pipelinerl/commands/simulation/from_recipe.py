@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from pipelinerl.choices import NoSignal, Overdue, StalenessScope
 from pipelinerl.config.recipe import RunConfig, load_run
 from pipelinerl.controller.state.settings import OVERSAMPLED
+from pipelinerl.enums import NoSignal, Overdue, StalenessScope
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.objective.presets import no_signal_of
 from pipelinerl.observability.events import Event, read_events

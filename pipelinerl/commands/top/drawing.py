@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rich.text import Text
 
-from pipelinerl.commands.top.run_follower import Sight
+from pipelinerl.commands.top.run_follower import RunSnapshot
 from pipelinerl.observability.samples.visible import one_line
 from pipelinerl.observability.status import EngineStatus, HeldOutStatus, RunStatus, format_duration
 
@@ -24,7 +24,7 @@ _LOADS: Final = 42
 _MOST: Final = 12
 
 
-def figures(sight: Sight, width: int) -> Text:
+def figures(sight: RunSnapshot, width: int) -> Text:
     """All of them, in lines of at most `width` columns; a longer sentence goes on in the next."""
     lines = [*_head(sight, width), *_pairs(sight, width), *_domains(sight, width), *_engines(sight, width)]
     return Text("\n").join([*lines, *_ledger(sight), *_waits(sight), *_wrong(sight)])
@@ -35,7 +35,7 @@ def knob_value(value: Any) -> str:
     return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
-def _head(sight: Sight, width: int) -> Iterator[Text]:
+def _head(sight: RunSnapshot, width: int) -> Iterator[Text]:
     status = sight.status
     name = Text.assemble((one_line(status.run), "bold"), " ", (sight.state, _STATE_STYLES.get(sight.state, "bold red")))
     age = format_duration(status.elapsed_s)
@@ -48,7 +48,7 @@ def _head(sight: Sight, width: int) -> Iterator[Text]:
     yield Text.assemble(("━" * done, "cyan"), ("─" * (room - done), "dim"), " ", (count, "bold"))
 
 
-def _pairs(sight: Sight, width: int) -> Iterator[Text]:
+def _pairs(sight: RunSnapshot, width: int) -> Iterator[Text]:
     """Label and value, two in a line where there is room."""
     status, step = sight.status, sight.status.last_step
     pairs = {
@@ -74,13 +74,13 @@ def _pairs(sight: Sight, width: int) -> Iterator[Text]:
         yield _cut(Text(" ").join(row), width)
 
 
-def _waits(sight: Sight) -> Iterator[Text]:
+def _waits(sight: RunSnapshot) -> Iterator[Text]:
     if sight.waits:
         yield Text("time of the last steps", "dim")
         yield from (Text(f"{share:>5.0%} {culprit}") for culprit, share in sight.waits)
 
 
-def _wrong(sight: Sight) -> Iterator[Text]:
+def _wrong(sight: RunSnapshot) -> Iterator[Text]:
     """What is wrong, and who is waited for."""
     yield from (Text.assemble(("alarm ", "bold red"), one_line(alarm)) for alarm in sight.status.alarms)
     if sight.unread:
@@ -89,7 +89,7 @@ def _wrong(sight: Sight) -> Iterator[Text]:
         yield Text.assemble(("waits for ", "yellow"), one_line(sight.status.waiting_for))
 
 
-def _domains(sight: Sight, width: int) -> Iterator[Text]:
+def _domains(sight: RunSnapshot, width: int) -> Iterator[Text]:
     by_domain = sorted(sight.status.last_step.by_domain.items())
     room = max(8, width - 24)
     if by_domain:
@@ -100,7 +100,7 @@ def _domains(sight: Sight, width: int) -> Iterator[Text]:
     yield from _more(len(by_domain))
 
 
-def _engines(sight: Sight, width: int) -> Iterator[Text]:
+def _engines(sight: RunSnapshot, width: int) -> Iterator[Text]:
     engines = sight.status.fleet.engines
     loads = width >= _LOADS
     room = max(8, width - (31 if loads else 25))
@@ -126,7 +126,7 @@ def _last_error(engine: EngineStatus) -> Iterator[Text]:
         yield Text("  " + one_line(engine.last_error), "dim")
 
 
-def _ledger(sight: Sight) -> Iterator[Text]:
+def _ledger(sight: RunSnapshot) -> Iterator[Text]:
     told = sight.ledger
     if told is None:
         return

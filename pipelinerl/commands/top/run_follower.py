@@ -1,6 +1,6 @@
 """`RunFollower`: what is known of one run, from its controller while that answers and else from its files.
 
-A thread asks and reads, so that whoever draws never waits: it finds the newest `Sight` when it looks. Knobs are changed
+A thread asks and reads, so that drawing never waits: it finds the newest `RunSnapshot`. Knobs are changed
 on the same thread, one after the other, through the controller's client; what came of it is `said`.
 """
 
@@ -44,7 +44,7 @@ _SILENT_S: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class RunSnapshot:
     """A run at one moment.
 
     Attributes:
@@ -69,7 +69,7 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ChangeResult:
     """What came of a change: a sentence, and whether it was refused."""
 
     sentence: str
@@ -85,7 +85,7 @@ class RunSource:
     total_steps: int = 0
     _view: RunView = field(default_factory=RunView)
     _tail: EventTail | None = None
-    _newest: Sight | None = None
+    _newest: RunSnapshot | None = None
     _unread: int = 0
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class RunSource:
             self._tail = EventTail(Path(self.run) / "events.jsonl")
             self.total_steps = _steps_of(Path(self.run) / "recipe.toml")
 
-    def look(self) -> Sight:
+    def look(self) -> RunSnapshot:
         """What there is now."""
         self._read()
         waits = self._waits()
@@ -103,20 +103,20 @@ class RunSource:
         except UserError as error:
             self._newest = self._by_files(str(error), waits)
         else:
-            self._newest = Sight(
+            self._newest = RunSnapshot(
                 status=status, state="live", knobs=flat(status.knobs), ledger=status.ledger, waits=waits,
                 reading=self._share, unread=self._unread,
             )  # fmt: skip
         return self._newest
 
-    def change(self, name: str, value: str) -> Said:
+    def change(self, name: str, value: str) -> ChangeResult:
         """Set a knob; the controller takes a number as it is typed."""
         try:
             with controller_of(self.run, timeout_s=_TIMEOUT_S) as controller:
                 answer = controller.change_knobs({name: value})
         except UserError as error:
-            return Said(without_secrets(str(error)), refused=True)
-        return Said(f"{name} = {flat(answer.knobs).get(name, value)}, effective {answer.effective}")
+            return ChangeResult(without_secrets(str(error)), refused=True)
+        return ChangeResult(f"{name} = {flat(answer.knobs).get(name, value)}, effective {answer.effective}")
 
     @property
     def _share(self) -> float:
@@ -147,7 +147,7 @@ class RunSource:
         told = overview(self._view, window=_WINDOW)["waits"] if self._view.recent else []
         return tuple((each["culprit"], each["share"]) for each in told if each["share"])
 
-    def _by_files(self, why: str, waits: tuple[tuple[str, float], ...]) -> Sight:
+    def _by_files(self, why: str, waits: tuple[tuple[str, float], ...]) -> RunSnapshot:
         view = self._view
         if self._tail is None or (not view.newest and not (Path(self.run) / "recipe.toml").exists()):
             if self._newest is not None:  # what was last known stays to be seen
@@ -156,7 +156,7 @@ class RunSource:
         newest = view.newest.get("time")
         recent = isinstance(newest, int | float) and time.time() - newest < _SILENT_S
         state = view.state or ("starting" if recent or not view.newest else "crashed")
-        return Sight(
+        return RunSnapshot(
             status=status_of(view, name=Path(self.run).resolve().name, total_steps=self.total_steps),
             state=state,
             knobs=flat(view.knobs),
@@ -173,8 +173,8 @@ class RunFollower:
     """The thread, from its making until `close`."""
 
     def __init__(self, source: RunSource) -> None:
-        self.sight: Sight | None = None
-        self.said: Said | None = None
+        self.sight: RunSnapshot | None = None
+        self.said: ChangeResult | None = None
         self._source = source
         self._wanted: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._follow, name="follow-run", daemon=True)
@@ -194,7 +194,7 @@ class RunFollower:
             try:
                 self.sight = self._source.look()
             except UserError as error:
-                self.said = Said(without_secrets(str(error)), refused=True)
+                self.said = ChangeResult(without_secrets(str(error)), refused=True)
             try:
                 wanted = self._wanted.get(timeout=_EVERY_S)
             except queue.Empty:
@@ -272,8 +272,8 @@ def _ledger_of(view: RunView) -> LedgerStatus | None:
     return LedgerStatus(**known) if known else None
 
 
-def _silent(sight: Sight, why: str) -> Sight:
-    return Sight(
+def _silent(sight: RunSnapshot, why: str) -> RunSnapshot:
+    return RunSnapshot(
         status=sight.status, state="silent", knobs=sight.knobs, ledger=sight.ledger, obstacle=without_secrets(why)
     )
 

@@ -19,7 +19,7 @@ from textual.widget import MountError
 from textual.widgets import Input, Static
 
 from pipelinerl.commands.top.drawing import figures, knob_value
-from pipelinerl.commands.top.run_follower import RunFollower, Said, Sight
+from pipelinerl.commands.top.run_follower import ChangeResult, RunFollower, RunSnapshot
 from pipelinerl.observability.samples.visible import one_line
 
 _LOOK_S: Final = 0.25
@@ -117,8 +117,8 @@ class TopApp(App[None]):
     def __init__(self, follower: RunFollower) -> None:
         super().__init__(ansi_color=True)
         self._follower = follower
-        self._drawn: tuple[Sight | None, int] = (None, 0)
-        self._told: Said | None = None
+        self._drawn: tuple[RunSnapshot | None, int] = (None, 0)
+        self._told: ChangeResult | None = None
 
     def compose(self) -> ComposeResult:
         """Figures, knobs, the last word, the keys."""
@@ -142,7 +142,7 @@ class TopApp(App[None]):
         sight = self._follower.sight
         why = "the run is still being read" if sight is None else sight.obstacle
         if why:
-            self._say(Said(why, refused=True))
+            self._say(ChangeResult(why, refused=True))
         return bool(why)
 
     def action_leave(self) -> None:
@@ -160,7 +160,7 @@ class TopApp(App[None]):
         row = submitted.input.parent
         assert isinstance(row, KnobRow)
         row.leave()
-        self._say(Said(f"{row.knob} = {submitted.value.strip()} is sent"))
+        self._say(ChangeResult(f"{row.knob} = {submitted.value.strip()} is sent"))
         self._follower.change(row.knob, submitted.value.strip())
 
     async def _look(self) -> None:
@@ -177,7 +177,7 @@ class TopApp(App[None]):
         if sight is None or (sight, width) == self._drawn:
             return
         if self._drawn[0] is None or sight.obstacle != self._drawn[0].obstacle:
-            self._say(Said(sight.obstacle, refused=True) if sight.obstacle else Said(""))
+            self._say(ChangeResult(sight.obstacle, refused=True) if sight.obstacle else ChangeResult(""))
         self._drawn = (sight, width)
         await self._show_knobs(sight)
         text = figures(sight, width)
@@ -185,7 +185,7 @@ class TopApp(App[None]):
             text = Text.assemble((f"{sight.reading:.0%} of the log is read\n", "yellow"), text)
         self.query_one("#figures-text", Static).update(text)
 
-    async def _show_knobs(self, sight: Sight) -> None:
+    async def _show_knobs(self, sight: RunSnapshot) -> None:
         rows = {row.knob: row for row in self.query(KnobRow)}
         values = {name: knob_value(value) for name, value in sight.knobs.items()}
         for name in values.keys() & rows.keys():
@@ -194,7 +194,7 @@ class TopApp(App[None]):
         if self.focused is None and values:
             self.query(KnobRow).first().focus()
 
-    def _say(self, said: Said) -> None:
+    def _say(self, said: ChangeResult) -> None:
         line = self.query_one("#said", Static)
         line.update(Text(one_line(said.sentence)))
         line.set_class(said.refused, "refused")

@@ -16,13 +16,13 @@ from typing import Any, Final, TypeVar, final
 
 import msgspec
 
-from pipelinerl.choices import COLDEST, HOTTEST
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.config import recipe as recipes
 from pipelinerl.controller import routes
 from pipelinerl.controller.client import ControllerClient
 from pipelinerl.controller.routes import KnobsAnswer
 from pipelinerl.controller.state.knobs import LARGEST, Knobs
+from pipelinerl.enums import COLDEST, HOTTEST
 from pipelinerl.errors import AddressError, RecipeError, TokenRefused, UserError
 from pipelinerl.observability.status import FleetStatus, RunStatus
 from pipelinerl.roles.wiring import knobs_of

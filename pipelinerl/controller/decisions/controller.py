@@ -30,7 +30,6 @@ from typing import Any, final
 
 import msgspec
 
-from pipelinerl.choices import Overdue
 from pipelinerl.controller.decisions import elastic, engine_decisions, reported
 from pipelinerl.controller.decisions.directives import directive, ending, publication_due
 from pipelinerl.controller.decisions.engine_decisions import engine_input
@@ -55,6 +54,7 @@ from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.controller.state.knobs import KnobChange
 from pipelinerl.controller.state.run_state import PublicationOrdered, RunPhase, RunState
 from pipelinerl.controller.state.settings import OVERSAMPLED, ControllerSettings
+from pipelinerl.enums import Overdue
 from pipelinerl.messages import (
     FROM_ACTORS,
     SKIPS_THAT_END,

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from pipelinerl.choices import Overdue, Pin
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.enums import Overdue, Pin
 from pipelinerl.messages import Directive, TrainerKnobs
 
 #: Engines whose weights must not fall behind; a draining one ends with those it has.

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Final
 
-from pipelinerl.choices import Elasticity
 from pipelinerl.controller.decisions.engine_decisions import drain, request_engines
 from pipelinerl.controller.state.effects import Effect, Record
 from pipelinerl.controller.state.elastic import ElasticMemory, ElasticRule, Figures
@@ -26,6 +25,7 @@ from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.inputs import EnginesRequested, FleetMeasured
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.enums import Elasticity
 
 
 class Want(Enum):

@@ -19,11 +19,11 @@ from dataclasses import replace
 from typing import final
 
 from pipelinerl import rng
-from pipelinerl.choices import Pin
 from pipelinerl.controller.decisions.prompt_orders import PromptOrderFactory
 from pipelinerl.controller.state.effects import Effect, IssuePrompts, Record
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationPlan, EvaluationResult
 from pipelinerl.controller.state.run_state import RunPhase, RunState
+from pipelinerl.enums import Pin
 from pipelinerl.messages import EvaluationDone
 
 

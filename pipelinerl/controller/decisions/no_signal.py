@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from pipelinerl.choices import NoSignal
 from pipelinerl.controller.decisions.alarms import Alarm, AlarmKind
 from pipelinerl.controller.decisions.directives import directive, ending
 from pipelinerl.controller.state.effects import Effect, Record, Send
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.enums import NoSignal
 from pipelinerl.messages import NoSignalGroups
 
 #: A domain of a small share must have brought so many groups before it counts as one without signal.

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipelinerl.choices import Overdue, StalenessScope
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.engine_decisions import to_stop
 from pipelinerl.controller.decisions.engine_watch import EngineLoad, EngineWatch
@@ -17,6 +16,7 @@ from pipelinerl.controller.state.evaluation import EvaluationResult
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
+from pipelinerl.enums import Overdue, StalenessScope
 from pipelinerl.observability import status
 
 

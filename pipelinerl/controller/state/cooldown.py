@@ -43,7 +43,7 @@ class CooldownRule:
         return self.epochs > 0 or self.steps > 0
 
 
-class Rest(NamedTuple):
+class CooldownPeriod(NamedTuple):
     """For how long a problem rests: turns that are left, or the version from which on it is asked again."""
 
     turns: int
@@ -55,7 +55,7 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
 
     solved: dict[str, list[int]] = {}
     """Orders whose answers were all right, of problems that do not rest yet."""
-    resting: dict[str, Rest] = {}
+    resting: dict[str, CooldownPeriod] = {}
     passed: list[tuple[int, int]] = []
     """(order, turns): from that order on, so many turns in all were passed over; the oldest first."""
     passed_since: int = 0
@@ -76,7 +76,7 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
             orders.append(order)
         if len(orders) >= rule.times:
             del self.solved[problem_id]
-            self.resting[problem_id] = Rest(rule.epochs, version + rule.steps if rule.steps else 0)
+            self.resting[problem_id] = CooldownPeriod(rule.epochs, version + rule.steps if rule.steps else 0)
 
     def pass_over(self, problem_id: str, *, version: int) -> bool:
         """Is the problem, whose turn it is, passed over?"""

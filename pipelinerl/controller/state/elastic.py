@@ -11,7 +11,7 @@ from typing import final
 
 import msgspec
 
-from pipelinerl.choices import Elasticity
+from pipelinerl.enums import Elasticity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Self, final
 
 from pipelinerl import rng
-from pipelinerl.choices import Pin
 from pipelinerl.controller.state.answer_figures import (
     AnswerFigures,
     PassAt,
@@ -21,6 +20,7 @@ from pipelinerl.controller.state.answer_figures import (
     figures_by_tag,
     figures_of,
 )
+from pipelinerl.enums import Pin
 from pipelinerl.messages import EvaluationDone
 
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from reprlib import repr as short
 from typing import Any, Final, Self
 
-from pipelinerl.choices import COLDEST, HOTTEST
 from pipelinerl.data.mixture import groups_of_step
+from pipelinerl.enums import COLDEST, HOTTEST
 from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 

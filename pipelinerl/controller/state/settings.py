@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from pipelinerl.choices import NoSignal, Overdue, StalenessScope
 from pipelinerl.controller.state.cooldown import CooldownRule
 from pipelinerl.controller.state.elastic import ElasticRule
 from pipelinerl.controller.state.evaluation import EvaluationPlan
+from pipelinerl.enums import NoSignal, Overdue, StalenessScope
 from pipelinerl.types import DomainSampling, Sampling
 
 #: So many orders at most are issued for each that is expected to train, where a recipe leaves it open.

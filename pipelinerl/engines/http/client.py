@@ -25,7 +25,7 @@ from inference_contract.weights import (
 )
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.system import http_client
-from pipelinerl.system.post_connections import PostConnections
+from pipelinerl.system.post_connections import FanoutClient
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -53,7 +53,7 @@ class EngineClient:
             state_timeout_s: longest wait for health, models and metrics.
         """
         self._token = token
-        self._posts: PostConnections | None = None
+        self._posts: FanoutClient | None = None
         self._chat_timeout_s = chat_timeout_s
         self._state_timeout_s = state_timeout_s
         self._last: tuple[object, bytes] = None, b""
@@ -155,7 +155,7 @@ class EngineClient:
             self._last = request, request.model_dump_json(exclude_none=True).encode()
         return self._last[1]
 
-    def _control(self) -> PostConnections:
+    def _control(self) -> FanoutClient:
         if self._posts is None:
             self._posts = http_client.post_connections(token=self._token, keep_alive_s=_KEEP_ALIVE_S, headers=_JSON)
         return self._posts

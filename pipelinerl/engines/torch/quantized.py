@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.torch.weights import layout_of, parameters_in
+from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 
 #: Greatest weight of each format; activations always go up to that of eight bits.

@@ -186,7 +186,7 @@ class RowCache:
         )
         return self.plan
 
-    def plan_decode(self, positions: NDArray[np.int64], alike: Alike | None = None) -> DecodePlan:
+    def plan_decode(self, positions: NDArray[np.int64], alike: DuplicateRows | None = None) -> DecodePlan:
         """The next forward feeds rows 0..B-1 at `positions` [B], one of those that are `alike`."""
         device = self._row_heads.device
         rounded = (int(positions.max()) // _LENGTH_STEP + 1) * _LENGTH_STEP
@@ -330,7 +330,7 @@ def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return (int(differ[0]) if len(differ) else shorter) // STEP * STEP
 
 
-class Alike(NamedTuple):
+class DuplicateRows(NamedTuple):
     """B rows that stand for K different ones: `first` i64 [K] are these, `of_row` i64 [B] which of them each row is."""
 
     first: NDArray[np.int64]
@@ -357,7 +357,7 @@ class AlikeRows:
         """Rows `targets` become rows `sources`, pairwise."""
         self._lineage[list(targets)] = self._lineage[list(sources)]
 
-    def step(self, feeds: NDArray[Any], positions: NDArray[Any]) -> Alike | None:
+    def step(self, feeds: NDArray[Any], positions: NDArray[Any]) -> DuplicateRows | None:
         """Rows 0..B-1 are fed the tokens `feeds` [B] at `positions` [B]; None where too few of them are alike."""
         count = len(feeds)
         order = np.lexsort((positions, feeds, self._lineage[:count]))
@@ -368,4 +368,4 @@ class AlikeRows:
         first = np.full(int(differs.sum()), count, dtype=np.int64)
         np.minimum.at(first, classes, np.arange(count))
         self._lineage[:count] = first[classes]
-        return Alike(first, classes) if len(first) <= _MOST_LEFT * count else None
+        return DuplicateRows(first, classes) if len(first) <= _MOST_LEFT * count else None

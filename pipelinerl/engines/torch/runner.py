@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from inference_contract.weights import WeightLayout
-from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.model_runner import Prefill, RowState, RowTable
 from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.options import EngineOptions
@@ -25,6 +24,7 @@ from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.row_cache import AlikeRows, CacheShape, RowBeginnings, RowCache
 from pipelinerl.engines.torch.sampling import add_to_logits, sample
 from pipelinerl.engines.torch.weights import TorchWeights
+from pipelinerl.enums import WeightFormat
 from pipelinerl.models import torch_routers
 from trainer_contract.types import Experts
 

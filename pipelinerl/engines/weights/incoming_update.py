@@ -26,7 +26,7 @@ from pipelinerl.weights.pull import PullOrder, PullSource, Shard
 
 
 @dataclass(frozen=True, slots=True)
-class Inlet:
+class WeightSink:
     """Where the bytes of an update arrive, what they are, and what is called once all of them have come."""
 
     layout: WeightLayout
@@ -93,7 +93,7 @@ class IncomingUpdate:
         return self.received.done() and self.received.exception() is not None
 
     @classmethod
-    def by_broadcast(cls, request: WeightUpdateRequest, inlet: Inlet, member: GroupMember) -> Self:
+    def by_broadcast(cls, request: WeightUpdateRequest, inlet: WeightSink, member: GroupMember) -> Self:
         """Receive from rank 0 of the group that is joined."""
         (endpoint, leave), progress = member.endpoint(), _ByteCount(inlet.layout.num_bytes)
         bring = partial(_broadcast, endpoint, request, inlet.layout, inlet.buffer, progress)
@@ -101,7 +101,7 @@ class IncomingUpdate:
         return cls(request, "rank 0", "rank 0 of its group to send or leave", received, leave, progress)
 
     @classmethod
-    def by_pull(cls, request: WeightUpdateRequest, inlet: Inlet, source: PullSource) -> Self:
+    def by_pull(cls, request: WeightUpdateRequest, inlet: WeightSink, source: PullSource) -> Self:
         """Fetch from the parameter servers that the request names."""
         given_up, progress = threading.Event(), _ByteCount(inlet.layout.num_bytes)
         groups = request.shards or (request.sources or (),)
@@ -129,7 +129,7 @@ def _named(request: WeightUpdateRequest) -> str:
     return f"receive-{request.epoch}.{request.version}"
 
 
-def _and_finish(inlet: Inlet, bring: Callable[[], Received]) -> Callable[[], Received]:
+def _and_finish(inlet: WeightSink, bring: Callable[[], Received]) -> Callable[[], Received]:
     def whole() -> Received:
         received = bring()
         inlet.finish()

@@ -53,7 +53,7 @@ from inference_contract.weights import (
 )
 from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.group_member import GroupMember, as_contract
-from pipelinerl.engines.weights.incoming_update import IncomingUpdate, Inlet, Received
+from pipelinerl.engines.weights.incoming_update import IncomingUpdate, Received, WeightSink
 from pipelinerl.system.background import settled
 from pipelinerl.weights.layout import converted_by
 from pipelinerl.weights.pull import PullSource
@@ -273,11 +273,11 @@ class WeightReceiver:
         self._wire = sent
         return _in_pieces(sent, request.bucket_bytes)
 
-    def _inlet(self, wire: WeightLayout) -> Inlet:
+    def _inlet(self, wire: WeightLayout) -> WeightSink:
         """The buffer it arrives in: the staging buffer itself, unless its dtypes are others than the model's."""
         target, ours = self._target, self._target.layout
         if wire.layout_id == ours.layout_id:
-            return Inlet(ours, target.staging(), target.finish_staging)
+            return WeightSink(ours, target.staging(), target.finish_staging)
         if self._unconverted is None or len(self._unconverted) != wire.num_bytes:
             self._unconverted = self._endpoints.buffer(target.staging(), wire.num_bytes)
         sent = self._unconverted
@@ -288,7 +288,7 @@ class WeightReceiver:
             convert(sent, wire, into=target.staging(), layout=ours)
             target.finish_staging()
 
-        return Inlet(wire, sent, finish)
+        return WeightSink(wire, sent, finish)
 
     def _check_transport(self, request: WeightUpdateRequest) -> None:
         if request.transport is not Transport.PULL:
@@ -319,7 +319,7 @@ class WeightReceiver:
                 f"the dropped update {_named(update.request)} still waits for {update.incoming.unblock}"
             )
 
-    def _armed(self, request: WeightUpdateRequest, inlet: Inlet) -> _Update:
+    def _armed(self, request: WeightUpdateRequest, inlet: WeightSink) -> _Update:
         if request.transport is Transport.PULL and self._pull is not None:
             return _Update(IncomingUpdate.by_pull(request, inlet, self._pull))
         return _Update(IncomingUpdate.by_broadcast(request, inlet, self._member))

@@ -16,7 +16,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from pipelinerl.observability.events import EventFollower
-from pipelinerl.observability.trackers.metric_names import MetricReader, ReaderState, Rewound
+from pipelinerl.observability.trackers.metric_names import HistoryRewind, MetricReader, ReaderState
 from pipelinerl.observability.trackers.tracker import OpenTracker, Tracker
 
 FOLDER: Final = "trackers"
@@ -69,7 +69,7 @@ class TrackerFeed:
             return False
         for event in events:
             for row in self._reader.read(event):
-                if isinstance(row, Rewound):
+                if isinstance(row, HistoryRewind):
                     self._tracker.rewind(row.step)
                 elif row.figures:
                     self._tracker.log(row.step, row.figures, time=row.time)

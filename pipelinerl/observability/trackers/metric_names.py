@@ -78,7 +78,7 @@ class MetricRow(NamedTuple):
     figures: dict[str, float]
 
 
-class Rewound(NamedTuple):
+class HistoryRewind(NamedTuple):
     """The run goes on from a checkpoint: of this step and later ones nothing counts."""
 
     step: int
@@ -103,14 +103,14 @@ class MetricReader:
     def __init__(self, state: ReaderState | None = None) -> None:
         self.state = state or ReaderState()
 
-    def read(self, event: Event) -> Iterator[MetricRow | Rewound]:
+    def read(self, event: Event) -> Iterator[MetricRow | HistoryRewind]:
         """What follows for a tracker."""
         match event["kind"]:
             case "trainer_ready":
                 version = int(event.get("model_version") or 0)
                 if version < self.state.last_step:
                     self.state.last_step = version
-                    yield Rewound(version + 1)
+                    yield HistoryRewind(version + 1)
             case "engines":
                 self.state.looks += 1
                 for name, value in _named(event, ENGINE_METRICS).items():

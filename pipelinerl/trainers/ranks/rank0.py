@@ -55,7 +55,7 @@ _LAST_S: Final = 60.0
 _OTHERS_FIND: Final = {"SpecError": SpecError, "StateError": StateError}
 
 
-class Together(NamedTuple, Generic[T]):
+class RankResults(NamedTuple, Generic[T]):
     """What rank 0's part gave, and the results of the others by rank."""
 
     own: T
@@ -119,13 +119,13 @@ class Ranks:
         for rank, channel in channels.items():
             threading.Thread(target=self._read, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
 
-    def together(self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane) -> Together[T]:
+    def together(self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane) -> RankResults[T]:
         """`begin`, and wait for its end. Raises as what it gives does."""
         return self.begin(command, own, lane=lane)()
 
     def begin(
         self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane
-    ) -> Callable[[], Together[T]]:
+    ) -> Callable[[], RankResults[T]]:
         """Have `command` of its rank executed on every other rank and `own`, rank 0's part of it, here.
 
         What it gives waits until that is done, and is to be called once. It raises:
@@ -149,7 +149,7 @@ class Ranks:
                 self._lanes[lane].put(pending)
         return partial(self._ended, pending)
 
-    def _ended(self, pending: _Pending) -> Together[Any]:
+    def _ended(self, pending: _Pending) -> RankResults[Any]:
         with self._changed:
             ended = self._changed.wait_for(lambda: self._has_ended(pending), timeout=self._timeout_s)
             if pending.has_failed and pending.is_of_all:
@@ -158,7 +158,7 @@ class Ranks:
             self._raise_if_lost()
         if not ended:
             raise self._lose(RankError(self._late(pending)))
-        return Together(self._outcome(pending), {rank: answer.results for rank, answer in pending.answers.items()})
+        return RankResults(self._outcome(pending), {rank: answer.results for rank, answer in pending.answers.items()})
 
     def drop(self, trainer: int) -> None:
         """Have the other ranks drop what they hold of a trainer; they stay, for what else this process trains."""

@@ -34,7 +34,7 @@ from pipelinerl.trainers.ranks.commands import (
     encode_objective,
     encode_spec,
 )
-from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, Together, lead, one_ahead
+from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, RankResults, Ranks, lead, one_ahead
 from pipelinerl.trainers.ranks.recycled import RecycledMemory
 from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.joining import join
@@ -244,7 +244,7 @@ class MeshLeader:
         batches: Sequence[MicroBatch],
         command: Callable[[list[Columns], int], Command],
         own: Callable[[list[MicroBatch], int], T],
-    ) -> Together[T]:
+    ) -> RankResults[T]:
         """Deal the micro-batches out, one to each part of the mesh in turn, in as many rounds as it takes."""
         width, cp, rounds = self.width, self._worker.mesh.cp, -(-len(batches) // self.width)
         return self._ranks.together(

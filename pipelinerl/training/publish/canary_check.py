@@ -23,7 +23,7 @@ import numpy as np
 
 from inference_contract.errors import ContractError, Overloaded, Persistence
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, Choice, ModelList
-from pipelinerl.choices import RoutingReplay
+from pipelinerl.enums import RoutingReplay
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.numerics.routed_experts import of_context, off_the_wire
 from pipelinerl.training.rollouts.packing import alone

@@ -20,7 +20,7 @@ from typing import Any, Final, Self, final
 
 import numpy as np
 
-from pipelinerl.choices import StalenessScope
+from pipelinerl.enums import StalenessScope
 from pipelinerl.messages import has_ended
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.packing import alone, with_columns
@@ -35,7 +35,7 @@ LEAST_LEFT: Final = 2
 Pairs = dict[str, list[tuple[int, str]]]
 
 
-class Fate(StrEnum):
+class GroupOutcome(StrEnum):
     """How a group ended."""
 
     TRAINED = "trained"
@@ -82,13 +82,13 @@ class ConsumedLedger:
     """Every index below has ended."""
     beyond: set[int] = field(default_factory=set)
     """Indices at or above the frontier that have ended."""
-    counts: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
+    counts: dict[GroupOutcome, int] = field(default_factory=lambda: dict.fromkeys(GroupOutcome, 0))
 
     def has(self, index: int) -> bool:
         """Has this order ended?"""
         return has_ended(index, self.frontier, self.beyond)
 
-    def settle(self, indices: Iterable[int], fate: Fate) -> None:
+    def settle(self, indices: Iterable[int], fate: GroupOutcome) -> None:
         """Record the end of orders; each may end once."""
         for index in indices:
             if self.has(index):
@@ -99,7 +99,7 @@ class ConsumedLedger:
             self.beyond.remove(self.frontier)
             self.frontier += 1
 
-    def revise(self, indices: Iterable[int], *, before: Fate, after: Fate) -> None:
+    def revise(self, indices: Iterable[int], *, before: GroupOutcome, after: GroupOutcome) -> None:
         """Orders that were settled as `before` ended as `after`, as it turned out."""
         number = len(list(indices))
         self.counts[before] -= number
@@ -116,7 +116,7 @@ class ConsumedLedger:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
         """Inverse of `to_record`."""
-        counts = {fate: int(record["counts"].get(str(fate), 0)) for fate in Fate}
+        counts = {fate: int(record["counts"].get(str(fate), 0)) for fate in GroupOutcome}
         return cls(int(record["frontier"]), set(record["beyond"]), counts)
 
 

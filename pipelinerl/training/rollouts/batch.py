@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_contract.schemas import FinishReason
-from pipelinerl.choices import Truncated
+from pipelinerl.enums import Truncated
 from pipelinerl.objective.adv import Advantage
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import RewardShaping
 from pipelinerl.training.rollouts.admission import has_signal, is_judged
-from pipelinerl.training.rollouts.mini_batches import ONE_STEP, Division, MiniBatching, Portion
+from pipelinerl.training.rollouts.mini_batches import ONE_STEP, BatchPartition, MiniBatching, Portion
 from pipelinerl.training.rollouts.packing import (
     Packed,
     WeightedRollout,
@@ -97,7 +97,7 @@ class TrainBatch:
     groups: list[RolloutGroup]
     scored: Scored
     learns: NDArray[np.bool_]
-    division: Division
+    partition: BatchPartition
     bins: Bins
     packed: list[Packed]
     stats: dict[str, float]
@@ -105,12 +105,12 @@ class TrainBatch:
     @property
     def producing(self) -> int:
         """The version that the step makes."""
-        return self.division.producing
+        return self.partition.producing
 
     @property
     def optimizer_steps(self) -> range:
         """Their numbers in the run, from 0: by what was planned, as though no batch had ended early."""
-        planned = self.division.dealing.updates
+        planned = self.partition.mini_batching.updates
         return range((self.producing - 1) * planned, self.producing * planned)
 
     @property
@@ -138,8 +138,8 @@ class TrainBatch:
     def mini_batches(self) -> Iterator[MiniBatch]:
         """Each optimizer step's part of a batch that has all its columns, as a batch of its own, epoch after epoch."""
         segments: Mapping[int, MicroBatch] = {}
-        for epoch in range(self.division.dealing.epochs):
-            for number, portion in enumerate(self.division.portions(epoch)):
+        for epoch in range(self.partition.mini_batching.epochs):
+            for number, portion in enumerate(self.partition.portions(epoch)):
                 if epoch == 0:
                     its = set(portion.members)
                     packed = [each for each in self.packed if each.members[0] in its]
@@ -159,7 +159,7 @@ class TrainBatch:
     def _packed_anew(self, portion: Portion, segments: Mapping[int, MicroBatch]) -> list[Packed]:
         lengths = [segments[member].num_tokens for member in portion.members]
         packed = []
-        for places in self.bins(lengths, self.division.groups[portion.members].tolist()):
+        for places in self.bins(lengths, self.partition.groups[portion.members].tolist()):
             members = [portion.members[place] for place in places]
             weights = portion.token_weights[members].tolist()
             packed.append(Packed(joined([segments[member] for member in members], token_weights=weights), members))
@@ -248,7 +248,7 @@ def build(
     shaping: Mapping[str, RewardShaping] = MappingProxyType({}),
     truncated: Truncated = Truncated.TRAIN,
     width: int = 1,
-    dealing: MiniBatching = ONE_STEP,
+    mini_batching: MiniBatching = ONE_STEP,
 ) -> TrainBatch:
     """Weigh and pack the rollouts of `groups` for the step that produces version `producing`.
 
@@ -279,8 +279,8 @@ def build(
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(**scored.arguments({}))
     parts = np.split(advantages, np.cumsum(lengths)[:-1])
     taught = np.array([late or not objective.zero_advantage_is_idle or part.any() for part in parts])
-    division = Division(
-        dealing=dealing,
+    partition = BatchPartition(
+        mini_batching=mini_batching,
         producing=producing,
         agg=objective.agg,
         groups=index,
@@ -293,10 +293,10 @@ def build(
         groups=list(groups),
         scored=scored,
         learns=learns,
-        division=division,
+        partition=partition,
         bins=partial(bins_of, token_budget=token_budget, width=width),
-        packed=_packed(division, rollouts, parts, token_budget=token_budget, width=width),
-        stats=_stats(rollouts, rewards=verdicts[valid], division=division)
+        packed=_packed(partition, rollouts, parts, token_budget=token_budget, width=width),
+        stats=_stats(rollouts, rewards=verdicts[valid], partition=partition)
         | {"masked": float((valid & ~learns).mean())},
     )
 
@@ -307,11 +307,16 @@ def _computed(teaches: NDArray[np.bool_], some: NDArray[np.bool_]) -> list[int]:
 
 
 def _packed(
-    division: Division, rollouts: Sequence[Rollout], advantages: Sequence[Floats], *, token_budget: int, width: int
+    partition: BatchPartition,
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[Floats],
+    *,
+    token_budget: int,
+    width: int,
 ) -> list[Packed]:
     """The micro-batches of the first epoch, mini-batch after mini-batch."""
     packed = []
-    for members, weights in division.portions(0):
+    for members, weights in partition.portions(0):
         weighted = [
             WeightedRollout(rollout=rollouts[i], advantages=advantages[i], token_weight=float(weights[i]))
             for i in members
@@ -333,9 +338,9 @@ def _shaped(scored: Scored, domains: NDArray[np.str_], shaping: Mapping[str, Rew
     return rewards
 
 
-def _stats(rollouts: Sequence[Rollout], *, rewards: np.ndarray, division: Division) -> dict[str, float]:
-    lengths = division.lengths
-    staleness = np.array([division.producing - rollout.oldest_version for rollout in rollouts])
+def _stats(rollouts: Sequence[Rollout], *, rewards: np.ndarray, partition: BatchPartition) -> dict[str, float]:
+    lengths = partition.lengths
+    staleness = np.array([partition.producing - rollout.oldest_version for rollout in rollouts])
     mixed = np.array([rollout.oldest_version != rollout.newest_version for rollout in rollouts])
     right = sum(rollout.verdict.outcome is Outcome.CORRECT for rollout in rollouts)
     return {
@@ -352,5 +357,5 @@ def _stats(rollouts: Sequence[Rollout], *, rewards: np.ndarray, division: Divisi
         "staleness_max": float(staleness.max()),
         "mixed_version_fraction": float(mixed.mean()),
         "unjudged": float(len(rollouts) - rewards.size),
-        "idle_fraction": 1 - len(division.computed) / len(rollouts),
+        "idle_fraction": 1 - len(partition.computed) / len(rollouts),
     }

@@ -14,12 +14,12 @@ from typing import final
 
 from msgspec.structs import replace
 
-from pipelinerl.choices import NoSignal, StalenessScope
+from pipelinerl.enums import NoSignal, StalenessScope
 from pipelinerl.messages import NoSignalGroups
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import (
     ConsumedLedger,
-    Fate,
+    GroupOutcome,
     Lineage,
     fault_of,
     fresh_part,
@@ -54,7 +54,7 @@ class Batcher:
         teaches: Callable[[RolloutGroup], bool] = has_signal,
         vocab_size: int | None = None,
         routing: RoutingShape | None = None,
-        ended: Callable[[Iterable[RolloutGroup], Fate, str], None] = lambda groups, fate, why: None,
+        ended: Callable[[Iterable[RolloutGroup], GroupOutcome, str], None] = lambda groups, fate, why: None,
         scope: StalenessScope = StalenessScope.GROUP,
     ) -> None:
         """`teaches` tells of a group whether it has anything to teach under the run's objective.
@@ -111,7 +111,7 @@ class Batcher:
         else:
             self._waiting[group.index] = group if self._routing is not None else without_routing(group)
 
-    def end(self, indices: Iterable[int], fate: Fate) -> None:
+    def end(self, indices: Iterable[int], fate: GroupOutcome) -> None:
         """Orders whose groups will not come; one that has come all the same goes its way."""
         open_ = [index for index in indices if not self.ledger.has(index) and index not in self._waiting]
         self.ledger.settle(open_, fate)
@@ -159,13 +159,13 @@ class Batcher:
         if self._no_signal is NoSignal.FILTER and not any(self._teaches(group) for group in chosen):
             self._filter(chosen, "no group of its step teaches")
             return None
-        self.ledger.settle([group.index for group in chosen], Fate.TRAINED)
+        self.ledger.settle([group.index for group in chosen], GroupOutcome.TRAINED)
         return sorted(chosen, key=lambda g: g.index)
 
     def skipped(self, groups: Sequence[RolloutGroup]) -> None:
         """The step on these groups, which `take` settled as trained, was not applied: they end as filtered."""
-        self.ledger.revise([group.index for group in groups], before=Fate.TRAINED, after=Fate.FILTERED)
-        self._ended(groups, Fate.FILTERED, "not finite")
+        self.ledger.revise([group.index for group in groups], before=GroupOutcome.TRAINED, after=GroupOutcome.FILTERED)
+        self._ended(groups, GroupOutcome.FILTERED, "not finite")
 
     def _note_signal(self, group: RolloutGroup) -> None:
         """Count a judged group that has nothing to teach; one that has sets its domain's count to zero."""
@@ -180,8 +180,8 @@ class Batcher:
         self.no_signal[group.domain] = replace(before, **{kind: getattr(before, kind) + 1})
 
     def _filter(self, groups: Sequence[RolloutGroup], why: str) -> None:
-        self.ledger.settle([group.index for group in groups], Fate.FILTERED)
-        self._ended(groups, Fate.FILTERED, why)
+        self.ledger.settle([group.index for group in groups], GroupOutcome.FILTERED)
+        self._ended(groups, GroupOutcome.FILTERED, why)
 
     def _fresh(
         self, *, producing: int, bounds: StalenessBounds, usable: Callable[[RolloutGroup], bool]
@@ -215,5 +215,5 @@ class Batcher:
         stale = [index for index, group in self._waiting.items() if refused(group)]
         dropped = [self._waiting.pop(index) for index in stale]
         self.stale_tokens += sum(rollout.num_sampled_tokens for group in dropped for rollout in group.rollouts)
-        self.ledger.settle(stale, Fate.STALE)
-        self._ended(dropped, Fate.STALE, "stale")
+        self.ledger.settle(stale, GroupOutcome.STALE)
+        self._ended(dropped, GroupOutcome.STALE, "stale")

@@ -90,7 +90,7 @@ class Portion(NamedTuple):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
+class BatchPartition:
     """A batch of B rollouts, as far as its division into mini-batches hangs on it.
 
     Attributes:
@@ -99,7 +99,7 @@ class Division:
         learns: [B], who counts in the aggregation. computed: numbers of the rollouts that have something to teach.
     """
 
-    dealing: MiniBatching
+    mini_batching: MiniBatching
     producing: int
     agg: Aggregation
     groups: NDArray[np.intp]
@@ -114,7 +114,7 @@ class Division:
         work[self.computed] = self.num_tokens[self.computed]
         sizes = np.bincount(self.groups, weights=work).astype(int).tolist()
         portions = []
-        for part in self.dealing.dealt(sizes, producing=self.producing, epoch=epoch):
+        for part in self.mini_batching.dealt(sizes, producing=self.producing, epoch=epoch):
             inside = np.isin(self.groups, part)
             weights = self.agg.token_weights(lengths=self.lengths, groups=self.groups, valid=self.learns & inside)
             portions.append(Portion([i for i in self.computed if inside[i]], weights))

@@ -16,7 +16,7 @@ from typing import final
 
 import numpy as np
 
-from pipelinerl.choices import OldLogprobs
+from pipelinerl.enums import OldLogprobs
 from pipelinerl.training.publish.weight_history import WeightHistory
 from pipelinerl.training.rollouts.packing import prefixes, with_columns
 from trainer_contract.trainer import Trainer

@@ -60,7 +60,7 @@ class Accumulated:
         return [known.get(id(micro_batch)) for micro_batch in self.micro_batches]
 
 
-class Taken(NamedTuple):
+class StepResult(NamedTuple):
     """A step that was taken: its figures, and those of each of its optimizer steps where it was to have several."""
 
     figures: dict[str, float]
@@ -116,21 +116,21 @@ class TrainStep:
             first = self._gradient(next(rest), objective)
         return Accumulated(batch=completed, objective=objective, first=first, rest=rest, measured=measured)
 
-    def apply(self, accumulated: Accumulated, *, learning_rates: Sequence[float]) -> Taken:
+    def apply(self, accumulated: Accumulated, *, learning_rates: Sequence[float]) -> StepResult:
         """Make the optimizer steps of the batch, each with the next rate; at most as many as there are rates.
 
         Raises:
             NonFiniteStep: the first gradient is not finite.
         """
         batch, objective = accumulated.batch, accumulated.objective
-        dealing, end = batch.division.dealing, BatchEnd.WHOLE
+        mini_batching, end = batch.partition.mini_batching, BatchEnd.WHOLE
         updates = [self._update(accumulated.first, objective, number=0, rate=learning_rates[0])]
         for number, rate in enumerate(learning_rates[1:], start=1):
             if (mini_batch := next(accumulated.rest, None)) is None:
                 break
             try:
                 gradient = self._gradient(mini_batch, objective)
-                if dealing.exceeded(gradient.kl_from_old(objective)):
+                if mini_batching.exceeded(gradient.kl_from_old(objective)):
                     self._discard()
                     end = BatchEnd.KL
                     break
@@ -145,9 +145,9 @@ class TrainStep:
             **_kl_reference(accumulated.micro_batches),
             **accumulated.measured.figures,
         }
-        if dealing.updates == 1:
-            return Taken(figures, [])
-        return Taken(figures | end.figures(updates), [update.figures(objective) for update in updates])
+        if mini_batching.updates == 1:
+            return StepResult(figures, [])
+        return StepResult(figures | end.figures(updates), [update.figures(objective) for update in updates])
 
     def _gradient(self, mini_batch: MiniBatch, objective: PolicyObjective) -> Gradient:
         """Backward of policy and critic."""
@@ -176,7 +176,7 @@ class TrainStep:
         """The micro-batches with every column that policy and critic read."""
         finite_check.check_rewards(batch)
         needs = objective.passes | (self.critic.loss.needs if self.critic else frozenset())
-        if batch.division.dealing.target_kl is not None:
+        if batch.partition.mini_batching.target_kl is not None:
             needs |= {"old_logprobs"}
         completed = batch.micro_batches
         for name, call in self.passes.plan(needs).items():

@@ -15,7 +15,7 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.training.rollouts.admission import Fate
+from pipelinerl.training.rollouts.admission import GroupOutcome
 from pipelinerl.training.rollouts.batch import TrainBatch
 from pipelinerl.training.watching.domain_figures import DomainTallies, StepFigures
 from pipelinerl.training.watching.training_samples import FilteredGroups, StepRollouts, TrainedTokens, TrainingSamples
@@ -37,10 +37,10 @@ class StepWatch:
     _filtered: Counter[str] = field(default_factory=Counter)
     _example: tuple[RolloutGroup, str] | None = None
 
-    def ended(self, groups: Iterable[RolloutGroup], fate: Fate, why: str) -> None:
+    def ended(self, groups: Iterable[RolloutGroup], fate: GroupOutcome, why: str) -> None:
         """Groups ended without training: filtered, for this reason, or stale."""
         for group in groups:
-            if fate is Fate.STALE:
+            if fate is GroupOutcome.STALE:
                 self._tallies.add_stale(group)
                 continue
             self._tallies.add([group])

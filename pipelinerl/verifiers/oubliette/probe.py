@@ -25,7 +25,7 @@ from pipelinerl.verifiers.oubliette.attacks import files, kernel, memory, proces
 from pipelinerl.verifiers.oubliette.attacks.attack import PRELUDE, QUICK, Attack
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, default_slots, walls_of
-from pipelinerl.verifiers.oubliette.slot import Walls
+from pipelinerl.verifiers.oubliette.slot import Isolation
 
 ATTACKS: Final = (*processes.ATTACKS, *memory.ATTACKS, *files.ATTACKS, *kernel.ATTACKS)
 
@@ -56,7 +56,7 @@ class Finding:
     told: str
 
 
-def opened(tier: Tier, *, at_once: int | None = None, walls: Callable[[int], Walls] | None = None) -> Sandbox:
+def opened(tier: Tier, *, at_once: int | None = None, walls: Callable[[int], Isolation] | None = None) -> Sandbox:
     """A sandbox that has held off a choice of attacks a moment ago. To be closed.
 
     Raises:
@@ -86,7 +86,7 @@ def opened(tier: Tier, *, at_once: int | None = None, walls: Callable[[int], Wal
 
 
 def attacked(
-    walls: Callable[[int], Walls], attacks: Sequence[Attack], *, sandbox: Sandbox | None = None
+    walls: Callable[[int], Isolation], attacks: Sequence[Attack], *, sandbox: Sandbox | None = None
 ) -> list[Finding]:
     """Try each, in their order; those that need a run before them in a slot of their own."""
     with contextlib.ExitStack() as held:

@@ -20,7 +20,7 @@ from pipelinerl.verifiers.oubliette import bubblewrap, control_groups, syscall_f
 from pipelinerl.verifiers.oubliette.gvisor import bundle
 from pipelinerl.verifiers.oubliette.gvisor.gvisor_slot import GvisorSlot
 from pipelinerl.verifiers.oubliette.runs import ProgramResult, Run, SandboxLost, SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.slot import Slot, Walls
+from pipelinerl.verifiers.oubliette.slot import Isolation, Slot
 
 #: The user ids of runs, where the sandbox may choose them: one for each slot, in a range that no system hands out.
 _FIRST_ID: Final = 60706
@@ -41,7 +41,7 @@ def default_slots() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
-def walls_of(tier: Tier, number: int) -> Walls:
+def walls_of(tier: Tier, number: int) -> Isolation:
     """What stands around the runs of slot `number`.
 
     Raises:
@@ -61,7 +61,7 @@ def walls_of(tier: Tier, number: int) -> Walls:
             f"the {tier} sandbox needs bubblewrap, which is not installed; on Debian and Ubuntu: apt install bubblewrap"
         )
     command = bubblewrap.command(python=bubblewrap.interpreter(), toolchains=toolchains.folders())
-    return Walls(
+    return Isolation(
         tier=tier,
         command=tuple(command),
         namespaces=True,
@@ -71,7 +71,7 @@ def walls_of(tier: Tier, number: int) -> Walls:
     )
 
 
-def _strong() -> Walls:
+def _strong() -> Isolation:
     """gVisor's, which says itself how it is started."""
     if bundle.found() is None:
         raise SandboxMissing(
@@ -79,10 +79,10 @@ def _strong() -> Walls:
         )
     if isinstance(why := control_groups.available(), str):
         raise SandboxMissing(f"the {Tier.STRONG} sandbox needs control groups, which cannot be made here: {why}")
-    return Walls(tier=Tier.STRONG, command=(), namespaces=True, outer_id=0, filter=b"")
+    return Isolation(tier=Tier.STRONG, command=(), namespaces=True, outer_id=0, filter=b"")
 
 
-def _weak(outer_id: int) -> Walls:
+def _weak(outer_id: int) -> Isolation:
     """A single process of the host: it starts and signals no other, opens no socket, and reads libraries alone."""
     python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()  # root's own may be nobody else's to read
     if not python.exists():
@@ -96,7 +96,7 @@ def _weak(outer_id: int) -> Walls:
         "/dev/urandom",
         str(python.parent.parent / "lib"),
     ]
-    return Walls(
+    return Isolation(
         tier=Tier.WEAK,
         command=(str(python), "-I", "-S", str(bubblewrap.SERVER)),
         namespaces=False,
@@ -131,7 +131,7 @@ class Sandbox:
     by then, or later, goes behind the others, where control groups can say so.
     """
 
-    def __init__(self, walls: Callable[[int], Walls], *, at_once: int, slots_each: int = _SLOTS_EACH) -> None:
+    def __init__(self, walls: Callable[[int], Isolation], *, at_once: int, slots_each: int = _SLOTS_EACH) -> None:
         self._walls = [walls(number) for number in range(slots_each * at_once)]
         self._at_once = at_once
         self._waiting: deque[tuple[Run, Future[ProgramResult]]] = deque()

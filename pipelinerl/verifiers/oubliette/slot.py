@@ -50,7 +50,7 @@ _ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walls:
+class Isolation:
     """What stands around the runs of one slot.
 
     Attributes:
@@ -74,7 +74,7 @@ class Walls:
 class Slot:
     """Starts its box at the first run, and again after one was lost; its control group, if any, stays."""
 
-    def __init__(self, walls: Walls) -> None:
+    def __init__(self, walls: Isolation) -> None:
         self._walls = walls
         self._box: _Box | None = None
         self._group: ControlGroup | None = None
@@ -175,7 +175,7 @@ class _Box:
         self._said = ""
 
     @classmethod
-    def start(cls, walls: Walls, group: ControlGroup | None) -> _Box:
+    def start(cls, walls: Isolation, group: ControlGroup | None) -> _Box:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = tempfile.TemporaryFile()  # noqa: SIM115 - it is the box's
         with theirs:
@@ -208,7 +208,7 @@ class _Box:
             raise SandboxLost(f"the box did not start; it said: {box.last_words()}")
         return box
 
-    def run(self, run: Run, walls: Walls) -> ProgramResult:
+    def run(self, run: Run, walls: Isolation) -> ProgramResult:
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         theirs = [out_write, err_write]

@@ -1,4 +1,4 @@
-"""`Beating`: a route whose answer begins at once, beats while it is worked at, and is given up with its asker."""
+"""`HeartbeatRoute`: a route that answers at once, sends heartbeats while work goes on, and ends with its caller."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RequestRefused(Exception):
 
 
 @final
-class Beating:
+class HeartbeatRoute:
     """POST of one type of request. An instance, which Starlette takes for an ASGI application: it sees askers leave."""
 
     #: Work that has been begun, and what it answers.

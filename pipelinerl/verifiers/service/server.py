@@ -27,7 +27,7 @@ from starlette.routing import Route
 from pipelinerl.system.http_service import guard, refuse_in_one_shape
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.service import wire
-from pipelinerl.verifiers.service.beating import Beating, RequestRefused
+from pipelinerl.verifiers.service.beating import HeartbeatRoute, RequestRefused
 from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.service.verdict_cache import VerdictCache, keys_of
 from pipelinerl.verifiers.service.wire import (
@@ -193,10 +193,10 @@ def create_app(service: VerifierService, *, token: str | None) -> FastAPI:
     async def drain() -> Response:
         return _json(Draining(service.drain()))
 
-    def begin(request: VerifyRequest) -> Beating.Work:
+    def begin(request: VerifyRequest) -> HeartbeatRoute.Work:
         return service.judge(service.admit(request), request)
 
-    app.router.routes.append(Route(wire.VERIFY, Beating(VerifyRequest, begin), methods=["POST"]))
+    app.router.routes.append(Route(wire.VERIFY, HeartbeatRoute(VerifyRequest, begin), methods=["POST"]))
     refuse_in_one_shape(app)
     guard(app, token=token)
     return app

@@ -50,7 +50,7 @@ def test_explain_says_it_of_a_recipe() -> None:
 def test_the_schedule_is_of_optimizer_steps() -> None:
     settings = loop_settings(load("tiny", [*SEVERAL, "run.seed=7"]))
     assert settings.schedule.steps == 8 * 1000
-    assert (settings.dealing.updates, settings.dealing.seed) == (8, 7)
+    assert (settings.mini_batching.updates, settings.mini_batching.seed) == (8, 7)
 
 
 def said_of(objective: str | PolicyObjective, *changes: str) -> list[str]:

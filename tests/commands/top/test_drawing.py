@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 
 from pipelinerl.commands.top.drawing import figures, knob_value
-from pipelinerl.commands.top.run_follower import Sight
+from pipelinerl.commands.top.run_follower import RunSnapshot
 from pipelinerl.observability.status import (
     EngineStatus,
     FleetStatus,
@@ -48,7 +48,9 @@ STATUS = RunStatus(
     elapsed_s=312.0,
     eta_s=60.0,
 )  # fmt: skip
-SIGHT = Sight(status=STATUS, state="live", knobs={}, ledger=LEDGER, waits=(("engines: sampling the next batch", 0.31),))
+SIGHT = RunSnapshot(
+    status=STATUS, state="live", knobs={}, ledger=LEDGER, waits=(("engines: sampling the next batch", 0.31),)
+)
 
 
 @pytest.mark.parametrize("width", [40, 44, 61, 80, 200])
@@ -75,7 +77,7 @@ def test_events_that_could_not_be_read_are_told() -> None:
 
 
 def test_what_nobody_says_is_left_out() -> None:
-    bare = Sight(status=RunStatus(run="new"), state="starting", knobs={}, ledger=None)
+    bare = RunSnapshot(status=RunStatus(run="new"), state="starting", knobs={}, ledger=None)
     told = figures(bare, 40).plain
     assert "new starting" in told and "step 0" in told and "reward    –" in told
     assert "prompts" not in told and "engine " not in told and "time of" not in told
@@ -85,7 +87,7 @@ def test_many_domains_and_engines_are_cut_and_counted() -> None:
     engines = tuple(EngineStatus(url=f"http://h:{n}", state="healthy") for n in range(40))
     last = LastStepStatus(by_domain={f"d{n}": {"reward": 0.0} for n in range(15)})
     status = msgspec.structs.replace(STATUS, fleet=FleetStatus(engines=engines), last_step=last)
-    told = figures(Sight(status=status, state="live", knobs={}, ledger=None), 80).plain
+    told = figures(RunSnapshot(status=status, state="live", knobs={}, ledger=None), 80).plain
     assert "and 28 more" in told and "and 3 more" in told
 
 

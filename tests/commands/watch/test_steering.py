@@ -13,9 +13,9 @@ import httpx
 import msgspec
 import pytest
 
-from pipelinerl.choices import HOTTEST
 from pipelinerl.commands.watch.steering import Steering, described
 from pipelinerl.controller.service.api import create_api
+from pipelinerl.enums import HOTTEST
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.system.http_service import listen, serve_until, url_of
 from tests.commands.watch.run_files import TOKEN, ServedPage, served_page, written_run

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.choices import Overdue, Pin, StalenessScope
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
 from pipelinerl.controller.decisions.status import assignment_of
@@ -25,6 +24,7 @@ from pipelinerl.controller.state.inputs import (
     Ticked,
 )
 from pipelinerl.controller.state.run_state import RunPhase
+from pipelinerl.enums import Overdue, Pin, StalenessScope
 from pipelinerl.errors import RecipeError
 from pipelinerl.messages import ActorAlive, Starving, StepSkipped, TrainerLeaving, TrainerReady, TrainerStopped
 from tests.controller.world import ENGINE, World, controller, drawn_problem, knobs

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pipelinerl.choices import Elasticity
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.elastic import Want, changed, verdict, weighed
 from pipelinerl.controller.decisions.engine_decisions import to_stop
@@ -30,6 +29,7 @@ from pipelinerl.controller.state.inputs import (
     StopAsked,
 )
 from pipelinerl.controller.state.run_state import RunState
+from pipelinerl.enums import Elasticity
 from pipelinerl.errors import RecipeError
 from pipelinerl.messages import CanaryChecked, ConsumedReport, Published, StepDone, TrainerReady
 from tests.controller.world import controller

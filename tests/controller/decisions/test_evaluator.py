@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.choices import Pin
 from pipelinerl.controller.decisions.engine_watch import EngineWatch
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.decisions.stall_diagnosis import waiting_for
@@ -24,6 +23,7 @@ from pipelinerl.controller.state.inputs import (
     StopAsked,
     Ticked,
 )
+from pipelinerl.enums import Pin
 from pipelinerl.messages import EvaluationDone, GroupFailed, TrainerReady
 from pipelinerl.types import Purpose
 from tests.controller.world import ENGINE, World, controller

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from inference_contract.errors import ContextExceeded, Persistence
-from pipelinerl.choices import NoSignal
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.giving_up import last_word
 from pipelinerl.controller.state.effects import Effect, End, Finish, IssuePrompts, Record, Send
@@ -25,6 +24,7 @@ from pipelinerl.controller.state.inputs import (
     Ticked,
 )
 from pipelinerl.controller.state.run_state import RunPhase
+from pipelinerl.enums import NoSignal
 from pipelinerl.messages import (
     ActorAlive,
     CanaryChecked,

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.choices import Pin
 from pipelinerl.controller.service.journal import JOURNAL, Decision, Journal
 from pipelinerl.controller.service.service import ControllerService, Start
 from pipelinerl.controller.state.effects import Effect
@@ -35,6 +34,7 @@ from pipelinerl.controller.state.inputs import (
     Ticked,
 )
 from pipelinerl.controller.state.run_state import RunPhase, RunState
+from pipelinerl.enums import Pin
 from pipelinerl.errors import FencedError, UserError
 from pipelinerl.messages import (
     DIRECTIVES,

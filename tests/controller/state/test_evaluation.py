@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.choices import Pin
 from pipelinerl.controller.state.estimates import wilson_interval
 from pipelinerl.controller.state.evaluation import Evaluation, EvaluationPlan, EvaluationResult, EvaluationSet
+from pipelinerl.enums import Pin
 from pipelinerl.messages import EvaluationDone
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from pipelinerl.controller.state.issued_ledger import IssuedLedger
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import ConsumedReport, has_ended
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate
+from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome
 
 
 def consumed(ledger: ConsumedLedger) -> ConsumedReport:
@@ -22,7 +22,7 @@ def balanced(account: IssuedLedger) -> bool:
     return ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
 
 
-@given(st.lists(st.tuples(st.sampled_from(["issue", "fail", *Fate]), st.integers(0, 15)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(["issue", "fail", *GroupOutcome]), st.integers(0, 15)), max_size=60))
 def test_it_balances_after_any_history(history: list[tuple[str, int]]) -> None:
     account, ledger = IssuedLedger(), ConsumedLedger()
     for what, number in history:
@@ -31,7 +31,7 @@ def test_it_balances_after_any_history(history: list[tuple[str, int]]) -> None:
         elif what == "fail":
             account.fail(number)
         elif number < account.cursor and not ledger.has(number):
-            ledger.settle([number], Fate(what))
+            ledger.settle([number], GroupOutcome(what))
             account.update(consumed(ledger))
         assert balanced(account) and account.in_flight >= 0
         assert account.ledger()["issued"] == account.cursor
@@ -55,7 +55,7 @@ def test_a_failed_order_that_was_trained_after_all_counts_once() -> None:
     account.fail(1)
     account.fail(1)
     assert account.ledger() | {"failed": 1, "in_flight": 2} == account.ledger()
-    ledger.settle([0, 1], Fate.TRAINED)
+    ledger.settle([0, 1], GroupOutcome.TRAINED)
     account.update(consumed(ledger))
     assert account.ledger() == {"issued": 3, "trained": 2, "filtered": 0, "stale": 0, "failed": 0, "in_flight": 1}
     account.fail(1)
@@ -73,7 +73,7 @@ def test_a_resumed_account_issues_again_what_nobody_will_answer() -> None:
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(8):
         account.next_index()
-    ledger.settle([0, 1, 4], Fate.TRAINED)
+    ledger.settle([0, 1, 4], GroupOutcome.TRAINED)
     account.update(consumed(ledger))
     account.fail(3)
     resumed = IssuedLedger.resume(account.to_record(), consumed(ledger))
@@ -86,7 +86,7 @@ def test_a_resumed_account_issues_again_what_nobody_will_answer() -> None:
 def test_groups_of_orders_younger_than_the_checkpoint_move_the_cursor() -> None:
     """The controller's snapshot is older than what lay in the stream: what was trained is not issued again."""
     resumed, ledger = IssuedLedger(cursor=4), ConsumedLedger()
-    ledger.settle([0, 1, 2, 3, 6], Fate.TRAINED)
+    ledger.settle([0, 1, 2, 3, 6], GroupOutcome.TRAINED)
     resumed.update(consumed(ledger))
     assert (resumed.cursor, resumed.reissue) == (7, [4, 5])
     assert balanced(resumed)
@@ -96,7 +96,7 @@ def test_lost_orders_are_those_in_flight() -> None:
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(6):
         account.next_index()
-    ledger.settle([0], Fate.STALE)
+    ledger.settle([0], GroupOutcome.STALE)
     account.update(consumed(ledger))
     account.fail(1)
     assert account.lost([0, 1, 2, 4, 99]) == [2, 4]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage
-from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.model_runner import RowState
 from pipelinerl.engines.bigram.engine import from_options, sample_rows
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.models.tokenizer import ChatTokenizer

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from inference_contract.weights import OnUpdate
 from pipelinerl import rng
-from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.logit_changes import LogitChange, LogitChanges
 from pipelinerl.engines.batching.model_runner import ModelRunner, Prefill, RowState, top_tokens
@@ -33,6 +32,7 @@ from pipelinerl.engines.jax.sampling import add_to_logits, sample
 from pipelinerl.engines.jax.weights import JaxWeights
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch import engine as torch_engine
+from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.decoder_config import read_config
 from pipelinerl.models.jax.checkpoint import load_weights

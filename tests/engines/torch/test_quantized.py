@@ -12,11 +12,11 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.torch.forward import ForwardKind, load_for_decoding
 from pipelinerl.engines.torch.quantized import QuantizedLinear, quantize
 from pipelinerl.engines.torch.runner import TorchRunner
+from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from tests.fakes.engine_options import engine_options

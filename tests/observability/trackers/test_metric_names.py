@@ -11,9 +11,9 @@ from pipelinerl.observability.trackers.metric_names import (
     PUBLISH_METRICS,
     STEP_METRICS,
     TRAINED,
+    HistoryRewind,
     MetricReader,
     MetricRow,
-    Rewound,
 )
 from tests.observability.timeline.events_of_a_run import event, publish
 
@@ -69,7 +69,7 @@ def test_a_trainer_that_begins_earlier_takes_the_later_steps_back() -> None:
     reader = MetricReader()
     list(reader.read(event("step", 1.0, step=9)))
     assert list(reader.read(event("trainer_ready", 2.0, epoch=2, model_version=9))) == []
-    assert list(reader.read(event("trainer_ready", 2.0, epoch=3, model_version=5))) == [Rewound(6)]
+    assert list(reader.read(event("trainer_ready", 2.0, epoch=3, model_version=5))) == [HistoryRewind(6)]
 
 
 def test_the_documentation_has_every_name_and_no_other() -> None:

@@ -8,7 +8,7 @@ from pipelinerl.models.bigram import PARAMETER, BigramModel
 from pipelinerl.objective.presets import PRESETS, resolve
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from trainer_contract.conformance import Status, run
-from trainer_contract.conformance.probes import Subject
+from trainer_contract.conformance.probes import TrainerUnderTest
 from trainer_contract.errors import ProtocolError, SpecError
 from trainer_contract.types import Device, Head, OptimizerSpec, Precision, TrainerSpec
 
@@ -24,7 +24,9 @@ def path(tmp_path):
 
 @pytest.mark.parametrize("head", Head)
 def test_conformance(head, path, tmp_path):
-    results = run(Subject(BigramTrainer, TrainerSpec(model_path=path, head=head), VOCAB), directory=tmp_path / "kit")
+    results = run(
+        TrainerUnderTest(BigramTrainer, TrainerSpec(model_path=path, head=head), VOCAB), directory=tmp_path / "kit"
+    )
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
 
 

@@ -9,7 +9,7 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.jax.trainer import JaxTrainer
 from tests.fakes.jax_weights import exported
 from trainer_contract.conformance import Status, run
-from trainer_contract.conformance.probes import Subject
+from trainer_contract.conformance.probes import TrainerUnderTest
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, TrainerSpec
 
@@ -64,7 +64,7 @@ def test_other_weights_are_placed_as_the_trainers_own_are(model_path, micro_batc
 @pytest.mark.slow
 def test_conformance_on_a_mesh(model_path, tmp_path):
     spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options={"mesh": {"fsdp": 2, "tensor": 2}})
-    results = run(Subject(JaxTrainer, spec, 48), directory=tmp_path)
+    results = run(TrainerUnderTest(JaxTrainer, spec, 48), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
 
 

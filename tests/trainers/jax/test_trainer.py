@@ -19,7 +19,7 @@ from pipelinerl.trainers.jax.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.fakes.jax_weights import exported
 from trainer_contract.conformance import Status, run
-from trainer_contract.conformance.probes import Subject
+from trainer_contract.conformance.probes import TrainerUnderTest
 from trainer_contract.errors import NonFiniteError, SpecError, StateError
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, Head, HeadPrecision, OptimizerSpec, Precision, TrainerSpec
@@ -71,7 +71,7 @@ def compilations():
 
 
 def test_conformance(model_path, tmp_path):
-    results = run(Subject(JaxTrainer, spec_of(model_path("qwen2")), VOCAB), directory=tmp_path)
+    results = run(TrainerUnderTest(JaxTrainer, spec_of(model_path("qwen2")), VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is Status.FAILED] == []
 
 
@@ -104,7 +104,9 @@ def with_returns(batch):
 
 @pytest.mark.slow
 def test_conformance_of_a_value_head(model_path, tmp_path):
-    results = run(Subject(JaxTrainer, spec_of(model_path("qwen2"), head=Head.VALUE), VOCAB), directory=tmp_path)
+    results = run(
+        TrainerUnderTest(JaxTrainer, spec_of(model_path("qwen2"), head=Head.VALUE), VOCAB), directory=tmp_path
+    )
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
 
 

@@ -12,7 +12,7 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.packed_model import PackedModel
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.conformance import Status, run
-from trainer_contract.conformance.probes import Subject
+from trainer_contract.conformance.probes import TrainerUnderTest
 from trainer_contract.errors import NonFiniteError, ProtocolError, SpecError, StateError
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, Head, OptimizerSpec, Precision, Rounding, TrainerSpec
@@ -72,7 +72,7 @@ def padded_twin(path, batch):
     ],
 )
 def test_conformance(name, head, model_path, tmp_path):
-    results = run(Subject(TorchTrainer, spec_of(model_path(name), head=head), VOCAB), directory=tmp_path)
+    results = run(TrainerUnderTest(TorchTrainer, spec_of(model_path(name), head=head), VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
 
 

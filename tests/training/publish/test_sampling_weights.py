@@ -18,11 +18,11 @@ import torch
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import OnUpdate
 from pipelinerl import rng
-from pipelinerl.choices import OldLogprobs
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options
+from pipelinerl.enums import OldLogprobs
 from pipelinerl.numerics.causes import figures, sampled_tokens
 from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.trainer import TorchTrainer

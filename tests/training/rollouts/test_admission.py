@@ -8,13 +8,20 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage, has_signal, is_judged, is_stale
+from pipelinerl.training.rollouts.admission import (
+    ConsumedLedger,
+    GroupOutcome,
+    Lineage,
+    has_signal,
+    is_judged,
+    is_stale,
+)
 from pipelinerl.types import Outcome, RolloutGroup
 from tests.fakes.rollouts import group, rollout
 
 
-@given(st.permutations(range(30)), st.lists(st.sampled_from(list(Fate)), min_size=30, max_size=30))
-def test_the_ledger_remembers_exactly_what_ended(order: list[int], fates: list[Fate]) -> None:
+@given(st.permutations(range(30)), st.lists(st.sampled_from(list(GroupOutcome)), min_size=30, max_size=30))
+def test_the_ledger_remembers_exactly_what_ended(order: list[int], fates: list[GroupOutcome]) -> None:
     ledger = ConsumedLedger()
     for seen, (index, fate) in enumerate(zip(order, fates, strict=True)):
         ledger.settle([index], fate)
@@ -22,15 +29,15 @@ def test_the_ledger_remembers_exactly_what_ended(order: list[int], fates: list[F
         assert all(ledger.has(i) == (i in ended) for i in range(31))
         assert ConsumedLedger.from_record(ledger.to_record()) == ledger
     assert (ledger.frontier, ledger.beyond) == (30, set())
-    assert ledger.counts == {fate: fates.count(fate) for fate in Fate}
+    assert ledger.counts == {fate: fates.count(fate) for fate in GroupOutcome}
 
 
 def test_an_order_cannot_end_twice() -> None:
     ledger = ConsumedLedger()
-    ledger.settle([0, 2], Fate.TRAINED)
+    ledger.settle([0, 2], GroupOutcome.TRAINED)
     for index in (0, 2):
         with pytest.raises(ValueError, match=f"order {index} ended twice"):
-            ledger.settle([index], Fate.STALE)
+            ledger.settle([index], GroupOutcome.STALE)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.choices import Truncated
+from pipelinerl.enums import Truncated
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.adv import GroupRelative
 from pipelinerl.objective.objective import PolicyObjective

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipelinerl.choices import NoSignal, StalenessScope
+from pipelinerl.enums import NoSignal, StalenessScope
 from pipelinerl.messages import NoSignalGroups
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.replay import RecordedStep
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
+from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.types import Outcome, RolloutGroup, Verdict
 from tests.fakes.rollouts import group, rollout
@@ -33,12 +33,12 @@ def test_waits_until_a_step_is_full_and_trains_each_group_once() -> None:
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
     assert taken is not None and [g.index for g in taken] == [0, 1]
     waiting.offer(group(1))
-    assert (waiting.num_waiting, waiting.ledger.counts[Fate.TRAINED], waiting.ledger.frontier) == (0, 2, 2)
+    assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.TRAINED], waiting.ledger.frontier) == (0, 2, 2)
     assert not waiting.take_abandoned(), "the copy of one that has ended is dropped, and not issued again"
 
 
 def test_what_the_recipes_filter_refuses_is_filtered_for_its_reason() -> None:
-    heard: list[tuple[list[int], Fate, str]] = []
+    heard: list[tuple[list[int], GroupOutcome, str]] = []
     waiting = Batcher(
         ledger=ConsumedLedger(),
         lineage=Lineage(1, 0),
@@ -48,8 +48,8 @@ def test_what_the_recipes_filter_refuses_is_filtered_for_its_reason() -> None:
     waiting.offer(replace(group(0), refusal="one ran on"))
     waiting.offer(replace(group(1, (1.0, 1.0)), refusal="one ran on"))
     waiting.offer(group(2))
-    assert heard == [([0], Fate.FILTERED, "one ran on"), ([1], Fate.FILTERED, "no signal")]
-    assert (waiting.waiting, waiting.ledger.counts[Fate.FILTERED]) == ([2], 2)
+    assert heard == [([0], GroupOutcome.FILTERED, "one ran on"), ([1], GroupOutcome.FILTERED, "no signal")]
+    assert (waiting.waiting, waiting.ledger.counts[GroupOutcome.FILTERED]) == ([2], 2)
 
 
 def test_the_oldest_fresh_groups_go_first_whatever_the_order_of_arrival() -> None:
@@ -71,7 +71,7 @@ def test_what_aged_while_it_waited_is_dropped_as_stale() -> None:
     waiting.offer(old)
     waiting.offer(group(1, version=2))
     assert waiting.take(StepBudget(rollouts=8), producing=5, bounds=BOUNDS) is None
-    assert (waiting.num_waiting, waiting.ledger.counts[Fate.STALE]) == (1, 1)
+    assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.STALE]) == (1, 1)
     assert waiting.stale_tokens == sum(rollout.num_sampled_tokens for rollout in old.rollouts)
 
 
@@ -83,7 +83,7 @@ def test_what_lacks_something_counts_as_stale() -> None:
         StepBudget(rollouts=2), producing=4, bounds=BOUNDS, usable=lambda group: group.oldest_version != 3
     )
     assert taken is not None and [each.index for each in taken] == [1]
-    assert (waiting.num_waiting, waiting.ledger.counts[Fate.STALE]) == (0, 1)
+    assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.STALE]) == (0, 1)
 
 
 def test_what_abandoned_weights_sampled_does_not_end_its_order() -> None:
@@ -99,7 +99,7 @@ def test_what_abandoned_weights_sampled_does_not_end_its_order() -> None:
 def test_groups_without_signal_are_dropped_or_kept(mode: NoSignal, filtered: int, left: int) -> None:
     waiting = batcher(no_signal=mode)
     waiting.offer(group(0, (1.0, 1.0)))
-    assert (waiting.ledger.counts[Fate.FILTERED], waiting.num_waiting) == (filtered, left)
+    assert (waiting.ledger.counts[GroupOutcome.FILTERED], waiting.num_waiting) == (filtered, left)
 
 
 @pytest.mark.parametrize("where", ["prompt", "sampled"])
@@ -107,7 +107,7 @@ def test_what_no_trainer_can_compute_is_filtered_and_named(where: str, caplog: p
     waiting = Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER, vocab_size=5)
     foreign = rollout(reward=1.0, **{where: [1, 5]})
     waiting.offer(replace(group(0), rollouts=(rollout(reward=0.0), foreign)))
-    assert (waiting.ledger.counts[Fate.FILTERED], waiting.num_waiting) == (1, 0)
+    assert (waiting.ledger.counts[GroupOutcome.FILTERED], waiting.num_waiting) == (1, 0)
     assert "group 0 of actor actor-0 cannot train and is filtered: token_ids must lie in 0..4, got 5" in caplog.text
     unjudged = replace(foreign, verdict=Verdict(outcome=Outcome.TIMEOUT, reward=0.0))
     waiting.offer(replace(group(1), rollouts=(rollout(reward=0.0), rollout(reward=1.0), unjudged)))
@@ -120,7 +120,7 @@ def test_a_step_without_signal_trains_unless_such_groups_are_filtered() -> None:
     waiting.offer(group(1, (0.0, 0.0)))
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
     assert taken is not None and [g.index for g in taken] == [0, 1]
-    assert waiting.ledger.counts[Fate.FILTERED] == 0
+    assert waiting.ledger.counts[GroupOutcome.FILTERED] == 0
 
 
 @pytest.mark.parametrize("mode", list(NoSignal))
@@ -148,24 +148,24 @@ def test_a_skipped_step_turns_trained_into_filtered() -> None:
     for index in (0, 1):
         waiting.offer(group(index))
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=StalenessBounds(1, 4))
-    assert taken is not None and waiting.ledger.counts[Fate.TRAINED] == 2
+    assert taken is not None and waiting.ledger.counts[GroupOutcome.TRAINED] == 2
     waiting.skipped(taken)
-    assert (waiting.ledger.counts[Fate.TRAINED], waiting.ledger.counts[Fate.FILTERED]) == (0, 2)
+    assert (waiting.ledger.counts[GroupOutcome.TRAINED], waiting.ledger.counts[GroupOutcome.FILTERED]) == (0, 2)
     assert waiting.ledger.frontier == 2
     waiting.offer(taken[0])
-    assert (waiting.num_waiting, waiting.ledger.counts[Fate.FILTERED]) == (0, 2), "they have ended"
+    assert (waiting.num_waiting, waiting.ledger.counts[GroupOutcome.FILTERED]) == (0, 2), "they have ended"
 
 
 def test_an_order_that_was_given_up_ends_unless_its_group_is_here() -> None:
     waiting = batcher()
     waiting.offer(group(0))
-    waiting.end([0, 2], Fate.STALE)
+    waiting.end([0, 2], GroupOutcome.STALE)
     assert (waiting.waiting, waiting.ledger.has(0), waiting.ledger.has(2)) == ([0], False, True)
     waiting.offer(group(1))
     waiting.offer(group(2))
     taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
     assert taken is not None and [g.index for g in taken] == [0, 1]
-    assert (waiting.ledger.counts[Fate.STALE], waiting.num_waiting, waiting.ledger.frontier) == (1, 0, 3)
+    assert (waiting.ledger.counts[GroupOutcome.STALE], waiting.num_waiting, waiting.ledger.frontier) == (1, 0, 3)
 
 
 def of_ages(index: int, *rewards_and_versions: tuple[float, int]) -> RolloutGroup:
@@ -186,7 +186,12 @@ def test_by_rollout_two_that_are_young_enough_train_without_the_others() -> None
     taken = waiting.take(StepBudget(rollouts=4), producing=5, bounds=BOUNDS)
     assert taken is not None
     assert [(each.index, [r.oldest_version for r in each.rollouts]) for each in taken] == [(0, [3, 2]), (2, [2, 2])]
-    assert waiting.ledger.counts == {Fate.TRAINED: 2, Fate.FILTERED: 0, Fate.STALE: 1, Fate.FAILED: 0}
+    assert waiting.ledger.counts == {
+        GroupOutcome.TRAINED: 2,
+        GroupOutcome.FILTERED: 0,
+        GroupOutcome.STALE: 1,
+        GroupOutcome.FAILED: 0,
+    }
     assert (waiting.stale_rollouts, waiting.stale_tokens) == (1, 2 + 6)
 
 
@@ -197,8 +202,8 @@ def test_by_rollout_what_is_left_must_have_a_signal_where_groups_without_are_fil
         waiting.offer(aged)
         waiting.offer(group(1, version=3))
         waiting.take(StepBudget(rollouts=4), producing=5, bounds=BOUNDS)
-    assert (filtering.ledger.counts[Fate.FILTERED], filtering.waiting) == (1, [1])
-    assert (training.ledger.counts[Fate.TRAINED], training.waiting) == (2, [])
+    assert (filtering.ledger.counts[GroupOutcome.FILTERED], filtering.waiting) == (1, [1])
+    assert (training.ledger.counts[GroupOutcome.TRAINED], training.waiting) == (2, [])
     assert (filtering.stale_rollouts, filtering.stale_tokens) == (1, 2)
 
 
@@ -206,7 +211,7 @@ def test_by_group_one_that_is_too_old_takes_the_others_with_it() -> None:
     waiting = batcher(no_signal=NoSignal.TRAIN)
     waiting.offer(of_ages(0, (1.0, 0), (0.0, 3), (1.0, 3)))
     assert waiting.take(StepBudget(rollouts=2), producing=5, bounds=BOUNDS) is None
-    assert waiting.ledger.counts[Fate.STALE] == 1
+    assert waiting.ledger.counts[GroupOutcome.STALE] == 1
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -50,13 +50,15 @@ def test_long_groups_do_not_meet_fewer_others() -> None:
 
 
 def test_there_are_no_more_mini_batches_than_groups_to_compute() -> None:
-    dealing = MiniBatching(mini_batches=4)
-    assert [len(dealing.dealt(sizes, producing=1, epoch=0)) for sizes in ([5, 0, 0, 3, 0], [0, 0], [1, 1, 1, 1])] == [
+    mini_batching = MiniBatching(mini_batches=4)
+    assert [
+        len(mini_batching.dealt(sizes, producing=1, epoch=0)) for sizes in ([5, 0, 0, 3, 0], [0, 0], [1, 1, 1, 1])
+    ] == [
         2,
         1,
         4,
     ]
-    for part in dealing.dealt([5, 0, 7, 0, 0, 3, 2], producing=1, epoch=0):
+    for part in mini_batching.dealt([5, 0, 7, 0, 0, 3, 2], producing=1, epoch=0):
         assert sum(each in (0, 2, 5, 6) for each in part) == 1, "each has something to compute"
 
 
@@ -88,7 +90,7 @@ def whole(objective: Any = "grpo", *, groups: Sequence[RolloutGroup] | None = No
         token_budget=40,
         producing=2,
         width=width,
-        dealing=MiniBatching(epochs=3, mini_batches=4, seed=9),
+        mini_batching=MiniBatching(epochs=3, mini_batches=4, seed=9),
     )
     columns = [np.arange(each.num_tokens, dtype=np.float32) + 100 * i for i, each in enumerate(batch.micro_batches)]
     return batch.completed(
@@ -133,7 +135,7 @@ def test_tokens_weigh_what_they_weigh_in_a_batch_of_the_mini_batch_alone(objecti
     """And advantages are those of the whole, which of whole groups are the same."""
     groups, batch = ragged(), whole(objective)
     for epoch, number, part in batch.mini_batches():
-        its = part.division.portions(epoch)[number]
+        its = part.partition.portions(epoch)[number]
         chosen = sorted(
             {int(batch.scored.groups[i]) for i in range(len(its.token_weights)) if its.token_weights[i] > 0}
         )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.messages import Directive, TrainerKnobs
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate
+from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome
 from pipelinerl.training.rollouts.overdue import OverdueWait, awaited
 
 
@@ -37,15 +37,15 @@ def late(**changes: Any) -> list[int]:
 def test_what_can_train_no_later_step_is_waited_for() -> None:
     assert late() == [2, 3]
     ended = ConsumedLedger()
-    ended.settle([2, 3], Fate.FAILED)
+    ended.settle([2, 3], GroupOutcome.FAILED)
     assert late(ledger=ended) == [4, 5, 6, 7], "four are due at step 4, which takes two"
-    ended.settle([4, 5], Fate.FILTERED)
+    ended.settle([4, 5], GroupOutcome.FILTERED)
     assert late(ledger=ended) == []
 
 
 def test_what_is_here_is_not_waited_for() -> None:
     ended = ConsumedLedger()
-    ended.settle([2, 3], Fate.FAILED)
+    ended.settle([2, 3], GroupOutcome.FAILED)
     assert late(ledger=ended, waiting=[0, 1, 4, 5]) == [6, 7]
     assert late(ledger=ended, waiting=[0, 1, 4, 5, 6, 7]) == [], "it cannot be helped: one of them will be too old"
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelinerl.choices import NoSignal
+from pipelinerl.enums import NoSignal
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage, fault_of, without_routing
+from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage, fault_of, without_routing
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.packing import WeightedRollout, alone, apart, joined, pack, prefixes
 from pipelinerl.types import RolloutGroup
@@ -94,7 +94,7 @@ def test_groups_without_their_experts_are_filtered_where_they_are_replayed() -> 
     for each in (routed_group(0), group(1), routed_group(2, experts=40)):
         waiting.offer(each)
     assert waiting.waiting == [0]
-    assert ended == [(1, Fate.FILTERED, "not computable"), (2, Fate.FILTERED, "not computable")]
+    assert ended == [(1, GroupOutcome.FILTERED, "not computable"), (2, GroupOutcome.FILTERED, "not computable")]
 
 
 def test_experts_that_nobody_replays_are_left_out() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipelinerl import rng
-from pipelinerl.choices import OldLogprobs
+from pipelinerl.enums import OldLogprobs
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.objective.objective import PolicyObjective
@@ -27,7 +27,7 @@ from pipelinerl.training.step.critic import Critic
 from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.schedule import LearningRateSchedule
-from pipelinerl.training.step.train_step import Taken, TrainStep
+from pipelinerl.training.step.train_step import StepResult, TrainStep
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.errors import NonFiniteError
@@ -161,11 +161,11 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
     made.trainer.close()
 
 
-def taken(step: TrainStep, number: int, objective: PolicyObjective = OBJECTIVE, **fields: Any) -> Taken:
+def taken(step: TrainStep, number: int, objective: PolicyObjective = OBJECTIVE, **fields: Any) -> StepResult:
     """The `number`th batch, which makes that version."""
-    dealing = fields.pop("dealing", DEALING)
-    batch = build(batch_of(number), objective=objective, token_budget=48, producing=number, dealing=dealing)
-    rates = fields.pop("learning_rates", RATES)[: dealing.updates]
+    mini_batching = fields.pop("mini_batching", DEALING)
+    batch = build(batch_of(number), objective=objective, token_budget=48, producing=number, mini_batching=mini_batching)
+    rates = fields.pop("learning_rates", RATES)[: mini_batching.updates]
     return step.apply(step.accumulate(batch, objective), learning_rates=rates)
 
 
@@ -205,18 +205,18 @@ def test_it_ends_before_the_step_that_would_start_too_far_from_old(tmp_path: Pat
     bound = (free[2]["kl_old"] + max(u["kl_old"] for u in free[:2])) / 2
     assert free[2]["kl_old"] > bound > free[1]["kl_old"]
     step = bigram_step(tmp_path)
-    ended = taken(step, 1, dealing=replace(DEALING, target_kl=bound), learning_rates=[0.1] * 6)
+    ended = taken(step, 1, mini_batching=replace(DEALING, target_kl=bound), learning_rates=[0.1] * 6)
     assert ended.updates == free[:2]
     assert (ended.figures["optimizer_steps"], ended.figures["ended_by_kl"]) == (2, 1)
     assert step.passes.policy.model_version == 2
-    again = taken(step, 2, dealing=replace(DEALING, target_kl=1e-12), learning_rates=[0.1] * 6)
+    again = taken(step, 2, mini_batching=replace(DEALING, target_kl=1e-12), learning_rates=[0.1] * 6)
     assert len(again.updates) == 1, "the first is always made, and no gradient was left behind"
 
 
 def test_a_bound_on_the_kl_has_old_log_probs_computed_where_the_objective_reads_none(tmp_path: Path) -> None:
     objective = resolve("pipelinerl")
-    dealing = replace(DEALING, target_kl=1e9)
-    assert "kl_old" in taken(bigram_step(tmp_path), 1, objective, dealing=dealing).updates[0]
+    mini_batching = replace(DEALING, target_kl=1e9)
+    assert "kl_old" in taken(bigram_step(tmp_path), 1, objective, mini_batching=mini_batching).updates[0]
     assert "kl_old" not in taken(bigram_step(tmp_path), 1, objective).updates[0]
 
 
@@ -275,5 +275,5 @@ def test_the_critic_makes_as_many_steps_each_on_its_mini_batch(tmp_path: Path) -
 def test_old_log_probs_of_the_sampler_are_what_the_kl_is_measured_from(tmp_path: Path) -> None:
     step = bigram_step(tmp_path)
     step = TrainStep(passes=replace(step.passes, old_logprobs=OldLogprobs.BEHAVIOR))
-    ended = taken(step, 1, dealing=replace(DEALING, target_kl=1e-3))
+    ended = taken(step, 1, mini_batching=replace(DEALING, target_kl=1e-3))
     assert len(ended.updates) == 1 and ended.updates[0]["kl_old"] > 1e-3, "the sampler said -0.5 of every token"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.choices import OldLogprobs
+from pipelinerl.enums import OldLogprobs
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.objective.presets import resolve

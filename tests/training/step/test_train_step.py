@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.choices import NoSignal, OldLogprobs, Truncated
+from pipelinerl.enums import NoSignal, OldLogprobs, Truncated
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective import catalogue
 from pipelinerl.objective.adv import GAE

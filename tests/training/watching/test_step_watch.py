@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.choices import NoSignal, Truncated
+from pipelinerl.enums import NoSignal, Truncated
 from pipelinerl.objective.presets import resolve
 from pipelinerl.observability.samples.reading import read_samples
 from pipelinerl.observability.samples.record import SampleKind, TokenTexts
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.staleness import StalenessBounds
-from pipelinerl.training.rollouts.admission import ConsumedLedger, Fate, Lineage
+from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage
 from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.watching.step_watch import MOST_REASONS, OTHER_REASONS, StepWatch, mean_advantages
@@ -136,10 +136,10 @@ def test_the_groups_are_few_drawn_by_seed_and_step(tmp_path: Path) -> None:
 
 def test_reasons_that_all_differ_are_told_together_after_the_first(tmp_path: Path) -> None:
     watch = watch_in(tmp_path)
-    watch.ended([group(0)], Fate.FILTERED, "no signal")
+    watch.ended([group(0)], GroupOutcome.FILTERED, "no signal")
     for number in range(100):
-        watch.ended([group(number)], Fate.FILTERED, f"one of {number} tokens")
-    watch.ended([group(1)], Fate.FILTERED, "no signal")
+        watch.ended([group(number)], GroupOutcome.FILTERED, f"one of {number} tokens")
+    watch.ended([group(1)], GroupOutcome.FILTERED, "no signal")
     stepped(watch, [group(101)], version=1)
     closed(watch)
     (example,) = [each for each in read_samples(tmp_path) if each.kind is SampleKind.FILTERED]
@@ -171,7 +171,7 @@ def test_filtered_groups_are_counted_by_reason_with_one_as_an_example(tmp_path: 
 
 def test_without_a_log_there_are_figures_all_the_same() -> None:
     watch = StepWatch()
-    watch.ended([group(0)], Fate.STALE, "stale")
+    watch.ended([group(0)], GroupOutcome.STALE, "stale")
     batch = build([group(1)], objective=resolve("grpo"), token_budget=1000, producing=1)
     assert watch.stepped(batch, batch.micro_batches, version=1).by_domain["test"]["stale"] == 0.5
 

@@ -21,7 +21,7 @@ from pipelinerl.errors import EngineUnreachable, RecipeError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.registry import ENGINES, load
-from pipelinerl.roles.judging import Purse, open_judge
+from pipelinerl.roles.judging import JudgeBudget, open_judge
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
 from pipelinerl.verifiers.judge.judge import Judge, JudgeSettings
 from pipelinerl.verifiers.judge.scores import ScoreFormat
@@ -40,7 +40,7 @@ CAPITAL = Problem(
 
 @asynccontextmanager
 async def judging(
-    url: str, *, purse: Purse | None = None, correct_at: float = 0.5, **judge: Any
+    url: str, *, purse: JudgeBudget | None = None, correct_at: float = 0.5, **judge: Any
 ) -> AsyncIterator[Judge]:
     section = {"url": f"{url}/v1", "timeout_s": PATIENCE_S, **judge}
     domain = DomainSection(name="d/e", source="addition", verifier="judge", correct_at=correct_at, judge=section)  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ async def test_nobody_at_the_address_masks(tmp_path: Path) -> None:
 async def test_a_budget_is_never_exceeded_is_kept_and_said_aloud(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake, purse = OpenAIFake(scripted_judge()), Purse(tmp_path / "judging", sharers=2)
+    fake, purse = OpenAIFake(scripted_judge()), JudgeBudget(tmp_path / "judging", sharers=2)
     with in_thread(fake.app) as url, caplog.at_level(logging.ERROR, logger="pipelinerl"):
         async with judging(url, purse=purse, model="small", most_calls=10) as judge:
             first = await verdicts(judge, "a", "b", "c")
@@ -166,7 +166,7 @@ async def test_a_budget_is_never_exceeded_is_kept_and_said_aloud(
 
 
 async def test_tokens_are_counted_as_the_server_says(tmp_path: Path) -> None:
-    fake, purse = OpenAIFake(lambda body: '{"score": 5}'), Purse(tmp_path, sharers=1)
+    fake, purse = OpenAIFake(lambda body: '{"score": 5}'), JudgeBudget(tmp_path, sharers=1)
     with in_thread(fake.app) as url:
         async with judging(url, purse=purse, model="small", most_tokens=30, concurrency=1) as judge:
             outcomes = [each.outcome for each in await verdicts(judge, "a", "b", "c", "d")]

@@ -15,13 +15,13 @@ from pipelinerl.verifiers.oubliette import bubblewrap, probe
 from pipelinerl.verifiers.oubliette.probe import ATTACKS, Defence
 from pipelinerl.verifiers.oubliette.runs import SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
-from pipelinerl.verifiers.oubliette.slot import Walls
+from pipelinerl.verifiers.oubliette.slot import Isolation
 from tests.patience import PATIENCE_S
 
 BY_NAME = {attack.name: attack for attack in ATTACKS}
 
 
-def _default(number: int) -> Walls:
+def _default(number: int) -> Isolation:
     return walls_of(Tier.DEFAULT, number)
 
 
@@ -108,7 +108,7 @@ def test_a_hole_is_seen(sandbox: Sandbox, hole: str) -> None:
 
 
 def test_what_does_not_hold_is_not_opened(sandbox: Sandbox) -> None:
-    def unfiltered(number: int) -> Walls:
+    def unfiltered(number: int) -> Isolation:
         return replace(_default(number), filter=b"", servers_filter=b"")
 
     with pytest.raises(SandboxMissing, match=r"the default sandbox does not hold here: .*System V shared memory"):
@@ -116,9 +116,9 @@ def test_what_does_not_hold_is_not_opened(sandbox: Sandbox) -> None:
 
 
 def test_a_box_that_cannot_be_made_is_told_with_its_last_words(tmp_path: Path) -> None:
-    def broken(_: int) -> Walls:
+    def broken(_: int) -> Isolation:
         command = ("/bin/sh", "-c", "echo 'No permissions to create a new namespace' >&2; exit 1")
-        return Walls(tier=Tier.DEFAULT, command=command, namespaces=True, outer_id=0, filter=b"")
+        return Isolation(tier=Tier.DEFAULT, command=command, namespaces=True, outer_id=0, filter=b"")
 
     with pytest.raises(SandboxMissing, match=r"cannot be had here: .*No permissions to create a new namespace"):
         probe.opened(Tier.DEFAULT, at_once=1, walls=broken)

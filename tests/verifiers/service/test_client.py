@@ -22,7 +22,7 @@ from pipelinerl.verifiers.service.client import RemoteVerifier, VerifierServices
 from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.service.server import create_app
 from pipelinerl.verifiers.service.wire import VerifyRequest
-from pipelinerl.verifiers.verifier import EachAlone, SampledAnswer, correct, wrong
+from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer, correct, wrong
 from tests.fakes.served import in_thread
 from tests.fakes.verifier_service import RULES, TOKEN, lease, problem, service
 from tests.patience import PATIENCE_S, SOON_S
@@ -43,7 +43,7 @@ class Exact:
 
 
 def honest(verifier: Exact) -> Any:
-    served = ServedDomain(verifier=EachAlone(verifier), rules=RULES, kept=False)
+    served = ServedDomain(verifier=PerAnswerVerifier(verifier), rules=RULES, kept=False)
     return create_app(service({"words": served}), token=TOKEN)
 
 

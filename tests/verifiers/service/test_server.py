@@ -15,7 +15,7 @@ from pipelinerl.verifiers.service import beating, wire
 from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.service.server import VerifierService, create_app
 from pipelinerl.verifiers.service.wire import ServiceStatus, VerifyAnswer, VerifyRequest
-from pipelinerl.verifiers.verifier import EachAlone, SampledAnswer, correct, failed, wrong
+from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer, correct, failed, wrong
 from tests.fakes.verifier_service import RULES, TOKEN, problem, service
 from tests.patience import PATIENCE_S
 
@@ -49,8 +49,8 @@ def scripted() -> Scripted:
 @pytest.fixture
 def serving(scripted: Scripted) -> VerifierService:
     domains = {
-        "kept": ServedDomain(verifier=EachAlone(scripted), rules=RULES, kept=True),
-        "words": ServedDomain(verifier=EachAlone(scripted), rules=RULES, kept=False, tier="default"),
+        "kept": ServedDomain(verifier=PerAnswerVerifier(scripted), rules=RULES, kept=True),
+        "words": ServedDomain(verifier=PerAnswerVerifier(scripted), rules=RULES, kept=False, tier="default"),
     }
     return service(domains, most_waiting=8)
 

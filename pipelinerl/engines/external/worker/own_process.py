@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_contract.weights import Backend, InitProcessGroupRequest
-from pipelinerl.choices import Receiver
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpoint
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactory, GroupEndpoint
+from pipelinerl.enums import Receiver
 
 _NURSERY: Final = "pipelinerl.engines.external.worker.nursery_torch"
 #: More than any piece; a page of it takes memory once a piece has come there.

@@ -33,7 +33,7 @@ Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 @final
 class BoxWalls:
-    """What stands around each run; `settings` are `Walls` in `slot.py`."""
+    """What stands around each run; `settings` are `Isolation` in `slot.py`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.have_folder = self._namespaces = settings["namespaces"]

@@ -39,7 +39,7 @@ from pipelinerl.verifiers.oubliette.repository import (
 from pipelinerl.verifiers.oubliette.runner import Check, LocalRunner, Program
 from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLost, Tier
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
-from pipelinerl.verifiers.service.beating import Beating, RequestRefused
+from pipelinerl.verifiers.service.beating import HeartbeatRoute, RequestRefused
 
 #: Pieces of work that a service holds at most.
 MOST_WAITING: Final = 65_536
@@ -256,11 +256,11 @@ def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             return refusal(422, str(error), code="invalid_request_error")
 
-    def begin(request: wire.WorkRequest) -> Beating.Work:
+    def begin(request: wire.WorkRequest) -> HeartbeatRoute.Work:
         service.admit(request)
         return service.work(request)
 
-    app.router.routes.append(Route(wire.WORK, Beating(wire.WorkRequest, begin), methods=["POST"]))
+    app.router.routes.append(Route(wire.WORK, HeartbeatRoute(wire.WorkRequest, begin), methods=["POST"]))
     refuse_in_one_shape(app)
     guard(app, token=token, puts=BodyRule.STREAMED)
     return app

@@ -28,7 +28,6 @@ from inference_contract.conformance.session import refused
 from inference_contract.conformance.trainer import weights
 from inference_contract.errors import EngineStopped
 from inference_contract.schemas import ChatCompletionRequest, EngineState, FinishReason
-from pipelinerl.choices import WeightFormat
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.scheduler import Capacity
 from pipelinerl.engines.batching.sequence import Request, Sequence
@@ -40,6 +39,7 @@ from pipelinerl.engines.external.sglang.server_api import SglangServerApi
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import AddressError, ModelError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.models.tokenizer import ChatTokenizer

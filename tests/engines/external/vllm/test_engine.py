@@ -25,7 +25,6 @@ from inference_contract.conformance.trainer import weights
 from inference_contract.errors import InvalidRequest
 from inference_contract.schemas import EngineState, FinishReason
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
-from pipelinerl.choices import WeightFormat
 from pipelinerl.config.recipe import MODELS
 from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.external.vllm.engine import check_version, from_options, slow_here
@@ -33,6 +32,7 @@ from pipelinerl.engines.external.vllm.limits import check_experts_on_cpu, check_
 from pipelinerl.engines.external.worker.worker_endpoint import WorkerEndpointFactory
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
+from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES

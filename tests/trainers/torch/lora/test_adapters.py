@@ -14,7 +14,7 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.lora import adapters
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.conformance import Status, run
-from trainer_contract.conformance.probes import Learns, Subject
+from trainer_contract.conformance.probes import Learns, TrainerUnderTest
 from trainer_contract.errors import SpecError, StateError
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, Head, HeadPrecision, OptimizerSpec, Precision, TrainerSpec, WeightDType
@@ -58,7 +58,7 @@ def saved(trainer, directory):
 @pytest.mark.parametrize(("name", "head"), ARCHITECTURES)
 def test_conformance(name, head, model_path, tmp_path):
     spec = TrainerSpec(model_path=model_path(name), device=Device.CPU, head=head, options={"lora": LORA})
-    results = run(Subject(TorchTrainer, spec, VOCAB, Learns.ADAPTERS), directory=tmp_path)
+    results = run(TrainerUnderTest(TorchTrainer, spec, VOCAB, Learns.ADAPTERS), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
 
 

@@ -21,7 +21,7 @@ class WeightFormat(StrEnum):
     """The error of four-bit weights, for experiments: kept and multiplied like `int8`, so no smaller and no faster."""
 
 
-class JudgedIn(StrEnum):
+class VerifierLocation(StrEnum):
     """Whose processes judge the answers of a run."""
 
     ACTORS = "actors"

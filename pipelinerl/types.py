@@ -7,7 +7,7 @@ Letters in shapes: C context tokens that the environment wrote, N tokens that th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, Final, NamedTuple
@@ -193,6 +193,9 @@ class Turn:
         token_ids: i32 [N]; behavior_logprobs: f32 [N]; spans: summing to N.
         routed_experts: u8 or u16 [N, layers, top_k], of the token before each, where the sampler tells;
             context_routed_experts: [C, layers, top_k], the same of the context, meaningless at the rollout's start.
+        reward: what the environment gave this turn; part of the verdict's reward.
+        agent: the name of the agent that asked; empty outside episodes.
+        begins: why the turn begins a new segment, by `environments.episode.NewSegment`; empty where it continues one.
     """
 
     context_token_ids: NDArray[np.int32]
@@ -201,17 +204,77 @@ class Turn:
     spans: tuple[VersionSpan, ...]
     routed_experts: Experts | None = None
     context_routed_experts: Experts | None = None
+    reward: float = 0.0
+    agent: str = ""
+    begins: str = ""
+
+
+#: The parent of a turn that continues no other.
+ROOT: Final = -1
+
+
+class Segment(NamedTuple):
+    """One sequence that trains: a path through a rollout's turns, from the beginning of a conversation to its end.
+
+    Attributes:
+        turns: the path.
+        trained: numbers, within the rollout, of the last turns of the path, which train here. The turns before them
+            train in an earlier segment of the rollout: here they are context.
+    """
+
+    turns: tuple[Turn, ...]
+    trained: Sequence[int]
+
+    @property
+    def num_repeated(self) -> int:
+        """The number of turns at the beginning that are context only."""
+        return len(self.turns) - len(self.trained)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens of the path, those that only repeat included."""
+        return _num_tokens(self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One sample of a problem with its verdict."""
+    """One sample of a problem with its verdict.
+
+    Attributes:
+        turns: every turn of the model that trains, each once, in the order in which they ended.
+        parents: for each turn the number of the turn that it continues, or `ROOT`; always lower than its own. Empty
+            where every turn continues the one before, so that the rollout is one segment. A turn's
+            `context_token_ids` are the tokens after the end of its parent.
+    """
 
     turns: tuple[Turn, ...]
     verdict: Verdict
     finish_reason: str
     temperature: float
     epoch: int = 0
+    parents: tuple[int, ...] = ()
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The sequences to train on: one for each turn that no other continues, in the order of these turns.
+
+        Each turn trains in the first segment that contains it, so each sampled token trains exactly once.
+        """
+        if not self.parents:
+            return (Segment(self.turns, range(len(self.turns))),)
+        continued, seen = set(self.parents), set[int]()
+        segments = []
+        for leaf in range(len(self.turns)):
+            if leaf in continued:
+                continue
+            path = [leaf]
+            while (parent := self.parents[path[-1]]) != ROOT:
+                path.append(parent)
+            path.reverse()
+            trained = tuple(number for number in path if number not in seen)
+            seen.update(trained)
+            segments.append(Segment(tuple(self.turns[number] for number in path), trained))
+        return tuple(segments)
 
     @property
     def oldest_version(self) -> int:
@@ -230,8 +293,14 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, the environment's included."""
-        return sum(int(turn.context_token_ids.shape[0] + turn.token_ids.shape[0]) for turn in self.turns)
+        """All tokens that are packed: the environment's too, and what several segments begin with once for each."""
+        if not self.parents:
+            return _num_tokens(self.turns)
+        return sum(segment.num_tokens for segment in self.segments)
+
+
+def _num_tokens(turns: Iterable[Turn]) -> int:
+    return sum(int(turn.context_token_ids.shape[0] + turn.token_ids.shape[0]) for turn in turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

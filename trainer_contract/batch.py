@@ -26,6 +26,7 @@ _OPTIONAL = {
     "returns": np.float32,
     "kl_coefficients": np.float32,
     "behavior_versions": np.int32,
+    "rollout_ids": np.int32,
 }
 
 
@@ -94,6 +95,14 @@ def _check_packing(batch: MicroBatch) -> None:
             f"position_ids must restart at 0 in each segment and count up: token {wrong} must have {expected[wrong]}, "
             f"got {batch.position_ids[wrong]}"
         )
+    if batch.rollout_ids is not None:
+        owners = batch.rollout_ids[starts]
+        if owners.min() < 0 or owners.max() >= batch.num_segments:
+            raise BatchError(
+                f"rollout_ids must lie in 0..{batch.num_segments - 1}, got {owners.min()} to {owners.max()}"
+            )
+        if not np.array_equal(batch.rollout_ids, np.repeat(owners, lengths)):
+            raise BatchError("rollout_ids must be the same on all tokens of a segment")
     if batch.loss_mask[starts].any():
         raise BatchError("loss_mask must be False on the first token of a segment: nothing predicts it")
 

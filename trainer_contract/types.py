@@ -1,6 +1,6 @@
 """Values that cross the trainer contract: frozen, numpy only.
 
-Letters in shapes: T tokens of a micro-batch, S segments (rollouts) packed into it.
+Letters in shapes: T tokens of a micro-batch, S segments packed into it: a rollout, or a part of a branching one, each.
 """
 
 from __future__ import annotations
@@ -145,6 +145,9 @@ class TrainerSpec:
 class MicroBatch:
     """Rollouts packed back to back, without padding: the tokens of one forward and backward.
 
+    Most rollouts are one segment. An episode that branched has several, and tokens that more than one of them begins
+    with are in the loss mask of the first alone.
+
     Column t speaks of token t. `logprobs[t]` predicts `token_ids[t]` from the earlier tokens of its own segment, so
     the first token of a segment has no prediction: its log-prob is 0 by definition and `loss_mask` is False there.
     `values[t]` is of the state in which token t was chosen, so it is predicted from the same earlier tokens.
@@ -159,6 +162,8 @@ class MicroBatch:
         token_ids: i32 [T].
         position_ids: i32 [T], restart at 0 in each segment.
         segment_ids: i32 [T], 0..S-1, not decreasing; attention never crosses a boundary.
+        rollout_ids: i32 [T] or None, the rollout of each segment, in 0..S-1: segments with one number are parts of one
+            rollout. Objectives with a term of whole rollouts read it; None says that each segment is a rollout.
         loss_mask: bool [T], the tokens that the model sampled and that may train.
         advantages: f32 [T], computed on whole groups before packing; 0 outside the mask.
         weights: f32 [T], the aggregation weight of each token, computed on the whole batch; 0 outside the mask.
@@ -193,6 +198,7 @@ class MicroBatch:
     kl_coefficients: Float32 | None = None
     behavior_versions: Int32 | None = None
     routed_experts: Experts | None = None
+    rollout_ids: Int32 | None = None
     num_segments: int
 
     @property

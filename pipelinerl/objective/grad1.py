@@ -170,7 +170,7 @@ class SequenceRatio:
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
         """Σ_{t' in i} cotangent_t'·M_t'·s_i / |o_i|, to every sampled token of the rollout."""
-        return tokens.blanked(tokens.segment_mean(cotangent * self.value(tokens)))
+        return tokens.blanked(tokens.rollout_mean(cotangent * self.value(tokens)))
 
     def clipped(self, tokens: Tokens) -> Array:
         """Where M = 0."""
@@ -178,7 +178,7 @@ class SequenceRatio:
 
     def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
         """log s and M."""
-        mean = tokens.segment_mean(tokens.log_ratio(Policy.CURRENT, self.over))
+        mean = tokens.rollout_mean(tokens.log_ratio(Policy.CURRENT, self.over))
         return mean, _kept(tokens, mean, *_logs(self.epsilon_low, self.epsilon_high))
 
 
@@ -217,12 +217,12 @@ class GeometricRatio:
         difference = tokens.log_ratio(Policy.CURRENT, self.over)
         bounded = tokens.xp.clip(stop_gradient(difference), -self.epsilon_low, self.epsilon_high)
         kept = self._kept(tokens, difference)
-        return tokens.exp(tokens.segment_mean(tokens.xp.where(kept != 0.0, difference, bounded)))
+        return tokens.exp(tokens.rollout_mean(tokens.xp.where(kept != 0.0, difference, bounded)))
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
         """Σ_{t' in i} cotangent_t'·value_i / |o_i|, to every sampled token of the rollout that is not clipped."""
         kept = self._kept(tokens, tokens.log_ratio(Policy.CURRENT, self.over))
-        return tokens.blanked(tokens.segment_mean(cotangent * self.value(tokens)) * kept)
+        return tokens.blanked(tokens.rollout_mean(cotangent * self.value(tokens)) * kept)
 
     def clipped(self, tokens: Tokens) -> Array:
         """Where a token's own ratio is clipped."""

@@ -191,7 +191,7 @@ KINDS: Final[Mapping[str, type[ImportanceWeight]]] = {
 
 def _sequence_ratio(tokens: Tokens, mean: Mean, numerator: Policy, denominator: Policy) -> Array:
     differences = tokens.log_ratio(numerator, denominator)
-    return tokens.exp(tokens.segment_total(differences) if mean is Mean.PRODUCT else tokens.segment_mean(differences))
+    return tokens.exp(tokens.rollout_total(differences) if mean is Mean.PRODUCT else tokens.rollout_mean(differences))
 
 
 def _keep(tokens: Tokens, ratio: Array, low: float, high: float, outside: Outside) -> Array:

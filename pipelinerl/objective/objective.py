@@ -17,9 +17,9 @@ from typing import final
 from pipelinerl.arrays import Array, stop_gradient
 from pipelinerl.objective.adv import Advantage
 from pipelinerl.objective.agg import Aggregation
-from pipelinerl.objective.grad1 import PolicyTerm
+from pipelinerl.objective.grad1 import Level, PolicyTerm
 from pipelinerl.objective.grad2 import DistributionTerm, NoRegularizer, Regularizer
-from pipelinerl.objective.is_weight import ImportanceWeight, Unweighted
+from pipelinerl.objective.is_weight import ImportanceWeight, SequenceWeight, ToprWeight, Unweighted
 from pipelinerl.objective.tokens import Tokens
 from trainer_contract.types import Columns, HeadMeasure
 
@@ -56,6 +56,11 @@ class PolicyObjective:
     def zero_advantage_is_idle(self) -> bool:
         """Has a token whose advantage is zero no gradient at all, so that it need not be computed?"""
         return self._is_free
+
+    @property
+    def reads_whole_rollouts(self) -> bool:
+        """Whether a term is a function of a whole rollout, so that all its segments must share a micro-batch."""
+        return self.grad1.level is Level.SEQUENCE or isinstance(self.is_weight, SequenceWeight | ToprWeight)
 
     def evaluate(self, logprobs: Array, columns: Columns) -> Array:
         """loss = −J on this micro-batch, a scalar.

@@ -35,7 +35,8 @@ def trained_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float
         return np.concatenate(parts).astype(np.float64)
 
     first_segments = np.cumsum([0, *(batch.num_segments for batch in micro_batches)])
-    segments = [batch.segment_ids + first for batch, first in zip(micro_batches, first_segments, strict=False)]
+    owners = [batch.segment_ids if batch.rollout_ids is None else batch.rollout_ids for batch in micro_batches]
+    segments = [own + first for own, first in zip(owners, first_segments, strict=False)]
     present = [name for name in _OPTIONAL if getattr(micro_batches[0], name) is not None]
     columns: dict[str, Any] = {
         name: joined([getattr(batch, name) for batch in micro_batches]) for name in (*_REQUIRED, *present)

@@ -49,6 +49,7 @@ COMPUTED_BY: Final[Mapping[str, str]] = {
     "weights": "the slot agg, on the whole batch",
     "loss_mask": "packing",
     "segment_ids": "packing",
+    "rollout_ids": "packing",
     "num_segments": "packing",
     **{str(measure): _HEAD for measure in HeadMeasure},
 }
@@ -148,18 +149,23 @@ class Tokens:
         """π_numerator / π_denominator, [T]; 1 outside the mask."""
         return self.exp(self.log_ratio(numerator, denominator))
 
-    def segment_total(self, amounts: Array) -> Array:
-        """Σ of `amounts` [T] over the token's own rollout, which no micro-batch splits, [T]."""
-        segment_ids = column_of(self.columns, "segment_ids")
-        return segment_sum(amounts, segment_ids, column_of(self.columns, "num_segments"))[segment_ids]
+    def rollout_total(self, amounts: Array) -> Array:
+        """Σ of `amounts` [T] over the token's own rollout, which no micro-batch splits, [T].
 
-    def segment_mean(self, amounts: Array) -> Array:
+        `rollout_ids` says which segments are one rollout's; without that column each segment is a rollout.
+        """
+        rollout_ids = self.columns.get("rollout_ids")
+        if rollout_ids is None:
+            rollout_ids = column_of(self.columns, "segment_ids")
+        return segment_sum(amounts, rollout_ids, column_of(self.columns, "num_segments"))[rollout_ids]
+
+    def rollout_mean(self, amounts: Array) -> Array:
         """Mean of `amounts` [T], which are 0 outside the mask, over the sampled tokens of the token's rollout, [T]."""
-        return self.segment_total(amounts) / self.segment_length()
+        return self.rollout_total(amounts) / self.rollout_length()
 
-    def segment_length(self) -> Array:
+    def rollout_length(self) -> Array:
         """|o_i|: sampled tokens of the token's rollout, at least 1, [T]."""
-        return self.xp.clip(self.segment_total(self.mask), 1.0, None)
+        return self.xp.clip(self.rollout_total(self.mask), 1.0, None)
 
     def _of(self, policy: Policy) -> Array:
         return self.logprobs if policy is Policy.CURRENT else self.column(_COLUMNS[policy])

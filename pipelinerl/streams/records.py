@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from pipelinerl.errors import RecordError
 from pipelinerl.streams.routing_columns import CONTEXTS, routing_columns, turn_routing
 from pipelinerl.types import (
+    ROOT,
     Outcome,
     ProblemSummary,
     PromptOrder,
@@ -45,7 +46,9 @@ from pipelinerl.types import (
     VersionSpan,
 )
 
-FORMAT: Final = 2
+FORMAT: Final = 3
+#: Formats that are read. A group of format 2 has no fields for segments: each of its rollouts is one.
+_READ: Final = frozenset({2, FORMAT})
 #: No order, version or epoch of a run has a number so large.
 _MOST: Final = 2**53
 _MAGIC: Final = b"PLRL"
@@ -100,11 +103,20 @@ class _Ending(NamedTuple):
     epoch: int
 
 
+class _Note(NamedTuple):
+    """What a turn of an episode has beside its tokens."""
+
+    reward: float
+    agent: str
+    begins: str
+
+
 class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
     """A group but for its columns. `turn_*` run over all turns of all rollouts, `rollout_*` over the rollouts.
 
     Distinct contexts, spans, findings and endings are listed once each, and named by their numbers. The columns are the
     contexts' ids, the sampled ids and log-probabilities (as many as the turns' spans sum to), then the further ones.
+    `turn_notes` is empty where no turn has a note, `rollout_parents` where every rollout is one segment.
     """
 
     group_id: str
@@ -123,7 +135,12 @@ class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
     rollout_endings: list[int]
     columns: list[_Column]
     refusal: str = ""
+    notes: list[_Note] = []
+    turn_notes: list[int] = []
+    rollout_parents: list[tuple[int, ...]] = []
 
+
+_NO_NOTE: Final = _Note(0.0, "", "")
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _group_decoder: Final = msgspec.msgpack.Decoder(_GroupHeader)
@@ -167,6 +184,7 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
         [(id(each.outcome), each.reward, each.reason, each.answer, each.parts) for each in verdicts]
     )
     endings, rollout_endings = _distinct([(each.finish_reason, each.temperature, each.epoch) for each in rollouts])
+    notes, turn_notes = _noted(turns)
     header = _GroupHeader(
         group_id=group.group_id,
         index=group.index,
@@ -187,6 +205,9 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
         rollout_endings=rollout_endings,
         columns=[_Column(name, column.dtype.str, column.shape) for name, column in further.items()],
         refusal=group.refusal,
+        notes=notes,
+        turn_notes=turn_notes,
+        rollout_parents=[each.parents for each in rollouts] if any(each.parents for each in rollouts) else [],
     )
     return _seal(Kind.GROUP, header, arrays)
 
@@ -209,6 +230,7 @@ def decode_group(record: bytes) -> RolloutGroup:
             turn_contexts=header.turn_contexts,
             context_lengths=header.context_lengths,
         )
+        notes = [header.notes[number] for number in header.turn_notes] or [_NO_NOTE] * len(lengths)
         turns = [
             Turn(
                 context_token_ids=contexts[context],
@@ -217,9 +239,12 @@ def decode_group(record: bytes) -> RolloutGroup:
                 spans=header.spans[spans],
                 routed_experts=routed.sampled,
                 context_routed_experts=routed.context,
+                reward=note.reward,
+                agent=note.agent,
+                begins=note.begins,
             )
-            for context, ids, values, spans, routed in zip(
-                header.turn_contexts, tokens, logprobs, header.turn_spans, routing, strict=True
+            for context, ids, values, spans, routed, note in zip(
+                header.turn_contexts, tokens, logprobs, header.turn_spans, routing, notes, strict=True
             )
         ]
         rollouts = _rollouts(header, turns)
@@ -283,7 +308,7 @@ def named_order(record: bytes) -> int | None:
     if len(record) < _PREFIX.size:
         return None
     magic, version, kind, _, header_size, _ = _PREFIX.unpack_from(record)
-    if (magic, version, kind) != (_MAGIC, FORMAT, Kind.GROUP):
+    if magic != _MAGIC or version not in _READ or kind != Kind.GROUP:
         return None
     try:
         return _parse(_group_decoder, memoryview(record)[_PREFIX.size : _PREFIX.size + header_size]).index
@@ -331,6 +356,15 @@ def _distinct(keys: list[tuple[Any, ...]]) -> tuple[list[int], list[int]]:
             firsts.append(place)
         chosen.append(number)
     return firsts, chosen
+
+
+def _noted(turns: list[Turn]) -> tuple[list[_Note], list[int]]:
+    """The distinct notes, and for each turn the number of its own; nothing where no turn has one."""
+    if not any(turn.begins or turn.agent or turn.reward for turn in turns):
+        return [], []
+    notes = [_Note(turn.reward, turn.agent, turn.begins) for turn in turns]
+    firsts, chosen = _distinct(list(notes))
+    return [notes[place] for place in firsts], chosen
 
 
 def _spanned(spans: tuple[VersionSpan, ...]) -> int:
@@ -382,8 +416,9 @@ def _open(record: bytes, expected: Kind) -> tuple[memoryview, memoryview]:
     magic, version, kind, _, header_size, size = _PREFIX.unpack_from(record)
     if magic != _MAGIC:
         raise RecordError(f"a record begins with {_MAGIC!r}, got {magic!r}: something else was written here")
-    if version != FORMAT:
-        raise RecordError(f"record of format {version}, but this program reads {FORMAT}; update the older of the two")
+    if version not in _READ:
+        known = " and ".join(map(str, sorted(_READ)))
+        raise RecordError(f"record of format {version}, but this program reads {known}; update the older of the two")
     start = _PREFIX.size + _padded(header_size)
     if len(record) != start + size + _DIGEST.size:
         raise RecordError(f"record of {start + size + _DIGEST.size} bytes has {len(record)}: it is cut or damaged")
@@ -440,8 +475,11 @@ def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
         raise ValueError(f"{len(turns)} turns where rollouts have {ends[-1]}")
     verdicts = [Verdict(**finding._asdict()) for finding in header.findings]
     rollouts = []
-    parts = zip(pairwise(ends), header.rollout_findings, header.rollout_endings, strict=True)
-    for (first, last), finding, ending in parts:
+    parents = header.rollout_parents or [()] * len(header.rollout_turns)
+    parts = zip(pairwise(ends), header.rollout_findings, header.rollout_endings, parents, strict=True)
+    for (first, last), finding, ending, own in parts:
+        if own and (len(own) != last - first or not all(ROOT <= parent < number for number, parent in enumerate(own))):
+            raise ValueError(f"parents {own} of {last - first} turns")
         finish_reason, temperature, epoch = header.endings[ending]
         rollouts.append(
             Rollout(
@@ -450,6 +488,7 @@ def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
                 finish_reason=finish_reason,
                 temperature=temperature,
                 epoch=epoch,
+                parents=own,
             )
         )
     return tuple(rollouts)

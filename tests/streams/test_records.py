@@ -25,6 +25,7 @@ from pipelinerl.streams.records import (
     encode_order,
 )
 from pipelinerl.types import (
+    ROOT,
     Message,
     Outcome,
     Problem,
@@ -93,33 +94,70 @@ ORDER = PromptOrder(
     chat_template_kwargs={"enable_thinking": False},
 )
 
+#: A turn that two others continue, one of them by a sub-agent's history: two segments of three turns, and one more.
+EPISODE = replace(
+    GROUP,
+    rollouts=(
+        replace(
+            rollout(
+                replace(turn(PROMPT, 1, 2), agent="main", begins="first"),
+                replace(turn(ids(8), 3), agent="main", reward=0.25),
+                replace(turn(ids(9, 9), 4), agent="main", begins="forked"),
+                replace(turn(PROMPT, 5), agent="critic", begins="first", reward=-1.0),
+            ),
+            parents=(ROOT, 0, 0, ROOT),
+        ),
+        rollout(turn(PROMPT, 6), reward=0.0, outcome=Outcome.WRONG),
+    ),
+)
 GOLDEN = {
     "group": (encode_group(GROUP), decode_group),
+    "episode": (encode_group(EPISODE), decode_group),
     "order": (encode_order(ORDER), decode_order),
     "message": (encode_message("step", {"step": 57, "loss": 0.25}), decode_message),
 }
 GOLDEN_BYTES = {
     "group": (
-        "504c524c02010000a700000030000000dc0010ad70726f6d70742d3030303132337ba46d617468a2613093a567736d2d3191"
+        "504c524c03010000aa00000030000000dc0013ad70726f6d70742d3030303132337ba46d617468a2613093a567736d2d3191"
         "a76c6576656c3d33a1329203019291920702919207019295a7636f7272656374cb3ff0000000000000a0a1329292a6666f72"
         "6d6174cb3ff000000000000092a57269676874cb3ff000000000000095a577726f6e67cb0000000000000000a0a0909193a4"
-        "73746f70cb3ff000000000000002930000019300010192010292000192000090a00005000000060000000700000009000000"
-        "01000000020000000300000004000000000000bf000080bf0000c0bf000000c03a6cda053c5d76fa"
+        "73746f70cb3ff000000000000002930000019300010192010292000192000090a09090900000000000000500000006000000"
+        "070000000900000001000000020000000300000004000000000000bf000080bf0000c0bf000000c024dba4cad4f0d425"
+    ),
+    "episode": (
+        "504c524c030100001801000048000000dc0013ad70726f6d70742d3030303132337ba46d617468a2613093a567736d2d3191"
+        "a76c6576656c3d33a132930301029291920702919207019295a7636f7272656374cb3ff0000000000000a0a1329292a6666f"
+        "726d6174cb3ff000000000000092a57269676874cb3ff000000000000095a577726f6e67cb0000000000000000a0a0909193"
+        "a473746f70cb3ff00000000000000295000102000095000101010192040192000192000090a09593cb0000000000000000a4"
+        "6d61696ea5666972737493cb3fd0000000000000a46d61696ea093cb0000000000000000a46d61696ea6666f726b656493cb"
+        "bff0000000000000a6637269746963a5666972737493cb0000000000000000a0a09500010203049294ff0000ff9005000000"
+        "0600000007000000080000000900000009000000010000000200000003000000040000000500000006000000000000bf0000"
+        "80bf0000c0bf000000c0000020c0000040c05af026246280b5a2"
     ),
     "order": (
-        "504c524c020200002b0100000000000088a86f726465725f6964ad70726f6d70742d303030313233a5696e6465787ba77075"
+        "504c524c030200002b0100000000000088a86f726465725f6964ad70726f6d70742d303030313233a5696e6465787ba77075"
         "72706f7365a8747261696e696e67a770726f626c656d86aa70726f626c656d5f6964a567736d2d31a6646f6d61696ea46d61"
         "7468a86d657373616765739192a475736572a931202b2031203d203fac67726f756e645f7472757468a132a86d6574616461"
         "746181a56c6576656c03a47461677391a76c6576656c3d33a873616d706c696e6786ab6e756d5f73616d706c657310ab7465"
         "6d7065726174757265cb3ff0000000000000a5746f705f70cb3ff0000000000000a5746f705f6b00aa6d61785f746f6b656e"
         "73cd0100a473746f7091a10aa4736565642aa6656e67696e65a0b4636861745f74656d706c6174655f6b776172677381af65"
-        "6e61626c655f7468696e6b696e67c20000000000ef019d6189f6c148"
+        "6e61626c655f7468696e6b696e67c2000000000017738ffdc3ff82b5"
     ),
     "message": (
-        "504c524c020300001b0000000000000092a47374657082a47374657039a46c6f7373cb3fd000000000000000000000000900"
-        "728c7e2d51cd"
+        "504c524c030300001b0000000000000092a47374657082a47374657039a46c6f7373cb3fd000000000000000000000003248"
+        "da0e4100aba1"
     ),
 }
+
+
+#: `GROUP` as format 2 wrote it, before rollouts could have several segments.
+GROUP_OF_FORMAT_2 = (
+    "504c524c02010000a700000030000000dc0010ad70726f6d70742d3030303132337ba46d617468a2613093a567736d2d3191"
+    "a76c6576656c3d33a1329203019291920702919207019295a7636f7272656374cb3ff0000000000000a0a1329292a6666f72"
+    "6d6174cb3ff000000000000092a57269676874cb3ff000000000000095a577726f6e67cb0000000000000000a0a0909193a4"
+    "73746f70cb3ff000000000000002930000019300010192010292000192000090a00005000000060000000700000009000000"
+    "01000000020000000300000004000000000000bf000080bf0000c0bf000000c03a6cda053c5d76fa"
+)
 
 
 def plain(value: Any) -> Any:
@@ -152,6 +190,23 @@ def any_turn(draw: st.DrawFn, contexts: list[np.ndarray]) -> Turn:
             draw(st.lists(st.floats(width=32), min_size=length, max_size=length)), dtype=np.float32
         ),
         spans=tuple(VersionSpan(*span) for span in spans),
+        reward=draw(st.sampled_from([0.0, 0.25, -1.0])),
+        agent=draw(st.sampled_from(["", "main"])),
+        begins=draw(st.sampled_from(["", "first"])),
+    )
+
+
+@st.composite
+def any_rollout(draw: st.DrawFn, contexts: list[np.ndarray], verdicts: st.SearchStrategy[Verdict]) -> Rollout:
+    turns = tuple(draw(st.lists(any_turn(contexts), max_size=3)))
+    parents = st.tuples(*(st.integers(ROOT, number - 1) for number in range(len(turns))))
+    return Rollout(
+        turns=turns,
+        verdict=draw(verdicts),
+        finish_reason=draw(st.text(max_size=5)),
+        temperature=draw(FLOATS),
+        epoch=draw(st.integers(0, 2**40)),
+        parents=draw(st.just(()) | parents),
     )
 
 
@@ -160,14 +215,7 @@ def any_group(draw: st.DrawFn) -> RolloutGroup:
     drawn = draw(st.lists(st.lists(INT32, max_size=5), min_size=1, max_size=3))
     contexts = [np.array(context, dtype=np.int32) for context in drawn]
     verdicts = st.builds(Verdict, outcome=st.sampled_from(Outcome), reward=FLOATS, reason=st.text(max_size=5))
-    rollouts = st.builds(
-        Rollout,
-        turns=st.lists(any_turn(contexts), max_size=3).map(tuple),
-        verdict=verdicts,
-        finish_reason=st.text(max_size=5),
-        temperature=FLOATS,
-        epoch=st.integers(0, 2**40),
-    )
+    rollouts = any_rollout(contexts, verdicts)
     return RolloutGroup(
         group_id=draw(st.text(max_size=20)),
         index=draw(st.integers(0, 2**53 - 1)),
@@ -331,7 +379,7 @@ def test_a_record_of_another_kind_or_format_is_named() -> None:
         decode_message(GOLDEN["group"][0])
     with pytest.raises(RecordError, match="unknown kind 77"):
         decode_message(sealed(77, {}))
-    with pytest.raises(RecordError, match="format 9, but this program reads 2"):
+    with pytest.raises(RecordError, match="format 9, but this program reads 2 and 3"):
         decode_message(sealed(Kind.MESSAGE, ["x", {}], version=9))
     with pytest.raises(RecordError, match="something else was written here"):
         decode_message(b"\x80\x04pickled, perhaps, and long enough")
@@ -363,6 +411,10 @@ def group_header(**changes: Any) -> list[Any]:
         "rollout_findings": [0],
         "rollout_endings": [0],
         "columns": [],
+        "refusal": "",
+        "notes": [],
+        "turn_notes": [],
+        "rollout_parents": [],
     }
     return list((header | changes).values())
 
@@ -385,6 +437,12 @@ def group_header(**changes: Any) -> list[Any]:
         {"rollout_endings": []},
         {"findings": [["maybe", 1.0, "", "", []]]},
         {"findings": [["correct", 1.0, ""]]},
+        {"turn_notes": [0]},
+        {"notes": [[0.5, "main", ""]], "turn_notes": [0, 0]},
+        {"rollout_parents": [[0]]},
+        {"rollout_parents": [[-2]]},
+        {"rollout_parents": [[-1, 0]]},
+        {"rollout_parents": [[-1], [-1]]},
     ],
     ids=lambda changes: repr(changes),
 )
@@ -448,11 +506,21 @@ def test_a_group_that_was_written_before_there_were_filters_is_read() -> None:
     assert plain(decode_group(bytes.fromhex(before))) == plain(GROUP)
 
 
+def test_a_group_of_format_2_is_read_as_one_segment_per_rollout() -> None:
+    assert plain(decode_group(bytes.fromhex(GROUP_OF_FORMAT_2))) == plain(GROUP)
+
+
+def test_segments_cost_a_single_turn_group_three_bytes() -> None:
+    """The header of format 3 has three empty lists more; both headers pad to a multiple of 8."""
+    assert len(encode_group(GROUP)) - len(bytes.fromhex(GROUP_OF_FORMAT_2)) <= 8
+
+
 def test_a_groups_refusal_comes_with_it() -> None:
     assert decode_group(encode_group(replace(GROUP, refusal="one ran on"))).refusal == "one ran on"
 
 
 def test_golden_bytes_are_read() -> None:
     assert plain(decode_group(bytes.fromhex(GOLDEN_BYTES["group"]))) == plain(GROUP)
+    assert plain(decode_group(bytes.fromhex(GOLDEN_BYTES["episode"]))) == plain(EPISODE)
     assert decode_order(bytes.fromhex(GOLDEN_BYTES["order"])) == ORDER
     assert decode_message(bytes.fromhex(GOLDEN_BYTES["message"])) == ("step", {"step": 57, "loss": 0.25})

@@ -248,5 +248,6 @@ def _columns(batch: MicroBatch, where: NDArray[np.intp]) -> Mapping[str, Any]:
     return {name: column[where].astype(np.float64) for name, column in columns.items()} | {
         "loss_mask": batch.loss_mask[where],
         "segment_ids": batch.segment_ids[where],
+        "rollout_ids": None if batch.rollout_ids is None else batch.rollout_ids[where],
         "num_segments": batch.num_segments,
     }

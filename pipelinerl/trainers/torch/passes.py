@@ -167,5 +167,7 @@ def _columns(batch: MicroBatch, inside: Bool, device: torch.device) -> Mapping[s
     columns = {name: getattr(batch, name) for name in names}
     columns |= {name: column for name in optional if (column := getattr(batch, name)) is not None}
     columns["segment_ids"] = batch.segment_ids.astype(np.int64)
+    if batch.rollout_ids is not None:
+        columns["rollout_ids"] = batch.rollout_ids.astype(np.int64)
     tensors = {name: torch.from_numpy(column[inside]).to(device) for name, column in columns.items()}
     return tensors | {"num_segments": batch.num_segments}

@@ -31,6 +31,8 @@ from pipelinerl.training.rollouts.admission import has_signal, is_judged
 from pipelinerl.training.rollouts.mini_batches import ONE_STEP, BatchPartition, MiniBatching, Portion
 from pipelinerl.training.rollouts.packing import (
     Packed,
+    SegmentTable,
+    Splitting,
     WeightedRollout,
     apart,
     bins_of,
@@ -42,8 +44,8 @@ from pipelinerl.types import Outcome, Rollout, RolloutGroup
 from trainer_contract.types import MicroBatch
 
 Floats = NDArray[np.float64]
-#: Which rollouts of given lengths, and of given prompts, share a micro-batch.
-Bins = Callable[[Sequence[int], Sequence[int]], list[list[int]]]
+#: Which segments of given lengths, prompts and rollouts share a micro-batch.
+Bins = Callable[[Sequence[int], Sequence[int], Sequence[int]], list[list[int]]]
 
 
 @runtime_checkable
@@ -80,24 +82,22 @@ class Scored:
         rollouts = {"rewards": self.rewards, "groups": self.groups, "lengths": self.lengths, "valid": self.valid}
         return {**rollouts, "columns": columns}
 
-    def tokens_of(self, members: Sequence[int]) -> NDArray[np.intp]:
-        """Which of the N tokens are the sampled tokens of these rollouts, in the order of a micro-batch of them."""
-        starts = np.cumsum(self.lengths) - self.lengths
-        return np.concatenate([np.arange(starts[i], starts[i] + self.lengths[i]) for i in members])
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """What a step trains on, and its figures. `packed` names rollouts by their number within `scored`.
+    """What a step trains on, and its figures.
 
-    `learns` [B] is False for rollouts of which no token may have a gradient: not judged, or truncated and masked.
+    Attributes:
+        learns: [B], False for rollouts of which no token may have a gradient: not judged, or truncated and masked.
+        segments: of all B rollouts. packed: some of them in micro-batches; `members` are their numbers.
     """
 
     groups: list[RolloutGroup]
     scored: Scored
     learns: NDArray[np.bool_]
     partition: BatchPartition
+    segments: SegmentTable
     bins: Bins
     packed: list[Packed]
     stats: dict[str, float]
@@ -125,8 +125,12 @@ class TrainBatch:
 
     def group_indices(self, number: int, segments: NDArray[np.integer] | None = None) -> list[int]:
         """Order indices, ascending, of the groups of these segments (by default all) of micro-batch `number`."""
-        members = np.array(self.packed[number].members)[slice(None) if segments is None else segments]
-        return sorted({self.groups[group].index for group in self.scored.groups[members].tolist()})
+        rollouts = np.array(self.rollouts_of(number))[slice(None) if segments is None else segments]
+        return sorted({self.groups[group].index for group in self.scored.groups[rollouts].tolist()})
+
+    def rollouts_of(self, number: int) -> list[int]:
+        """The rollout of each segment of micro-batch `number`."""
+        return [self.segments.owners[member] for member in self.packed[number].members]
 
     def completed(self, micro_batches: Sequence[MicroBatch]) -> TrainBatch:
         """The same with these in place of its micro-batches: with the columns of the forward passes."""
@@ -137,32 +141,36 @@ class TrainBatch:
 
     def mini_batches(self) -> Iterator[MiniBatch]:
         """Each optimizer step's part of a batch that has all its columns, as a batch of its own, epoch after epoch."""
-        segments: Mapping[int, MicroBatch] = {}
+        computed: Mapping[int, MicroBatch] = {}
         for epoch in range(self.partition.mini_batching.epochs):
             for number, portion in enumerate(self.partition.portions(epoch)):
                 if epoch == 0:
                     its = set(portion.members)
-                    packed = [each for each in self.packed if each.members[0] in its]
+                    packed = [each for each in self.packed if self.segments.owners[each.members[0]] in its]
                 else:
-                    segments = segments or self._segments()
-                    packed = self._packed_anew(portion, segments)
+                    computed = computed or self._computed_segments()
+                    packed = self._repacked(portion, computed)
                 yield MiniBatch(epoch, number, replace(self, packed=packed))
 
-    def _segments(self) -> dict[int, MicroBatch]:
-        """Each rollout that is computed, with its columns, by its number."""
+    def _computed_segments(self) -> dict[int, MicroBatch]:
+        """Each segment that is computed, with its columns, by its number."""
         return {
             member: segment
             for packed in self.packed
             for member, segment in zip(packed.members, apart(packed.micro_batch), strict=True)
         }
 
-    def _packed_anew(self, portion: Portion, segments: Mapping[int, MicroBatch]) -> list[Packed]:
-        lengths = [segments[member].num_tokens for member in portion.members]
+    def _repacked(self, portion: Portion, computed: Mapping[int, MicroBatch]) -> list[Packed]:
+        numbers = [number for rollout in portion.members for number in self.segments.of_rollout(rollout)]
+        owners = [self.segments.owners[number] for number in numbers]
+        lengths = [computed[number].num_tokens for number in numbers]
         packed = []
-        for places in self.bins(lengths, self.partition.groups[portion.members].tolist()):
-            members = [portion.members[place] for place in places]
-            weights = portion.token_weights[members].tolist()
-            packed.append(Packed(joined([segments[member] for member in members], token_weights=weights), members))
+        for places in self.bins(lengths, self.partition.groups[owners].tolist(), owners):
+            its = [owners[place] for place in places]
+            segments, weights = [computed[numbers[place]] for place in places], portion.token_weights[its].tolist()
+            packed.append(
+                Packed(joined(segments, token_weights=weights, owners=its), [numbers[place] for place in places])
+            )
         return packed
 
     def with_advantages(self, adv: Advantage, completed: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -187,7 +195,7 @@ class TrainBatch:
         return column
 
     def _rows(self) -> list[NDArray[np.intp]]:
-        return [self.scored.tokens_of(packed.members) for packed in self.packed]
+        return [self.segments.rows(packed.members) for packed in self.packed]
 
 
 class MiniBatch(NamedTuple):
@@ -262,7 +270,7 @@ def build(
 
     Args:
         shaping: by domain; others' rewards are the verifiers'. truncated: of rollouts that ended for want of tokens.
-        width: micro-batches that the trainer computes at once. dealing: how the batch is divided.
+        width: micro-batches that the trainer computes at once. mini_batching: how the batch is divided.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
@@ -289,13 +297,17 @@ def build(
         learns=learns,
         computed=_computed(learns & taught, learns if learns.any() else valid),
     )
+    table = SegmentTable.of(rollouts)
+    split = Splitting.NEVER if objective.reads_whole_rollouts else Splitting.WHERE_LARGE
+    packing = partial(pack, token_budget=token_budget, width=width, split=split)
     return TrainBatch(
         groups=list(groups),
         scored=scored,
         learns=learns,
         partition=partition,
-        bins=partial(bins_of, token_budget=token_budget, width=width),
-        packed=_packed(partition, rollouts, parts, token_budget=token_budget, width=width),
+        segments=table,
+        bins=partial(bins_of, token_budget=token_budget, width=width, split=split),
+        packed=_packed(partition, table, parts, packing),
         stats=_stats(rollouts, rewards=verdicts[valid], partition=partition)
         | {"masked": float((valid & ~learns).mean())},
     )
@@ -308,21 +320,19 @@ def _computed(teaches: NDArray[np.bool_], some: NDArray[np.bool_]) -> list[int]:
 
 def _packed(
     partition: BatchPartition,
-    rollouts: Sequence[Rollout],
+    table: SegmentTable,
     advantages: Sequence[Floats],
-    *,
-    token_budget: int,
-    width: int,
+    packing: Callable[[Sequence[WeightedRollout]], list[Packed]],
 ) -> list[Packed]:
     """The micro-batches of the first epoch, mini-batch after mini-batch."""
     packed = []
     for members, weights in partition.portions(0):
         weighted = [
-            WeightedRollout(rollout=rollouts[i], advantages=advantages[i], token_weight=float(weights[i]))
+            WeightedRollout(rollout=table.rollouts[i], advantages=advantages[i], token_weight=float(weights[i]))
             for i in members
         ]
-        for batch, places in pack(weighted, token_budget=token_budget, width=width):
-            packed.append(Packed(batch, [members[place] for place in places]))
+        numbers = [number for i in members for number in table.of_rollout(i)]
+        packed += [Packed(batch, [numbers[place] for place in places]) for batch, places in packing(weighted)]
     return packed
 
 

@@ -1,5 +1,9 @@
 """Packing: rollouts of ragged length into micro-batches of a token budget, without padding.
 
+What is packed are segments. A rollout of one conversation is one segment; an episode whose conversation branched has
+several (`types.Rollout.segments`). The segments of an episode share a micro-batch where they fit, so that a trainer can
+compute once what they begin with.
+
 A trainer that computes several micro-batches at once is dealt rollouts by their work first, so that each of its parts
 has as much to do, and what a part has is packed within it.
 
@@ -10,31 +14,96 @@ the rollouts fall into micro-batches. Rollouts without a valid verdict are left 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, NamedTuple
+from enum import Enum
+from typing import Any, Final, NamedTuple, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.types import Rollout
+from pipelinerl.types import Rollout, Segment
 from trainer_contract.types import Bool, Experts, Float32, MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedRollout:
-    """A rollout with what the objective gave its sampled tokens: the advantage [N] and the one weight of each."""
+    """A rollout with what the objective gave its sampled tokens, turn after turn: advantages [N], and one weight."""
 
     rollout: Rollout
     advantages: NDArray[np.floating]
     token_weight: float
 
 
+class Splitting(Enum):
+    """Whether segments of one rollout may lie in different micro-batches."""
+
+    WHERE_LARGE = "where_large"
+    """Where together they exceed the token budget: for objectives that are sums over tokens."""
+    NEVER = "never"
+    """For objectives with a term of whole rollouts, such as GSPO's ratio of a sequence."""
+
+
 class Packed(NamedTuple):
-    """A micro-batch, and which of the rollouts given are its segments, in order."""
+    """A micro-batch, and the numbers of its segments in order.
+
+    Segments are numbered rollout after rollout, so that the numbers are those of the rollouts where each has one.
+    """
 
     micro_batch: MicroBatch
     members: list[int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SegmentTable:
+    """The segments of B rollouts, numbered rollout after rollout.
+
+    Attributes:
+        segments: [S].
+        owners: [S], the number of each segment's rollout.
+        rollouts: [B].
+    """
+
+    segments: list[Segment]
+    owners: list[int]
+    rollouts: Sequence[Rollout]
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout]) -> Self:
+        """Number the segments of these rollouts."""
+        table = cls([], [], rollouts)
+        for number, rollout in enumerate(rollouts):
+            segments = rollout.segments
+            table.segments.extend(segments)
+            table.owners.extend([number] * len(segments))
+        return table
+
+    def of_rollout(self, number: int) -> range:
+        """The numbers of one rollout's segments."""
+        return range(bisect_left(self.owners, number), bisect_right(self.owners, number))
+
+    def rows(self, members: Sequence[int]) -> NDArray[np.intp]:
+        """Positions of the tokens that these segments train among all sampled tokens [N], in the order of `members`.
+
+        N runs rollout after rollout and turn after turn.
+        """
+        starts = np.cumsum([0, *(rollout.num_sampled_tokens for rollout in self.rollouts)])
+        parts = [starts[self.owners[i]] + self._rows_within(i) for i in members]
+        return np.concatenate(parts) if parts else np.zeros(0, np.intp)
+
+    def trained(self, number: int, column: NDArray[np.floating]) -> NDArray[np.floating]:
+        """Of a column [N] of one rollout the part that segment `number` trains."""
+        return column[self._rows_within(number)] if self.rollouts[self.owners[number]].parents else column
+
+    def _rows_within(self, number: int) -> NDArray[np.intp]:
+        rollout = self.rollouts[self.owners[number]]
+        if not rollout.parents:
+            return np.arange(rollout.num_sampled_tokens)
+        ends = np.cumsum([turn.token_ids.shape[0] for turn in rollout.turns])
+        trained = self.segments[number].trained
+        return np.concatenate([np.arange(ends[i] - rollout.turns[i].token_ids.shape[0], ends[i]) for i in trained])
 
 
 #: Attention's work for a token, for each token before it, in units of the rest of the model's work for that token:
@@ -47,23 +116,61 @@ def work(length: int) -> float:
     return length + _ATTENTION * length**2
 
 
-def pack(rollouts: Sequence[WeightedRollout], *, token_budget: int, width: int = 1) -> list[Packed]:
-    """Micro-batches of at most `token_budget` tokens; a longer rollout makes one of its own.
+def pack(
+    rollouts: Sequence[WeightedRollout], *, token_budget: int, width: int = 1, split: Splitting = Splitting.WHERE_LARGE
+) -> list[Packed]:
+    """Pack micro-batches of at most `token_budget` tokens; a longer segment gets one of its own.
 
     Args:
         width: micro-batches that are computed at once; `interleaved` says how they then follow one another.
+        split: whether the segments of a rollout that exceeds the budget may lie in several micro-batches.
     """
-    lengths = [rollout.rollout.num_tokens for rollout in rollouts]
-    prompts = [rollout.rollout.turns[0].context_token_ids.tobytes() for rollout in rollouts]
-    bins = bins_of(lengths, prompts, token_budget=token_budget, width=width)
-    return [Packed(_micro_batch([rollouts[i] for i in members]), members) for members in bins]
+    table = SegmentTable.of([each.rollout for each in rollouts])
+    lengths = [segment.num_tokens for segment in table.segments]
+    prompts = [segment.turns[0].context_token_ids.tobytes() for segment in table.segments]
+    bins = bins_of(lengths, prompts, table.owners, token_budget=token_budget, width=width, split=split)
+    return [Packed(_micro_batch(rollouts, table, members), members) for members in bins]
 
 
-def bins_of(lengths: Sequence[int], prompts: Sequence[Hashable], *, token_budget: int, width: int) -> list[list[int]]:
-    """Which rollouts of these lengths and prompts share a micro-batch.
+def bins_of(
+    lengths: Sequence[int],
+    prompts: Sequence[Hashable],
+    owners: Sequence[int],
+    *,
+    token_budget: int,
+    width: int,
+    split: Splitting = Splitting.WHERE_LARGE,
+) -> list[list[int]]:
+    """Return the numbers of the segments in each micro-batch, given their lengths, prompts and rollouts.
 
-    First fit, the rollouts of one prompt after one another: in one micro-batch a trainer may compute their prompt once.
+    Segments of one rollout stay together where they fit. Otherwise first fit, the rollouts of one prompt after one
+    another: in one micro-batch a trainer may compute their prompt once.
     """
+    if len(owners) > len(set(owners)):
+        units = _units(lengths, owners, token_budget, split)
+        bins = _bins(
+            [sum(lengths[i] for i in unit) for unit in units],
+            [prompts[unit[0]] for unit in units],
+            token_budget=token_budget,
+            width=width,
+        )
+        return [[i for unit in bin for i in units[unit]] for bin in bins]
+    return _bins(lengths, prompts, token_budget=token_budget, width=width)
+
+
+def _units(lengths: Sequence[int], owners: Sequence[int], token_budget: int, split: Splitting) -> list[list[int]]:
+    """What is packed as one piece: a rollout's segments, or each of them where together they exceed the budget."""
+    by_owner: dict[int, list[int]] = {}
+    for i, owner in enumerate(owners):
+        by_owner.setdefault(owner, []).append(i)
+    units: list[list[int]] = []
+    for segments in by_owner.values():
+        fits = split is Splitting.NEVER or sum(lengths[i] for i in segments) <= token_budget
+        units += [segments] if fits else [[i] for i in segments]
+    return units
+
+
+def _bins(lengths: Sequence[int], prompts: Sequence[Hashable], *, token_budget: int, width: int) -> list[list[int]]:
     order = by_prompt(lengths, prompts)
     if width == 1:
         return first_fit(order, lengths, token_budget)
@@ -141,7 +248,8 @@ def alone(rollouts: Sequence[Rollout]) -> MicroBatch:
         WeightedRollout(rollout=rollout, advantages=np.zeros(rollout.num_sampled_tokens), token_weight=0.0)
         for rollout in rollouts
     ]
-    return _micro_batch(weighted)
+    table = SegmentTable.of(rollouts)
+    return _micro_batch(weighted, table, range(len(table.segments)))
 
 
 def with_columns(batch: MicroBatch, columns: Mapping[str, Any]) -> MicroBatch:
@@ -169,6 +277,7 @@ def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
         return Prefixes(batch, kept)
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
     given = {name: column[kept] for name, column in columns.items() if isinstance(column, np.ndarray)}
+    given |= {"rollout_ids": None}  # no objective reads these micro-batches
     names, given["segment_ids"] = np.unique(given["segment_ids"], return_inverse=True)
     given["segment_ids"] = given["segment_ids"].astype(np.int32)
     return Prefixes(replace(batch, **given, num_segments=len(names)), kept)
@@ -183,36 +292,53 @@ def apart(batch: MicroBatch) -> list[MicroBatch]:
         replace(
             batch,
             **{name: column[first:end] for name, column in arrays.items()}
-            | {"segment_ids": np.zeros(end - first, np.int32)},
+            | {"segment_ids": np.zeros(end - first, np.int32), "rollout_ids": None},
             num_segments=1,
         )
         for first, end in zip((0, *ends[:-1]), ends, strict=True)
     ]
 
 
-def joined(segments: Sequence[MicroBatch], *, token_weights: Sequence[float]) -> MicroBatch:
-    """Segments that stood apart as one micro-batch, the tokens of each with another aggregation weight."""
+def joined(segments: Sequence[MicroBatch], *, token_weights: Sequence[float], owners: Sequence[int]) -> MicroBatch:
+    """Join segments that stood apart into one micro-batch, with other aggregation weights.
+
+    Args:
+        token_weights: of each segment's tokens. owners: the rollout of each segment.
+    """
     first, lengths = segments[0], [segment.num_tokens for segment in segments]
     names = [field.name for field in fields(first) if isinstance(getattr(first, field.name), np.ndarray)]
     columns = {name: np.concatenate([getattr(segment, name) for segment in segments]) for name in names}
     columns["segment_ids"] = np.repeat(np.arange(len(segments), dtype=np.int32), lengths)
     columns["weights"] = np.repeat(np.array(token_weights, np.float32), lengths) * columns["loss_mask"]
-    return replace(first, **columns, num_segments=len(segments))
+    return replace(first, **columns, rollout_ids=_rollout_ids(owners, lengths), num_segments=len(segments))
 
 
-def _micro_batch(members: Sequence[WeightedRollout]) -> MicroBatch:
-    turns = [turn for member in members for turn in member.rollout.turns]
+def _rollout_ids(owners: Sequence[int], lengths: Sequence[int] | NDArray[np.intp]) -> NDArray[np.int32] | None:
+    """The column that says which segments are one rollout's; None where each is a rollout of its own."""
+    if len(owners) == len(set(owners)):
+        return None
+    _, numbers = np.unique(owners, return_inverse=True)
+    return np.repeat(numbers.astype(np.int32), lengths)
+
+
+def _micro_batch(rollouts: Sequence[WeightedRollout], table: SegmentTable, members: Sequence[int]) -> MicroBatch:
+    segments, owners = [table.segments[i] for i in members], [table.owners[i] for i in members]
+    turns = [turn for segment in segments for turn in segment.turns]
+    trains = [place >= segment.num_repeated for segment in segments for place in range(len(segment.turns))]
+    trained = [turn for turn, does in zip(turns, trains, strict=True) if does]
     token_ids = np.concatenate([part for turn in turns for part in (turn.context_token_ids, turn.token_ids)])
     run_lengths = [n for turn in turns for n in (turn.context_token_ids.shape[0], turn.token_ids.shape[0])]
-    loss_mask = np.repeat(np.tile(np.array([False, True]), len(turns)), run_lengths)
-    lengths = np.array([member.rollout.num_tokens for member in members])
+    loss_mask = np.repeat(np.array([part for does in trains for part in (False, does)]), run_lengths)
+    lengths = np.array([segment.num_tokens for segment in segments])
     behavior = np.zeros(token_ids.shape[0], np.float32)
-    behavior[loss_mask] = np.concatenate([turn.behavior_logprobs for turn in turns])
+    behavior[loss_mask] = np.concatenate([turn.behavior_logprobs for turn in trained])
     advantages = np.zeros(token_ids.shape[0], np.float32)
     with np.errstate(over="ignore"):  # what is beyond fp32 becomes infinite, and `finite_check` finds it
-        advantages[loss_mask] = np.concatenate([member.advantages for member in members])
+        advantages[loss_mask] = np.concatenate(
+            [table.trained(i, rollouts[owner].advantages) for i, owner in zip(members, owners, strict=True)]
+        )
     versions = np.zeros(token_ids.shape[0], np.int32)
-    spans = np.array([span for turn in turns for span in turn.spans], np.int32).reshape(-1, 2)
+    spans = np.array([span for turn in trained for span in turn.spans], np.int32).reshape(-1, 2)
     versions[loss_mask] = np.repeat(spans[:, 0], spans[:, 1])
     routed = [part for turn in turns for part in (turn.context_routed_experts, turn.routed_experts)]
 
@@ -224,11 +350,12 @@ def _micro_batch(members: Sequence[WeightedRollout]) -> MicroBatch:
         token_ids=token_ids.astype(np.int32, copy=False),
         position_ids=(np.arange(token_ids.shape[0]) - np.repeat(starts, lengths)).astype(np.int32),
         segment_ids=np.repeat(np.arange(len(members), dtype=np.int32), lengths),
+        rollout_ids=_rollout_ids(owners, lengths),
         loss_mask=loss_mask,
         advantages=advantages,
-        weights=spread([m.token_weight for m in members]) * loss_mask,
+        weights=spread([rollouts[owner].token_weight for owner in owners]) * loss_mask,
         behavior_logprobs=behavior,
-        temperatures=spread([m.rollout.temperature for m in members]),
+        temperatures=spread([rollouts[owner].rollout.temperature for owner in owners]),
         behavior_versions=versions,
         routed_experts=_routed(routed),
         num_segments=len(members),

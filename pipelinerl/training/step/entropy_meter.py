@@ -17,10 +17,11 @@ import numpy as np
 
 from pipelinerl.numerics.entropy_probe import EntropyProbe
 from pipelinerl.training.rollouts.batch import TrainBatch
-from pipelinerl.training.rollouts.packing import alone
+from pipelinerl.training.rollouts.packing import SegmentTable, alone
+from pipelinerl.types import Rollout
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
-from trainer_contract.types import Float32, MicroBatch
+from trainer_contract.types import Float32
 
 #: One rollout in so many is measured.
 _ONE_IN: Final = 16
@@ -59,7 +60,8 @@ class EntropyMeter:
             return MeasuredEntropy()
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
         chosen, probe = self._chosen(batch), EntropyProbe()
-        micro_batch = alone([rollouts[row] for row in chosen])
+        measured_rollouts = [rollouts[row] for row in chosen]
+        micro_batch = alone(measured_rollouts)
         try:
             (measured,) = policy.backward([micro_batch], probe)
         except NonFiniteError:  # the step finds the cause, and says so
@@ -68,14 +70,14 @@ class EntropyMeter:
             policy.discard_gradient()
         return MeasuredEntropy(
             figures={EXACT_ENTROPY: measured.loss},
-            of_tokens=dict(zip(chosen, _by_rollout(micro_batch, probe.seen), strict=False)),
+            of_tokens=dict(zip(chosen, _by_rollout(measured_rollouts, probe.seen), strict=False)),
         )
 
     def _chosen(self, batch: TrainBatch) -> list[int]:
         """Rows of those that the step computes, whatever their length."""
-        members = sorted(member for packed in batch.packed for member in packed.members)
-        count = -(-len(members) // _ONE_IN)
-        computed, ends = set(members), np.cumsum([len(group.rollouts) for group in batch.groups]).tolist()
+        computed = {row for number in range(len(batch.packed)) for row in batch.rollouts_of(number)}
+        members = sorted(computed)
+        count, ends = -(-len(members) // _ONE_IN), np.cumsum([len(group.rollouts) for group in batch.groups]).tolist()
         kept = (
             [row for row in range(ends[number] - len(batch.groups[number].rollouts), ends[number]) if row in computed]
             for number in self.kept(batch.producing, len(batch.groups))
@@ -87,9 +89,12 @@ class EntropyMeter:
         return sorted(looked_at + spaced)
 
 
-def _by_rollout(micro_batch: MicroBatch, seen: Sequence[Float32]) -> list[Float32]:
-    """The entropies that the probe has seen, apart; none unless they are of all tokens."""
-    sampled = np.bincount(micro_batch.segment_ids[micro_batch.loss_mask], minlength=micro_batch.num_segments)
-    if len(seen) != 1 or len(seen[0]) != sampled.sum():
+def _by_rollout(rollouts: Sequence[Rollout], seen: Sequence[Float32]) -> list[Float32]:
+    """The entropies that the probe has seen, for each rollout turn after turn; none unless they are of all tokens."""
+    lengths = [rollout.num_sampled_tokens for rollout in rollouts]
+    if len(seen) != 1 or len(seen[0]) != sum(lengths):
         return []
-    return np.split(seen[0], np.cumsum(sampled)[:-1])
+    table = SegmentTable.of(rollouts)
+    entropies = np.empty_like(seen[0])
+    entropies[table.rows(range(len(table.segments)))] = seen[0]
+    return np.split(entropies, np.cumsum(lengths)[:-1])

@@ -84,7 +84,8 @@ def check_terms(
     A term of whole distributions is not looked at: those were the trainer's, and are gone.
     """
     measured = isinstance(objective.grad2, DistributionTerm)
-    columns = {name: getattr(micro_batch, name) for name in (*_COLUMNS, "loss_mask", "segment_ids", "num_segments")}
+    names = (*_COLUMNS, "loss_mask", "segment_ids", "rollout_ids", "num_segments")
+    columns = {name: getattr(micro_batch, name) for name in names}
     with np.errstate(all="ignore"):
         tokens = Tokens.of(logprobs, columns)
         terms = {

@@ -97,16 +97,28 @@ def _tokens_of(
     losses: Sequence[LossStats | None],
     entropies: Mapping[int, Float32],
 ) -> TrainedTokens | None:
+    own = batch.segments.of_rollout(row)
+    start, length = int(batch.scored.lengths[:row].sum()), int(batch.scored.lengths[row])
+    advantages, logprobs = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    trained, has_logprobs = False, bool(losses)
     for number, (packed, micro_batch) in enumerate(zip(batch.packed, micro_batches, strict=True)):
-        if row in packed.members:
-            place = packed.members.index(row)
-            start, end = np.searchsorted(micro_batch.segment_ids, (place, place + 1)).tolist()
-            mask = micro_batch.loss_mask[start:end]
-            loss = losses[number] if losses else None
-            logprobs = None if loss is None else loss.predictions[start:end][mask]
-            advantages = micro_batch.advantages[start:end][mask]
-            return TrainedTokens(advantages=advantages, logprobs=logprobs, entropies=entropies.get(row))
-    return None
+        loss = losses[number] if losses else None
+        for place, member in enumerate(packed.members):
+            if member not in own:
+                continue
+            first, end = np.searchsorted(micro_batch.segment_ids, (place, place + 1)).tolist()
+            mask, rows = micro_batch.loss_mask[first:end], batch.segments.rows([member]) - start
+            trained = True
+            advantages[rows] = micro_batch.advantages[first:end][mask]
+            if loss is None:
+                has_logprobs = False
+            else:
+                logprobs[rows] = loss.predictions[first:end][mask]
+    if not trained:
+        return None
+    return TrainedTokens(
+        advantages=advantages, logprobs=logprobs if has_logprobs else None, entropies=entropies.get(row)
+    )
 
 
 def mean_advantages(
@@ -116,12 +128,11 @@ def mean_advantages(
 
     One that was left out of the packing, since its advantages are all zero, has 0; one that may not learn has NaN.
     """
-    advantages = np.where(batch.learns, 0.0, np.nan)
-    trained = np.zeros(len(advantages), bool)
-    for packed, micro_batch in zip(batch.packed, micro_batches, strict=True):
-        segments = micro_batch.segment_ids[micro_batch.loss_mask]
-        sums = np.bincount(segments, micro_batch.advantages[micro_batch.loss_mask], minlength=len(packed.members))
-        counts = np.bincount(segments, minlength=len(packed.members))
-        advantages[packed.members] = sums / np.maximum(counts, 1)
-        trained[packed.members] = True
-    return advantages, trained
+    sums, trained = np.zeros(len(batch.learns)), np.zeros(len(batch.learns), bool)
+    for number, micro_batch in enumerate(micro_batches):
+        rollouts = np.array(batch.rollouts_of(number))
+        of_tokens = rollouts[micro_batch.segment_ids[micro_batch.loss_mask]]
+        sums += np.bincount(of_tokens, micro_batch.advantages[micro_batch.loss_mask], minlength=len(sums))
+        trained[rollouts] = True
+    means = sums / np.maximum(batch.scored.lengths, 1)
+    return np.where(trained | batch.learns, means, np.nan), trained

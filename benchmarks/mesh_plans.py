@@ -74,7 +74,7 @@ def balance(width: int, seed: int) -> tuple[float, float]:
     """Most work ÷ mean, of each part by itself and in lock-step."""
     lengths = np.clip(generator(seed, "lengths").lognormal(6.5, 1.0, _ROLLOUTS), 16, 8192).astype(int).tolist()
     prompts = [number // _GROUP for number in range(_ROLLOUTS)]
-    bins = bins_of(lengths, prompts, token_budget=_BUDGET, width=width)
+    bins = bins_of(lengths, prompts, range(len(lengths)), token_budget=_BUDGET, width=width)
     loads = np.zeros(-(-len(bins) // width) * width)
     loads[: len(bins)] = [sum(work(lengths[i]) for i in members) for members in bins]
     rounds = loads.reshape(-1, width)

@@ -22,10 +22,10 @@ from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, Fi
 from pipelinerl import rng
 from pipelinerl.actor.group_maker import GroupProgress, MadeRollout, Sampler
 from pipelinerl.environments.environment import EpisodeLimits, Task
-from pipelinerl.environments.episode import Episode
+from pipelinerl.environments.episode import Episode, NewSegment
 from pipelinerl.environments.host_pool import EpisodeEnd, HostLost
 from pipelinerl.errors import PipelineError
-from pipelinerl.types import PromptOrder, Rollout, Verdict
+from pipelinerl.types import PromptOrder, Verdict
 from pipelinerl.verifiers.user_code import verdict_of
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, failed, graded, timed_out
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pipelinerl")
 
+#: Why an agent that means to have one conversation may get several segments.
+_COSTLY: Final = frozenset({NewSegment.HISTORY_DIFFERS, NewSegment.TOOLS_DIFFER, NewSegment.DOES_NOT_APPEND})
 #: An episode whose host was lost begins again, once.
 _LIVES: Final = 2
 
@@ -144,6 +146,7 @@ class Episodes:
         if opened.failure is not None:
             raise opened.failure
         self._warn_of_overridden(order.problem.domain, episode)
+        self._warn_of_segments(order.problem.domain, episode)
         return timed_out(domain.limits.timeout_s) if ended is None else await _verdict(order, episode, ended, domain)
 
     def _warn_of_overridden(self, domain: str, episode: Episode) -> None:
@@ -152,6 +155,18 @@ class Episodes:
             if (domain, name) not in self._warned:
                 self._warned.add((domain, name))
                 log.warning("domain %s: %s of its agent has no effect; the recipe decides on sampling", domain, name)
+
+    def _warn_of_segments(self, domain: str, episode: Episode) -> None:
+        """Warn once for each domain and reason that episodes take several segments, which cost more to train."""
+        for reason in {turn.new_segment for turn in episode.turns} & _COSTLY:
+            if (domain, str(reason)) not in self._warned:
+                self._warned.add((domain, str(reason)))
+                log.warning(
+                    "domain %s: an episode needs several segments (%s), and the trainer computes what they share again "
+                    "where they do not fit into one micro-batch; docs/environments.md says when that happens",
+                    domain,
+                    reason,
+                )
 
     def _turn_of(self, order: PromptOrder, progress: GroupProgress) -> SampleTurn:
         near = ""
@@ -212,12 +227,6 @@ async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, doma
         return failed(f"the environment failed: {ended.reason}")
     if ended.other:
         return failed(f"the environment must return a number, a bool, a Verdict or None, it returned {ended.other}")
-    if len(episode.leaves) > 1:
-        reasons = ", ".join(sorted({turn.new_segment.value for turn in episode.turns[1:] if turn.new_segment}))
-        return failed(
-            "the agent's messages did not continue one conversation "
-            f"({len(episode.leaves)} branches; {reasons or 'forked'}); send each answer back as it came"
-        )
     of_turns = sum(turn.reward for turn in episode.turns)
     if ended.verdict is not None:
         verdict = verdict_of(msgspec.convert(ended.verdict, Verdict), correct_at=domain.correct_at)
@@ -245,15 +254,8 @@ def _with_more(verdict: Verdict, of_turns: float, domain: EpisodeDomain) -> Verd
 
 
 def _made(order: PromptOrder, played: PlayedEpisode) -> MadeRollout:
-    """The rollout of an episode that has a turn; of several branches, the one that ends last, which is masked."""
+    """The rollout of an episode that has a turn."""
     last = played.episode.last
     assert last is not None
-    path = last.path
-    rollout = Rollout(
-        turns=tuple(each.turn for each in path),
-        verdict=played.judgement.verdict,
-        finish_reason=last.finish_reason,
-        temperature=order.sampling.temperature or 1.0,
-        epoch=min(each.epoch for each in path),
-    )
-    return MadeRollout(rollout, last.text)
+    temperature = order.sampling.temperature or 1.0
+    return MadeRollout(played.episode.rollout(played.judgement.verdict, temperature=temperature), last.text)

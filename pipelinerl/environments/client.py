@@ -67,20 +67,21 @@ class EpisodeClient:
         self.chat = ChatCalls(self)
 
     def agent(self, name: str, *, trains: bool = True) -> EpisodeClient:
-        """Another agent of the same episode.
+        """Return the client of another agent of the same episode, which has conversations of its own.
+
+        The turns of an agent with `trains=False` are not trained on, and are no part of the rollout.
 
         Raises:
-            NotImplementedError: `trains` is set; one conversation of an episode trains.
+            ValueError: the name is no identifier.
         """
-        if trains:
-            raise NotImplementedError("client.agent: one conversation of an episode trains; say trains=False")
         if not name.isidentifier():
             raise ValueError(f"client.agent: the name must be an identifier, got {name!r}")
         episode = self.base_url.rsplit("/", 2)[0]
-        return EpisodeClient(self._session, base_url=f"{episode}/{UNTRAINED}{name}/v1", api_key=self.api_key)
+        prefix = "" if trains else UNTRAINED
+        return EpisodeClient(self._session, base_url=f"{episode}/{prefix}{name}/v1", api_key=self.api_key)
 
     async def reward(self, value: float) -> None:
-        """Add to the reward of the latest turn."""
+        """Add to the reward of this agent's latest turn."""
         await self.post("/reward", {"reward": float(value)})
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:

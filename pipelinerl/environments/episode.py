@@ -6,7 +6,7 @@ known to the token; the engine is asked to continue those tokens with the messag
     request ─▶ `plan` ─▶ engine ─▶ `record` ─▶ answer
 
 Promises: a sampled token is recorded once. Sampling is the order's: an agent's temperature is overridden, and its
-limits may only lower ours. An answer that the agent never read, since it repeated its request, is given up. A history
+limits may only lower ours. An answer that the agent never read, since it repeated its request, is abandoned. A history
 that differs from what was sampled begins a new segment, with its reason; so does a template that does not append.
 """
 
@@ -19,7 +19,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, final
 
@@ -32,7 +32,7 @@ from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, Ch
 from pipelinerl import rng
 from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecordError
-from pipelinerl.types import Priority, PromptOrder, Purpose, Turn, VersionSpan
+from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn, Verdict, VersionSpan
 
 #: Thinking, as templates write it; an answer may lack the opening, which the template has written.
 _THINKING: Final = re.compile(r"\A(?:(?!</think>).)*</think>", re.DOTALL)
@@ -51,12 +51,18 @@ _OURS: Final = frozenset(
 
 
 class NewSegment(StrEnum):
-    """Why a turn does not continue a known one."""
+    """Why a turn begins a new segment."""
 
     FIRST = "first"
+    """It is the first turn of its agent."""
     HISTORY_DIFFERS = "history_differs"
+    """No earlier turn has these messages: the agent changed or compacted them."""
     TOOLS_DIFFER = "tools_differ"
+    """Earlier turns were offered other tools, which the prompt describes."""
     DOES_NOT_APPEND = "template_does_not_append"
+    """The chat template does not render the earlier turns to the tokens that they were."""
+    FORKED = "forked"
+    """Another turn continues the same answer already."""
 
 
 class EpisodeOver(InvalidRequest):
@@ -68,7 +74,11 @@ class EpisodeOver(InvalidRequest):
 @final
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A turn, and the one that it continues. `request_key` identifies the messages that it answers."""
+    """A turn, and the one that it continues. `request_key` identifies the messages that it answers.
+
+    `new_segment` is the reason why no known turn is continued. A turn is `read` once a request continues its answer. An
+    `abandoned` turn trains nothing: its agent made the same request again and has not read the answer.
+    """
 
     parent: RecordedTurn | None
     agent: str
@@ -81,7 +91,8 @@ class RecordedTurn:
     epoch: int
     new_segment: NewSegment | None
     reward: float = 0.0
-    children: list[RecordedTurn] = field(default_factory=list)
+    read: bool = False
+    abandoned: bool = False
 
     @property
     def path(self) -> list[RecordedTurn]:
@@ -127,8 +138,6 @@ class Episode:
         self.secret = secrets.token_hex(16)
         self.overridden: Counter[str] = Counter()
         """Parameters of the agent's that the order has overridden, by name."""
-        self.abandoned = 0
-        """Answers that no agent read, since it repeated its request."""
         self.over = ""
         """Why no further turn is sampled; empty while one may be."""
         self.last: RecordedTurn | None = None
@@ -141,12 +150,39 @@ class Episode:
     @property
     def turns(self) -> Sequence[RecordedTurn]:
         """The turns that train, in the order in which they ended."""
-        return self._turns
+        return [turn for turn in self._turns if not turn.abandoned]
 
     @property
-    def leaves(self) -> list[RecordedTurn]:
-        """The last turn of each segment."""
-        return [turn for turn in self._turns if not turn.children]
+    def abandoned(self) -> int:
+        """The number of answers that no agent read, since it repeated its request."""
+        return sum(turn.abandoned for turn in self._turns)
+
+    def last_of(self, agent: str) -> RecordedTurn | None:
+        """The latest turn of `agent` that trains."""
+        return next((turn for turn in reversed(self._turns) if turn.agent == agent and not turn.abandoned), None)
+
+    def rollout(self, verdict: Verdict, *, temperature: float) -> Rollout:
+        """The turns that train as one rollout. There must be one."""
+        turns = self.turns
+        numbers = {id(turn): number for number, turn in enumerate(turns)}
+        parents = tuple(ROOT if turn.parent is None else numbers[id(turn.parent)] for turn in turns)
+        continued, answered = {ROOT}, set[bytes]()
+        made = []
+        for turn, parent in zip(turns, parents, strict=True):
+            is_fork = turn.request_key in answered or (turn.new_segment is None and parent in continued)
+            begins = NewSegment.FORKED if is_fork else turn.new_segment or ""
+            continued.add(parent)
+            answered.add(turn.request_key)
+            made.append(replace(turn.turn, reward=turn.reward, agent=turn.agent, begins=str(begins)))
+        is_linear = parents == tuple(range(ROOT, len(turns) - 1))
+        return Rollout(
+            turns=tuple(made),
+            parents=() if is_linear else parents,
+            verdict=verdict,
+            finish_reason=turns[-1].finish_reason,
+            temperature=temperature,
+            epoch=min(turn.epoch for turn in turns),
+        )
 
     def plan(self, agent: str, body: Mapping[str, Any], *, trains: bool = True) -> PlannedTurn:
         """The engine's request for what `agent` asks for.
@@ -225,10 +261,8 @@ class Episode:
         _hash_message(hasher, ChatMessage(role="assistant", content=said.content, tool_calls=said.tool_calls))
         self._by_key[hasher.digest()] = turn
         if planned.trains:
-            self._give_up_unread(turn)
+            self._note_abandoned(turn, planned.parent)
             self._turns.append(turn)
-            if turn.parent is not None:
-                turn.parent.children.append(turn)
             self.last = turn
         limit = planned.request.token_limit
         if choice.finish_reason is FinishReason.LENGTH and limit == self._turn_tokens:
@@ -275,21 +309,23 @@ class Episode:
         own = [turn for turn in self._turns if turn.agent == planned.agent]
         if not own:
             return NewSegment.FIRST
+        if again := next((turn.new_segment for turn in own if turn.request_key == planned.request_key), None):
+            return again
         same_tools = any(turn.tools_key == planned.tools_key for turn in own)
         return NewSegment.HISTORY_DIFFERS if same_tools else NewSegment.TOOLS_DIFFER
 
-    def _give_up_unread(self, turn: RecordedTurn) -> None:
-        """Drop an earlier answer to the very same messages, if nothing continues it: its reader has asked again."""
-        unread = [
-            other
-            for other in self._turns
-            if other.request_key == turn.request_key and other.agent == turn.agent and not other.children
-        ]
-        for other in unread:
-            self._turns.remove(other)
-            if other.parent is not None:
-                other.parent.children.remove(other)
-            self.abandoned += 1
+    def _note_abandoned(self, turn: RecordedTurn, continued: RecordedTurn | None) -> None:
+        """Abandon earlier answers to the very same messages that no request has continued; restore `continued`.
+
+        An agent that repeats a request has not read the answer. One that asked for several answers at once and goes on
+        with an earlier one has read it after all.
+        """
+        while continued is not None:
+            continued.read, continued.abandoned = True, False
+            continued = continued.parent
+        for other in self._turns:
+            if other.request_key == turn.request_key and other.agent == turn.agent and not other.read:
+                other.abandoned = True
 
 
 def _hash_message(hasher: Any, message: ChatMessage) -> None:

@@ -115,7 +115,7 @@ class Gateway:
             elif path == routes.CHAT_COMPLETIONS:
                 await _unless_gone(self._turn(opened, agent, await _body(receive), send), receive)
             elif path == "/reward":
-                _reward(opened.episode, await _body(receive))
+                _reward(opened.episode, agent, await _body(receive))
                 await _send(send, 200, {})
             else:
                 raise _not_found(f"POST {path}")
@@ -166,14 +166,17 @@ class Gateway:
             await _send(send, 200, _openai(completion, "chat.completion", "message"))
 
 
-def _reward(episode: Episode, body: Mapping[str, Any]) -> None:
-    """Add to the reward of the latest turn."""
+def _reward(episode: Episode, agent: str, body: Mapping[str, Any]) -> None:
+    """Add to the reward of the agent's latest turn."""
     value = body.get("reward")
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e6 <= value <= 1e6:
         raise InvalidRequest("reward must be a finite number within ±1e6", param="reward")
-    if episode.last is None:
-        raise InvalidRequest("reward: the model has not answered yet", param="reward")
-    episode.last.reward += value
+    if (turn := episode.last_of(agent)) is None:
+        raise InvalidRequest(
+            f"reward: no answer to the agent {agent!r} trains; ask the model first, with a client that trains",
+            param="reward",
+        )
+    turn.reward += value
 
 
 def _not_found(message: str) -> ContractError:

@@ -9,8 +9,10 @@ import pytest
 
 from inference_contract.errors import InvalidRequest
 from inference_contract.tools import FunctionCall, ToolCall
+from pipelinerl import rng
 from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.environments.episode import Episode, EpisodeOver, NewSegment, RecordedTurn
+from pipelinerl.types import ROOT, Outcome, Rollout, Verdict
 from tests.fakes.talking_sampler import completion, order
 
 HELLO = {"role": "user", "content": "hello"}
@@ -33,12 +35,26 @@ def turn(of: Episode, messages: list[dict[str, str]], text: str, *, agent: str =
     return of.record(planned, completion(planned.request, text))
 
 
+def made(of: Episode) -> Rollout:
+    return of.rollout(Verdict(outcome=Outcome.CORRECT, reward=1.0), temperature=0.5)
+
+
+def segments_of(of: Episode) -> list[list[int]]:
+    """The turns that train in each segment."""
+    return [list(segment.trained) for segment in made(of).segments]
+
+
+def begins_of(of: Episode) -> list[str]:
+    return [each.begins for each in made(of).turns]
+
+
 def test_each_turn_continues_the_tokens_of_the_one_before() -> None:
     of = episode()
     first = turn(of, [HELLO], "a")
     second = turn(of, [HELLO, answer("a"), user("more")], "b")
     third = turn(of, [HELLO, answer("a"), user("more"), answer("b"), user("x"), user("y")], "c")
-    assert of.leaves == [third] and third.path == [first, second, third]
+    assert of.turns == [first, second, third] and third.path == [first, second, third]
+    assert segments_of(of) == [[0, 1, 2]] and not made(of).parents
     assert [each.new_segment for each in of.turns] == [NewSegment.FIRST, None, None]
     parts = [ids for each in third.path for ids in (each.turn.context_token_ids, each.turn.token_ids)]
     planned = of.plan("main", {"messages": [HELLO, answer("a"), user("more"), answer("b"), user("x")]})
@@ -77,24 +93,87 @@ def test_a_changed_history_begins_a_new_segment() -> None:
     turn(of, [HELLO], "a")
     second = turn(of, [HELLO, answer("never said"), user("more")], "b")
     assert second.parent is None and second.new_segment is NewSegment.HISTORY_DIFFERS
-    assert len(of.leaves) == 2
+    assert segments_of(of) == [[0], [1]] and begins_of(of) == ["first", "history_differs"]
 
 
-def test_an_answer_that_was_asked_for_again_unread_is_given_up() -> None:
+def test_an_answer_that_was_requested_again_unread_is_abandoned() -> None:
     of = episode()
     first = turn(of, [HELLO], "a")
     unread = turn(of, [HELLO, answer("a"), user("more")], "lost")
     again = turn(of, [HELLO, answer("a"), user("more")], "b")
     assert of.abandoned == 1 and unread not in of.turns
-    assert of.leaves == [again] and again.path == [first, again]
+    assert again.path == [first, again] and segments_of(of) == [[0, 1]]
 
 
-def test_two_different_replies_to_one_answer_are_branches() -> None:
+def test_an_abandoned_answer_that_is_continued_after_all_trains() -> None:
+    of = episode()
+    first, second = turn(of, [HELLO], "a"), turn(of, [HELLO], "b")
+    assert of.turns == [second] and of.abandoned == 1
+    continuing = turn(of, [HELLO, answer("a"), user("more")], "c")
+    assert of.turns == [first, second, continuing] and of.abandoned == 0
+    assert segments_of(of) == [[1], [0, 2]] and begins_of(of) == ["first", "forked", ""]
+
+
+def test_a_first_request_that_is_repeated_is_still_the_first_turn() -> None:
+    of = episode()
+    turn(of, [HELLO], "lost")
+    turn(of, [HELLO], "a")
+    assert begins_of(of) == ["first"]
+
+
+def test_two_different_replies_to_one_answer_are_two_segments() -> None:
     of = episode()
     turn(of, [HELLO], "a")
     turn(of, [HELLO, answer("a"), user("left")], "b")
     turn(of, [HELLO, answer("a"), user("right")], "c")
-    assert len(of.leaves) == 2
+    rollout = made(of)
+    left, right = rollout.segments
+    assert [left.trained, right.trained] == [(0, 1), (2,)] and rollout.parents == (ROOT, 0, 0)
+    assert right.num_repeated == 1 and begins_of(of) == ["first", "", "forked"]
+
+
+def test_other_tools_begin_a_new_segment() -> None:
+    of = episode()
+    turn(of, [HELLO], "a")
+    turn(of, [HELLO, answer("a"), user("more")], "b", tools=[{"type": "function", "function": {"name": "f"}}])
+    assert begins_of(of) == ["first", "tools_differ"]
+
+
+def test_each_agent_has_its_own_segments_and_the_untrained_have_none() -> None:
+    of = episode()
+    turn(of, [HELLO], "a")
+    turn(of, [user("judge a")], "good", agent="critic")
+    planned = of.plan("untrained-helper", {"messages": [HELLO]}, trains=False)
+    of.record(planned, completion(planned.request, "no training"))
+    turn(of, [HELLO, answer("a"), user("more")], "b")
+    rollout = made(of)
+    assert [each.agent for each in rollout.turns] == ["main", "critic", "main"]
+    assert segments_of(of) == [[1], [0, 2]] and begins_of(of) == ["first", "first", ""]
+    main, critic = of.last_of("main"), of.last_of("critic")
+    assert main is not None and critic is not None and (main.text, critic.text) == ("b", "good")
+    assert of.last_of("untrained-helper") is None
+
+
+def test_every_sampled_token_of_an_episode_trains_once() -> None:
+    """A random conversation of several agents with forks, compaction and repeated requests."""
+    draw = rng.generator(7, "random episode")
+    of = episode(max_turns=200)
+    histories: list[list[dict[str, str]]] = [[HELLO]]
+    for number in range(60):
+        history = histories[int(draw.integers(len(histories)))]
+        text = f"answer {number}"
+        turn(of, history, text, agent=("main", "critic")[int(draw.integers(2))])
+        histories.append([*history, answer(text), user(f"reply {number % 7}")])
+        if number % 9 == 0:
+            histories.append([user(f"summary {number}")])
+    rollout = made(of)
+    assert len(rollout.segments) > 5
+    trained = [number for segment in rollout.segments for number in segment.trained]
+    assert sorted(trained) == list(range(len(of.turns))), "each turn in one segment"
+    for segment in rollout.segments:
+        last = of.turns[segment.trained[-1]]
+        tokens = [ids for each in segment.turns for ids in (each.context_token_ids, each.token_ids)]
+        np.testing.assert_array_equal(np.concatenate(tokens), last.token_ids)
 
 
 def test_with_history_template_a_conversation_that_the_template_keeps_is_still_one_segment() -> None:

@@ -48,7 +48,7 @@ async def test_openais_client_is_answered_by_path_and_by_key() -> None:
         again = [*HELLO, first.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
         second = await said(base, again, key=episode.episode.secret)
         assert (first.content, second.content) == ("a1", "a3")
-        assert len(episode.episode.leaves) == 1 and len(episode.episode.turns) == 2
+        assert [turn.parent for turn in episode.episode.turns] == [None, episode.episode.turns[0]]
 
 
 async def test_a_client_that_streams_gets_the_answer_as_one_chunk() -> None:

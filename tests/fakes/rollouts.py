@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from pipelinerl.types import Outcome, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
+from pipelinerl.types import ROOT, Outcome, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
 
 
 def rollout(
@@ -46,3 +47,32 @@ def group(index: int, rewards: Sequence[float] = (0.0, 1.0), *, version: int = 0
         actor="actor-0",
         rollouts=tuple(rollout(reward=reward, version=version, epoch=epoch) for reward in rewards),
     )
+
+
+def episode(
+    turns: Sequence[tuple[Sequence[int], Sequence[int]]],
+    parents: Sequence[int] = (),
+    *,
+    reward: float = 1.0,
+    rewards: Sequence[float] = (),
+    versions: Sequence[int] = (),
+    logprob: float = -0.5,
+) -> Rollout:
+    """A rollout of several turns, each of (context, sampled tokens); `versions` are those that sampled each turn."""
+    made = []
+    for number, (context, sampled) in enumerate(turns):
+        (turn,) = rollout(
+            prompt=context, sampled=sampled, version=versions[number] if versions else 0, logprob=logprob
+        ).turns
+        made.append(replace(turn, reward=rewards[number] if rewards else 0.0, agent="main"))
+    return replace(rollout(reward=reward), turns=tuple(made), parents=tuple(parents))
+
+
+def as_roots(one: Rollout) -> Rollout:
+    """The same turns, each stored as a conversation of its own that repeats everything before it as context."""
+    turns = list[Turn]()
+    for number, turn in enumerate(one.turns):
+        parent = one.parents[number] if one.parents else number - 1
+        before = [] if parent == ROOT else [turns[parent].context_token_ids, turns[parent].token_ids]
+        turns.append(replace(turn, context_token_ids=np.concatenate([*before, turn.context_token_ids])))
+    return replace(one, turns=tuple(turns), parents=(ROOT,) * len(turns))

@@ -276,11 +276,11 @@ def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
     if kept.all():
         return Prefixes(batch, kept)
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    given = {name: column[kept] for name, column in columns.items() if isinstance(column, np.ndarray)}
-    given |= {"rollout_ids": None}  # no objective reads these micro-batches
+    given: dict[str, Any] = {name: column[kept] for name, column in columns.items() if isinstance(column, np.ndarray)}
     names, given["segment_ids"] = np.unique(given["segment_ids"], return_inverse=True)
     given["segment_ids"] = given["segment_ids"].astype(np.int32)
-    return Prefixes(replace(batch, **given, num_segments=len(names)), kept)
+    # No objective reads these micro-batches, so nothing has to know which segments are one rollout's.
+    return Prefixes(replace(batch, **given | {"rollout_ids": None}, num_segments=len(names)), kept)
 
 
 def apart(batch: MicroBatch) -> list[MicroBatch]:
@@ -288,11 +288,15 @@ def apart(batch: MicroBatch) -> list[MicroBatch]:
     ends = np.cumsum(np.bincount(batch.segment_ids, minlength=batch.num_segments))
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
     arrays = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
+    arrays.pop("rollout_ids", None)
     return [
         replace(
             batch,
             **{name: column[first:end] for name, column in arrays.items()}
-            | {"segment_ids": np.zeros(end - first, np.int32), "rollout_ids": None},
+            | {
+                "segment_ids": np.zeros(end - first, np.int32),
+            },
+            rollout_ids=None,
             num_segments=1,
         )
         for first, end in zip((0, *ends[:-1]), ends, strict=True)

@@ -163,7 +163,8 @@ def test_one_step_is_the_batch_as_it_was_packed() -> None:
 def test_segments_that_were_taken_apart_are_joined_as_they_were() -> None:
     for batch in whole().micro_batches:
         segments = apart(batch)
-        again = joined(segments, token_weights=[float(each.weights.max()) for each in segments])
+        weights = [float(each.weights.max()) for each in segments]
+        again = joined(segments, token_weights=weights, owners=range(len(segments)))
         for name in ("token_ids", "segment_ids", "position_ids", "weights", "loss_mask", "old_logprobs", "advantages"):
             assert np.array_equal(getattr(again, name), getattr(batch, name)), name
             assert getattr(again, name).dtype == getattr(batch, name).dtype, name

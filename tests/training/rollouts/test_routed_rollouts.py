@@ -45,7 +45,7 @@ def test_segments_that_part_and_meet_again_keep_theirs() -> None:
     given = routed_group(0, rewards=(0.0, 1.0, 0.5))
     batch = alone(given.rollouts)
     parts = apart(batch)
-    again = joined(parts[::-1], token_weights=[0.0] * 3)
+    again = joined(parts[::-1], token_weights=[0.0] * 3, owners=[2, 1, 0])
     np.testing.assert_array_equal(
         routed_column(again), routed_column(batch).reshape(3, 4, 2, 2)[::-1].reshape(12, 2, 2)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,8 @@ from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.step.critic import Critic
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
-from pipelinerl.types import RolloutGroup
-from tests.fakes.rollouts import group, rollout
+from pipelinerl.types import ROOT, Rollout, RolloutGroup
+from tests.fakes.rollouts import as_roots, episode, group, rollout
 from trainer_contract.types import Device, Head, TrainerSpec
 
 VOCAB = 24
@@ -98,3 +98,30 @@ def test_the_gradient_is_invariant(choice: Any, step: TrainStep) -> None:
 
 def _roles(made: dict[str, torch.Tensor]) -> set[str]:
     return {name.split()[0] for name in made}
+
+
+def episodes(stored: Callable[[Rollout], Rollout] = lambda one: one) -> list[RolloutGroup]:
+    """Two groups of three episodes: linear, of two replies to one answer, and of two conversations."""
+    draw, made = rng.generator(5, "torch_episodes"), []
+    for index in range(2):
+        rollouts = []
+        for parents, reward in (((), 0.0), ((ROOT, 0, 0, 2), 1.0), ((ROOT, ROOT, 0, 1), float(draw.uniform()))):
+            turns = [
+                (draw.integers(0, VOCAB, int(draw.integers(2, 6))), draw.integers(0, VOCAB, int(draw.integers(1, 9))))
+                for _ in range(4)
+            ]
+            one = episode([(c.tolist(), s.tolist()) for c, s in turns], parents, reward=reward, logprob=-3.0)
+            rollouts.append(stored(one))
+        made.append(replace(group(index), rollouts=tuple(rollouts)))
+    return made
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_the_gradient_does_not_depend_on_how_an_episode_is_stored(choice: Any, step: TrainStep) -> None:
+    expected = gradients(step, choice, budget=10_000, of=episodes())
+    assert all(gradient.abs().max() > 0 for name, gradient in expected.items() if name.endswith("norm.weight"))
+    for stored, budget in ((as_roots, 10_000), (as_roots, 1), (lambda one: one, 60)):
+        got = gradients(step, choice, budget=budget, of=episodes(stored))
+        assert got.keys() == expected.keys()
+        for name, gradient in got.items():
+            np.testing.assert_allclose(gradient, expected[name], rtol=1e-4, atol=1e-6, err_msg=name)

@@ -1,0 +1,316 @@
+"""Episodes that branched: each sampled token trains once, an episode weighs as one rollout, and repeats are context."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from pipelinerl.models.bigram import BigramModel
+from pipelinerl.objective.objective import PolicyObjective
+from pipelinerl.objective.presets import resolve
+from pipelinerl.staleness import StalenessBounds
+from pipelinerl.trainers.bigram.trainer import BigramTrainer
+from pipelinerl.training.rollouts.admission import fault_of, is_stale
+from pipelinerl.training.rollouts.batch import TrainBatch, build
+from pipelinerl.training.rollouts.mini_batches import MiniBatching
+from pipelinerl.training.rollouts.packing import SegmentTable, Splitting, WeightedRollout, alone, pack
+from pipelinerl.types import ROOT, Rollout, RolloutGroup
+from tests.fakes.rollouts import as_roots, episode, group, rollout
+from trainer_contract.batch import check
+from trainer_contract.errors import BatchError
+from trainer_contract.types import MicroBatch, OptimizerSpec, TrainerSpec
+
+VOCAB = 12
+#: Presets with a term of tokens, of whole rollouts (ratio, weight), and with old log-probs.
+CHOICES = ("grpo", "dr_grpo", "dapo", "gspo", "gmpo", "pipelinerl", "topr")
+
+
+def linear(reward: float = 1.0, *, offset: int = 0) -> Rollout:
+    return episode(
+        [((0, 1), (2, 3 + offset)), ((4,), (5,)), ((6, 7), (8, 9, 2))], reward=reward, versions=(3, 4, 5), logprob=-2.0
+    )
+
+
+def forked(reward: float = 0.0) -> Rollout:
+    """Two replies to the first answer, the second of them answered twice more; and a summary that begins anew."""
+    return episode(
+        [((0, 1), (2, 3)), ((4,), (5, 6)), ((7,), (8,)), ((9,), (2, 3)), ((1, 1, 4), (5, 7))],
+        (ROOT, 0, 0, 2, ROOT),
+        reward=reward,
+        versions=(3, 4, 4, 5, 6),
+        logprob=-2.0,
+    )
+
+
+def episodes(of: Callable[[Rollout], Rollout] = lambda one: one) -> list[RolloutGroup]:
+    single = rollout(reward=0.75, prompt=(0, 1), sampled=(2, 4, 8), logprob=-2.0)
+    first = replace(group(0), rollouts=(of(linear()), of(forked()), single))
+    second = replace(group(1), rollouts=(of(linear(0.0, offset=1)), of(forked(1.0))))
+    return [first, second]
+
+
+def batch_of(groups: Sequence[RolloutGroup], objective: PolicyObjective, *, budget: int = 1000) -> TrainBatch:
+    return build(groups, objective=objective, token_budget=budget, producing=7)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> BigramTrainer:
+    path: Path = tmp_path_factory.mktemp("bigram")
+    BigramModel.random(VOCAB, seed=4).save(path)
+    made = BigramTrainer()
+    made.init_worker(TrainerSpec(model_path=path, optimizer=OptimizerSpec(grad_clip=0.0)))
+    return made
+
+
+def gradient(trainer: BigramTrainer, micro_batches: Sequence[MicroBatch], objective: PolicyObjective) -> np.ndarray:
+    if "old_logprobs" in objective.needs:
+        micro_batches = [
+            replace(each, old_logprobs=old)
+            for each, old in zip(micro_batches, trainer.forward(micro_batches), strict=True)
+        ]
+    trainer.backward(micro_batches, objective)
+    worker = trainer._worker
+    assert worker.gradient is not None
+    made = worker.gradient.copy()
+    trainer.discard_gradient()
+    return made
+
+
+# --- the tree --------------------------------------------------------------------------------------------------------
+
+
+def test_segments_are_the_paths_to_the_turns_that_none_continues() -> None:
+    one = forked()
+    numbers = {id(turn): number for number, turn in enumerate(one.turns)}
+    paths = [[numbers[id(turn)] for turn in segment.turns] for segment in one.segments]
+    assert paths == [[0, 1], [0, 2, 3], [4]]
+    assert [list(segment.trained) for segment in one.segments] == [[0, 1], [2, 3], [4]]
+    assert [segment.num_repeated for segment in one.segments] == [0, 1, 0]
+    assert one.num_sampled_tokens == 9 and one.num_tokens == 7 + 9 + 5
+
+
+def test_a_linear_episode_is_one_segment_with_and_without_parents() -> None:
+    one = linear()
+    ((turns, trained),) = one.segments
+    assert turns == one.turns and list(trained) == [0, 1, 2]
+    (again,) = replace(one, parents=(ROOT, 0, 1)).segments
+    assert (again.turns, list(again.trained)) == (turns, [0, 1, 2])
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[Rollout]:
+    """Rollouts of up to 8 turns in any shape, every token of which is another number."""
+    made, number = [], 0
+    for _ in range(draw(st.integers(1, 6))):
+        turns = []
+        for _ in range(draw(st.integers(1, 8))):
+            context, sampled = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+            turns.append((range(number, number + context), range(number + context, number + context + sampled)))
+            number += context + sampled
+        parents = [draw(st.integers(ROOT, place - 1)) for place in range(len(turns))]
+        made.append(episode(turns, draw(st.sampled_from([(), tuple(parents)]))))
+    return made
+
+
+@given(trees(), st.integers(5, 80), st.integers(1, 3), st.sampled_from(Splitting))
+@settings(max_examples=100, deadline=None)
+def test_each_sampled_token_trains_once_after_all_that_was_before_it(
+    rollouts: list[Rollout], budget: int, width: int, split: Splitting
+) -> None:
+    weighted = [
+        WeightedRollout(
+            rollout=one,
+            advantages=np.concatenate([turn.token_ids for turn in one.turns]).astype(float),
+            token_weight=1.0 + number,
+        )
+        for number, one in enumerate(rollouts)
+    ]
+    packed = pack(weighted, token_budget=budget, width=width, split=split)
+    table = SegmentTable.of(rollouts)
+    trained: Counter[int] = Counter()
+    for batch, members in packed:
+        check(batch, vocab_size=2**31)
+        trained.update(batch.token_ids[batch.loss_mask].tolist())
+        np.testing.assert_array_equal(batch.advantages, batch.token_ids * batch.loss_mask)
+        assert batch.num_tokens <= budget or len({table.owners[member] for member in members}) == 1
+        assert batch.num_tokens <= budget or batch.num_segments == 1 or split is Splitting.NEVER
+        for place, member in enumerate(members):
+            its = batch.segment_ids == place
+            path = [ids for turn in table.segments[member].turns for ids in (turn.context_token_ids, turn.token_ids)]
+            np.testing.assert_array_equal(batch.token_ids[its], np.concatenate(path))
+            weights = batch.weights[its & batch.loss_mask]
+            assert (weights == 1.0 + table.owners[member]).all()
+    sampled = [token for one in rollouts for turn in one.turns for token in turn.token_ids.tolist()]
+    assert trained == Counter(sampled)
+    places = [number for number, (_, members) in enumerate(packed) for _ in members]
+    owners = [table.owners[member] for _, members in packed for member in members]
+    for owner, one in enumerate(rollouts):
+        spread = {place for place, own in zip(places, owners, strict=True) if own == owner}
+        assert len(spread) == 1 or (split is Splitting.WHERE_LARGE and one.num_tokens > budget), "they share one"
+
+
+@given(trees(), st.integers(5, 80))
+@settings(max_examples=30, deadline=None)
+def test_later_epochs_pack_the_same_tokens(rollouts: list[Rollout], budget: int) -> None:
+    right, wrong = (rollout(reward=reward).verdict for reward in (1.0, 0.0))
+    groups = [
+        replace(group(number), rollouts=(replace(one, verdict=right), replace(one, verdict=wrong)))
+        for number, one in enumerate(rollouts)
+    ]
+    several = MiniBatching(epochs=2, mini_batches=2, seed=1)
+    batch = build(groups, objective=resolve("gspo"), token_budget=budget, producing=1, mini_batching=several)
+    epochs: dict[int, Counter[tuple[int, float]]] = {0: Counter(), 1: Counter()}
+    for mini_batch in batch.mini_batches():
+        for packed in mini_batch.batch.packed:
+            its = packed.micro_batch
+            check(its, vocab_size=2**31)
+            pairs = zip(its.token_ids[its.loss_mask].tolist(), its.advantages[its.loss_mask].tolist(), strict=True)
+            epochs[mini_batch.epoch].update(pairs)
+    assert epochs[0] == epochs[1] and set(epochs[0].values()) == {1}
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("budget", [1000, 14, 1])
+def test_the_gradient_is_equal_however_an_episode_is_stored(choice: str, budget: int, trainer: BigramTrainer) -> None:
+    objective = resolve(choice, max_tokens=8)
+    whole = gradient(trainer, batch_of(episodes(), objective).micro_batches, objective)
+    assert np.abs(whole).max() > 1e-3
+    for stored in (lambda one: one, as_roots):
+        batch = batch_of(episodes(stored), objective, budget=budget)
+        np.testing.assert_allclose(gradient(trainer, batch.micro_batches, objective), whole, rtol=1e-6, atol=1e-9)
+
+
+def _training_the_context(batch: TrainBatch) -> Iterator[MicroBatch]:
+    """Mutant: what a later segment repeats trains there again."""
+    for packed in batch.packed:
+        mask = packed.micro_batch.loss_mask.copy()
+        weights, advantages = packed.micro_batch.weights.copy(), packed.micro_batch.advantages.copy()
+        for place, member in enumerate(packed.members):
+            its = np.flatnonzero(packed.micro_batch.segment_ids == place)
+            position = 0
+            for turn in batch.segments.segments[member].turns:
+                position += len(turn.context_token_ids)
+                again = its[position : position + len(turn.token_ids)]
+                position += len(turn.token_ids)
+                mask[again] = True
+            own = mask[its] & ~packed.micro_batch.loss_mask[its]
+            trained = its[packed.micro_batch.loss_mask[its]]
+            weights[its[own]], advantages[its[own]] = weights[trained[0]], advantages[trained[0]]
+        yield replace(packed.micro_batch, loss_mask=mask, weights=weights, advantages=advantages)
+
+
+def _training_the_environment(batch: TrainBatch) -> Iterator[MicroBatch]:
+    """Mutant: what the environment wrote trains as if the model had sampled it."""
+    for packed in batch.packed:
+        its = packed.micro_batch
+        owners = np.array(batch.rollouts_of(0))[its.segment_ids]
+        weights = np.array([its.weights[owners == owner].max() for owner in range(owners.max() + 1)], np.float32)
+        advantages = np.array([its.advantages[(owners == o) & its.loss_mask][0] for o in range(owners.max() + 1)])
+        yield replace(
+            its,
+            loss_mask=its.position_ids > 0,
+            weights=weights[owners],
+            advantages=advantages[owners].astype(np.float32),
+        )
+
+
+def _weighing_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
+    """Mutant: each segment weighs as a rollout would."""
+    for packed in batch.packed:
+        its = packed.micro_batch
+        counts = np.bincount(its.segment_ids, its.loss_mask, minlength=its.num_segments)
+        weights = np.float32(1) / np.maximum(counts, 1) / its.num_segments
+        yield replace(its, weights=(weights[its.segment_ids] * its.loss_mask).astype(np.float32))
+
+
+def _a_ratio_for_each_segment(batch: TrainBatch) -> Iterator[MicroBatch]:
+    """Mutant: a term of whole rollouts is taken over each segment."""
+    for packed in batch.packed:
+        yield replace(packed.micro_batch, rollout_ids=None)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "choice"),
+    [
+        (_training_the_context, "grpo"),
+        (_training_the_environment, "grpo"),
+        (_weighing_each_segment, "grpo"),
+        (_a_ratio_for_each_segment, "gspo"),
+        (_a_ratio_for_each_segment, "topr"),
+    ],
+)
+def test_a_mutant_has_another_gradient(
+    mutant: Callable[[TrainBatch], Iterator[MicroBatch]], choice: str, trainer: BigramTrainer
+) -> None:
+    objective = resolve(choice)
+    batch = batch_of(episodes(), objective)
+    right = gradient(trainer, batch.micro_batches, objective)
+    wrong = gradient(trainer, list(mutant(batch)), objective)
+    assert np.abs(wrong - right).max() > 1e-3
+
+
+def test_tokens_of_the_environment_have_no_gradient(trainer: BigramTrainer) -> None:
+    """Of a bigram, the row of a token has a gradient where the model sampled what follows it, and nowhere else."""
+    objective = resolve("grpo")
+    tree = episode([((0, 1), (2,)), ((7, 8, 9), (3,)), ((10, 11), (4,))], (ROOT, 0, 0))
+    made = replace(group(0), rollouts=(tree, rollout(reward=0.0, prompt=(0, 1), sampled=(5,), logprob=-2.0)))
+    rows = np.abs(gradient(trainer, batch_of([made], objective).micro_batches, objective)).max(axis=1)
+    assert set(np.flatnonzero(rows).tolist()) == {1, 9, 11}
+
+
+# --- what follows rollouts through a step ----------------------------------------------------------------------------
+
+
+def test_an_episode_of_several_segments_weighs_as_one_rollout() -> None:
+    objective = resolve("grpo")
+    batch = batch_of(episodes(), objective)
+    totals = np.zeros(5)
+    for number, its in enumerate(batch.micro_batches):
+        np.add.at(totals, np.array(batch.rollouts_of(number))[its.segment_ids], its.weights)
+    np.testing.assert_allclose(totals, [1 / 6] * 3 + [1 / 4] * 2, rtol=1e-6)
+
+
+def test_every_token_keeps_its_version_and_the_sampler_log_prob() -> None:
+    (its,) = batch_of([replace(group(0), rollouts=(forked(), linear()))], resolve("grpo")).micro_batches
+    assert its.behavior_versions is not None
+    mask, versions = its.loss_mask, its.behavior_versions
+    tokens = Counter(zip(its.token_ids[mask].tolist(), versions[mask].tolist(), strict=True))
+    expected = [
+        (token, span.model_version)
+        for one in (forked(), linear())
+        for turn in one.turns
+        for span in turn.spans
+        for token in turn.token_ids.tolist()
+    ]
+    assert tokens == Counter(expected)
+    np.testing.assert_array_equal(its.behavior_logprobs, np.where(its.loss_mask, np.float32(-2.0), 0))
+    assert not its.behavior_versions[~its.loss_mask].any()
+
+
+def test_a_group_is_as_old_as_its_oldest_token_that_trains() -> None:
+    made = replace(group(0), rollouts=(forked(), linear()))
+    assert made.oldest_version == 3
+    assert not is_stale(made, producing=7, bounds=StalenessBounds(1, 4))
+    assert is_stale(made, producing=8, bounds=StalenessBounds(1, 4)), "and not as old as its latest turn"
+
+
+def test_a_branching_episode_can_be_computed() -> None:
+    made = replace(group(0), rollouts=(forked(), linear()))
+    assert fault_of(made, vocab_size=VOCAB) == ""
+    assert "token_ids must lie in" in fault_of(made, vocab_size=9)
+
+
+@pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1], [-1, -1, -1, 0, 0], [0, 0, 0, 2, 2]])
+def test_rollout_ids_that_are_not_of_whole_segments_are_refused(ids: list[int]) -> None:
+    batch = alone([rollout(prompt=(1, 2), sampled=(3,)), rollout(prompt=(1,), sampled=(3,))])
+    with pytest.raises(BatchError, match="rollout_ids must"):
+        check(replace(batch, rollout_ids=np.array(ids, np.int32)), vocab_size=VOCAB)

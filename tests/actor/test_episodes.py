@@ -18,7 +18,7 @@ from pipelinerl.environments.environment import EpisodeLimits
 from pipelinerl.environments.gateway import Gateway
 from pipelinerl.environments.host_pool import EpisodeHosts
 from pipelinerl.errors import DeadlineError, PipelineError
-from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.types import ROOT, Outcome, Problem, Verdict
 from pipelinerl.verifiers.verifier import GroupVerifier, PerAnswerVerifier, correct, wrong
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.patience import PATIENCE_S
@@ -47,6 +47,18 @@ async def rewarded(task, client):
     await client.chat([*task.messages, answer, {"role": "user", "content": "more"}])
     await client.reward(0.5)
     return 0
+
+async def branches(task, client):
+    first = await client.chat(task.messages)
+    for reply in ("left", "right"):
+        await client.chat([*task.messages, first, {"role": "user", "content": reply}])
+    await client.reward(0.25)
+    await client.chat([{"role": "user", "content": "a summary"}])
+    solver = client.agent("solver")
+    await solver.chat([{"role": "user", "content": "solve it"}])
+    await solver.reward(0.5)
+    await client.agent("critic", trains=False).chat([{"role": "user", "content": "is it good?"}])
+    return 0.0
 
 async def raises(task, client):
     await client.chat(task.messages)
@@ -99,12 +111,18 @@ class IsB:
 
 @asynccontextmanager
 async def episodes(
-    path: Path, name: str, sampler: TalkingSampler, *, verifier: GroupVerifier | None = None, timeout_s: float = 60.0
+    path: Path,
+    name: str,
+    sampler: TalkingSampler,
+    *,
+    verifier: GroupVerifier | None = None,
+    timeout_s: float = 60.0,
+    max_turns: int = 4,
 ) -> AsyncIterator[Episodes]:
     file = path / "game.py"
     file.write_text(CODE)
     hosts, gateway = EpisodeHosts(f"{file}:{name}"), Gateway()
-    limits = EpisodeLimits(max_turns=4, timeout_s=timeout_s)
+    limits = EpisodeLimits(max_turns=max_turns, timeout_s=timeout_s)
     domain = EpisodeDomain(player=hosts, limits=limits, verifier=verifier, correct_at=1.0)
     async with asyncio.timeout(PATIENCE_S), gateway.serve():
         try:
@@ -134,7 +152,7 @@ async def test_a_groups_rollouts_have_the_turns_of_their_episodes(tmp_path: Path
         ("rewarded", Outcome.PARTIAL, 0.75, ""),
         ("Game", Outcome.CORRECT, 1.0, ""),
         ("unjudged", Outcome.VERIFIER_ERROR, 0.0, "its domain names no verifier"),
-        ("raises", Outcome.VERIFIER_ERROR, 0.0, "game.py:28: ValueError: broken"),
+        ("raises", Outcome.VERIFIER_ERROR, 0.0, "game.py:40: ValueError: broken"),
         ("never_stops", Outcome.WRONG, 0.0, "has had its 4 turns"),
     ],
 )
@@ -144,6 +162,40 @@ async def test_what_an_episode_is_worth(
     (made,) = await played(tmp_path, name)
     verdict = made.rollout.verdict
     assert (verdict.outcome, verdict.reward) == (outcome, reward) and reason in verdict.reason
+
+
+async def test_an_episode_that_branches_is_a_rollout_of_several_segments(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (made,) = await played(tmp_path, "branches", max_turns=6)
+    assert (made.rollout.verdict.outcome, made.rollout.verdict.reward) == (Outcome.PARTIAL, 0.75)
+    turns = made.rollout.turns
+    assert [(each.agent, each.begins, each.reward) for each in turns] == [
+        ("main", "first", 0.0),
+        ("main", "", 0.0),
+        ("main", "forked", 0.25),
+        ("main", "history_differs", 0.0),
+        ("solver", "first", 0.5),
+    ]
+    assert made.rollout.parents == (ROOT, 0, 0, ROOT, ROOT), "the critic's turn is no part of it"
+    assert [list(each.trained) for each in made.rollout.segments] == [[0, 1], [2], [3], [4]]
+    shown = tokenizer().decode([*turns[2].context_token_ids, *turns[2].token_ids])
+    assert shown == "<|user|>right<|end|><|assistant|>b<|end|>"
+    assert caplog.text.count("needs several segments (history_differs)") == 1
+
+
+async def test_a_group_is_as_old_as_its_first_turn(tmp_path: Path) -> None:
+    """An engine may begin the first turn again; no later turn makes the group younger."""
+
+    class Ages(Unwatched):
+        began = 0
+
+        def begun(self) -> None:
+            Ages.began += 1
+
+    async with episodes(tmp_path, "three", TalkingSampler(second_is_right)) as maker:
+        (made,) = await maker.make(order(), Ages())
+    assert len(made.rollout.turns) == 2 and Ages.began == 1
 
 
 async def test_none_is_judged_by_the_domains_verifier(tmp_path: Path) -> None:

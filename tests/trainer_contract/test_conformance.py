@@ -164,6 +164,10 @@ def ascends(sound, batch, objective):
     return stats
 
 
+def takes_each_segment_for_a_rollout(sound, batch, objective):
+    return sound.backward([replace(batch, rollout_ids=None)], objective)[0]
+
+
 class WithoutMeasures:
     """An objective whose gradients through measures nobody asks for."""
 
@@ -291,6 +295,7 @@ BROKEN = [
     ("forward_at_leaves_no_trace", {"forward_at": loses_precision_on_the_way_back}),
     ("forward_at_refuses_what_does_not_fit", {"forward_at": fits_anything}),
     ("loss_is_of_forward", {"backward": mean_over_the_micro_batch}),
+    ("rollout_ids_reach_the_objective", {"backward": takes_each_segment_for_a_rollout}),
     ("parts_equal_the_whole", {"backward": mean_over_the_micro_batch}),
     ("parts_equal_the_whole", {"whole_backward": keeps_the_last_part_alone}),
     ("parts_equal_the_whole", {"whole_backward": answers_in_reverse}),

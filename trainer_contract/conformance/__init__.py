@@ -25,6 +25,7 @@ from trainer_contract.conformance.forward_checks import FORWARD_AT, values_prece
 from trainer_contract.conformance.measure_checks import MEASURES, VALUE_MEASURES
 from trainer_contract.conformance.probes import (
     LINEAR,
+    ByRolloutObjective,
     CheckUnsupported,
     Learns,
     LinearObjective,
@@ -176,6 +177,17 @@ def loss_is_of_forward(subject: TrainerUnderTest, _: Path) -> None:
     require_equal(got, predictions, _LOGPROB_TOLERANCE, "LossStats.predictions, 0 outside the mask,")
 
 
+def rollout_ids_reach_the_objective(subject: TrainerUnderTest, _: Path) -> None:
+    """An objective finds in `rollout_ids` which segments are parts of one rollout."""
+    trainer, batch = practised(subject), pack(rollouts_of(subject.vocab_size))
+    owners = np.arange(batch.num_segments, dtype=np.int32) // 2
+    branching = replace(batch, rollout_ids=owners[batch.segment_ids])
+    factors = batch.weights * (1 + owners[batch.segment_ids])
+    stats = trainer.backward([branching], ByRolloutObjective())[0]
+    expected = -(trainer.forward([batch])[0] * factors).sum()
+    require_equal(stats.loss, expected, _LOGPROB_TOLERANCE * batch.num_tokens, "the loss of a term of rollouts")
+
+
 def gradient_is_of_the_loss(subject: TrainerUnderTest, _: Path) -> None:
     """A small step along the gradient changes the loss as the gradient predicts; `grad_norm` is the gradient's norm."""
     trainer, batch, rate = started(subject), pack(rollouts_of(subject.vocab_size), temperature=0.7), 1e-2
@@ -313,6 +325,7 @@ def malformed_batches_are_refused(subject: TrainerUnderTest, _: Path) -> None:
         "segments that decrease": replace(batch, segment_ids=batch.segment_ids[::-1].copy()),
         "a wrong num_segments": replace(batch, num_segments=batch.num_segments + 1),
         "a mask on a segment's first token": replace(batch, loss_mask=starts),
+        "a rollout of half a segment": replace(batch, rollout_ids=np.minimum(batch.position_ids, 1)),
         "temperature 0": replace(batch, temperatures=np.zeros_like(batch.temperatures)),
     }
     for what, bad in broken.items():
@@ -397,6 +410,7 @@ CHECKS: Final[tuple[Callable[[TrainerUnderTest, Path], None], ...]] = (
     *FORWARD_AT,
     *MEASURES,
     loss_is_of_forward,
+    rollout_ids_reach_the_objective,
     gradient_is_of_the_loss,
     clipping_bounds_the_norm,
     parts_equal_the_whole,

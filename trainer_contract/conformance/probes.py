@@ -65,6 +65,26 @@ class LinearObjective:
 LINEAR: Final = LinearObjective()
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class ByRolloutObjective:
+    """−Σ weights·(1 + rollout_ids)·predictions: shows whether an objective is given the column `rollout_ids`."""
+
+    needs: frozenset[str] = frozenset()
+
+    def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
+        """The scalar loss."""
+        return -(predictions * self._factors(columns)).sum()
+
+    def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
+        """The closed form of its gradient in the predictions, [T]."""
+        return -(predictions * 0 + self._factors(columns))
+
+    def _factors(self, columns: Columns) -> Any:
+        rollout_ids = columns.get("rollout_ids")
+        return columns["weights"] * (1 if rollout_ids is None else 1 + rollout_ids)
+
+
 def pack(rollouts: Sequence[Sequence[int]], *, prompt: int = 1, temperature: float = 1.0) -> MicroBatch:
     """Rollouts as one micro-batch. A token's advantage depends on its rollout's tokens alone, not on the packing."""
     lengths = [len(rollout) for rollout in rollouts]

@@ -7,6 +7,8 @@
     truncated, unjudged   share of the rollouts that ended for want of tokens; that no verifier has judged
     all_right, all_wrong  share of the judged groups without a signal, of either kind
     stale, stale_groups   share of the groups, and number, that were dropped since they were too old
+    turns, segments       of episodes: mean number of turns, and of the segments that they train as
+    segments.<reason>     segments that began for this reason (`environments.episode.NewSegment`)
 
 A step's own figures are of the rollouts that it trains on. These are of what the model does in a domain: filtered
 groups count, since a filter would else hide what is solved and what is hopeless.
@@ -14,6 +16,7 @@ groups count, since a filter would else hide what is solved and what is hopeless
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self, final
@@ -50,6 +53,9 @@ class Tally:
     right: int = 0
     truncated: int = 0
     reward: float = 0.0
+    episodes: int = 0
+    turns: int = 0
+    begun: Counter[str] = field(default_factory=Counter)
     parts: dict[str, tuple[float, int]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
 
@@ -62,6 +68,10 @@ class Tally:
             outcome = verdict.outcome
             counts.lengths.append(rollout.num_sampled_tokens)
             counts.truncated += rollout.finish_reason == FinishReason.LENGTH
+            if rollout.turns and rollout.turns[0].agent:
+                counts.episodes += 1
+                counts.turns += len(rollout.turns)
+                counts.begun.update(turn.begins for turn in rollout.turns if turn.begins)
             is_right, is_wrong = outcome is Outcome.CORRECT, outcome is Outcome.WRONG
             if is_right or is_wrong or outcome.is_judgement:
                 judged += 1
@@ -88,6 +98,9 @@ class Tally:
         self.truncated += other.truncated
         self.reward += other.reward
         self.lengths += other.lengths
+        self.episodes += other.episodes
+        self.turns += other.turns
+        self.begun += other.begun
         for name, (total, count) in other.parts.items():
             before, number = self.parts.get(name, (0.0, 0))
             self.parts[name] = (before + total, number + count)
@@ -106,6 +119,10 @@ class Tally:
             figures["length_p95"] = _percentile(sorted(self.lengths), 0.95)
             figures["truncated"] = self.truncated / rollouts
             figures["unjudged"] = 1 - self.judged / rollouts
+        if self.episodes:
+            figures["turns"] = self.turns / self.episodes
+            figures["segments"] = self.begun.total() / self.episodes
+            figures |= {f"segments.{reason}": count for reason, count in sorted(self.begun.items())}
         if self.judged:
             figures["reward"] = self.reward / self.judged
             figures["accuracy"] = self.right / self.judged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from pipelinerl.training.rollouts.batch import TrainBatch, build
 from pipelinerl.training.step.entropy_meter import EXACT_ENTROPY, EntropyMeter
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
-from tests.fakes.rollouts import group
+from pipelinerl.types import ROOT
+from tests.fakes.rollouts import episode, group
 from trainer_contract.types import OptimizerSpec, TrainerSpec
 
 VOCAB = 7
@@ -68,6 +70,20 @@ def test_answers_that_are_kept_come_first_and_each_of_their_tokens_is_told(spec:
     everyone = np.concatenate(list(told.of_tokens.values()))
     assert told.figures[EXACT_ENTROPY] == pytest.approx(everyone.mean(), rel=1e-6)
     assert len(EntropyMeter(1).measure(made, batch(40)).of_tokens) == 5, "as many where none is kept"
+
+
+def test_entropies_of_a_branching_episode_come_turn_after_turn(spec: TrainerSpec) -> None:
+    made = worker(spec)
+    (_, logits), *_ = made.gather_weights()
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
+    turns = [((0, 1), (2,)), ((3,), (4,)), ((5, 6), (0, 2)), ((4,), (1,))]
+    # Two agents took turns, so that the segments are turns 0 and 2, and turns 1 and 3.
+    forked = episode(turns, (ROOT, ROOT, 0, 1))
+    groups = [replace(group(0), rollouts=(forked, episode(turns, reward=0.0)))]
+    told = EntropyMeter(1).measure(made, build(groups, objective=OBJECTIVE, token_budget=64, producing=1))
+    np.testing.assert_allclose(told.of_tokens[0], entropy[[1, 3, 6, 0, 4]], rtol=1e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8, 9, 33])

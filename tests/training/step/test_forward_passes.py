@@ -22,7 +22,7 @@ from pipelinerl.training.rollouts.batch import TrainBatch, build
 from pipelinerl.training.rollouts.packing import prefixes
 from pipelinerl.training.step.forward_passes import ForwardPasses
 from pipelinerl.training.step.train_step import TrainStep
-from pipelinerl.types import Rollout, RolloutGroup
+from pipelinerl.types import ROOT, Rollout, RolloutGroup
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Device, Float32, HostWeights, MicroBatch, TrainerSpec
@@ -113,6 +113,28 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(trainer: Tra
     assert compared == sum(one.num_sampled_tokens for one in mixed()[0].rollouts)
     moved = np.abs(predicted[2][0] - predicted[0][0]).max()
     assert moved > 1e-2, "the versions must differ, or it is not tried"
+
+
+@pytest.mark.parametrize("budget", [1, 1000])
+def test_each_turn_of_a_branching_episode_has_the_log_probs_of_its_own_weights(trainer: Trainer, budget: int) -> None:
+    step, _ = practised(trainer, steps=2)
+    history = step.passes.history
+    assert history is not None
+    spans = ([(0, 3)], [(0, 1), (1, 2)], [(2, 4)], [(1, 2)])
+    turns = [sampled(seed, its).turns[0] for seed, its in enumerate(spans)]
+    forked = replace(sampled(1, [(0, 5)]), turns=tuple(turns), parents=(ROOT, 0, 0, ROOT))
+    batch = in_one_batch([replace(group(0), rollouts=(forked, sampled(2, [(1, 4)], reward=0.0)))], budget=budget)
+    found = step.accumulate(batch, OBJECTIVE)
+    compared = 0
+    for made in found.micro_batches:
+        assert made.old_logprobs is not None and made.behavior_versions is not None
+        for version in range(3):
+            its = made.loss_mask & (made.behavior_versions == version)
+            (expected,) = trainer.forward_at([made], history.weights(version))
+            np.testing.assert_allclose(made.old_logprobs[its], expected[its], rtol=0, atol=2e-6)
+            compared += int(its.sum())
+        assert not made.old_logprobs[~made.loss_mask].any()
+    assert compared == 12 + 4, "each sampled token once"
 
 
 @pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # the bigram's masters are finer than what is served

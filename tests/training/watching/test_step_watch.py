@@ -20,8 +20,8 @@ from pipelinerl.training.rollouts.batch import build
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.watching.step_watch import MOST_REASONS, OTHER_REASONS, StepWatch, mean_advantages
 from pipelinerl.training.watching.training_samples import TrainingSamples
-from pipelinerl.types import Outcome, ProblemSummary, RolloutGroup
-from tests.fakes.rollouts import group, rollout
+from pipelinerl.types import ROOT, Outcome, ProblemSummary, RolloutGroup
+from tests.fakes.rollouts import episode, group, rollout
 from trainer_contract.types import LossStats
 
 
@@ -103,6 +103,29 @@ def test_what_the_environment_wrote_between_turns_has_no_version(tmp_path: Path)
     assert tokens is not None and tokens.tokens.ids == (7, 8, 1, 2, 3, 7, 8)
     assert [version is None for version in tokens.versions] == [False, False, True, True, True, False, False]
     assert tokens.deltas == (), "no log-probs of the trainer were given"
+
+
+@pytest.mark.parametrize("budget", [6, 1000])
+def test_the_columns_of_a_branching_episode_are_in_the_order_of_its_turns(tmp_path: Path, budget: int) -> None:
+    watch = watch_in(tmp_path)
+    turns = [((5, 6), (7, 8)), ((1,), (9,)), ((2, 3), (10, 11)), ((4,), (12,))]
+    forked = episode(turns, (ROOT, ROOT, 0, 1), versions=(1, 1, 2, 3))
+    batch = build(
+        [replace(group(0), rollouts=(forked, rollout(reward=0.0)))],
+        objective=resolve("grpo"),
+        token_budget=budget,
+        producing=4,
+    )
+    losses = [LossStats(0.0, -each.token_ids * each.loss_mask.astype(np.float32)) for each in batch.micro_batches]
+    watch.stepped(batch, batch.micro_batches, version=4, losses=losses)
+    closed(watch)
+    (sample,) = read_samples(tmp_path)
+    one = sample.answers[0]
+    assert one.tokens is not None and one.staleness == 3 and one.length == 6
+    assert one.tokens.tokens.ids == (7, 8, 1, 9, 2, 3, 10, 11, 4, 12)
+    assert one.tokens.versions == (1, 1, None, 1, None, None, 2, 2, None, 3)
+    assert one.tokens.deltas == (-6.5, -7.5, None, -8.5, None, None, -9.5, -10.5, None, -11.5)
+    assert one.advantage == pytest.approx(1.0, abs=1e-3)
 
 
 def test_a_masked_rollout_has_no_advantage_and_did_not_train(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ Letters in shapes: C context tokens that the environment wrote, N tokens that th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, Final, NamedTuple
@@ -184,6 +184,24 @@ class Verdict:
     parts: tuple[RewardPart, ...] = ()
 
 
+class TurnNote(NamedTuple):
+    """What a turn of an episode has beside its tokens.
+
+    Attributes:
+        reward: what the environment gave this turn; part of the verdict's reward.
+        agent: the name of the agent that asked.
+        begins: why the turn begins a new segment, by `environments.episode.NewSegment`; empty where it continues one.
+    """
+
+    reward: float = 0.0
+    agent: str = ""
+    begins: str = ""
+
+
+#: The note of every turn outside episodes.
+NO_NOTE: Final = TurnNote()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """What the environment wrote, then what the model sampled.
@@ -193,9 +211,7 @@ class Turn:
         token_ids: i32 [N]; behavior_logprobs: f32 [N]; spans: summing to N.
         routed_experts: u8 or u16 [N, layers, top_k], of the token before each, where the sampler tells;
             context_routed_experts: [C, layers, top_k], the same of the context, meaningless at the rollout's start.
-        reward: what the environment gave this turn; part of the verdict's reward.
-        agent: the name of the agent that asked; empty outside episodes.
-        begins: why the turn begins a new segment, by `environments.episode.NewSegment`; empty where it continues one.
+        note: of an episode's turn its reward, its agent and why it begins a segment, which are properties, too.
     """
 
     context_token_ids: NDArray[np.int32]
@@ -204,9 +220,22 @@ class Turn:
     spans: tuple[VersionSpan, ...]
     routed_experts: Experts | None = None
     context_routed_experts: Experts | None = None
-    reward: float = 0.0
-    agent: str = ""
-    begins: str = ""
+    note: TurnNote = NO_NOTE
+
+    @property
+    def reward(self) -> float:
+        """What the environment gave this turn."""
+        return self.note.reward
+
+    @property
+    def agent(self) -> str:
+        """The agent that asked; empty outside episodes."""
+        return self.note.agent
+
+    @property
+    def begins(self) -> str:
+        """The reason why it begins a new segment; empty where it continues one."""
+        return self.note.begins
 
 
 #: The parent of a turn that continues no other.
@@ -233,7 +262,7 @@ class Segment(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """All tokens of the path, those that only repeat included."""
-        return _num_tokens(self.turns)
+        return sum(int(turn.context_token_ids.shape[0] + turn.token_ids.shape[0]) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,13 +323,9 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         """All tokens that are packed: the environment's too, and what several segments begin with once for each."""
-        if not self.parents:
-            return _num_tokens(self.turns)
-        return sum(segment.num_tokens for segment in self.segments)
-
-
-def _num_tokens(turns: Iterable[Turn]) -> int:
-    return sum(int(turn.context_token_ids.shape[0] + turn.token_ids.shape[0]) for turn in turns)
+        if self.parents:
+            return sum(segment.num_tokens for segment in self.segments)
+        return sum(int(turn.context_token_ids.shape[0] + turn.token_ids.shape[0]) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

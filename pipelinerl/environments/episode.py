@@ -32,7 +32,7 @@ from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, Ch
 from pipelinerl import rng
 from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecordError
-from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn, Verdict, VersionSpan
+from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn, TurnNote, Verdict, VersionSpan
 
 #: Thinking, as templates write it; an answer may lack the opening, which the template has written.
 _THINKING: Final = re.compile(r"\A(?:(?!</think>).)*</think>", re.DOTALL)
@@ -173,7 +173,7 @@ class Episode:
             begins = NewSegment.FORKED if is_fork else turn.new_segment or ""
             continued.add(parent)
             answered.add(turn.request_key)
-            made.append(replace(turn.turn, reward=turn.reward, agent=turn.agent, begins=str(begins)))
+            made.append(replace(turn.turn, note=TurnNote(turn.reward, turn.agent, str(begins))))
         is_linear = parents == tuple(range(ROOT, len(turns) - 1))
         return Rollout(
             turns=tuple(made),

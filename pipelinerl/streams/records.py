@@ -22,8 +22,10 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -34,6 +36,7 @@ from numpy.typing import NDArray
 from pipelinerl.errors import RecordError
 from pipelinerl.streams.routing_columns import CONTEXTS, routing_columns, turn_routing
 from pipelinerl.types import (
+    NO_NOTE,
     ROOT,
     Outcome,
     ProblemSummary,
@@ -42,6 +45,7 @@ from pipelinerl.types import (
     Rollout,
     RolloutGroup,
     Turn,
+    TurnNote,
     Verdict,
     VersionSpan,
 )
@@ -59,6 +63,10 @@ _Header = TypeVar("_Header")
 
 _IDS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
+#: Compiled: a group has many rollouts, and most of them nothing but the defaults.
+_ENDING: Final = attrgetter("finish_reason", "temperature", "epoch")
+_NOTE: Final = attrgetter("note")
+_PARENTS: Final = attrgetter("parents")
 _NO_COLUMNS: Final[Mapping[str, NDArray[Any]]] = {}
 
 
@@ -103,14 +111,6 @@ class _Ending(NamedTuple):
     epoch: int
 
 
-class _Note(NamedTuple):
-    """What a turn of an episode has beside its tokens."""
-
-    reward: float
-    agent: str
-    begins: str
-
-
 class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
     """A group but for its columns. `turn_*` run over all turns of all rollouts, `rollout_*` over the rollouts.
 
@@ -135,12 +135,10 @@ class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
     rollout_endings: list[int]
     columns: list[_Column]
     refusal: str = ""
-    notes: list[_Note] = []
+    notes: list[TurnNote] = []
     turn_notes: list[int] = []
     rollout_parents: list[tuple[int, ...]] = []
 
-
-_NO_NOTE: Final = _Note(0.0, "", "")
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _group_decoder: Final = msgspec.msgpack.Decoder(_GroupHeader)
@@ -183,8 +181,9 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
     findings, rollout_findings = _distinct(
         [(id(each.outcome), each.reward, each.reason, each.answer, each.parts) for each in verdicts]
     )
-    endings, rollout_endings = _distinct([(each.finish_reason, each.temperature, each.epoch) for each in rollouts])
+    endings, rollout_endings = _distinct(list(map(_ENDING, rollouts)))
     notes, turn_notes = _noted(turns)
+    parents = list(map(_PARENTS, rollouts))
     header = _GroupHeader(
         group_id=group.group_id,
         index=group.index,
@@ -207,7 +206,7 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
         refusal=group.refusal,
         notes=notes,
         turn_notes=turn_notes,
-        rollout_parents=[each.parents for each in rollouts] if any(each.parents for each in rollouts) else [],
+        rollout_parents=parents if any(parents) else [],
     )
     return _seal(Kind.GROUP, header, arrays)
 
@@ -224,29 +223,19 @@ def decode_group(record: bytes) -> RolloutGroup:
         contexts, start = _split(columns, _IDS, header.context_lengths, 0)
         tokens, start = _split(columns, _IDS, lengths, start)
         logprobs, _ = _split(columns, _LOGPROBS, lengths, start)
-        routing = turn_routing(
-            _further_columns(header, columns),
-            lengths=lengths,
-            turn_contexts=header.turn_contexts,
-            context_lengths=header.context_lengths,
-        )
-        notes = [header.notes[number] for number in header.turn_notes] or [_NO_NOTE] * len(lengths)
         turns = [
             Turn(
-                context_token_ids=contexts[context],
-                token_ids=ids,
-                behavior_logprobs=values,
-                spans=header.spans[spans],
-                routed_experts=routed.sampled,
-                context_routed_experts=routed.context,
-                reward=note.reward,
-                agent=note.agent,
-                begins=note.begins,
+                context_token_ids=contexts[context], token_ids=ids, behavior_logprobs=values, spans=header.spans[spans]
             )
-            for context, ids, values, spans, routed, note in zip(
-                header.turn_contexts, tokens, logprobs, header.turn_spans, routing, notes, strict=True
+            for context, ids, values, spans in zip(
+                header.turn_contexts, tokens, logprobs, header.turn_spans, strict=True
             )
         ]
+        if header.columns:
+            turns = _routed(header, columns, turns)
+        if header.turn_notes:
+            notes = [header.notes[number] for number in header.turn_notes]
+            turns = [replace(turn, note=note) for turn, note in zip(turns, notes, strict=True)]
         rollouts = _rollouts(header, turns)
         _refuse_implausible(header)
     except (ValueError, IndexError) as error:
@@ -260,6 +249,19 @@ def decode_group(record: bytes) -> RolloutGroup:
         problem=header.problem,
         refusal=header.refusal,
     )
+
+
+def _routed(header: _GroupHeader, columns: memoryview, turns: list[Turn]) -> list[Turn]:
+    routing = turn_routing(
+        _further_columns(header, columns),
+        lengths=_turn_lengths(header),
+        turn_contexts=header.turn_contexts,
+        context_lengths=header.context_lengths,
+    )
+    return [
+        replace(turn, routed_experts=routed.sampled, context_routed_experts=routed.context)
+        for turn, routed in zip(turns, routing, strict=True)
+    ]
 
 
 def decode_columns(record: bytes) -> dict[str, NDArray[Any]]:
@@ -358,11 +360,11 @@ def _distinct(keys: list[tuple[Any, ...]]) -> tuple[list[int], list[int]]:
     return firsts, chosen
 
 
-def _noted(turns: list[Turn]) -> tuple[list[_Note], list[int]]:
+def _noted(turns: list[Turn]) -> tuple[list[TurnNote], list[int]]:
     """The distinct notes, and for each turn the number of its own; nothing where no turn has one."""
-    if not any(turn.begins or turn.agent or turn.reward for turn in turns):
+    notes = list(map(_NOTE, turns))
+    if notes.count(NO_NOTE) == len(notes):
         return [], []
-    notes = [_Note(turn.reward, turn.agent, turn.begins) for turn in turns]
     firsts, chosen = _distinct(list(notes))
     return [notes[place] for place in firsts], chosen
 
@@ -473,17 +475,22 @@ def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
     ends = (0, *accumulate(header.rollout_turns))
     if ends[-1] != len(turns):
         raise ValueError(f"{len(turns)} turns where rollouts have {ends[-1]}")
+    if header.rollout_turns.count(1) == len(header.rollout_turns):
+        turns_of: list[tuple[Turn, ...]] = [(turn,) for turn in turns]
+    else:
+        turns_of = [tuple(turns[first:last]) for first, last in pairwise(ends)]
+    for own, its in zip(header.rollout_parents, turns_of, strict=bool(header.rollout_parents)):
+        if own and (len(own) != len(its) or not all(ROOT <= parent < number for number, parent in enumerate(own))):
+            raise ValueError(f"parents {own} of {len(its)} turns")
     verdicts = [Verdict(**finding._asdict()) for finding in header.findings]
+    parents = header.rollout_parents or [()] * len(turns_of)
     rollouts = []
-    parents = header.rollout_parents or [()] * len(header.rollout_turns)
-    parts = zip(pairwise(ends), header.rollout_findings, header.rollout_endings, parents, strict=True)
-    for (first, last), finding, ending, own in parts:
-        if own and (len(own) != last - first or not all(ROOT <= parent < number for number, parent in enumerate(own))):
-            raise ValueError(f"parents {own} of {last - first} turns")
+    parts = zip(turns_of, header.rollout_findings, header.rollout_endings, parents, strict=True)
+    for its, finding, ending, own in parts:
         finish_reason, temperature, epoch = header.endings[ending]
         rollouts.append(
             Rollout(
-                turns=tuple(turns[first:last]),
+                turns=its,
                 verdict=verdicts[finding],
                 finish_reason=finish_reason,
                 temperature=temperature,

@@ -36,7 +36,7 @@ def routing_columns(turns: Sequence[Turn], turn_contexts: Sequence[int]) -> dict
     Raises:
         RecordError: some turns have it and others do not, or arrays are not of one model or not of their tokens.
     """
-    if all(turn.routed_experts is None and turn.context_routed_experts is None for turn in turns):
+    if False not in {turn.routed_experts is None and turn.context_routed_experts is None for turn in turns}:
         return {}
     firsts: dict[int, Turn] = {}
     for turn, number in zip(turns, turn_contexts, strict=True):

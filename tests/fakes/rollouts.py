@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipelinerl.types import ROOT, Outcome, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
+from pipelinerl.types import ROOT, Outcome, Rollout, RolloutGroup, Turn, TurnNote, Verdict, VersionSpan
 
 
 def rollout(
@@ -64,7 +64,7 @@ def episode(
         (turn,) = rollout(
             prompt=context, sampled=sampled, version=versions[number] if versions else 0, logprob=logprob
         ).turns
-        made.append(replace(turn, reward=rewards[number] if rewards else 0.0, agent="main"))
+        made.append(replace(turn, note=TurnNote(rewards[number] if rewards else 0.0, "main")))
     return replace(rollout(reward=reward), turns=tuple(made), parents=tuple(parents))
 
 

@@ -25,6 +25,7 @@ from pipelinerl.streams.records import (
     encode_order,
 )
 from pipelinerl.types import (
+    NO_NOTE,
     ROOT,
     Message,
     Outcome,
@@ -37,6 +38,7 @@ from pipelinerl.types import (
     RolloutGroup,
     Sampling,
     Turn,
+    TurnNote,
     Verdict,
     VersionSpan,
 )
@@ -100,10 +102,10 @@ EPISODE = replace(
     rollouts=(
         replace(
             rollout(
-                replace(turn(PROMPT, 1, 2), agent="main", begins="first"),
-                replace(turn(ids(8), 3), agent="main", reward=0.25),
-                replace(turn(ids(9, 9), 4), agent="main", begins="forked"),
-                replace(turn(PROMPT, 5), agent="critic", begins="first", reward=-1.0),
+                replace(turn(PROMPT, 1, 2), note=TurnNote(0.0, "main", "first")),
+                replace(turn(ids(8), 3), note=TurnNote(0.25, "main")),
+                replace(turn(ids(9, 9), 4), note=TurnNote(0.0, "main", "forked")),
+                replace(turn(PROMPT, 5), note=TurnNote(-1.0, "critic", "first")),
             ),
             parents=(ROOT, 0, 0, ROOT),
         ),
@@ -190,9 +192,7 @@ def any_turn(draw: st.DrawFn, contexts: list[np.ndarray]) -> Turn:
             draw(st.lists(st.floats(width=32), min_size=length, max_size=length)), dtype=np.float32
         ),
         spans=tuple(VersionSpan(*span) for span in spans),
-        reward=draw(st.sampled_from([0.0, 0.25, -1.0])),
-        agent=draw(st.sampled_from(["", "main"])),
-        begins=draw(st.sampled_from(["", "first"])),
+        note=draw(st.sampled_from([NO_NOTE, TurnNote(0.25, "main"), TurnNote(-1.0, "main", "first")])),
     )
 
 

@@ -18,12 +18,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.types import Rollout, Segment
+from pipelinerl.types import Rollout, Segment, Turn
 from trainer_contract.types import Bool, Experts, Float32, MicroBatch
 
 
@@ -55,34 +56,59 @@ class Packed(NamedTuple):
     members: list[int]
 
 
+#: Faster than a generator: most batches have no rollout with parents.
+_PARENTS: Final = attrgetter("parents")
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class SegmentTable:
     """The segments of B rollouts, numbered rollout after rollout.
 
     Attributes:
-        segments: [S].
-        owners: [S], the number of each segment's rollout.
         rollouts: [B].
+        segments: [S]; None where each rollout is one, so that nothing need be allocated for them.
+        owners: [S], the number of each segment's rollout.
     """
 
-    segments: list[Segment]
-    owners: list[int]
     rollouts: Sequence[Rollout]
+    segments: list[Segment] | None
+    owners: Sequence[int]
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> Self:
         """Number the segments of these rollouts."""
-        table = cls([], [], rollouts)
+        if not any(map(_PARENTS, rollouts)):
+            return cls(rollouts, None, range(len(rollouts)))
+        segments: list[Segment] = []
+        owners: list[int] = []
         for number, rollout in enumerate(rollouts):
-            segments = rollout.segments
-            table.segments.extend(segments)
-            table.owners.extend([number] * len(segments))
-        return table
+            its = rollout.segments
+            segments.extend(its)
+            owners.extend([number] * len(its))
+        return cls(rollouts, segments, owners)
+
+    @property
+    def paths(self) -> list[tuple[Turn, ...]]:
+        """[S], the turns of each segment."""
+        if self.segments is None:
+            return [rollout.turns for rollout in self.rollouts]
+        return [segment.turns for segment in self.segments]
+
+    @property
+    def lengths(self) -> list[int]:
+        """[S], all tokens of each segment."""
+        return [each.num_tokens for each in self.segments or self.rollouts]
 
     def of_rollout(self, number: int) -> range:
         """The numbers of one rollout's segments."""
         return range(bisect_left(self.owners, number), bisect_right(self.owners, number))
+
+    def trained_turns(self, number: int) -> Sequence[int]:
+        """The numbers, within their rollout, of the turns that segment `number` trains: the last ones of its path."""
+        if self.segments is None:
+            return range(len(self.rollouts[number].turns))
+        return self.segments[number].trained
 
     def rows(self, members: Sequence[int]) -> NDArray[np.intp]:
         """Positions of the tokens that these segments train among all sampled tokens [N], in the order of `members`.
@@ -93,7 +119,7 @@ class SegmentTable:
         parts = [starts[self.owners[i]] + self._rows_within(i) for i in members]
         return np.concatenate(parts) if parts else np.zeros(0, np.intp)
 
-    def trained(self, number: int, column: NDArray[np.floating]) -> NDArray[np.floating]:
+    def trained_part(self, number: int, column: NDArray[np.floating]) -> NDArray[np.floating]:
         """Of a column [N] of one rollout the part that segment `number` trains."""
         return column[self._rows_within(number)] if self.rollouts[self.owners[number]].parents else column
 
@@ -101,9 +127,9 @@ class SegmentTable:
         rollout = self.rollouts[self.owners[number]]
         if not rollout.parents:
             return np.arange(rollout.num_sampled_tokens)
-        ends = np.cumsum([turn.token_ids.shape[0] for turn in rollout.turns])
-        trained = self.segments[number].trained
-        return np.concatenate([np.arange(ends[i] - rollout.turns[i].token_ids.shape[0], ends[i]) for i in trained])
+        lengths = [turn.token_ids.shape[0] for turn in rollout.turns]
+        ends = np.cumsum(lengths)
+        return np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in self.trained_turns(number)])
 
 
 #: Attention's work for a token, for each token before it, in units of the rest of the model's work for that token:
@@ -126,9 +152,8 @@ def pack(
         split: whether the segments of a rollout that exceeds the budget may lie in several micro-batches.
     """
     table = SegmentTable.of([each.rollout for each in rollouts])
-    lengths = [segment.num_tokens for segment in table.segments]
-    prompts = [segment.turns[0].context_token_ids.tobytes() for segment in table.segments]
-    bins = bins_of(lengths, prompts, table.owners, token_budget=token_budget, width=width, split=split)
+    prompts = [turns[0].context_token_ids.tobytes() for turns in table.paths]
+    bins = bins_of(table.lengths, prompts, table.owners, token_budget=token_budget, width=width, split=split)
     return [Packed(_micro_batch(rollouts, table, members), members) for members in bins]
 
 
@@ -146,7 +171,7 @@ def bins_of(
     Segments of one rollout stay together where they fit. Otherwise first fit, the rollouts of one prompt after one
     another: in one micro-batch a trainer may compute their prompt once.
     """
-    if len(owners) > len(set(owners)):
+    if not isinstance(owners, range) and len(owners) > len(set(owners)):
         units = _units(lengths, owners, token_budget, split)
         bins = _bins(
             [sum(lengths[i] for i in unit) for unit in units],
@@ -249,7 +274,7 @@ def alone(rollouts: Sequence[Rollout]) -> MicroBatch:
         for rollout in rollouts
     ]
     table = SegmentTable.of(rollouts)
-    return _micro_batch(weighted, table, range(len(table.segments)))
+    return _micro_batch(weighted, table, range(len(table.owners)))
 
 
 def with_columns(batch: MicroBatch, columns: Mapping[str, Any]) -> MicroBatch:
@@ -326,21 +351,28 @@ def _rollout_ids(owners: Sequence[int], lengths: Sequence[int] | NDArray[np.intp
 
 
 def _micro_batch(rollouts: Sequence[WeightedRollout], table: SegmentTable, members: Sequence[int]) -> MicroBatch:
-    segments, owners = [table.segments[i] for i in members], [table.owners[i] for i in members]
-    turns = [turn for segment in segments for turn in segment.turns]
-    trains = [place >= segment.num_repeated for segment in segments for place in range(len(segment.turns))]
-    trained = [turn for turn, does in zip(turns, trains, strict=True) if does]
+    paths, owners = table.paths, table.owners
+    given = [rollouts[owners[i]] for i in members]
+    turns = [turn for i in members for turn in paths[i]]
+    trained = turns
+    if table.segments is None:
+        advantages_of = [each.advantages for each in given]
+        flags = np.tile(np.array([False, True]), len(turns))
+    else:
+        advantages_of = [table.trained_part(i, each.advantages) for i, each in zip(members, given, strict=True)]
+        repeated = [table.segments[i].num_repeated for i in members]
+        trains = [place >= first for i, first in zip(members, repeated, strict=True) for place in range(len(paths[i]))]
+        trained = [turn for turn, does in zip(turns, trains, strict=True) if does]
+        flags = np.array([part for does in trains for part in (False, does)])
     token_ids = np.concatenate([part for turn in turns for part in (turn.context_token_ids, turn.token_ids)])
-    run_lengths = [n for turn in turns for n in (turn.context_token_ids.shape[0], turn.token_ids.shape[0])]
-    loss_mask = np.repeat(np.array([part for does in trains for part in (False, does)]), run_lengths)
-    lengths = np.array([segment.num_tokens for segment in segments])
+    run_lengths = np.array([n for turn in turns for n in (turn.context_token_ids.shape[0], turn.token_ids.shape[0])])
+    loss_mask = np.repeat(flags, run_lengths)
+    lengths = np.add.reduceat(run_lengths, np.cumsum([0, *(2 * len(paths[i]) for i in members)])[:-1])
     behavior = np.zeros(token_ids.shape[0], np.float32)
     behavior[loss_mask] = np.concatenate([turn.behavior_logprobs for turn in trained])
     advantages = np.zeros(token_ids.shape[0], np.float32)
     with np.errstate(over="ignore"):  # what is beyond fp32 becomes infinite, and `finite_check` finds it
-        advantages[loss_mask] = np.concatenate(
-            [table.trained(i, rollouts[owner].advantages) for i, owner in zip(members, owners, strict=True)]
-        )
+        advantages[loss_mask] = np.concatenate(advantages_of)
     versions = np.zeros(token_ids.shape[0], np.int32)
     spans = np.array([span for turn in trained for span in turn.spans], np.int32).reshape(-1, 2)
     versions[loss_mask] = np.repeat(spans[:, 0], spans[:, 1])
@@ -354,12 +386,12 @@ def _micro_batch(rollouts: Sequence[WeightedRollout], table: SegmentTable, membe
         token_ids=token_ids.astype(np.int32, copy=False),
         position_ids=(np.arange(token_ids.shape[0]) - np.repeat(starts, lengths)).astype(np.int32),
         segment_ids=np.repeat(np.arange(len(members), dtype=np.int32), lengths),
-        rollout_ids=_rollout_ids(owners, lengths),
+        rollout_ids=None if table.segments is None else _rollout_ids([owners[i] for i in members], lengths),
         loss_mask=loss_mask,
         advantages=advantages,
-        weights=spread([rollouts[owner].token_weight for owner in owners]) * loss_mask,
+        weights=spread([each.token_weight for each in given]) * loss_mask,
         behavior_logprobs=behavior,
-        temperatures=spread([rollouts[owner].rollout.temperature for owner in owners]),
+        temperatures=spread([each.rollout.temperature for each in given]),
         behavior_versions=versions,
         routed_experts=_routed(routed),
         num_segments=len(members),

@@ -96,5 +96,5 @@ def _by_rollout(rollouts: Sequence[Rollout], seen: Sequence[Float32]) -> list[Fl
         return []
     table = SegmentTable.of(rollouts)
     entropies = np.empty_like(seen[0])
-    entropies[table.rows(range(len(table.segments)))] = seen[0]
+    entropies[table.rows(range(len(table.owners)))] = seen[0]
     return np.split(entropies, np.cumsum(lengths)[:-1])

@@ -142,7 +142,7 @@ def test_each_sampled_token_trains_once_after_all_that_was_before_it(
         assert batch.num_tokens <= budget or batch.num_segments == 1 or split is Splitting.NEVER
         for place, member in enumerate(members):
             its = batch.segment_ids == place
-            path = [ids for turn in table.segments[member].turns for ids in (turn.context_token_ids, turn.token_ids)]
+            path = [ids for turn in table.paths[member] for ids in (turn.context_token_ids, turn.token_ids)]
             np.testing.assert_array_equal(batch.token_ids[its], np.concatenate(path))
             weights = batch.weights[its & batch.loss_mask]
             assert (weights == 1.0 + table.owners[member]).all()
@@ -197,7 +197,7 @@ def _training_the_context(batch: TrainBatch) -> Iterator[MicroBatch]:
         for place, member in enumerate(packed.members):
             its = np.flatnonzero(packed.micro_batch.segment_ids == place)
             position = 0
-            for turn in batch.segments.segments[member].turns:
+            for turn in batch.segments.paths[member]:
                 position += len(turn.context_token_ids)
                 again = its[position : position + len(turn.token_ids)]
                 position += len(turn.token_ids)

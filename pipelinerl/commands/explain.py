@@ -7,10 +7,11 @@ JSON file:
                    "behavior_logprobs": [-0.1, -0.7], "logprobs": [-0.2, -0.5],
                    "old_logprobs": [...], "ref_logprobs": [...], "values": [...]}, …]}
 
-`group` is 0, `judged` true, and `logprobs` are the sampler's where they are left out; the other columns are wanted only
-by objectives that read them. All rollouts given together are taken as one step's batch. A record holds the sampler's
-log-probs alone: the current policy, and the recomputed one, are taken to agree with them. So it is with `--run`, which
-takes the groups of a step from the run's own streams.
+`turns`, a list of [tokens, reward] for each turn of an episode, is read where `adv.credit` is "turns". `group` is 0,
+`judged` true, and `logprobs` are the sampler's where they are left out; the other columns are wanted only by objectives
+that read them. All rollouts given together are taken as one step's batch. A record holds the sampler's log-probs alone:
+the current policy, and the recomputed one, are taken to agree with them. So it is with `--run`, which takes the groups
+of a step from the run's own streams.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -31,6 +33,7 @@ from pipelinerl.config import recipe as recipes
 from pipelinerl.enums import NoSignal
 from pipelinerl.errors import RecordError, UserError
 from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.objective.adv import TurnReward
 from pipelinerl.objective.catalogue import PRESETS
 from pipelinerl.objective.explain import COSTS, FIELDS, FORMULA, ScoredRollout, factors, slot_lines
 from pipelinerl.objective.objective import PolicyObjective
@@ -217,6 +220,7 @@ def _scored(stored: RolloutGroup, group: int, text_of: Callable[[int], str]) -> 
                 behavior_logprobs=logprobs,
                 logprobs=logprobs,
                 old_logprobs=logprobs,
+                turns=tuple(TurnReward(len(turn.token_ids), turn.reward, turn.agent) for turn in one.turns),
             )
         )
     return rollouts
@@ -250,7 +254,19 @@ def _of_json(entry: Any, path: str, group: int) -> ScoredRollout:
         old_logprobs=columns["old_logprobs"],
         ref_logprobs=columns["ref_logprobs"],
         values=columns["values"],
+        turns=_turns(entry, path, len(tokens)),
     )
+
+
+def _turns(entry: Mapping[str, Any], path: str, num_tokens: int) -> tuple[TurnReward, ...]:
+    given = entry.get("turns", [])
+    try:
+        turns = msgspec.convert(given, tuple[TurnReward, ...])
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}.turns must be a list of [tokens, reward]: {error}") from None
+    if turns and (min(turn.num_tokens for turn in turns) < 0 or sum(turn.num_tokens for turn in turns) != num_tokens):
+        raise UserError(f"{path}.turns must have {num_tokens} tokens together, as many as the rollout, got {given!r}")
+    return turns
 
 
 def _numbers(entry: Mapping[str, Any], name: str, path: str) -> tuple[float, ...] | None:

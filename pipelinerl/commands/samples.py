@@ -28,7 +28,7 @@ from pipelinerl.observability.samples.reading import (
     SampleReader,
     read_samples,
 )
-from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, shortened
+from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, TurnRecord, shortened
 from pipelinerl.observability.samples.visible import one_line, visible
 
 #: Most characters of a text that are printed; `--json` has all that was kept.
@@ -170,12 +170,40 @@ def _answer(answer: AnswerRecord) -> Iterable[Text]:
     yield Text.assemble(" ▸ ", (_line(answer.outcome), f"bold {style}"), " · " + " · ".join(facts))
     if answer.reason:
         yield _indented("reason  ", answer.reason, style="dim")
-    yield _indented("answer  ", answer.text, style=style)
+    if not answer.turns:
+        yield _indented("answer  ", answer.text, style=style)
+        return
+    numbers = sorted({turn.segment for turn in answer.turns})
+    several = len(numbers) > 1
+    for number in numbers:
+        turns = [(place, turn) for place, turn in enumerate(answer.turns, 1) if turn.segment == number]
+        if several:
+            yield _segment(number, turns[0][1])
+        for place, turn in turns:
+            yield from _turn(place, turn, "     " if several else "   ", style)
 
 
-def _indented(label: str, text: str, *, style: str = "") -> Text:
+def _segment(number: int, first: TurnRecord) -> Text:
+    """The head of a segment: where in the tree it begins, and why."""
+    place = f"continues turn {first.continues}" if first.continues else "begins a conversation"
+    reason = f" ({_line(first.begins)})" if first.begins else ""
+    return Text(f"   segment {number} · {place}{reason}", style="bold")
+
+
+def _turn(place: int, turn: TurnRecord, margin: str, style: str) -> Iterable[Text]:
+    facts = [f"turn {place}", f"{turn.length:,} tokens"]
+    if turn.agent:
+        facts.insert(1, _line(turn.agent))
+    if turn.reward:
+        facts.append(f"reward {turn.reward:g}")
+    yield Text(f"{margin}{' · '.join(facts)}", style="dim")
+    yield _indented("context ", turn.context, style="dim", margin=margin + "  ")
+    yield _indented("answer  ", turn.text, style=style, margin=margin + "  ")
+
+
+def _indented(label: str, text: str, *, style: str = "", margin: str = "   ") -> Text:
     lines = visible(shortened(text, _MOST)).split("\n")
-    return Text.assemble("   ", (label, "dim"), (("\n" + " " * (3 + len(label))).join(lines), style))
+    return Text.assemble(margin, (label, "dim"), (("\n" + " " * (len(margin) + len(label))).join(lines), style))
 
 
 def _line(text: str) -> str:

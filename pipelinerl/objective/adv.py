@@ -8,10 +8,11 @@ Letters in shapes: B rollouts of the batch, N = Σ lengths sampled tokens, rollo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final, Protocol, final
+from typing import Final, NamedTuple, Protocol, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,65 @@ from pipelinerl.objective.tokens import column_of
 Ints = NDArray[np.integer]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
+
+
+class TurnReward(NamedTuple):
+    """One turn as credit is given to it: sampled tokens, the environment's reward, and the agent that asked."""
+
+    num_tokens: int
+    reward: float = 0.0
+    agent: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """The turns of B rollouts, [M]: rollout after rollout, and within each in the order in which they ended.
+
+    Attributes:
+        counts: [B], turns of each rollout.
+        lengths: [M], tokens that the model sampled in each turn.
+        rewards: [M], what the environment gave each turn.
+        places: [M], turns of one group with equal places are compared: the k-th turns of an agent.
+    """
+
+    counts: Ints
+    lengths: Ints
+    rewards: Floats
+    places: Ints
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Sequence[TurnReward]]) -> Self:
+        """The turns of these rollouts."""
+        places: dict[tuple[str, int], int] = {}
+        placed: list[int] = []
+        for turns in rollouts:
+            seen: Counter[str] = Counter()
+            for turn in turns:
+                placed.append(places.setdefault((turn.agent, seen[turn.agent]), len(places)))
+                seen[turn.agent] += 1
+        flat = [turn for turns in rollouts for turn in turns]
+        return cls(
+            counts=np.array([len(turns) for turns in rollouts], np.int64),
+            lengths=np.array([turn.num_tokens for turn in flat], np.int64),
+            rewards=np.array([turn.reward for turn in flat], np.float64),
+            places=np.array(placed, np.int64),
+        )
+
+    def rewards_to_go(self, rewards: Floats) -> Floats:
+        """G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}, [M]: what the rollout earns from turn k on.
+
+        The last turn so receives what of the verdict's reward R_i no turn was given.
+
+        Args:
+            rewards: R, [B].
+        """
+        before = np.cumsum(self.rewards) - self.rewards
+        starts = np.cumsum(self.counts) - self.counts
+        has_turns = self.counts > 0
+        offsets = np.zeros(self.counts.shape)
+        offsets[has_turns] = before[starts[has_turns]]
+        return np.asarray(np.repeat(rewards + offsets, self.counts) - before)
 
 
 class Advantage(Protocol):
@@ -37,7 +97,14 @@ class Advantage(Protocol):
         ...
 
     def advantages(
-        self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
+        self,
+        *,
+        rewards: Floats,
+        groups: Ints,
+        lengths: Ints,
+        valid: Bools,
+        columns: Mapping[str, Floats],
+        turns: Turns | None = None,
     ) -> Floats:
         """Advantage [N] of each sampled token.
 
@@ -47,6 +114,7 @@ class Advantage(Protocol):
             lengths: [B], tokens that the model sampled.
             valid: [B], False where the verdict is no judgement.
             columns: each of `needs`, [N].
+            turns: of the rollouts; None where each is a single turn.
         """
         ...
 
@@ -72,14 +140,29 @@ class Scale(StrEnum):
     """The difference is normalised over the batch's tokens: `whitened`. REINFORCE++, Eq. 12."""
 
 
+class Credit(StrEnum):
+    """Which of an episode's rewards a turn is credited with."""
+
+    EPISODE = "episode"
+    """All of them: each token has the advantage of its rollout."""
+    TURNS = "turns"
+    """Those from the turn on, compared with the same turn of the group's other rollouts."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class GroupRelative:
-    """(R_i − baseline) / scale, each over the group of the rollout. GRPO: mean and std; Dr. GRPO: mean alone."""
+    """(R_i − baseline) / scale, each over the group of the rollout. GRPO: mean and std; Dr. GRPO: mean alone.
+
+    With `credit` turns, the reward-to-go of a turn (`Turns.rewards_to_go`) takes the place of R_i, and the same turn of
+    the group's rollouts takes that of the group: A_{i,k} = (G_{i,k} − baseline_{g,k}) / scale_{g,k}. A turn that no
+    other rollout of the group has reached has advantage 0 where the baseline is a mean.
+    """
 
     baseline: Baseline = Baseline.MEAN
     scale: Scale = Scale.STD
     epsilon: float = 1e-6
+    credit: Credit = Credit.EPISODE
 
     @property
     def needs(self) -> frozenset[str]:
@@ -89,16 +172,36 @@ class GroupRelative:
     @property
     def formula(self) -> str:
         """A_{i,t} as text."""
-        others = {Baseline.NONE: "", Baseline.MEAN: " − mean_g R", Baseline.LEAVE_ONE_OUT: " − mean_{g∖i} R"}
-        difference = f"R_i{others[self.baseline]}"
+        if self.credit is Credit.TURNS:
+            earned, others, group, end = "G_{i,k}", "G", ",k", ",  G_{i,k} = R_i − Σ_(k'<k) r_{i,k'}"
+            mean, deviation = f"mean_{{g{group}}} {others}", f"std_{{g{group}}} {others}"
+        else:
+            earned, others, group, end, mean, deviation = "R_i", "R", "", "", "mean_g R", "std_g R"
+        baselines = {
+            Baseline.NONE: "",
+            Baseline.MEAN: f" − {mean}",
+            Baseline.LEAVE_ONE_OUT: f" − mean_{{g∖i{group}}} {others}",
+        }
+        difference = f"{earned}{baselines[self.baseline]}"
         if self.scale is Scale.BATCH:
-            return f"whiten_batch({difference}){_DDOF}"
-        return f"({difference}) / (std_g R + {self.epsilon:g}){_DDOF}" if self.scale is Scale.STD else difference
+            return f"whiten_batch({difference}){_DDOF}{end}"
+        if self.scale is Scale.STD:
+            return f"({difference}) / ({deviation} + {self.epsilon:g}){_DDOF}{end}"
+        return difference + end
 
     def advantages(
-        self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
+        self,
+        *,
+        rewards: Floats,
+        groups: Ints,
+        lengths: Ints,
+        valid: Bools,
+        columns: Mapping[str, Floats],
+        turns: Turns | None = None,
     ) -> Floats:
         """Advantage [N] of each sampled token."""
+        if self.credit is Credit.TURNS and turns is not None:
+            return self._of_turns(turns, rewards=rewards, groups=groups, valid=valid)
         _, index = np.unique(groups, return_inverse=True)
         known = np.where(valid, rewards, 0.0).astype(np.float64)
         count = np.bincount(index, weights=valid.astype(np.float64), minlength=1)
@@ -114,6 +217,19 @@ class GroupRelative:
             difference = difference / (deviation[index] + self.epsilon)
         spread = np.repeat(difference, lengths)
         return whitened(spread, np.repeat(valid, lengths), self.epsilon) if self.scale is Scale.BATCH else spread
+
+    def _of_turns(self, turns: Turns, *, rewards: Floats, groups: Ints, valid: Bools) -> Floats:
+        """The advantages of the same estimator with turns in place of rollouts."""
+        known = np.where(valid, rewards, 0.0).astype(np.float64)
+        pairs = np.stack([np.repeat(groups, turns.counts), turns.places])
+        _, same_turn = np.unique(pairs, axis=1, return_inverse=True)
+        return replace(self, credit=Credit.EPISODE).advantages(
+            rewards=turns.rewards_to_go(known),
+            groups=same_turn.reshape(-1),
+            lengths=turns.lengths,
+            valid=np.repeat(valid, turns.counts),
+            columns={},
+        )
 
 
 class Metric(StrEnum):
@@ -149,7 +265,14 @@ class GroupFiltered:
         return f"1[i ∈ S]·(R_i − mean_S R) / (std_S R + {self.epsilon:g}),  S = the {self.keep} by {self.metric}{_DDOF}"
 
     def advantages(
-        self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
+        self,
+        *,
+        rewards: Floats,
+        groups: Ints,
+        lengths: Ints,
+        valid: Bools,
+        columns: Mapping[str, Floats],
+        turns: Turns | None = None,
     ) -> Floats:
         """Advantage [N] of each sampled token."""
         known = np.where(valid, rewards, 0.0)
@@ -197,7 +320,14 @@ class RewardToGo:
         return _whitening(f"Σ_(t'≥t) {power}r_(t')", self.whitening) + _reward_formula(self.kl)
 
     def advantages(
-        self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
+        self,
+        *,
+        rewards: Floats,
+        groups: Ints,
+        lengths: Ints,
+        valid: Bools,
+        columns: Mapping[str, Floats],
+        turns: Turns | None = None,
     ) -> Floats:
         """Advantage [N] of each sampled token."""
         judged = np.repeat(valid, lengths)
@@ -234,7 +364,14 @@ class GAE:
         return _whitening(total, self.whitening) + surprise + _reward_formula(self.kl)
 
     def advantages(
-        self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
+        self,
+        *,
+        rewards: Floats,
+        groups: Ints,
+        lengths: Ints,
+        valid: Bools,
+        columns: Mapping[str, Floats],
+        turns: Turns | None = None,
     ) -> Floats:
         """Advantage [N] of each sampled token."""
         judged = np.repeat(valid, lengths)
@@ -242,7 +379,14 @@ class GAE:
         return whitened(raw, judged, self.epsilon) if self.whitening is Whitening.BATCH else raw
 
     def returns(
-        self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools, columns: Mapping[str, Floats]
+        self,
+        *,
+        rewards: Floats,
+        groups: Ints,
+        lengths: Ints,
+        valid: Bools,
+        columns: Mapping[str, Floats],
+        turns: Turns | None = None,
     ) -> Floats:
         """What the critic is to predict, [N]: the advantage before whitening + the value; 0 without a judgement.
 
@@ -257,6 +401,11 @@ class GAE:
         following[ends_of(lengths)] = 0.0
         surprise = token_rewards(rewards, lengths, valid, self.kl, columns) + self.discount * following - values
         return discounted(surprise, lengths, self.discount * self.trace) * np.repeat(valid, lengths)
+
+
+def credits_turns(adv: Advantage) -> bool:
+    """Whether an estimator reads the rewards of turns."""
+    return isinstance(adv, GroupRelative) and adv.credit is Credit.TURNS
 
 
 #: Which standard deviation is meant.

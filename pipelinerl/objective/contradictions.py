@@ -10,7 +10,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from pipelinerl.objective.adv import GAE, Advantage, Baseline, GroupFiltered, GroupRelative, RewardToGo, Scale
+from pipelinerl.objective.adv import (
+    GAE,
+    Advantage,
+    Baseline,
+    GroupFiltered,
+    GroupRelative,
+    RewardToGo,
+    Scale,
+    credits_turns,
+)
 from pipelinerl.objective.agg import Length, Sequences, Trajectory
 from pipelinerl.objective.grad1 import ClippedRatio, GeometricRatio, Level, SequenceRatio
 from pipelinerl.objective.grad2 import Estimator, KLPenalty
@@ -34,6 +43,11 @@ def contradictions(objective: PolicyObjective) -> Iterator[str]:
             yield (
                 "adv must give a sequence one advantage beside a ratio of whole sequences (grad1): take "
                 "group_relative, or reward_to_go with discount 1 and without kl"
+            )
+        if credits_turns(adv):
+            yield (
+                "adv.credit must be episode beside a ratio of whole sequences (grad1): its tokens share one advantage; "
+                "take a ratio of tokens"
             )
 
 

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, final
 import numpy as np
 
 from pipelinerl.errors import UserError
+from pipelinerl.objective.adv import TurnReward, Turns
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import to_table
 from pipelinerl.objective.tokens import Tokens
@@ -66,6 +67,7 @@ class ScoredRollout:
         behavior_logprobs: the sampler's, [N].
         logprobs: the current policy's, [N].
         old_logprobs, ref_logprobs, values: [N], or None where they are not known.
+        turns: of an episode; empty for a single turn.
     """
 
     tokens: tuple[str, ...]
@@ -77,6 +79,7 @@ class ScoredRollout:
     old_logprobs: tuple[float, ...] | None = None
     ref_logprobs: tuple[float, ...] | None = None
     values: tuple[float, ...] | None = None
+    turns: tuple[TurnReward, ...] = ()
 
 
 class TokenFactors(NamedTuple):
@@ -118,6 +121,7 @@ def factors(objective: PolicyObjective, rollouts: Sequence[ScoredRollout]) -> li
         lengths=lengths,
         valid=valid,
         columns={name: recorded[name] for name in objective.adv.needs},
+        turns=Turns.of([one.turns or (TurnReward(len(one.tokens)),) for one in rollouts]),
     )
     weights = objective.agg.token_weights(lengths=lengths, groups=groups, valid=valid)
     columns = recorded | {

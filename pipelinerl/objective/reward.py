@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import final
 
@@ -51,6 +51,12 @@ class RewardShaping:
     low: float = -math.inf
     high: float = math.inf
     scale: float = 1.0
+
+    @property
+    def rescales(self) -> bool:
+        """Whether it does more than to punish overlong rollouts."""
+        plain = RewardShaping(overlong_tokens=self.overlong_tokens, overlong_margin=self.overlong_margin)
+        return self != replace(plain, epsilon=self.epsilon)
 
     def contradictions(self) -> Iterator[str]:
         """A sentence for each setting that makes no sense; it begins with the field."""

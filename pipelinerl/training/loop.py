@@ -54,7 +54,7 @@ from pipelinerl.training.controller_link import RESEND_S, ControllerLink
 from pipelinerl.training.publish.canary_check import CanaryChecker
 from pipelinerl.training.publish.publishing import Publishing
 from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome, Lineage, SolvedProblems
-from pipelinerl.training.rollouts.batch import TrainBatch, build, teacher
+from pipelinerl.training.rollouts.batch import TrainBatch, build, signal_of, teacher
 from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from pipelinerl.training.rollouts.mini_batches import ONE_STEP, MiniBatching
 from pipelinerl.training.rollouts.overdue import OverdueWait, awaited
@@ -136,6 +136,7 @@ class TrainingLoop:
             lineage=Lineage(0, 0),
             no_signal=settings.no_signal,
             teaches=teacher(objective, settings.shaping, settings.truncated),
+            signal=signal_of(objective),
             vocab_size=settings.vocab_size,
             routing=settings.routing,
             ended=self._ended,

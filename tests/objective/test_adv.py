@@ -1,5 +1,7 @@
 """Advantages against numbers worked out by hand, and against slow twins."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,13 +9,18 @@ from pipelinerl.objective.adv import (
     GAE,
     KINDS,
     Baseline,
+    Credit,
     GroupFiltered,
     GroupRelative,
     Metric,
     RewardToGo,
     Scale,
+    TurnReward,
+    Turns,
     Whitening,
 )
+from pipelinerl.objective.contradictions import contradictions
+from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 5.0, 1.0])
@@ -178,3 +185,109 @@ def test_rollouts_without_sampled_tokens_are_passed_over():
         rewards=np.array([1.0, 9.0, 3.0, 9.0]), groups=np.zeros(4, int), lengths=lengths, valid=lengths > 0, columns={}
     )
     np.testing.assert_allclose(got, [1.0, 1.0, 3.0])
+
+
+# --- credit by turns -------------------------------------------------------------------------------------------------
+
+#: Two groups; the turns of each rollout as (tokens, reward).
+EPISODES = [
+    [(2, 0.5), (1, 0.0), (3, 0.25)],
+    [(1, 0.0), (2, 1.0)],
+    [(3, 0.0), (1, 0.25)],
+    [(2, -1.0), (2, 0.0)],
+    [(1, 0.5)],
+]
+EPISODE_GROUPS = np.array([0, 0, 0, 1, 1])
+#: The third rollout earned 1 more at its end than its turns did.
+TOTALS = np.array([0.75, 1.0, 1.25, -1.0, 0.5])
+
+
+def by_turns(rewards=TOTALS, valid=None, episodes=EPISODES, groups=EPISODE_GROUPS, **fields):
+    """One advantage for each turn of each rollout."""
+    turns = Turns.of([[TurnReward(*turn) for turn in one] for one in episodes])
+    lengths = np.array([sum(turn[0] for turn in one) for one in episodes])
+    valid = np.ones(len(episodes), bool) if valid is None else valid
+    rule = GroupRelative(credit=Credit.TURNS, **fields)
+    tokens = rule.advantages(rewards=rewards, groups=groups, lengths=lengths, valid=valid, columns={}, turns=turns)
+    return per_rollout(tokens, turns.lengths)
+
+
+def definition(go, episodes, groups, valid, baseline, scale, epsilon=1e-6):
+    """The slow twin: `go(i, k)` is what turn k of rollout i is credited with."""
+    found = []
+    for i, one in enumerate(episodes):
+        for k in range(len(one)):
+            same = [j for j in range(len(episodes)) if groups[j] == groups[i] and valid[j] and k < len(episodes[j])]
+            own, all_of_them = go(i, k), [go(j, k) for j in same]
+            if not valid[i]:
+                found.append(0.0)
+                continue
+            centre = np.mean(all_of_them)
+            if baseline is Baseline.LEAVE_ONE_OUT:
+                others = [go(j, k) for j in same if j != i]
+                centre = np.mean(others) if others else own
+            centre = 0.0 if baseline is Baseline.NONE else centre
+            found.append((own - centre) / (np.std(all_of_them) + epsilon if scale is Scale.STD else 1.0))
+    return np.array(found)
+
+
+def to_go(i, k):
+    """What is earned from turn k on; the last turn gets what no turn was given."""
+    rest = TOTALS[i] - sum(reward for _, reward in EPISODES[i])
+    return sum(reward for _, reward in EPISODES[i][k:]) + rest
+
+
+MUTANTS = {
+    "the whole reward at every turn": lambda i, k: TOTALS[i],
+    "the reward of the turn alone": lambda i, k: EPISODES[i][k][1],
+    "without what no turn was given": lambda i, k: sum(reward for _, reward in EPISODES[i][k:]),
+    "from the next turn on": lambda i, k: to_go(i, k) - EPISODES[i][k][1],
+}
+
+
+def test_credit_by_turns_by_hand():
+    """Group 0, turn 0: G = 0.75, 1, 1.25 with the mean 1; turn 1: 0.25, 1, 1.25 with 5/6; turn 2: one rollout alone."""
+    got = by_turns(scale=Scale.NONE)
+    mean = 2.5 / 3
+    np.testing.assert_allclose(got, [-0.25, 0.25 - mean, 0, 0, 1 - mean, 0.25, 1.25 - mean, -0.75, 0, 0.75])
+
+
+@pytest.mark.parametrize("baseline", Baseline)
+@pytest.mark.parametrize("scale", [Scale.NONE, Scale.STD])
+@pytest.mark.parametrize("valid", [[True] * 5, [True, False, True, True, True]])
+def test_credit_by_turns_equals_its_definition_and_no_mutant(baseline, scale, valid):
+    valid = np.array(valid)
+    rewards = np.where(valid, TOTALS, np.nan)
+    got = by_turns(rewards, valid, baseline=baseline, scale=scale)
+    expected = definition(to_go, EPISODES, EPISODE_GROUPS, valid, baseline, scale)
+    np.testing.assert_allclose(got, expected, atol=1e-9)
+    for name, mutant in MUTANTS.items() if valid.all() else ():
+        wrong = definition(mutant, EPISODES, EPISODE_GROUPS, valid, baseline, scale)
+        assert np.abs(got - wrong).max() > 0.05, name
+
+
+def test_the_baseline_is_of_the_same_turn_and_not_of_all_turns_of_the_group():
+    got = by_turns(scale=Scale.NONE)
+    group = np.array([to_go(i, k) for i in range(3) for k in range(len(EPISODES[i]))])
+    assert np.abs(got[:7] - (group - group.mean())).max() > 0.05
+
+
+@pytest.mark.parametrize("baseline", Baseline)
+@pytest.mark.parametrize("scale", Scale)
+def test_credit_by_turns_of_single_turns_is_that_of_episodes(baseline, scale):
+    single = [[(int(length), float(reward))] for length, reward in zip(LENGTHS, REWARDS, strict=True)]
+    got = by_turns(REWARDS, VALID, single, GROUPS, baseline=baseline, scale=scale)
+    np.testing.assert_allclose(got, advantages(baseline=baseline, scale=scale), atol=1e-12)
+
+
+def test_turns_of_different_agents_are_not_compared():
+    episodes = [[(1, 0.0, "main"), (1, 5.0, "critic")], [(1, 0.0, "main"), (1, 1.0, "main")]]
+    got = by_turns(np.array([5.0, 1.0]), None, episodes, np.zeros(2, int), scale=Scale.NONE)
+    np.testing.assert_allclose(got, [2.0, 0.0, -2.0, 0.0])
+
+
+def test_credit_by_turns_is_a_field_of_the_slot_and_contradicts_ratios_of_sequences():
+    chosen = resolve({"preset": "grpo", "adv": {"credit": "turns"}})
+    assert chosen.adv == GroupRelative(credit=Credit.TURNS) and "G_{i,k}" in chosen.adv.formula
+    sequences = dataclasses.replace(resolve("gspo"), adv=chosen.adv)
+    assert any("adv.credit" in sentence for sentence in contradictions(sequences))

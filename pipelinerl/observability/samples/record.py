@@ -59,6 +59,27 @@ class AnswerTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     entropies: tuple[float | None, ...] = ()
 
 
+class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One turn of an episode.
+
+    Attributes:
+        context: what the turn continues with before the model answers: messages of the environment and results of
+            tools or, where a conversation begins, its whole prompt. text: what the model wrote.
+        agent: who asked. length: tokens sampled. reward: the environment's, for this turn.
+        segment: the segment in which the turn trains, from 1. begins: why a segment begins with it.
+        continues: the number of the turn that it continues, from 1; 0 where a conversation begins.
+    """
+
+    context: str = ""
+    text: str
+    agent: str = ""
+    length: int = 0
+    reward: float = 0.0
+    segment: int = 1
+    begins: str = ""
+    continues: int = 0
+
+
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One answer and what became of it.
 
@@ -70,6 +91,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         length: tokens sampled. spans: (model version, tokens), in order. staleness: in versions.
         trained: did it have a gradient in its step?
         tokens: None where they are not recorded: an evaluation's, and those of older runs.
+        turns: of an episode, in the order in which they ended; empty of a single answer.
     """
 
     text: str
@@ -85,6 +107,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     staleness: int | None = None
     trained: bool = False
     tokens: AnswerTokens | None = None
+    turns: tuple[TurnRecord, ...] = ()
 
 
 class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

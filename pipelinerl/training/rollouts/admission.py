@@ -163,6 +163,12 @@ def has_signal(group: RolloutGroup) -> bool:
     return len(rewards) > 1 and bool(np.ptp(rewards) > 0)
 
 
+def has_turn_signal(group: RolloutGroup) -> bool:
+    """Whether judged rollouts differ in their rewards or in those of their turns: the signal where turns get credit."""
+    judged = [rollout for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
+    return has_signal(group) or len({tuple(turn.reward for turn in rollout.turns) for rollout in judged}) > 1
+
+
 def is_judged(group: RolloutGroup) -> bool:
     """Has any rollout a valid verdict and tokens to train on?"""
     return any(_trains(rollout) for rollout in group.rollouts)

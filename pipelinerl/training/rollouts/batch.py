@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from inference_contract.schemas import FinishReason
 from pipelinerl.enums import Truncated
-from pipelinerl.objective.adv import Advantage
+from pipelinerl.objective.adv import Advantage, TurnReward, Turns, credits_turns
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.reward import RewardShaping
-from pipelinerl.training.rollouts.admission import has_signal, is_judged
+from pipelinerl.training.rollouts.admission import has_signal, has_turn_signal, is_judged
 from pipelinerl.training.rollouts.mini_batches import ONE_STEP, BatchPartition, MiniBatching, Portion
 from pipelinerl.training.rollouts.packing import (
     Packed,
@@ -65,12 +65,14 @@ class Scored:
     Attributes:
         rewards: as shaped. groups: index of each rollout's group within the step. lengths: sampled tokens.
         valid: judged, and with tokens to train on.
+        turns: None where no estimator reads them.
     """
 
     rewards: Floats
     groups: NDArray[np.intp]
     lengths: NDArray[np.intp]
     valid: NDArray[np.bool_]
+    turns: Turns | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +82,7 @@ class Scored:
     def arguments(self, columns: Mapping[str, Floats]) -> dict[str, Any]:
         """What `Advantage.advantages` and `GAE.returns` are called with."""
         rollouts = {"rewards": self.rewards, "groups": self.groups, "lengths": self.lengths, "valid": self.valid}
-        return {**rollouts, "columns": columns}
+        return {**rollouts, "columns": columns, "turns": self.turns}
 
 
 @final
@@ -210,7 +212,7 @@ def teacher(
     objective: PolicyObjective, shaping: Mapping[str, RewardShaping], truncated: Truncated
 ) -> Callable[[RolloutGroup], bool]:
     """Tells of a group whether it has anything to teach: a signal, where the objective needs one, and who may learn."""
-    signal = is_judged if learns_from_equals(objective, shaping) else has_signal
+    signal = is_judged if learns_from_equals(objective, shaping) else signal_of(objective)
 
     def teaches(group: RolloutGroup) -> bool:
         return signal(group) and any(
@@ -218,6 +220,11 @@ def teacher(
         )
 
     return teaches
+
+
+def signal_of(objective: PolicyObjective) -> Callable[[RolloutGroup], bool]:
+    """Return the function that tells whether the rewards of a group differ, as the objective reads them."""
+    return has_turn_signal if credits_turns(objective.adv) else has_signal
 
 
 def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardShaping]) -> bool:
@@ -282,7 +289,8 @@ def build(
         rewards = _shaped(Scored(rewards=verdicts, groups=index, lengths=lengths, valid=valid), domains, shaping)
     learns = valid & ~np.array([is_masked(rollout, truncated) for rollout in rollouts])
     late = bool(objective.adv.needs)
-    scored = Scored(rewards=rewards, groups=index, lengths=lengths, valid=learns if late else valid)
+    turns = _turns(rollouts) if credits_turns(objective.adv) else None
+    scored = Scored(rewards=rewards, groups=index, lengths=lengths, valid=learns if late else valid, turns=turns)
     with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` finds rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(**scored.arguments({}))
     parts = np.split(advantages, np.cumsum(lengths)[:-1])
@@ -310,6 +318,12 @@ def build(
         packed=_packed(partition, table, parts, packing),
         stats=_stats(rollouts, rewards=verdicts[valid], partition=partition)
         | {"masked": float((valid & ~learns).mean())},
+    )
+
+
+def _turns(rollouts: Sequence[Rollout]) -> Turns:
+    return Turns.of(
+        [[TurnReward(len(turn.token_ids), turn.reward, turn.agent) for turn in one.turns] for one in rollouts]
     )
 
 

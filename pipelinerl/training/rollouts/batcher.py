@@ -52,12 +52,14 @@ class Batcher:
         lineage: Lineage,
         no_signal: NoSignal,
         teaches: Callable[[RolloutGroup], bool] = has_signal,
+        signal: Callable[[RolloutGroup], bool] = has_signal,
         vocab_size: int | None = None,
         routing: RoutingShape | None = None,
         ended: Callable[[Iterable[RolloutGroup], GroupOutcome, str], None] = lambda groups, fate, why: None,
         scope: StalenessScope = StalenessScope.GROUP,
     ) -> None:
-        """`teaches` tells of a group whether it has anything to teach under the run's objective.
+        """`teaches` tells of a group whether it has anything to teach under the run's objective, and `signal` whether
+        its rewards differ.
 
         Token ids must lie below `vocab_size`, where it is known. With `routing`, of the model's routers, groups must
         have the routed experts that the trainer replays; without, any that come are dropped. `ended` hears of groups
@@ -67,6 +69,7 @@ class Batcher:
         self.lineage = lineage
         self._no_signal = no_signal
         self._teaches = teaches
+        self._signal = signal
         self._vocab_size = vocab_size
         self._routing = routing
         self._ended = ended
@@ -101,7 +104,7 @@ class Batcher:
             self._filter([group], "no verdict")
             return
         self._note_signal(group)
-        if self._no_signal is NoSignal.FILTER and not has_signal(group):
+        if self._no_signal is NoSignal.FILTER and not self._signal(group):
             self._filter([group], "no signal")
         elif group.refusal:
             self._filter([group], group.refusal)
@@ -169,7 +172,7 @@ class Batcher:
 
     def _note_signal(self, group: RolloutGroup) -> None:
         """Count a judged group that has nothing to teach; one that has sets its domain's count to zero."""
-        lacks = not self._teaches(group) or (self._no_signal is NoSignal.FILTER and not has_signal(group))
+        lacks = not self._teaches(group) or (self._no_signal is NoSignal.FILTER and not self._signal(group))
         if not lacks and not group.refusal:
             self.no_signal.pop(group.domain, None)
             return
@@ -197,7 +200,7 @@ class Batcher:
         fresh = {index: part for index, part in parts.items() if part is not None and usable(part)}
         self._drop_stale(lambda group: group.index not in fresh)
         for index in [index for index, part in fresh.items() if part is not self._waiting[index]]:
-            if not is_judged(fresh[index]) or (self._no_signal is NoSignal.FILTER and not has_signal(fresh[index])):
+            if not is_judged(fresh[index]) or (self._no_signal is NoSignal.FILTER and not self._signal(fresh[index])):
                 group = self._waiting.pop(index)
                 self._note_left_out(group, fresh.pop(index))
                 self._filter([group], "what is fresh of it teaches nothing")

@@ -24,10 +24,11 @@ from pipelinerl.observability.samples.record import (
     SampleGroup,
     SampleKind,
     TokenTexts,
+    TurnRecord,
 )
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.rng import generator
-from pipelinerl.types import Rollout, RolloutGroup
+from pipelinerl.types import ROOT, Rollout, RolloutGroup
 from trainer_contract.types import Float32
 
 T = TypeVar("T")
@@ -189,6 +190,24 @@ class TrainingSamples:
             staleness=version - rollout.oldest_version,
             trained=part.trained,
             tokens=self._columns(rollout, token_ids, part.tokens),
+            turns=self._turns(rollout) if len(rollout.turns) > 1 else (),
+        )
+
+    def _turns(self, rollout: Rollout) -> tuple[TurnRecord, ...]:
+        parents = rollout.parents or range(ROOT, len(rollout.turns) - 1)
+        segment_of = {turn: number for number, each in enumerate(rollout.segments, 1) for turn in each.trained}
+        return tuple(
+            TurnRecord(
+                context=self.decode(turn.context_token_ids.tolist()),
+                text=self.decode(turn.token_ids.tolist()),
+                agent=turn.agent,
+                length=len(turn.token_ids),
+                reward=turn.reward,
+                segment=segment_of[number],
+                begins=turn.begins,
+                continues=parent + 1,
+            )
+            for number, (turn, parent) in enumerate(zip(rollout.turns, parents, strict=True))
         )
 
     def _columns(self, rollout: Rollout, token_ids: Sequence[int], trained: TrainedTokens | None) -> AnswerTokens:

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from pipelinerl.enums import NoSignal, Truncated
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.staleness import StalenessBounds
 from pipelinerl.trainers.bigram.trainer import BigramTrainer
-from pipelinerl.training.rollouts.admission import fault_of, is_stale
-from pipelinerl.training.rollouts.batch import TrainBatch, build
+from pipelinerl.training.rollouts.admission import ConsumedLedger, Lineage, fault_of, is_stale
+from pipelinerl.training.rollouts.batch import TrainBatch, build, signal_of, teacher
+from pipelinerl.training.rollouts.batcher import Batcher
 from pipelinerl.training.rollouts.mini_batches import MiniBatching
 from pipelinerl.training.rollouts.packing import SegmentTable, Splitting, WeightedRollout, alone, pack
 from pipelinerl.types import ROOT, Rollout, RolloutGroup
@@ -301,6 +303,47 @@ def test_a_group_is_as_old_as_its_oldest_token_that_trains() -> None:
     assert made.oldest_version == 3
     assert not is_stale(made, producing=7, bounds=StalenessBounds(1, 4))
     assert is_stale(made, producing=8, bounds=StalenessBounds(1, 4)), "and not as old as its latest turn"
+
+
+def test_credit_by_turns_reaches_the_tokens_of_each_turn_in_every_segment() -> None:
+    objective = resolve({"preset": "dr_grpo", "adv": {"credit": "turns"}}, max_tokens=8)
+    tree = (ROOT, 0, 0, ROOT)
+    turns = [((0, 1), (2, 3)), ((4,), (5,)), ((6,), (7, 8)), ((9,), (10,))]
+    one = episode(turns, tree, reward=2.0, rewards=(0.5, 0.0, 1.0, 0.0))
+    other = episode(turns, tree, reward=0.0)
+    made = replace(group(0), rollouts=(one, other))
+    batch = build([made], objective=objective, token_budget=4, producing=1)
+    assert len(batch.packed) > 1, "its segments lie in several micro-batches"
+    got = {
+        (owner, token): advantage
+        for number, its in enumerate(batch.micro_batches)
+        for owner, token, advantage in zip(
+            np.array(batch.rollouts_of(number))[its.segment_ids[its.loss_mask]].tolist(),
+            its.token_ids[its.loss_mask].tolist(),
+            its.advantages[its.loss_mask].tolist(),
+            strict=True,
+        )
+    }
+    # Rewards to go: 2, 1.5, 1.5 and 0.5; the other episode has none.
+    to_go = {2: 2.0, 3: 2.0, 5: 1.5, 7: 1.5, 8: 1.5, 10: 0.5}
+    expected = {(owner, token): (0.5 - owner) * amount for owner in (0, 1) for token, amount in to_go.items()}
+    assert got == pytest.approx(expected)
+
+
+def test_equal_totals_are_a_signal_where_turns_get_the_credit() -> None:
+    turns = [((0, 1), (2,)), ((4,), (5,))]
+    early, late = (episode(turns, reward=1.0, rewards=rewards) for rewards in ((1.0, 0.0), (0.0, 1.0)))
+    made = replace(group(0), rollouts=(early, late))
+    by_turns, by_episode = resolve({"preset": "grpo", "adv": {"credit": "turns"}}), resolve("grpo")
+    assert teacher(by_turns, {}, Truncated.TRAIN)(made) and not teacher(by_episode, {}, Truncated.TRAIN)(made)
+    same = replace(made, rollouts=(early, early))
+    assert not teacher(by_turns, {}, Truncated.TRAIN)(same)
+    for objective, waits in ((by_turns, 1), (by_episode, 0)):
+        batcher = Batcher(
+            ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.FILTER, signal=signal_of(objective)
+        )
+        batcher.offer(made)
+        assert batcher.num_waiting == waits
 
 
 def test_a_branching_episode_can_be_computed() -> None:

@@ -191,13 +191,14 @@ def _segment(number: int, first: TurnRecord) -> Text:
 
 
 def _turn(place: int, turn: TurnRecord, margin: str, style: str) -> Iterable[Text]:
-    facts = [f"turn {place}", f"{turn.length:,} tokens"]
+    facts = [f"turn {place}", f"{turn.length:,} token{'s' * (turn.length != 1)}"]
     if turn.agent:
         facts.insert(1, _line(turn.agent))
     if turn.reward:
         facts.append(f"reward {turn.reward:g}")
     yield Text(f"{margin}{' · '.join(facts)}", style="dim")
-    yield _indented("context ", turn.context, style="dim", margin=margin + "  ")
+    if turn.context:
+        yield _indented("context ", turn.context, style="dim", margin=margin + "  ")
     yield _indented("answer  ", turn.text, style=style, margin=margin + "  ")
 
 

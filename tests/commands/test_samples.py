@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from pipelinerl.cli import app
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import EventLog
-from pipelinerl.observability.samples.record import SampleGroup, SampleKind
+from pipelinerl.observability.samples.record import SampleGroup, SampleKind, TurnRecord
 from pipelinerl.observability.samples.sample_log import SampleLog
 from tests.observability.samples.groups import HOSTILE, answer, group
 
@@ -84,6 +84,40 @@ def test_options(tmp_path: Path, options: list[str], expected: list[str]) -> Non
     assert [json.loads(line)["text"] for line in said(run, *options, "--json").splitlines()] == expected
     output = said(run, *options)
     assert sorted(expected, key=output.index) == expected
+
+
+def test_an_episode_is_shown_turn_by_turn_and_its_segments_as_a_tree(tmp_path: Path) -> None:
+    turns = (
+        TurnRecord(text="try a", agent="main", length=3, begins="first"),
+        TurnRecord(context="no", text="try b", agent="main", length=3, reward=0.5, continues=1),
+        TurnRecord(context="undo", text="try c", agent="main", length=4, segment=2, begins="forked", continues=1),
+        TurnRecord(context="judge", text="good", agent="critic", length=1, segment=3, begins="first"),
+    )
+    output = said(str(a_run(tmp_path, group(1, answer("all of it", turns=turns), answer("single")))))
+    shown = output[output.index("   segment 1") : output.index(" ▸", output.index("   segment 1"))]
+    assert shown == (
+        "   segment 1 · begins a conversation (first)\n"
+        "     turn 1 · main · 3 tokens\n"
+        "       answer  try a\n"
+        "     turn 2 · main · 3 tokens · reward 0.5\n"
+        "       context no\n"
+        "       answer  try b\n"
+        "   segment 2 · continues turn 1 (forked)\n"
+        "     turn 3 · main · 4 tokens\n"
+        "       context undo\n"
+        "       answer  try c\n"
+        "   segment 3 · begins a conversation (first)\n"
+        "     turn 4 · critic · 1 token\n"
+        "       context judge\n"
+        "       answer  good\n"
+    )
+    assert "all of it" not in output and "answer  single" in output
+
+
+def test_a_linear_episode_is_shown_without_segments(tmp_path: Path) -> None:
+    turns = (TurnRecord(text="a", length=1, begins="first"), TurnRecord(context="no", text="b", length=1, continues=1))
+    output = said(str(a_run(tmp_path, group(1, answer("a no b", turns=turns)))))
+    assert "segment" not in output and "   turn 2 · 1 token\n     context no\n     answer  b\n" in output
 
 
 def test_hostile_text_is_shown_inert(tmp_path: Path) -> None:

@@ -65,9 +65,10 @@ async def episode_tried(
 
 
 def _turns(played: PlayedEpisode, tokenizer: ChatTokenizer) -> Iterator[str]:
-    for number, each in enumerate(played.episode.turns, 1):
-        context, sampled = each.turn.context_token_ids, each.turn.token_ids
-        begins = f", a new segment ({each.new_segment})" if each.new_segment and number > 1 else ""
+    rollout = played.episode.rollout(played.judgement.verdict, temperature=1.0)
+    for number, turn in enumerate(rollout.turns, 1):
+        context, sampled = turn.context_token_ids, turn.token_ids
+        begins = f", a new segment ({turn.begins})" if turn.begins and number > 1 else ""
         yield (
             f"turn {number}{begins}: {len(context)} tokens of context, {len(sampled)} that train: "
             f"{tokenizer.decode(context.tolist())!r} ▸ {tokenizer.decode(sampled.tolist())!r}"

@@ -64,7 +64,8 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         context: what the turn continues with before the model answers: messages of the environment and results of
-            tools or, where a conversation begins, its whole prompt. text: what the model wrote.
+            tools or, where a conversation begins, its whole prompt; empty where that is the group's prompt.
+        text: what the model wrote.
         agent: who asked. length: tokens sampled. reward: the environment's, for this turn.
         segment: the segment in which the turn trains, from 1. begins: why a segment begins with it.
         continues: the number of the turn that it continues, from 1; 0 where a conversation begins.

@@ -28,7 +28,7 @@ from pipelinerl.observability.samples.record import (
 )
 from pipelinerl.observability.samples.sample_log import SampleLog
 from pipelinerl.rng import generator
-from pipelinerl.types import ROOT, Rollout, RolloutGroup
+from pipelinerl.types import ROOT, Rollout, RolloutGroup, Turn
 from trainer_contract.types import Float32
 
 T = TypeVar("T")
@@ -134,12 +134,13 @@ class TrainingSamples:
     ) -> Iterator[SampleGroup]:
         for group, parts in picked:
             answers = tuple(
-                self._answer(rollout, version, part) for rollout, part in zip(group.rollouts, parts, strict=True)
+                self._answer(rollout, version, _prompt(group), part)
+                for rollout, part in zip(group.rollouts, parts, strict=True)
             )
             yield self._group(SampleKind.TRAINED, group, version, answers, now)
         if filtered is not None:
             group = filtered.example
-            answers = tuple(self._answer(rollout, version) for rollout in group.rollouts)
+            answers = tuple(self._answer(rollout, version, _prompt(group)) for rollout in group.rollouts)
             yield self._group(
                 SampleKind.FILTERED, group, version, answers, now, why=filtered.why, counts=filtered.counts
             )
@@ -155,7 +156,7 @@ class TrainingSamples:
         why: str = "",
         counts: Mapping[str, int] | None = None,
     ) -> SampleGroup:
-        context = group.rollouts[0].turns[0].context_token_ids.tolist()
+        context = _prompt(group).tolist()
         return SampleGroup(
             kind=kind,
             step=version,
@@ -172,7 +173,9 @@ class TrainingSamples:
             filtered=dict(counts or {}),
         )
 
-    def _answer(self, rollout: Rollout, version: int, part: _Trained = _UNTRAINED) -> AnswerRecord:
+    def _answer(
+        self, rollout: Rollout, version: int, prompt: NDArray[np.int32], part: _Trained = _UNTRAINED
+    ) -> AnswerRecord:
         verdict, (first, *later) = rollout.verdict, rollout.turns
         tokens = [first.token_ids, *(each for turn in later for each in (turn.context_token_ids, turn.token_ids))]
         token_ids: list[int] = np.concatenate(tokens).tolist()
@@ -190,15 +193,16 @@ class TrainingSamples:
             staleness=version - rollout.oldest_version,
             trained=part.trained,
             tokens=self._columns(rollout, token_ids, part.tokens),
-            turns=self._turns(rollout) if len(rollout.turns) > 1 else (),
+            turns=self._turns(rollout, prompt) if len(rollout.turns) > 1 else (),
         )
 
-    def _turns(self, rollout: Rollout) -> tuple[TurnRecord, ...]:
+    def _turns(self, rollout: Rollout, prompt: NDArray[np.int32]) -> tuple[TurnRecord, ...]:
+        """The turns of an episode; without the group's prompt, which is kept once."""
         parents = rollout.parents or range(ROOT, len(rollout.turns) - 1)
         segment_of = {turn: number for number, each in enumerate(rollout.segments, 1) for turn in each.trained}
         return tuple(
             TurnRecord(
-                context=self.decode(turn.context_token_ids.tolist()),
+                context=self._context(turn, prompt),
                 text=self.decode(turn.token_ids.tolist()),
                 agent=turn.agent,
                 length=len(turn.token_ids),
@@ -209,6 +213,10 @@ class TrainingSamples:
             )
             for number, (turn, parent) in enumerate(zip(rollout.turns, parents, strict=True))
         )
+
+    def _context(self, turn: Turn, prompt: NDArray[np.int32]) -> str:
+        its = turn.context_token_ids
+        return "" if np.array_equal(its, prompt) else self.decode(its.tolist())
 
     def _columns(self, rollout: Rollout, token_ids: Sequence[int], trained: TrainedTokens | None) -> AnswerTokens:
         """What is known of each token; `token_ids` are all after the prompt."""
@@ -253,6 +261,10 @@ def drawn(seed: int, version: int, groups: int, most: int) -> list[int]:
     """Which of so many groups are kept of the step that makes a version."""
     chosen: list[int] = generator(seed, "samples", version).permutation(groups)[:most].tolist()
     return chosen
+
+
+def _prompt(group: RolloutGroup) -> NDArray[np.int32]:
+    return group.rollouts[0].turns[0].context_token_ids
 
 
 def _rows(end: int, group: RolloutGroup) -> range:

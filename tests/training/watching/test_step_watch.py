@@ -126,6 +126,13 @@ def test_the_columns_of_a_branching_episode_are_in_the_order_of_its_turns(tmp_pa
     assert one.tokens.versions == (1, 1, None, 1, None, None, 2, 2, None, 3)
     assert one.tokens.deltas == (-6.5, -7.5, None, -8.5, None, None, -9.5, -10.5, None, -11.5)
     assert one.advantage == pytest.approx(1.0, abs=1e-3)
+    assert [(each.text, each.context, each.segment, each.continues) for each in one.turns] == [
+        ("7|8", "", 1, 0),
+        ("9", "1", 2, 0),
+        ("10|11", "2|3", 1, 1),
+        ("12", "4", 2, 2),
+    ]
+    assert sample.answers[1].turns == (), "a single answer has none"
 
 
 def test_a_masked_rollout_has_no_advantage_and_did_not_train(tmp_path: Path) -> None:

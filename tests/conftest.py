@@ -15,7 +15,6 @@ import pytest
 
 from pipelinerl.system.addresses import address_towards
 from tests.collection import pytest_collection, pytest_collection_modifyitems, pytest_make_collect_report  # noqa: F401  hooks
-from tests.failures import pytest_addoption, pytest_terminal_summary  # noqa: F401  hooks
 from tests.open_sessions import left_open
 
 #: Read when JAX is first used in a process: as many CPU devices, so that meshes can be tried, and machine code that is

@@ -14,7 +14,7 @@ Guarantees:
 
 | waits for | at most | who unblocks it |
 |---|---|---|
-| disk space (`close`, and `write` with `Sync.EACH`) | `timeout_s` | whoever frees space |
+| disk space (`close`, and `write` with `Sync.EACH`) | `timeout_s` | the user, by freeing space |
 
 Kinds that the controller writes, each with `elapsed_s`: run_started, step, publish, evaluation, engines, knobs,
 checkpoint, checkpoint_delayed, orders_lost, evaluation_began, evaluation_restarted, engines_hired, engines_scaled,

@@ -1,4 +1,4 @@
-"""Checks of what a mixture-of-experts model's routers chose, which an engine may leave untold, but not unsaid."""
+"""Checks of `return_routed_experts`; an engine may lack it but must then reject it by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inference_contract.schemas import Choice
 
 
 def routed_experts_come_or_are_refused(session: Session) -> None:
-    """With return_routed_experts each token comes with the experts of the one before it, or it is refused by name."""
+    """return_routed_experts gives each token the experts of the token before it; or the field is rejected by name."""
     asked: dict[str, Any] = {"n": 2, "seed": 3, "return_routed_experts": True}
     response = session.completed(**asked)
     if response.status_code != 200:

@@ -1,4 +1,4 @@
-"""Which attention a trainer uses: the rule without a GPU, the trial of kernels that are wrong, and refusals."""
+"""Choice of a trainer's attention: the rule without a GPU, the trial of faulty kernels, and rejections."""
 
 import logging
 from dataclasses import replace
@@ -45,7 +45,7 @@ HEADS = HeadShapes(4, 2, frozenset({16}))
         ({"widths": frozenset({512})}, "the model's heads are 512 wide, and the kernel takes multiples of 8 up to 256"),
     ],
 )
-def test_the_rule(change, reason):
+def test_kernel_is_chosen_only_where_all_facts_allow_it(change, reason):
     why_not = why_not_varlen(replace(FITS, **change))
     assert why_not == reason
     auto, buckets, varlen = SegmentAttention
@@ -71,7 +71,7 @@ def test_the_rule(change, reason):
         ({"num_attention_heads": [4, 8]}, (0, 0, set())),
     ],
 )
-def test_heads_as_a_configuration_names_them(config, heads):
+def test_head_shapes_are_read_from_a_configuration(config, heads):
     assert HeadShapes.of(config) == heads
 
 
@@ -79,11 +79,11 @@ def tried(kernel):
     return failed_trial(kernel, heads=HEADS, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def test_a_kernel_that_does_as_buckets_do_passes_its_trial():
+def test_correct_kernel_passes_its_trial():
     assert tried(varlen_attention) is None
 
 
-def test_a_kernel_that_does_something_else_is_found_out():
+def test_faulty_kernel_fails_its_trial():
     def with_its_triangle_at_the_beginning(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **named):
         ends = cu_seq_k[:-1] + cu_seq_q.diff()
         first = torch.cat([torch.arange(*each) for each in zip(cu_seq_k[:-1], ends, strict=True)])
@@ -104,7 +104,7 @@ def test_a_kernel_that_does_something_else_is_found_out():
         assert said is not None and said.startswith("in its trial the kernel's result was "), kernel
 
 
-def test_the_trainer_says_which_and_refuses_the_kernel_where_it_cannot_be(model_path, caplog):
+def test_trainer_logs_its_choice_and_rejects_an_unusable_kernel(model_path, caplog):
     def started(**options):
         spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options=options)
         TorchTrainer().init_worker(spec)

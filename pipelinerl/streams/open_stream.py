@@ -10,7 +10,7 @@ from pipelinerl.streams.stream import Stream
 
 
 async def open_stream(url: str, *, namespace: str, timeout_s: float = 10.0, max_length: int = 100_000) -> Stream:
-    """Open `url`. Each `memory://` call creates a new, empty server; pass the result to all who share it.
+    """Open `url`. Each `memory://` call creates a new, empty server; pass the result to every user of it.
 
     Args:
         namespace: prefix of all keys on a server, so that several runs can share it.

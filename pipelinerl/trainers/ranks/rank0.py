@@ -10,7 +10,7 @@ the calls, so programs from all threads reach every rank's devices in the same o
 previous one has ended; the other ranks then have no gap.
 
 A verb ends when every rank has finished its part. If a rank dies, hangs or fails, a `RankError` names it, every later
-verb raises the same error, and the other ranks are told to end. A computation that hangs in a collective is left to its
+verb raises the same error, and the other ranks are ended. A computation that hangs in a collective is left to its
 daemon thread.
 """
 

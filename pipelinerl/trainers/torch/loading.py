@@ -42,7 +42,7 @@ from trainer_contract.types import (
 class LoadedModel(NamedTuple):
     """A model, the saved state it comes from (if any), and the dtype of the weights sent to engines.
 
-    Its parameters stay on the meta device until they have a target, so that a process of a sharded model never holds
+    Its parameters stay on the meta device until they have a target. A process of a sharded model thus never holds
     more than its own rows and one layer. If parameters cannot be read one by one, they are already loaded on the CPU.
     """
 

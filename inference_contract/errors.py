@@ -42,9 +42,9 @@ class Persistence(StrEnum):
     """The persistence of an error: transient or permanent."""
 
     TRANSIENT = "transient"
-    """The same request may be answered later, or by another life of the engine."""
+    """The same request may succeed later, or after a restart of the engine."""
     PERMANENT = "permanent"
-    """Neither time nor another try changes it: something has to be started differently."""
+    """No retry succeeds: the engine or the client must be started differently."""
 
 
 class ContractError(Exception):

@@ -38,7 +38,7 @@ class RoutedExperts(Wire):
         try:
             came = len(self.content)
         except binascii.Error as error:
-            raise ValueError(f"data is no base64: {error}") from None
+            raise ValueError(f"data is not base64: {error}") from None
         if came != wanted:
             raise ValueError(f"data must be {wanted} bytes in base64 for {self.dtype} {list(self.shape)}, got {came}")
         return self

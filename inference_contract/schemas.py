@@ -76,9 +76,9 @@ class ChatMessage(Wire):
             return content
         for part in content:
             if not (isinstance(part, dict) and part.keys() == {"type", "text"} and isinstance(part["text"], str)):
-                raise ValueError("each part must be {'type': 'text', 'text': …}; this engine reads nothing but text")
+                raise ValueError("each part must be {'type': 'text', 'text': …}; this engine accepts only text")
             if part["type"] != "text":
-                raise ValueError("each part must be of the type 'text'; this engine reads nothing but text")
+                raise ValueError("each part must be of the type 'text'; this engine accepts only text")
         return "\n".join(part["text"] for part in content)
 
 
@@ -121,11 +121,11 @@ class Continuation(StrEnum):
     """An engine's support for `prefixes` and `stream_options.interval_s`; an engine supports both or neither."""
 
     NONE = "none"
-    """It knows neither: who asks begins anew."""
+    """Neither field is supported: the client restarts the answer."""
     OWN_NOISE = "own_noise"
-    """It goes on, with noise that the sample would not have had: an answer as good, but another."""
+    """Continues with fresh noise: a valid sample, but not the one that the first engine would have given."""
     SAME_NOISE = "same_noise"
-    """It goes on with the noise of the positions that are left: the same weights give the undisturbed answer."""
+    """Continues with the noise of the remaining positions: with the same weights, the uninterrupted answer."""
 
 
 class ChatCompletionRequest(Wire):
@@ -228,14 +228,14 @@ class ChatCompletionRequest(Wire):
     @classmethod
     def _stops_somewhere(cls, stop: str | list[str] | None) -> str | list[str] | None:
         if stop == "" or (isinstance(stop, list) and "" in stop):
-            raise ValueError("a stop string must have a character; an empty one would end every text at its first")
+            raise ValueError("a stop string must not be empty; it would end every text at once")
         return stop
 
     @field_validator("tool_choice", mode="before")
     @classmethod
     def _forces_no_call(cls, choice: Any) -> Any:
         if choice not in ("none", "auto"):
-            raise ValueError("this engine cannot force the model to call a tool; say 'auto' or 'none'")
+            raise ValueError("this engine cannot force the model to call a tool; use 'auto' or 'none'")
         return choice
 
     @field_validator("parallel_tool_calls")
@@ -249,13 +249,13 @@ class ChatCompletionRequest(Wire):
     @classmethod
     def _beside_logprobs(cls, count: int | None, info: ValidationInfo) -> int | None:
         if count and not info.data.get("logprobs"):
-            raise ValueError("the likeliest tokens are part of logprobs; say logprobs=true, too")
+            raise ValueError("top_logprobs is part of logprobs; set logprobs=true too")
         return count
 
     @model_validator(mode="after")
     def _prompt_given(self) -> Self:
         if not self.messages and not self.prompt and not self.prompt_token_ids:
-            raise ValueError("one of messages and prompt_token_ids must be given and not empty")
+            raise ValueError("one of messages, prompt and prompt_token_ids must be given and not empty")
         return self
 
     @model_validator(mode="after")
@@ -265,17 +265,17 @@ class ChatCompletionRequest(Wire):
             return self
         if not ids or start is None or self.prompt_token_ids:
             raise ValueError(
-                "continue_token_ids and continue_from must be given together, beside messages and without "
+                "continue_token_ids and continue_from must be given together, with messages and without "
                 "prompt_token_ids"
             )
         if start > len(messages) or messages[start - 1].role != "assistant":
-            raise ValueError("continue_from must be the place after a message of the assistant")
+            raise ValueError("continue_from must be the position after an assistant message")
         return self
 
     @model_validator(mode="after")
     def _experts_of_known_tokens(self) -> Self:
         if self.return_routed_experts and not self.return_token_ids:
-            raise ValueError("return_routed_experts speaks of tokens, which return_token_ids must ask for, too")
+            raise ValueError("return_routed_experts needs the token ids; set return_token_ids=true too")
         return self
 
     @model_validator(mode="after")
@@ -286,7 +286,7 @@ class ChatCompletionRequest(Wire):
         if len(indices) != self.n:
             raise ValueError(f"n must be the number of prefixes, {len(indices)}, got {self.n}")
         if indices != sorted(set(indices)):
-            raise ValueError("the indices of prefixes must rise")
+            raise ValueError("the indices of prefixes must increase")
         return self
 
     @property

@@ -50,8 +50,8 @@ class Connections(StrEnum):
     """The connections between the ranks of a gloo group; if omitted, gloo connects all pairs."""
 
     TREE = "tree"
-    """Those between which a broadcast from rank 0 goes: gloo's lazy initialisation, then a broadcast of one byte from
-    rank 0, by which the ranks meet. Who has had it has joined."""
+    """Connect only the ranks that exchange data in a broadcast from rank 0. With gloo's lazy initialisation, rank 0
+    broadcasts one byte, which opens the connections. A rank has joined when it has received the byte."""
 
 
 class InitProcessGroupRequest(Wire):
@@ -283,13 +283,13 @@ class OnUpdate(StrEnum):
     """Treatment of running sequences when new weights are committed."""
 
     CONTINUE = "continue"
-    """Keep the KV cache and go on (PipelineRL); spans record the switch."""
+    """Keep the KV cache and continue (PipelineRL); spans record the switch."""
     RECOMPUTE_KV = "recompute_kv"
-    """Recompute the cache of every running sequence with the new weights (LlamaRL), then go on."""
+    """Recompute the cache of every running sequence with the new weights (LlamaRL), then continue."""
     ABORT = "abort"
     """End every running sequence with finish_reason `abort` (RLAX: one version per rollout; the actor resubmits)."""
     DRAIN = "drain"
-    """Admit nothing new and let the running sequences finish with the old weights first."""
+    """Admit no new sequences and let the running ones finish with the old weights first."""
 
 
 class WeightUpdateRequest(Wire):

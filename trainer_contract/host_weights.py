@@ -30,15 +30,17 @@ def check_weights(weights: HostWeights, layout: Sequence[ParameterInfo]) -> None
     """
     for info in layout:
         if info.name not in weights:
-            raise StateError(f"the weights given lack the parameter {info.name!r}; they are of another model")
+            raise StateError(f"the given weights lack the parameter {info.name!r}; they belong to another model")
         wanted, found = num_bytes(info), weights[info.name].nbytes
         if found != wanted:
             raise StateError(
                 f"the parameter {info.name!r} given must have {wanted} bytes, {info.dtype} {list(info.shape)}, "
-                f"got {found}; it is of another model"
+                f"got {found}; the weights belong to another model"
             )
     for name in weights.keys() - {info.name for info in layout}:
-        raise StateError(f"the weights given hold {name!r}, which this model does not have; they are of another model")
+        raise StateError(
+            f"the given weights contain {name!r}, which this model does not have; they belong to another model"
+        )
 
 
 def num_bytes(info: ParameterInfo) -> int:

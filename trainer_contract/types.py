@@ -32,9 +32,9 @@ class Head(StrEnum):
     """The quantity that the model predicts for each token from the tokens before it."""
 
     POLICY = "policy"
-    """Its log-prob: a language model."""
+    """The token's log-prob: a language model."""
     VALUE = "value"
-    """The return to be expected from there on: the same architecture with a scalar in place of the output layer."""
+    """The expected return from there on: the same architecture with a scalar in place of the output layer."""
 
 
 class HeadMeasure(StrEnum):
@@ -55,20 +55,20 @@ class HeadPrecision(StrEnum):
     """Arithmetic of the output layer, shared by engine and trainer."""
 
     MODEL = "model"
-    """That of the rest of the model."""
+    """The arithmetic of the rest of the model."""
     FP32 = "fp32"
-    """At least fp32 products and sums, of hidden states and weights as they are."""
+    """Products and sums in at least fp32, with hidden states and weights as they are."""
 
 
 class Device(StrEnum):
     """The device of a trainer or an engine; a backend rejects a device that it does not support."""
 
     AUTO = "auto"
-    """What its array library prefers: an accelerator where there is one, else the CPU."""
+    """The array library's choice: an accelerator if available, else the CPU."""
     CPU = "cpu"
     CUDA = "cuda"
     TPU = "tpu"
-    """Known to JAX alone."""
+    """Supported only by JAX."""
 
 
 class WeightDType(StrEnum):
@@ -83,9 +83,9 @@ class Rounding(StrEnum):
     """Rounding of fp32 weights to bfloat16 for engines."""
 
     NEAREST = "nearest"
-    """To the nearest. An update smaller than half the spacing changes nothing."""
+    """Round to nearest. An update smaller than half the spacing changes nothing."""
     DITHERED = "dithered"
-    """Up or down by a fixed threshold of each weight, so that the mean over the weights is exact."""
+    """Round up or down by a fixed threshold per weight, so that the mean over the weights is exact."""
 
 
 class RoutingShape(NamedTuple):
@@ -136,14 +136,14 @@ class TrainerSpec:
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     gradient_checkpointing: bool = False
     gather_dtype: WeightDType | None = None
-    """Of what `gather_weights` yields, and so of what engines are sent; None takes the model directory's."""
+    """Dtype of `gather_weights`, and so of the weights sent to engines; None uses the model directory's."""
     rounding: Rounding = Rounding.NEAREST
-    """How `gather_weights` rounds to bfloat16. A backend that cannot dither rounds to the nearest."""
+    """Rounding of `gather_weights` to bfloat16. A backend that cannot dither rounds to nearest."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of one backend alone, such as its mesh; one that a backend does not know it refuses, never ignores."""
+    """Options of one backend, such as its mesh. A backend rejects unknown options and never ignores them."""
     restore_from: Path | None = None
     memory_share: float | None = None
-    """Most of each GPU's memory that the process takes, in (0, 1]; None sets no bound. On a CPU it takes none."""
+    """Upper bound of the process's share of each GPU's memory, in (0, 1]; None sets no bound. No effect on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +273,8 @@ class StepStats:
     grad_norm: float
     learning_rate: float
     sent_share: float | None = None
-    """What part of the update the rounded weights show, about 1 when rounding is fair; None if nothing is rounded."""
+    """The fraction of the update visible in the rounded weights, about 1 if rounding is unbiased; None without
+    rounding."""
 
 
 @dataclass(frozen=True, slots=True)

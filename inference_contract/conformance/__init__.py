@@ -101,7 +101,7 @@ def select(only: Iterable[str] | None) -> Sequence[Check]:
     names = list(only)
     for name in names:
         if name not in known:
-            raise ValueError(f"{name!r} is no check; the checks are {', '.join(known)}")
+            raise ValueError(f"{name!r} is not a check; the checks are {', '.join(known)}")
     return [known[name] for name in names]
 
 

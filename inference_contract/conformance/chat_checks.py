@@ -54,7 +54,7 @@ def check_columns(choice: Choice, *, versions: set[int] | None = None) -> None:
     assert covered == len(tokens), f"version_spans must cover all {len(tokens)} tokens, they cover {covered}"
     named = [version for version, _ in choice.version_spans]
     assert all(count > 0 for _, count in choice.version_spans), "no version span may be empty"
-    assert all(a < b for a, b in itertools.pairwise(named)), "version spans must rise, one per version"
+    assert all(a < b for a, b in itertools.pairwise(named)), "version spans must increase, one per version"
     if versions is not None:
         assert set(named) <= versions, f"the tokens must come from versions {sorted(versions)}, spans name {named}"
 
@@ -98,7 +98,9 @@ def openai_logprobs_match(session: Session) -> None:
 def extras_only_on_request(session: Session) -> None:
     """Answers contain token ids and log-probs only if `return_token_ids` and `logprobs` request them."""
     choice = session.chat(return_token_ids=False).choices[0]
-    assert choice.token_ids is None and choice.logprobs is None, "token_ids and logprobs must be left out unless asked"
+    assert choice.token_ids is None and choice.logprobs is None, (
+        "token_ids and logprobs must be left out unless requested"
+    )
 
 
 def same_seed_same_samples(session: Session) -> None:
@@ -120,7 +122,7 @@ def seeds_and_samples_differ(session: Session) -> None:
     """Different seeds, and different samples of one seed, use different noise."""
     sampled = {tuple(ids_of(choice)) for seed in range(4) for choice in session.chat(n=4, seed=seed).choices}
     if len(sampled) == 1 and all(value > -1e-3 for value in session.chat().choices[0].token_logprobs or ()):
-        raise NotOffered("the model is certain of every token, so that noise cannot show")
+        raise NotOffered("the model is certain of every token, so noise has no effect")
     assert len(sampled) > 1, "16 samples of 4 seeds must not all be equal"
 
 
@@ -156,7 +158,7 @@ def stoppable(session: Session) -> tuple[int, str, str]:
         # A partly sampled character appears as U+FFFD, which no stop string can match.
         if len(stop) == 2 and "\ufffd" not in text:
             return seed, text, stop
-    raise NotOffered("none of 12 samples has three whole characters, so that none can be stopped in the middle")
+    raise NotOffered("none of 12 samples has three whole characters, so none can be stopped in the middle")
 
 
 def stop_string_ends_text(session: Session) -> None:
@@ -192,7 +194,7 @@ def prompt_ids_go_through(session: Session) -> None:
     again = session.chat(n=2, seed=5, prompt_token_ids=prompt)
     assert again.prompt_token_ids == prompt, "prompt_token_ids must come back unchanged"
     for one, two in zip(told.choices, again.choices, strict=True):
-        assert ids_of(one) == ids_of(two), "the ids of a prompt must sample as its messages do"
+        assert ids_of(one) == ids_of(two), "the ids of a prompt must give the same samples as its messages"
 
 
 def alias_is_served(session: Session) -> None:
@@ -224,7 +226,7 @@ def contents_spell_no_tokens(session: Session) -> None:
                 break  # too long after splitting, or rejected outright
             lengths.append(len(ChatCompletion.model_validate(succeeded(answer)).prompt_token_ids or ()))
         assert len(lengths) < 2 or lengths[1] - lengths[0] > 2, (
-            f"{spelling!r} in a content must be split as any text, and not become the token that it spells"
+            f"{spelling!r} in a message must be tokenised as text, and not become the token that it spells"
         )
 
 
@@ -233,7 +235,7 @@ def template_is_the_engines(session: Session) -> None:
     plain = session.chat(seed=5)
     again = session.chat(seed=5, chat_template_kwargs={"no_template_looks_this_up": True})
     assert again.prompt_token_ids == plain.prompt_token_ids, (
-        "a name that no template looks up must not change the prompt"
+        "a variable that no template uses must not change the prompt"
     )
     error = refused(session.completed(chat_template_kwargs={"chat_template": "{{ messages }}"}), 400)
     assert error["param"] == "chat_template_kwargs", f"param must be 'chat_template_kwargs', got {error['param']!r}"

@@ -18,7 +18,7 @@ def _offered(session: Session) -> Continuation:
     """Return the engine's support for continuation. Raises `NotOffered` if it has none."""
     offered = session.health().continuation
     if offered is Continuation.NONE:
-        raise NotOffered("/health says continuation = none: answers that another engine began are sampled anew")
+        raise NotOffered("/health says continuation = none: answers that another engine started are restarted")
     return offered
 
 
@@ -28,7 +28,7 @@ def _long(session: Session, **asked: Any) -> tuple[int, list[Choice]]:
         choices = session.chat(n=3, seed=seed, max_tokens=_LENGTH, **asked).choices
         if min(len(ids_of(choices[0])), len(ids_of(choices[2]))) >= 4:
             return seed, choices
-    raise NotOffered(f"none of {_SEEDS} seeds gives answers of four tokens, so that none can be cut")
+    raise NotOffered(f"none of {_SEEDS} seeds gives answers of four tokens, so none can be split")
 
 
 def _cut(first: Choice, last: Choice) -> tuple[list[dict[str, Any]], tuple[int, int]]:
@@ -45,7 +45,7 @@ def _equal_rest(whole: Choice, rest: Choice, start: int) -> None:
     assert rest.index == whole.index, f"the rest of choice {whole.index} must keep its index, got {rest.index}"
     check_columns(rest)
     expected, got = ids_of(whole)[start:], ids_of(rest)
-    assert got == expected, f"after {start} tokens of choice {whole.index} must come {expected}, got {got}"
+    assert got == expected, f"after {start} tokens of choice {whole.index}, {expected} must follow, got {got}"
     assert rest.message.content == whole.message.content, (
         f"the text must be that of the whole answer, {whole.message.content!r}, got {rest.message.content!r}"
     )
@@ -87,11 +87,11 @@ def sampled_answer_continues(session: Session) -> None:
     prefixes, ends = _cut(first, last)
     asked: dict[str, Any] = {"n": 2, "seed": seed, "max_tokens": _LENGTH, "prefixes": prefixes}
     rest = session.chat(**asked).choices
-    assert [each.index for each in rest] == [0, 2], f"the rests of choices 0 and 2 must come, got {rest}"
+    assert [each.index for each in rest] == [0, 2], f"the answer must continue choices 0 and 2, got {rest}"
     for each, end in zip(rest, ends, strict=True):
         check_columns(each)
         count = len(ids_of(each))
-        assert 1 <= count <= _LENGTH - end, f"after {end} of {_LENGTH} tokens come at most the others, got {count}"
+        assert 1 <= count <= _LENGTH - end, f"after {end} of {_LENGTH} tokens at most the rest may follow, got {count}"
     for one, two in zip(rest, session.chat(**asked).choices, strict=True):
         assert ids_of(one) == ids_of(two), f"seed {seed} must repeat the rest of choice {one.index}"
 
@@ -117,7 +117,7 @@ def stop_string_over_the_border(session: Session) -> None:
         if found is not None:
             _equal_rest(*found)
             return
-    raise NotOffered(f"no answer of {_SEEDS} seeds can be cut within a stop string")
+    raise NotOffered(f"no answer of {_SEEDS} seeds can be split within a stop string")
 
 
 def _stopped(session: Session, **asked: Any) -> tuple[Choice, Choice, int] | None:
@@ -168,12 +168,14 @@ def rare_chunks_are_the_whole(session: Session) -> None:
     whole = session.chat(n=3, seed=9).choices
     response = session.streamed(n=3, seed=9, stream_options={"interval_s": 3600.0})
     came = list(chunks(response, response.iter_lines()))
-    assert len(came) == 1, f"with interval_s=3600 a short answer must come in one chunk, it came in {len(came)}"
+    assert len(came) == 1, f"with interval_s=3600 a short answer must arrive in one chunk, got {len(came)}"
     assert came[0].prompt_token_ids, "with return_token_ids a stream must begin with prompt_token_ids"
     for one, two in zip(whole, gathered(came), strict=True):
         for name in ("message", "token_ids", "token_logprobs", "version_spans", "finish_reason"):
             expected, got = getattr(one, name), getattr(two, name)
-            assert expected == got, f"choice {one.index}: the stream's {name} is {got}, answered whole it is {expected}"
+            assert expected == got, (
+                f"choice {one.index}: the stream's {name} is {got}, without streaming it is {expected}"
+            )
 
 
 CHECKS = (

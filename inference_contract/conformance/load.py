@@ -55,7 +55,7 @@ class Load:
         done, late = wait(self._asking, self._session.timeout_s)
         self._threads.shutdown(wait=False)
         if error is None:
-            assert not late, f"answers must come within {self._session.timeout_s:g} s although the weights changed"
+            assert not late, f"answers must arrive within {self._session.timeout_s:g} s although the weights changed"
             for asking in done:
                 asking.result()
 

@@ -104,7 +104,7 @@ def formats_are_kept_or_refused(session: Session) -> None:
         answer = json.loads(completion.choices[0].message.content)
         assert isinstance(answer, dict), f"with {form['type']} the answer must be a JSON object"
         if form["type"] == "json_schema":
-            assert answer.keys() == {"a"} and isinstance(answer["a"], bool), "the answer must be of the schema"
+            assert answer.keys() == {"a"} and isinstance(answer["a"], bool), "the answer must satisfy the schema"
 
 
 def _top(session: Session, **fields: Any) -> list[TokenLogprob] | None:
@@ -156,7 +156,7 @@ def bias_is_kept_or_refused(session: Session) -> None:
         assert ids_of(choice) == [biased] * 4, (
             f"logit_bias={{{biased}: 100}} must force that token, got {ids_of(choice)}"
         )
-        assert min(choice.token_logprobs or [0.0]) > -_APART, "log-probs must be those with the bias, here 0"
+        assert min(choice.token_logprobs or [0.0]) > -_APART, "log-probs must include the bias, here 0"
     error = refused(session.completed(logit_bias={str(2**31 - 1): 1.0}), 400, 422)
     assert str(error["param"]).startswith("logit_bias"), f"param must be 'logit_bias', got {error['param']!r}"
 

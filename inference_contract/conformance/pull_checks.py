@@ -40,7 +40,7 @@ def pull_and_broadcast_take_turns(session: Session) -> None:
             _pulled(session, server, tag=tag)
             assert session.greedy()[1] != before[1], "a pull after a broadcast must take effect"
         _pulled(session, server, tag=23)
-        assert session.greedy() == before, "bytes that were pulled must serve as the same bytes do that were broadcast"
+        assert session.greedy() == before, "pulled bytes must give the same results as the same bytes from a broadcast"
         trainer.publish(trainer.next_version(), tag=24)
         assert session.greedy()[1] != before[1], "a broadcast after a pull must take effect"
 
@@ -57,7 +57,7 @@ def pull_asks_the_next_source(session: Session) -> None:
         data = _held(session, broken, tag=25, version=kit_trainer(session).next_version())
         broken.breaks_at = len(data) // 2
         _pulled(session, good, tag=25, version=kit_trainer(session).version, before=(gone, empty, broken))
-        assert good.requests, "the last source must have been asked"
+        assert good.requests, "the last source must have been requested"
 
 
 def pull_of_shards_is_served(session: Session) -> None:
@@ -81,7 +81,7 @@ def pull_of_shards_is_served(session: Session) -> None:
         shards = [[first.url], [second.url]]
         _prepared(session, version, digest=announced, shards=shards, bucket_bytes=bucket_bytes)
         trainer.accepted(_commit(session, version, digest=announced), "committed")
-        assert session.greedy() == before, "the bytes of two shards must serve as they do from one server"
+        assert session.greedy() == before, "the bytes of two shards must give the same results as from one server"
 
 
 def pull_with_wrong_bytes_is_refused(session: Session) -> None:
@@ -150,7 +150,7 @@ def pull_in_flight(session: Session) -> None:
             update = LoadedUpdate(old, new, load.answers, before_commit, load.sampled() - committed)
             if update.spans_are_right(update.whole_choices()):
                 return
-    raise NotOffered("of many samples under load none was open while pulled weights were committed")
+    raise NotOffered("no sample under load was in flight while pulled weights were committed")
 
 
 # --- steps -------------------------------------------------------------------------------------------------------

@@ -58,7 +58,9 @@ def stream_equals_whole(session: Session) -> None:
     for one, two in zip(whole, streamed, strict=True):
         for name in ("message", "token_ids", "token_logprobs", "version_spans", "finish_reason"):
             expected, got = getattr(one, name), getattr(two, name)
-            assert expected == got, f"choice {one.index}: the stream's {name} is {got}, answered whole it is {expected}"
+            assert expected == got, (
+                f"choice {one.index}: the stream's {name} is {got}, without streaming it is {expected}"
+            )
 
 
 def stream_equals_whole_with_stop(session: Session) -> None:
@@ -67,7 +69,8 @@ def stream_equals_whole_with_stop(session: Session) -> None:
     whole = session.chat(seed=seed, stop=[stop]).choices[0]
     streamed = gathered(session.stream(seed=seed, stop=[stop]))[0]
     assert streamed.message.content == whole.message.content, (
-        f"with stop={stop!r} the stream's text is {streamed.message.content!r}, whole it is {whole.message.content!r}"
+        f"with stop={stop!r} the stream's text is {streamed.message.content!r}, without streaming it is "
+        f"{whole.message.content!r}"
     )
 
 
@@ -102,8 +105,8 @@ def leaving_a_stream_frees_it(session: Session) -> None:
             _only_its_own_tokens(session)
             return
         wasted.append(f"{after_leaving:g} of the {whole - at_leaving:g} tokens left of a stream")
-    assert not wasted, f"a client had gone, and yet there were sampled {', '.join(wasted)}"
-    raise NotOffered(f"each of {_LEAVINGS} streams was half sampled before its client could leave")
+    assert not wasted, f"after the client disconnected, the engine still sampled {', '.join(wasted)}"
+    raise NotOffered(f"each of {_LEAVINGS} streams was half sampled before its client could disconnect")
 
 
 def _await_idle(session: Session) -> None:
@@ -111,7 +114,7 @@ def _await_idle(session: Session) -> None:
     deadline = time.monotonic() + session.timeout_s
     while running := session.running_sequences():
         assert time.monotonic() < deadline, (
-            f"a stream's client went away, and {session.timeout_s:g} s later {running:g} sequences run"
+            f"{session.timeout_s:g} s after a stream's client disconnected, {running:g} sequences still run"
         )
         time.sleep(0.001)
 
@@ -121,7 +124,7 @@ def _only_its_own_tokens(session: Session) -> None:
     before = session.generated_tokens()
     own = session.chat().usage.completion_tokens
     grown = session.generated_tokens() - before
-    assert grown == own, f"nothing else ran, and while {own} tokens were asked for {grown:g} were sampled"
+    assert grown == own, f"no other request ran, but {grown:g} tokens were sampled for a request of {own}"
 
 
 CHECKS = (stream_equals_whole, stream_equals_whole_with_stop, stream_carries_usage, leaving_a_stream_frees_it)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: the load.
 _DRAINED_TOKENS: Final = 32
 _DRAINS: Final = 2
-_NONE_OPEN: Final = "of many samples under load none was open while new weights were committed; try a longer timeout"
+_NONE_OPEN: Final = "no sample under load was in flight while new weights were committed; try a longer timeout"
 
 
 def kit_trainer(session: Session) -> KitTrainer:
@@ -150,7 +150,7 @@ def older_version_is_refused(session: Session) -> None:
     trainer.publish(version, tag=9)
     refused(trainer.update("prepare", version - 1), 409, code="stale_version")
     refused(trainer.update("prepare", version + 5, epoch=trainer.epoch - 1), 409, code="stale_version")
-    assert session.card().model_version == version, "a refused update must change nothing"
+    assert session.card().model_version == version, "a rejected update must change nothing"
 
 
 def wrong_layout_is_refused(session: Session) -> None:
@@ -185,7 +185,7 @@ def converted_dtype_is_served(session: Session) -> None:
     trainer, card = kit_trainer(session), session.card()
     others = [dtype for dtype in card.converts if any(row.dtype != dtype for row in card.layout.parameters)]
     if not others:
-        raise NotOffered("the engine says of no other dtype that it converts it")
+        raise NotOffered("the engine converts no other dtype")
     trainer.formed()
     for tag, dtype in enumerate(others, start=35):
         rows = (row.model_copy(update={"dtype": dtype}) for row in card.layout.parameters)
@@ -196,10 +196,10 @@ def converted_dtype_is_served(session: Session) -> None:
         trainer.broadcast(data, layout=wire)
         trainer.accepted(trainer.update("commit", version, digest=digest(data)), "committed")
         served, sampled = session.card(), session.greedy()
-        assert served.digest == digest(data), f"after an update in {dtype} the digest must be that of what was sent"
-        assert served.layout == card.layout, "the layout is how the engine keeps its weights, however they came"
+        assert served.digest == digest(data), f"after an update in {dtype} the digest must be that of the bytes sent"
+        assert served.layout == card.layout, "the layout must describe the engine's weights, not the update"
         trainer.publish_bytes(trainer.next_version(), converted(data, wire, card.layout))
-        assert session.greedy() == sampled, f"an update in {dtype} must serve its values, rounded to the nearest"
+        assert session.greedy() == sampled, f"an update in {dtype} must serve its values, rounded to nearest"
 
 
 def commit_needs_prepare(session: Session) -> None:
@@ -328,7 +328,7 @@ class LoadedUpdate:
         ):
             named = self.named(choices, version)
             assert named >= sampled, (
-                f"{sampled:g} tokens were sampled {when} COMMIT, the spans give {named} to version {version}"
+                f"{sampled:g} tokens were sampled {when} COMMIT, but the spans attribute {named} to version {version}"
             )
         return any(len(choice.version_spans or ()) == 2 for choice in choices)
 

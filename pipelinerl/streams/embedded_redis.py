@@ -155,7 +155,7 @@ class EmbeddedRedis:
     def url(self) -> str:
         """The address with password. Raises `UserError` before the first start."""
         if self._port is None:
-            raise UserError("the embedded stream server has no address before it was started; call start()")
+            raise UserError("the embedded stream server has no address before it is started; call start()")
         return server_url(self._directory, self._port)
 
     @property
@@ -183,8 +183,8 @@ class EmbeddedRedis:
                 self._port = port
                 return self
         raise AddressError(
-            f"the embedded stream server could not have any of the ports {ports} on {_LOOPBACK}; "
-            f"end what holds them, or see {self._directory / 'log'}"
+            f"the embedded stream server could not use any of the ports {ports} on {_LOOPBACK}; "
+            f"stop the processes that hold them, or see {self._directory / 'log'}"
         )
 
     def stop(self) -> None:
@@ -218,7 +218,7 @@ class EmbeddedRedis:
         said = _end_of(log, written)
         if "in use" in said:
             return False
-        raise UserError(f"the embedded stream server ended as it started: {said or 'it said nothing'}")
+        raise UserError(f"the embedded stream server exited at startup: {said or 'its log is empty'}")
 
     def _answers(self, process: subprocess.Popen[bytes], port: int) -> bool:
         """Wait until the server answers (True) or exits (False).

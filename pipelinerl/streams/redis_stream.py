@@ -315,8 +315,8 @@ class RedisStream:
                 return answer
             except (AuthenticationError, AuthorizationError) as error:
                 raise AddressError(
-                    f"the stream server at {self._address} refused the user or password ({error}); "
-                    "correct the address, which must carry them"
+                    f"the stream server at {self._address} rejected the user or password ({error}); "
+                    "put the correct ones into the address"
                 ) from error
             except ResponseError as error:
                 now = time.monotonic()
@@ -327,8 +327,8 @@ class RedisStream:
                 self._has_no_room(error)
             except TimeoutError as error:
                 raise AddressError(
-                    f"the stream server at {self._address} took a connection but gave no answer for "
-                    f"{self._timeout_s:g} s; look whether it is stopped or swapping"
+                    f"the stream server at {self._address} accepted a connection but did not answer for "
+                    f"{self._timeout_s:g} s; check if it is stopped or swapping"
                 ) from error
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:
                 now = time.monotonic()
@@ -350,7 +350,7 @@ class RedisStream:
         if not self._is_full:
             self._is_full = True
             log.warning(
-                "the stream server at %s has no room; what it refuses is tried again for %g s: %s",
+                "the stream server at %s is full; rejected commands are retried for %g s: %s",
                 self._address,
                 self._full_timeout_s,
                 error,
@@ -359,7 +359,7 @@ class RedisStream:
     def _has_room(self) -> None:
         if self._is_full:
             self._is_full = False
-            log.warning("the stream server at %s has room again", self._address)
+            log.warning("the stream server at %s has space again", self._address)
 
 
 @final

@@ -48,11 +48,13 @@ def routing_columns(turns: Sequence[Turn], turn_contexts: Sequence[int]) -> dict
         like = arrays[0] if arrays else routed
         if routed is None or like is None or routed.ndim != 3 or routed.dtype not in _DTYPES or len(routed) != length:
             raise RecordError(
-                "with the routed experts of one turn must come u8 or u16 [tokens, layers, top_k] of all turns and of "
-                f"their contexts; got {'none' if routed is None else f'{routed.dtype} {routed.shape}'} for {length}"
+                "routed experts must be u8 or u16 [tokens, layers, top_k], for all turns and their contexts or for "
+                f"none; got {'none' if routed is None else f'{routed.dtype} {routed.shape}'} for {length} tokens"
             )
         if (routed.dtype, routed.shape[1:]) != (like.dtype, like.shape[1:]):
-            raise RecordError(f"routed experts must be of one model, got {like.shape[1:]} and {routed.shape[1:]}")
+            raise RecordError(
+                f"routed experts must have the same [layers, top_k], got {like.shape[1:]} and {routed.shape[1:]}"
+            )
         arrays.append(routed)
     return {SAMPLED: np.concatenate(arrays[: len(turns)]), CONTEXTS: np.concatenate(arrays[len(turns) :])}
 

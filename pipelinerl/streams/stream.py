@@ -47,8 +47,7 @@ class Fence:
     def passed(self) -> FencedError:
         """Return the error for a writer that has been superseded."""
         return FencedError(
-            f"{self.stream} has gone beyond {self.number}, which was this writer's: another has taken over; this one "
-            "stops"
+            f"{self.stream} has passed {self.number}, which was this writer's: another has taken over; this one stops"
         )
 
 

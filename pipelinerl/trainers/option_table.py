@@ -45,6 +45,6 @@ def refuse_lora(options: Mapping[str, Any]) -> None:
     """Raise SpecError if the options request LoRA adapters, for trainers without them."""
     if "lora" in options:
         raise SpecError(
-            "options.lora: adapters are the torch trainer's, and the JAX trainer trains every weight; leave lora out, "
-            "or say trainer.type = torch"
+            "options.lora: the JAX trainer has no adapters, only the torch trainer does; leave lora out, "
+            "or set trainer.type = torch"
         )

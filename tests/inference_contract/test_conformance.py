@@ -133,5 +133,5 @@ def test_every_check_has_a_unique_name_and_a_promise() -> None:
 
 
 def test_unknown_check_name_is_rejected() -> None:
-    with pytest.raises(ValueError, match="'no_such_check' is no check"):
+    with pytest.raises(ValueError, match="'no_such_check' is not a check"):
         select(["no_such_check"])

@@ -204,8 +204,8 @@ def test_incomplete_or_invalid_update_is_rejected(fields: dict[str, object]) -> 
         ("temperature", 1e-38, "must be 0, which is greedy, or at least 1e-05, got 1e-38"),
         ("top_p", 1e-46, "greater than or equal to 0.000001"),
         ("top_k", 2**31, "less than or equal to 2147483647"),
-        ("stop", "", "a stop string must have a character"),
-        ("stop", ["a", ""], "a stop string must have a character"),
+        ("stop", "", "a stop string must not be empty"),
+        ("stop", ["a", ""], "a stop string must not be empty"),
     ],
 )
 def test_unusable_sampling_values_are_rejected_by_name(name: str, value: object, sentence: str) -> None:

@@ -107,7 +107,7 @@ def test_port_taken_by_others_is_replaced(tmp_path: Path) -> None:
 def test_start_without_a_free_port_fails(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = EmbeddedRedis(tmp_path, choose_ports=lambda count: (taken.getsockname()[1],) * count)
-        with pytest.raises(AddressError, match="could not have any of the ports"):
+        with pytest.raises(AddressError, match="could not use any of the ports"):
             server.start()
 
 
@@ -134,7 +134,7 @@ def test_unreadable_data_is_reported_at_start(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path):
         pass
     (tmp_path / "appendonlydir" / "appendonly.aof.manifest").write_text("no manifest at all\n")
-    with pytest.raises(UserError, match=r"ended as it started: .*(?i:manifest)"):
+    with pytest.raises(UserError, match=r"exited at startup: .*(?i:manifest)"):
         EmbeddedRedis(tmp_path).start()
 
 

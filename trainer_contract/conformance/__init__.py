@@ -187,7 +187,7 @@ def gradient_is_of_the_loss(subject: TrainerUnderTest, _: Path) -> None:
     norm = trainer.optimizer_step(learning_rate=rate).grad_norm
     moved = {name: before[name] - weight for name, weight in weights_of(trainer).items()}
     gradient = {name: gradient_of(step, rate) for name, step in moved.items()}
-    require_equal(norm_of(gradient), norm, 0.02 * norm, "the gradient's norm, read off the weights")
+    require_equal(norm_of(gradient), norm, 0.02 * norm, "the gradient's norm, inferred from the weights")
     predicted = sum(float((gradient[name] * step).sum()) for name, step in moved.items())
     require(predicted > 0, "the first step changed no weight")
     require_equal(
@@ -225,7 +225,7 @@ def parts_equal_the_whole(subject: TrainerUnderTest, _: Path) -> None:
     require_equal(norm, whole.norm, 1e-3 * whole.norm, "grad_norm after two calls")
     require_same_weights(weights_of(apart), whole.weights, _WEIGHT_TOLERANCE, "weights after a step on two calls")
     for part, before, stats in zip(parts, started(subject).forward(parts), alone, strict=True):
-        place = f"of a part of {part.num_tokens} tokens, in its place,"
+        place = f"of a part of {part.num_tokens} tokens, in its position,"
         require(before.shape == stats.predictions.shape == (part.num_tokens,), f"predictions {place}")
         require_equal(stats.predictions, np.where(part.loss_mask, before, 0.0), _LOGPROB_TOLERANCE, f"those {place}")
         require_equal(
@@ -376,7 +376,9 @@ def broken_state_is_refused(subject: TrainerUnderTest, directory: Path) -> None:
     empty.mkdir()
     saved.mkdir()
     require_raises(StateError, lambda: started(subject, restore_from=empty), "restoring from an empty directory")
-    require_raises(StateError, lambda: started(subject, restore_from=directory / "absent"), "restoring from nowhere")
+    require_raises(
+        StateError, lambda: started(subject, restore_from=directory / "absent"), "restoring from a missing directory"
+    )
     trainer = started(subject)
     stepped(trainer, [pack(rollouts_of(subject.vocab_size))])
     trainer.save_state(saved)

@@ -30,9 +30,9 @@ class Learns(StrEnum):
     """The parameters that a spec's options make trainable."""
 
     WEIGHTS = "weights"
-    """What is gathered, so that a step shows the gradient."""
+    """The gathered weights, so that a step reveals the gradient."""
     ADAPTERS = "adapters"
-    """What is merged into the weights before they are gathered."""
+    """Adapters, which are merged into the weights before they are gathered."""
 
 
 class TrainerUnderTest(NamedTuple):

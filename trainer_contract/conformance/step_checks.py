@@ -68,13 +68,13 @@ def reads_are_of_the_last_step(subject: TrainerUnderTest, directory: Path) -> No
         try:
             for _ in range(_READS):
                 time.sleep(_PAUSE_S)
-                require_same_weights(weights_of(trainer), left, 0.0, "weights gathered beside the passes")
+                require_same_weights(weights_of(trainer), left, 0.0, "weights gathered during the passes")
             trainer.save_state(directory)
         finally:
             ended.set()
         running.result()
     restored = started(subject, restore_from=directory)
-    require_same_weights(weights_of(restored), left, 0.0, "weights saved beside the passes")
+    require_same_weights(weights_of(restored), left, 0.0, "weights saved during the passes")
     got, right = stepped(restored, [batch]), stepped(trainer, [batch])
-    require((got.loss, got.norm) == (right.loss, right.norm), "the step after a state saved beside the passes differs")
+    require((got.loss, got.norm) == (right.loss, right.norm), "the step after a state saved during the passes differs")
     require_same_weights(got.weights, right.weights, 0.0, "weights of the step after")

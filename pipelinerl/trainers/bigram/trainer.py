@@ -87,7 +87,7 @@ class BigramTrainer:
         if spec.options:
             raise SpecError(f"the bigram trainer knows no options, got {', '.join(spec.options)}; remove them")
         if spec.memory_share is not None:
-            raise SpecError("memory_share is of a GPU's memory, and the bigram trainer uses none; leave it out")
+            raise SpecError("memory_share limits GPU memory, which the bigram trainer does not use; leave it out")
         try:
             logits = BigramModel.load(spec.model_path).logits.astype(np.float64)
         except ModelError as error:
@@ -163,7 +163,7 @@ class BigramTrainer:
         gradient, worker.gradient = worker.gradient, None
         norm = float(np.linalg.norm(gradient))
         if not math.isfinite(norm):
-            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are as before")
+            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are unchanged")
         if spec.grad_clip and norm > spec.grad_clip:
             gradient *= spec.grad_clip / norm
         (beta1, beta2), step = spec.betas, worker.model_version + 1

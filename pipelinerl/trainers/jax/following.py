@@ -57,6 +57,7 @@ class JaxFollower:
 def _save(worker: JaxWorker, path: Path) -> None:
     if not path.is_dir():
         raise StateError(
-            f"{path} is not there on this host; put the run's directory on a file system that every host mounts alike"
+            f"{path} does not exist on this host; put the run's directory on a file system that every host mounts at "
+            "the same path"
         )
     worker.save_parts(path)

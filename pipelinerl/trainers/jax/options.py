@@ -25,12 +25,12 @@ class Remat(StrEnum):
     """Activations that the forward pass keeps for the backward pass; the others are recomputed."""
 
     NONE = "none"
-    """Everything is kept: fastest where it fits."""
+    """Keep all activations: fastest if they fit into memory."""
     MATMULS = "matmuls"
-    """Results of the linear layers are kept, those of attention and of pointwise operations are not."""
+    """Keep the results of linear layers, recompute attention and pointwise operations."""
     INFERENCE_MATCHED = "inference_matched"
-    """Only each layer's output is kept ("nothing saveable", RLAX §5.1): the forward pass emits no residuals that would
-    keep XLA from fusing it as it fuses an inference forward, so that its log-probs are those of `forward`."""
+    """Keep only each layer's output ("nothing saveable", RLAX §5.1). Without residuals, XLA fuses the forward pass as
+    in inference, so that its log-probs equal those of `forward`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

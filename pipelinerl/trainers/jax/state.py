@@ -122,7 +122,7 @@ def _raise_if_parts_lack(path: Path, kind: str, name: str, array: jax.Array) -> 
     if found != expected:
         raise StateError(
             f"the trainer state in {path} must have {expected} parts of {kind}/{name}, and rank 0 sees {found}; "
-            "put the run's directory on a file system that every host mounts alike"
+            "put the run's directory on a file system that every host mounts at the same path"
         )
 
 

@@ -141,7 +141,7 @@ class JaxWorker:
         stepped = jax_program.step(self.program, self.optimizer, self.weights, self.moments, gradient, rate)
         self.weights, self.moments, norm = stepped.weights, stepped.moments, float(stepped.norm)
         if not math.isfinite(norm):
-            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are as before")
+            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are unchanged")
         self.model_version += 1
         return StepStats(self.model_version, norm, learning_rate)
 

@@ -73,7 +73,7 @@ class Channel:
             try:
                 self._connection.sendall(data)
             except TimeoutError:
-                raise RankError(f"{self.peer} took nothing for {self._silence_s:g} s: it hangs") from None
+                raise RankError(f"{self.peer} accepted no data for {self._silence_s:g} s: it hangs") from None
             except OSError as error:
                 raise RankError(f"{self.peer} is gone: {error}") from error
 
@@ -85,7 +85,7 @@ class Channel:
                 received = self._connection.recv_into(view[filled:])
             except TimeoutError:
                 raise RankError(
-                    f"{self.peer} was not heard for {self._silence_s:g} s: it hangs, or the network to it is gone"
+                    f"{self.peer} sent nothing for {self._silence_s:g} s: it hangs, or the network to it is down"
                 ) from None
             except OSError as error:
                 raise RankError(f"{self.peer} is gone: {error}") from error

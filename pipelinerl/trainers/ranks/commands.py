@@ -29,9 +29,9 @@ class Lane(StrEnum):
     """A sequence of commands that every rank executes in the same order; lanes run concurrently."""
 
     PASSES = "passes"
-    """Whatever computes on all processes at once: the order must be the same everywhere."""
+    """Commands that compute on all processes at once; their order must be the same on every rank."""
     READS = "reads"
-    """What only reads the weights, beside the passes: it takes no time from them."""
+    """Commands that only read the weights; they run concurrently with the passes and do not delay them."""
 
 
 class Columns(msgspec.Struct, frozen=True):
@@ -90,9 +90,9 @@ class GatheredKind(StrEnum):
     """The quantity to gather for a parameter."""
 
     WEIGHTS = "weights"
-    """Itself, as engines are sent it."""
+    """Its value as engines receive it."""
     MASTER = "master"
-    """Itself, as it is trained."""
+    """Its value as it is trained."""
     MEAN = "exp_avg"
     SQUARE = "exp_avg_sq"
 
@@ -198,7 +198,7 @@ def decode(data: bytes) -> Message:
         return _DECODER.decode(data)
     except msgspec.MsgspecError as error:
         raise RankError(
-            f"a message between the trainer's ranks is not understood: {error}; install one version"
+            f"a message between the trainer's ranks cannot be decoded: {error}; install the same version everywhere"
         ) from error
 
 
@@ -282,7 +282,9 @@ def _decoded(plain: Any) -> Any:
         return kind(plain["value"])
     if isinstance(kind, type) and is_dataclass(kind) and "fields" in plain:
         return kind(**{part: _decoded(value) for part, value in plain["fields"].items()})
-    raise RankError(f"rank 0 names {plain['class']!r}, which is no part of an objective here; install one version")
+    raise RankError(
+        f"rank 0 names {plain['class']!r}, which is not part of an objective here; install the same version everywhere"
+    )
 
 
 def _is_known(module: str) -> bool:

@@ -65,7 +65,9 @@ def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[
                 raise RankError(message.reason)
             return
         if not isinstance(message, Numbered):
-            raise RankError(f"rank 0 said {type(message).__name__}, expected a command; install one version")
+            raise RankError(
+                f"rank 0 sent {type(message).__name__}, expected a command; install the same version everywhere"
+            )
         rank.take(message)
 
 

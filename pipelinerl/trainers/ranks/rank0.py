@@ -89,7 +89,7 @@ class _Pending:
 
 
 def _end_process(error: RankError) -> None:
-    print(f"pipelinerl: the trainer ends without its ranks: {error}", file=sys.stderr, flush=True)
+    print(f"pipelinerl: the trainer exits without its ranks: {error}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -176,7 +176,7 @@ class Ranks:
     def end(self) -> None:
         """End the other ranks. After `leave` they exit with its reason as a failure, so that they are started again."""
         with self._changed:
-            lost, self._lost = self._lost, self._lost or RankError("the ranks of this trainer have been sent home")
+            lost, self._lost = self._lost, self._lost or RankError("the ranks of this trainer have been ended")
         if lost is None:
             self._dismiss(RanksEnd(reason=self._left_for))
 
@@ -206,7 +206,7 @@ class Ranks:
         waits_for = [*([] if pending.result.done() else [0]), *missing]
         return (
             f"{pending.verb} took more than options.distributed.timeout_s = "
-            f"{self._timeout_s:g} s: it waits for rank {', '.join(map(str, waits_for))}; start all ranks again"
+            f"{self._timeout_s:g} s: still waiting for rank {', '.join(map(str, waits_for))}; start all ranks again"
         )
 
     def _raise_if_lost(self) -> None:
@@ -249,7 +249,10 @@ class Ranks:
             while True:
                 answer = decode(channel.receive())
                 if not isinstance(answer, RankAnswer):
-                    raise RankError(f"rank {rank} said {type(answer).__name__}, not RankAnswer; install one version")
+                    raise RankError(
+                        f"rank {rank} sent {type(answer).__name__} instead of RankAnswer; install the same version "
+                        "everywhere"
+                    )
                 with self._changed:
                     pending = self._pending.get(answer.number)
                     if pending is not None:
@@ -257,7 +260,7 @@ class Ranks:
                         self._changed.notify_all()
         except RankError as error:
             self._lose(
-                RankError(f"{error}; see its log, and start all ranks again: the run goes on from its checkpoint")
+                RankError(f"{error}; see its log, and start all ranks again: the run resumes from its checkpoint")
             )
 
 
@@ -298,7 +301,7 @@ def lead(distributed: Distributed, join: Join) -> Ranks:
         atexit.register(ranks.end)  # registered after the array library's hook, so that it runs before that hook
         _led = (distributed, ranks)
     if _led[0] != distributed:
-        raise SpecError("options.distributed must be the same for every trainer of a process; give them one recipe")
+        raise SpecError("options.distributed must be the same for every trainer of a process; use the same recipe")
     return _led[1]
 
 

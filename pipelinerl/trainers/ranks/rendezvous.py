@@ -88,12 +88,12 @@ def join_rank0(distributed: Distributed, join: Join) -> Channel:
     except RankError as error:
         waiting.close()
         raise SpecError(
-            f"options.distributed: rank 0 has not let rank {distributed.process} join: {error}; see its log"
+            f"options.distributed: rank 0 did not admit rank {distributed.process}: {error}; see its log"
         ) from error
     if not isinstance(answer, Welcome):
         waiting.close()
-        reason = answer.reason if isinstance(answer, Refused) else f"it said {type(answer).__name__}"
-        raise SpecError(f"options.distributed: rank 0 refuses rank {distributed.process}: {reason}")
+        reason = answer.reason if isinstance(answer, Refused) else f"it sent {type(answer).__name__}"
+        raise SpecError(f"options.distributed: rank 0 rejects rank {distributed.process}: {reason}")
     channel = Channel(connection, peer="rank 0", silence_s=distributed.silence_s)
     channel.beat()
     join(distributed, answer.port)
@@ -119,12 +119,12 @@ def _admit(connection: socket.socket, channels: dict[int, Channel], distributed:
     try:
         hello = decode(channel.receive(most_bytes=_MOST_BYTES))
         if not isinstance(hello, Hello):
-            raise RankError(f"it said {type(hello).__name__}, expected Hello")
+            raise RankError(f"it sent {type(hello).__name__}, expected Hello")
         if (reason := _objection(hello, channels, distributed, token)) is not None:
             channel.send(encode(Refused(reason)))
             raise RankError(reason)
     except RankError as error:
-        log.warning("refused a process that would be a rank of the trainer: %s", error)
+        log.warning("rejected a process that tried to join as a rank of the trainer: %s", error)
         channel.close()
         return
     channels[hello.rank] = Channel(connection, peer=f"rank {hello.rank}", silence_s=distributed.silence_s)
@@ -132,14 +132,14 @@ def _admit(connection: socket.socket, channels: dict[int, Channel], distributed:
 
 def _objection(hello: Hello, channels: dict[int, Channel], distributed: Distributed, token: str) -> str | None:
     if not hmac.compare_digest(hello.token.encode(), token.encode()):
-        return "its token is another than that of token_file here; give all ranks the same file"
+        return "its token differs from the one in token_file here; give all ranks the same file"
     if hello.processes != distributed.processes or not 0 < hello.rank < distributed.processes:
         return (
             f"it is rank {hello.rank} of {hello.processes}, expected one of 1..{distributed.processes - 1} of "
             f"{distributed.processes}; give all ranks the same recipe"
         )
     if hello.rank in channels:
-        return f"there is a rank {hello.rank} already; give each its own --rank"
+        return f"rank {hello.rank} has joined already; give each process its own --rank"
     return None
 
 
@@ -147,7 +147,7 @@ def _missing(distributed: Distributed, channels: dict[int, Channel]) -> SpecErro
     missing = sorted(set(range(1, distributed.processes)) - channels.keys())
     named = ", ".join(map(str, missing))
     sentence = (
-        f"options.distributed: rank {named} did not come to {distributed.coordinator} within "
+        f"options.distributed: rank {named} did not connect to {distributed.coordinator} within "
         f"{distributed.timeout_s} s; start `pipelinerl trainer-rank --rank {missing[0]}` on its host"
     )
     for channel in channels.values():

@@ -20,18 +20,18 @@ class GradientSum(StrEnum):
     """The gradients that a process holds between the backward passes of a step."""
 
     WHOLE = "whole"
-    """All of it, brought together once, in the last pass: the least that is sent."""
+    """The whole gradient, reduced once in the last pass: least communication."""
     DIVIDED = "divided"
-    """Its own rows, since it is brought together layer by layer in every pass: the least memory."""
+    """Only the process's own rows, reduced layer by layer in every pass: least memory."""
 
 
 class ExpertWeights(StrEnum):
     """Placement of a layer's experts during computation."""
 
     GATHERED = "gathered"
-    """On each process, for its own tokens: gathered like any weight."""
+    """Gathered on each process for its own tokens, like any weight."""
     PARALLEL = "parallel"
-    """Where they lie: tokens travel to them."""
+    """Kept on the process that holds them; tokens are sent there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,5 +78,5 @@ def refuse_uneven_experts(experts: int, processes: int) -> None:
     if experts < processes or experts % processes:
         raise SpecError(
             f'options.experts = "parallel": a layer has {experts} experts, which {processes} processes cannot divide; '
-            'say "gathered", or divide the model by another options.mesh'
+            'use "gathered", or choose another options.mesh'
         )

@@ -163,7 +163,7 @@ class MeshWorker:
         norm = math.sqrt(self.model.summed_over_shards(own**2))
         if not math.isfinite(norm):
             self.model.discard_gradient()
-            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are as before")
+            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are unchanged")
         clip = self.spec.optimizer.grad_clip or math.inf
         torch.nn.utils.clip_grads_with_norm_(shards, clip, torch.tensor(norm, device=self.setting.device))
         for group in self.optimizer.param_groups:

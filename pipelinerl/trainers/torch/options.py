@@ -53,11 +53,13 @@ class TorchOptions:
         )
         distributed = options.get("distributed")
         if mesh.size == 1 and distributed is not None:
-            raise SpecError("options.distributed is of several processes, and options.mesh makes one; say dp_shard=2")
+            raise SpecError(
+                "options.distributed is for several processes, but options.mesh has one; set options.mesh.dp_shard=2"
+            )
         if mesh.size > 1 and distributed is None:
             raise SpecError(
-                f"options.mesh makes {mesh.size} processes, and options.distributed does not say where they meet; use "
-                '`pipelinerl run`, which says it, or add options.distributed={coordinator="127.0.0.1:8476"}'
+                f"options.mesh makes {mesh.size} processes, but options.distributed does not name their meeting point; "
+                'use `pipelinerl run`, which sets it, or add options.distributed={coordinator="127.0.0.1:8476"}'
             )
         if distributed is None:
             return read
@@ -85,7 +87,7 @@ def experts_of(options: Mapping[str, Any]) -> ExpertWeights:
     """Return the `experts` option. Raises SpecError if it is no `ExpertWeights`, or needs a sharded model."""
     experts = one_of(ExpertWeights, options.get("experts", ExpertWeights.GATHERED), "options.experts")
     if experts is ExpertWeights.PARALLEL and mesh_of(options).shards == 1:
-        raise SpecError('options.experts = "parallel" is of a model that processes divide; say options.mesh.dp_shard=2')
+        raise SpecError('options.experts = "parallel" needs a sharded model; set options.mesh.dp_shard=2')
     return experts
 
 

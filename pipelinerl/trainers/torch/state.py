@@ -117,7 +117,7 @@ class TorchSavedState:
             )
         if not has_adapters and self.lora is not None:
             raise StateError(
-                f"the trainer state in {self.path} is of LoRA adapters; go on with trainer.options.lora = "
+                f"the trainer state in {self.path} is of LoRA adapters; resume with trainer.options.lora = "
                 f"{_options_of(self.lora)}"
             )
 
@@ -126,13 +126,13 @@ class TorchSavedState:
         assert self.lora is not None, "`check_kind` comes first"
         if self.lora.get("base") != expected["base"]:
             raise StateError(
-                f"the LoRA adapters in {self.path} are of another base than the weights in model.path; go on from the "
-                "model directory that the run began with"
+                f"the LoRA adapters in {self.path} are of another base than the weights in model.path; resume from the "
+                "model directory that the run started with"
             )
         if self.lora != expected:
             raise StateError(
-                f"the LoRA adapters in {self.path} are {_options_of(self.lora)}, and the recipe asks for "
-                f"{_options_of(expected)}; go on with those"
+                f"the LoRA adapters in {self.path} are {_options_of(self.lora)}, but the recipe requests "
+                f"{_options_of(expected)}; resume with the saved ones"
             )
 
     @property

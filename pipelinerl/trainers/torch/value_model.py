@@ -61,7 +61,7 @@ class PackedValueModel(nn.Module):
             try:
                 made.value_head.load_state_dict(load_file(path / VALUE_HEAD_FILE))
             except RuntimeError as error:
-                raise SpecError(f"{path / VALUE_HEAD_FILE} does not fit the model beside it: {error}") from error
+                raise SpecError(f"{path / VALUE_HEAD_FILE} does not fit the model in its directory: {error}") from error
         return made, reader
 
     def forward(

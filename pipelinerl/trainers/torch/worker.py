@@ -176,7 +176,7 @@ class TorchWorker:
         norm = float(self.accelerator.clip_grad_norm_(parameters, clip)) if parameters else 0.0
         if not math.isfinite(norm):
             self.discard_gradient()
-            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are as before")
+            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are unchanged")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         before = None if self.probe is None else self.probe.read()

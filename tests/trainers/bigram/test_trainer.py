@@ -69,7 +69,7 @@ def test_unsupported_specs_and_missing_init_are_rejected(path):
     for spec in ({"device": Device.CUDA}, {"precision": Precision.BF16}):
         with pytest.raises(SpecError, match="the bigram trainer runs on the CPU in fp32"):
             BigramTrainer().init_worker(TrainerSpec(model_path=path, **spec))
-    with pytest.raises(SpecError, match="memory_share is of a GPU's memory, and the bigram trainer uses none"):
+    with pytest.raises(SpecError, match="memory_share limits GPU memory, which the bigram trainer does not use"):
         BigramTrainer().init_worker(TrainerSpec(model_path=path, memory_share=0.4))
     with pytest.raises(ProtocolError, match="call init_worker first"):
         BigramTrainer().discard_gradient()

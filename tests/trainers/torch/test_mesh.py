@@ -381,7 +381,7 @@ def test_other_ranks_report_the_loss_of_rank_0(model, tmp_path):
 @pytest.mark.timeout(600)
 def test_hanging_rank_is_named(model, tmp_path):
     jobs: list[Job] = [(tmp_path, "until_lost", {"model": model})]
-    assert "RankError: rank 1 was not heard for 5 s" in end_by_losing(1, signal.SIGSTOP, jobs, silence_s=5)
+    assert "RankError: rank 1 sent nothing for 5 s" in end_by_losing(1, signal.SIGSTOP, jobs, silence_s=5)
 
 
 @pytest.mark.timeout(600)
@@ -474,11 +474,14 @@ def test_reads_concurrent_with_passes_twenty_times(model, tmp_path):
         ({"mush": 1}, "options.mush is unknown to the torch trainer; it knows mesh, gradients, experts, attention"),
         ({"mesh": {"fsdp": 2}}, "options.mesh.fsdp is unknown to the torch trainer; it knows dp_replicate, dp_shard"),
         ({"gradients": "half"}, "options.gradients must be whole or divided, got 'half'"),
-        ({"mesh": {"dp_replicate": 2}} | PARALLEL, 'options.experts = "parallel" is of a model that processes divide'),
+        ({"mesh": {"dp_replicate": 2}} | PARALLEL, 'options.experts = "parallel" needs a sharded model'),
         ({"mesh": {"dp_shard": 0}}, "options.mesh.dp_shard must be a whole number of at least 1, got 0"),
-        ({"mesh": {"cp": 2}}, "options.mesh makes 2 processes, and options.distributed does not say where they meet"),
-        ({"mesh": TWO}, "options.mesh makes 2 processes, and options.distributed does not say where they meet"),
-        ({"distributed": JOINED}, "options.distributed is of several processes, and options.mesh makes one"),
+        (
+            {"mesh": {"cp": 2}},
+            "options.mesh makes 2 processes, but options.distributed does not name their meeting point",
+        ),
+        ({"mesh": TWO}, "options.mesh makes 2 processes, but options.distributed does not name their meeting point"),
+        ({"distributed": JOINED}, "options.distributed is for several processes, but options.mesh has one"),
         ({"mesh": TWO, "distributed": JOINED | {"processes": 3}}, "processes must be 2, as options.mesh says, got 3"),
         ({"mesh": TWO, "distributed": {"coordinator": "10.0.0.1:1"}}, "token_file must be given where coordinator is"),
         ({"mesh": TWO, "distributed": JOINED | {"process": 1}}, "only rank 0 is a trainer; start `pipelinerl trainer-"),

@@ -226,7 +226,7 @@ def test_overflowing_gradient_is_cleared(model_path, micro_batch):
     before = [weight.clone() for _, weight in trainer.gather_weights()]
     trainer.backward([micro_batch()], OBJECTIVE)
     next(trainer._worker.model.parameters()).grad[0, 0] = torch.inf
-    with pytest.raises(NonFiniteError, match="cleared and the weights are as before"):
+    with pytest.raises(NonFiniteError, match="cleared and the weights are unchanged"):
         trainer.optimizer_step(learning_rate=1e-2)
     assert trainer.model_version == 0
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, trainer.gather_weights(), strict=True))
@@ -305,7 +305,7 @@ def test_state_of_another_head_and_head_of_another_width_are_rejected(model_path
     with pytest.raises(StateError, match="has the head 'value', expected 'policy'"):
         started(model_path("qwen2"), restore_from=tmp_path)
     save_file({"weight": torch.zeros(1, 5), "bias": torch.zeros(1)}, tmp_path / "model" / "value_head.safetensors")
-    with pytest.raises(SpecError, match=r"value_head\.safetensors does not fit the model beside it"):
+    with pytest.raises(SpecError, match=r"value_head\.safetensors does not fit the model in its directory"):
         started(tmp_path / "model", head=Head.VALUE)
     (tmp_path / "model" / "value_head.safetensors").unlink()
     with pytest.raises(StateError, match=r"lacks model/value_head\.safetensors"):

@@ -54,11 +54,15 @@ def _refuse(model: Any, target: str, linear: Mapping[str, nn.Module], *, offered
     found = [name for name in named if name in linear]
     names = ", ".join(last_names(offered))
     if not found:
-        kind = "is an embedding" if any(isinstance(each, nn.Embedding) for each in named.values()) else "names none"
+        kind = (
+            "is an embedding"
+            if any(isinstance(each, nn.Embedding) for each in named.values())
+            else "matches no linear layer"
+        )
         raise SpecError(f"options.lora.targets: {target!r} {kind}; linear layers of this model are {names}")
     embedding = model.get_input_embeddings()
     if any(linear[name].weight is embedding.weight for name in found):
-        raise SpecError(f"options.lora.targets: {target!r} is tied to the embedding; choose of {names}")
+        raise SpecError(f"options.lora.targets: {target!r} is tied to the embedding; choose from {names}")
 
 
 def _is_named(name: str, target: str) -> bool:

@@ -20,7 +20,7 @@ class MomentDType(StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"
-    """Half of the memory, rounded at random so that what is small adds up."""
+    """Half the memory; stochastic rounding lets small changes accumulate."""
 
 
 class StatePlace(StrEnum):
@@ -28,7 +28,7 @@ class StatePlace(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
-    """In the host's memory; the device holds what passes compute with, and a piece of the state at a time."""
+    """In host memory; the device holds the weights of the passes, and one piece of the state at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

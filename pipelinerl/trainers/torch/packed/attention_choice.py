@@ -27,7 +27,7 @@ class SegmentAttention(StrEnum):
     """Attention implementations for packed segments: each token attends to earlier tokens of its own segment."""
 
     AUTO = "auto"
-    """By the kernel where it can be, else by buckets."""
+    """The kernel if possible, else buckets."""
     BUCKETS = "buckets"
     VARLEN = "varlen"
 
@@ -109,7 +109,7 @@ def chosen(asked: SegmentAttention, why_not: str | None) -> SegmentAttention:
         SpecError: the kernel was requested but cannot be used.
     """
     if asked is SegmentAttention.VARLEN and why_not is not None:
-        raise SpecError(f'options.attention = "varlen" cannot be: {why_not}; say "auto", or leave it out')
+        raise SpecError(f'options.attention = "varlen" is not possible: {why_not}; use "auto", or leave it out')
     if asked is SegmentAttention.BUCKETS or why_not is not None:
         return SegmentAttention.BUCKETS
     return SegmentAttention.VARLEN
@@ -119,4 +119,4 @@ def described(asked: SegmentAttention, why_not: str | None) -> str:
     """Describe the implementation used and the reason. Raises SpecError like `chosen`."""
     if chosen(asked, why_not) is SegmentAttention.VARLEN:
         return "varlen, one kernel over all segments of a row"
-    return f"buckets of segments of similar length ({why_not or 'as options.attention says'})"
+    return f"buckets of segments of similar length ({why_not or 'set by options.attention'})"

@@ -101,7 +101,7 @@ def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.devic
             for got, wanted in zip(_attended(varlen, drawn, window), expected, strict=True):
                 apart = float((got.float() - wanted).abs().max() / wanted.abs().max())
                 if not apart <= _APART:
-                    return f"in its trial the kernel's result was {apart:.2g} from that of buckets, of the largest"
+                    return f"in its trial the kernel's result differed from buckets by {apart:.2g} of the largest value"
     except (RuntimeError, ValueError, TypeError) as error:
         return f"in its trial the kernel failed: {str(error).splitlines()[0]}"
     return None

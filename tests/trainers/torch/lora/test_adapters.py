@@ -197,7 +197,10 @@ def test_dropout_affects_only_backward_and_resumes_exactly(model_path, micro_bat
         ({"alpha": 0}, r"options\.lora\.alpha must be a number above 0, got 0"),
         ({"dropout": 1.0}, r"options\.lora\.dropout must be a number at least 0 and below 1, got 1\.0"),
         ({"targets": []}, 'targets must be "all-linear" or a list'),
-        ({"targets": ["q"]}, "'q' names none; linear layers of this model are down_proj, gate_proj, k_proj, o_proj"),
+        (
+            {"targets": ["q"]},
+            "'q' matches no linear layer; linear layers of this model are down_proj, gate_proj, k_proj, o_proj",
+        ),
         ({"targets": ["embed_tokens"]}, "'embed_tokens' is an embedding"),
         ({"targets": ["q_proj", "lm_head"]}, "'lm_head' is tied to the embedding"),
         (8, r"options\.lora must be a table, got 8"),
@@ -219,11 +222,11 @@ def test_states_of_other_adapters_bases_and_whole_models_are_rejected(model_path
     path, batch = model_path("qwen2"), micro_batch()
     trainer, whole = started(path, lora={"targets": ["q_proj", "v_proj"]}), started(path, lora=None)
     state = saved(trainer, tmp_path / "lora")
-    refused = r"are \{ rank = 16, alpha = 32, targets = \[\"q_proj\", \"v_proj\"\] \}, and the recipe asks for"
+    refused = r"are \{ rank = 16, alpha = 32, targets = \[\"q_proj\", \"v_proj\"\] \}, but the recipe requests"
     for other in ({"rank": 8}, {"alpha": 16}, {"targets": ["q_proj"]}):
         with pytest.raises(StateError, match=refused):
             started(path, lora={"targets": ["q_proj", "v_proj"], **other}, restore_from=state)
-    with pytest.raises(StateError, match=r"is of LoRA adapters; go on with trainer\.options\.lora = \{ rank = 16"):
+    with pytest.raises(StateError, match=r"is of LoRA adapters; resume with trainer\.options\.lora = \{ rank = 16"):
         started(path, lora=None, restore_from=state)
     with pytest.raises(StateError, match=r"a model that was trained whole; leave trainer\.options\.lora out"):
         started(path, restore_from=saved(whole, tmp_path / "whole"))

@@ -53,12 +53,14 @@ def test_kernel_is_chosen_only_where_all_facts_allow_it(change, reason):
     assert chosen(buckets, why_not) is buckets
     if reason is None:
         assert chosen(varlen, None) is varlen
-        assert described(buckets, None) == "buckets of segments of similar length (as options.attention says)"
+        assert described(buckets, None) == "buckets of segments of similar length (set by options.attention)"
     else:
         assert described(auto, why_not) == f"buckets of segments of similar length ({reason})"
         with pytest.raises(SpecError) as refused:
             chosen(varlen, why_not)
-        assert str(refused.value) == f'options.attention = "varlen" cannot be: {reason}; say "auto", or leave it out'
+        assert (
+            str(refused.value) == f'options.attention = "varlen" is not possible: {reason}; use "auto", or leave it out'
+        )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,9 @@ def test_faulty_kernel_fails_its_trial():
     assert tried(that_is_not_there) == "in its trial the kernel failed: no kernel image is available"
     for kernel in (with_its_triangle_at_the_beginning, that_sees_one_too_many, without_a_gradient_of_keys):
         said = tried(kernel)
-        assert said is not None and said.startswith("in its trial the kernel's result was "), kernel
+        assert said is not None and said.startswith("in its trial the kernel's result differed from buckets by "), (
+            kernel
+        )
 
 
 def test_trainer_logs_its_choice_and_rejects_an_unusable_kernel(model_path, caplog):
@@ -114,7 +118,7 @@ def test_trainer_logs_its_choice_and_rejects_an_unusable_kernel(model_path, capl
     assert "attention: buckets of segments of similar length (the device is cpu, and the kernel is CUDA's)" in (
         caplog.messages
     )
-    with pytest.raises(SpecError, match=r'^options\.attention = "varlen" cannot be: the device is cpu, and'):
+    with pytest.raises(SpecError, match=r'^options\.attention = "varlen" is not possible: the device is cpu, and'):
         started(attention="varlen")
     with pytest.raises(SpecError, match=r"^options\.attention must be auto or buckets or varlen, got 'flash'"):
         started(attention="flash")

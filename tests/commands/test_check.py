@@ -127,8 +127,11 @@ def test_location_and_verdicts_of_user_code_are_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["trainer.type=jax"], r"trainer\.options\.lora: adapters are the torch trainer's, and the JAX trainer trains"),
-        (['trainer.options.lora.targets=["q"]'], r"trainer\.options\.lora\.targets: 'q' names none; .* are down_proj"),
+        (["trainer.type=jax"], r"trainer\.options\.lora: the JAX trainer has no adapters, only the torch trainer does"),
+        (
+            ['trainer.options.lora.targets=["q"]'],
+            r"trainer\.options\.lora\.targets: 'q' matches no linear layer; .* are down_proj",
+        ),
         (['trainer.options.lora.targets=["embed_tokens"]'], r"'embed_tokens' is an embedding; linear layers of this"),
     ],
 )

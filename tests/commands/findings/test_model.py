@@ -95,7 +95,10 @@ def test_canary_tolerates_expert_choices_that_differ_by_rounding(mixture: Path) 
         (["trainer.device=cuda"], "buckets of segments of similar length (the precision is fp32, and the kernel"),
         ([*ON_GPU], "varlen, one kernel over all segments of a row, if its trial on that GPU holds"),
         ([*ON_GPU, "trainer.options.attention=varlen"], "varlen, one kernel over all segments of a row, if its trial"),
-        ([*ON_GPU, "trainer.options.attention=buckets"], "buckets of segments of similar length (as options.attention"),
+        (
+            [*ON_GPU, "trainer.options.attention=buckets"],
+            "buckets of segments of similar length (set by options.attention",
+        ),
     ],
 )
 def test_attention_of_packed_rollouts_is_shown(overrides: list[str], said: str) -> None:
@@ -104,7 +107,9 @@ def test_attention_of_packed_rollouts_is_shown(overrides: list[str], said: str) 
 
 
 def test_impossible_kernel_is_refused_and_other_trainers_have_none() -> None:
-    with pytest.raises(RecipeError, match=r'^trainer\.options\.attention = "varlen" cannot be: the device is cpu, and'):
+    with pytest.raises(
+        RecipeError, match=r'^trainer\.options\.attention = "varlen" is not possible: the device is cpu, and'
+    ):
         list(attention_findings(recipe(None, ["trainer.device=cpu", "trainer.options.attention=varlen"])))
     assert list(attention_findings(recipe(None, ["trainer.type=jax"]))) == []
 

@@ -133,8 +133,9 @@ def _generated(asked: SourceRequest, drafts: Callable[[Mapping[str, Any]], Calla
 
 
 def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
-    """Return drafts of additions, `12+345=` → `357`, with operands of 1 to `max_digits` digits (each length equally
-    likely).
+    """Return drafts of additions such as `12+345=` → `357`.
+
+    Operands have 1 to `max_digits` digits; each length is equally likely.
     """
     unknown = set(parameters) - {"max_digits"}
     max_digits = parameters.get("max_digits", 3)

@@ -161,9 +161,9 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     min_instructions: Annotated[int, Meta(ge=1, le=8)] = 1
     max_instructions: Annotated[int, Meta(ge=1, le=8)] = 3
     level: Annotated[int, Meta(ge=1, le=5)] = 1
-    """How much is asked for: 1 for a few words and points, 5 for five times as many."""
+    """Scale of the requirements: 1 for a few words and points, 5 for five times as many."""
     sentences: Annotated[int, Meta(ge=1, le=15)] = DEFAULT_SENTENCES
-    """Of a reference answer whose instructions ask for no number of them."""
+    """Number of sentences in a reference answer whose instructions do not set one."""
     kinds: list[str] = field(default_factory=lambda: list(_DRAWS))
     topics: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)] = field(
         default_factory=lambda: list(TOPICS)

@@ -38,10 +38,10 @@ class Domain:
 
 
 def groups_of_step(rollouts: int, sizes: Mapping[str, int], weights: Mapping[str, float]) -> int:
-    """Return the number of groups in a step of `rollouts`, rounded to the nearest, given group sizes and weights by
-    domain.
+    """Return the number of groups in a step of `rollouts`, rounded to the nearest.
 
-    It is exact if all domains have the same size and that size divides `rollouts`.
+    `sizes` and `weights` give the group size and the share of each domain. The result is exact if all domains have the
+    same size and that size divides `rollouts`.
     """
     mean = sum(weights[name] * size for name, size in sizes.items()) / sum(weights[name] for name in sizes)
     return max(1, round(rollouts / mean))

@@ -90,8 +90,9 @@ def check_source(source: str, *, domain: str) -> None:
 
 
 def _name_of(source: str) -> tuple[str, str]:
-    """Return the registered name and the text after its colon; a user's reference, which has its own colon, stays
-    whole.
+    """Return the registered name and the text after its colon.
+
+    A user's reference, which has its own colon, stays whole.
     """
     name, _, argument = source.partition(":")
     return (name, argument) if name in registry.SOURCES else (source, "")

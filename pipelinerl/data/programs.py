@@ -47,7 +47,7 @@ _OPERATIONS: Final = (
 
 class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     operations: Annotated[int, Meta(ge=1, le=3)] = 1
-    """Most that are done one after the other."""
+    """Maximum number of chained operations."""
     max_number: Annotated[int, Meta(ge=2, le=10_000)] = 9
     tests: Annotated[int, Meta(ge=1, le=100)] = 3
 

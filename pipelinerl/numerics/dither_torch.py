@@ -1,6 +1,4 @@
-"""Torch version of `dither.dithered`, on the device that holds the weights, and a probe of the share of updates it
-shows.
-"""
+"""Torch version of `dither.dithered` on any device, and a probe of the share of updates it shows."""
 
 from __future__ import annotations
 

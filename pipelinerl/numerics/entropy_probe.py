@@ -38,9 +38,7 @@ class EntropyProbe:
         return frozenset({HeadMeasure.ENTROPY})
 
     def evaluate(self, predictions: Array, columns: Columns) -> Array:
-        """Return the mean entropy over the loss mask in nats, as a scalar that depends on the predictions with
-        gradient 0.
-        """
+        """Return the mean entropy over the loss mask in nats, a scalar with gradient 0 in the predictions."""
         xp, mask = namespace(predictions), columns["loss_mask"]
         known = on_host(columns[HeadMeasure.ENTROPY])
         if known is not None:

@@ -1,4 +1,4 @@
-"""Log-probs of tokens from hidden states, in JAX: fp32 softmax, in pieces so that large logits are never held at once.
+"""Log-probs of tokens from hidden states, in JAX: fp32 softmax, with logits held in pieces.
 
 The results, including measures of the whole distribution, agree with the definition in `logprobs`. The vocabulary may
 be sharded over devices: a token's logit is selected by comparison, since an index could point into another shard.

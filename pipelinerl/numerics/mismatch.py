@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 @final
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Statistics over tokens, with d = log π_ours − log π_theirs and r = exp(d); tokens are assumed sampled from
-    π_theirs.
+    """Statistics over tokens that were sampled from π_theirs.
+
+    With d = log π_ours − log π_theirs and r = exp(d):
 
     Attributes:
         mean, p50, p95, max: of |d|, in nats (RLAX, figure 5, reports mean and P95).

@@ -33,9 +33,7 @@ def to_fp32(model: Any, *, served: torch.dtype, rounding: Rounding = Rounding.NE
 
 @final
 class Fp32Head:
-    """Forward of an output layer. It reads the layer's parameters at each call, so they may be replaced in the
-    meantime.
-    """
+    """Forward of an output layer. Parameters are read at each call, so they may be replaced meanwhile."""
 
     def __init__(self, layer: Any, served: torch.dtype, rounding: Rounding, names: Mapping[int, str]) -> None:
         self._layer = layer

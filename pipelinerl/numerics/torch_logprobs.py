@@ -1,5 +1,4 @@
-"""Log-probs of tokens from hidden states, in torch: fp32 softmax, in pieces so that large logits are never held at
-once.
+"""Log-probs of tokens from hidden states, in torch: fp32 softmax, with logits held in pieces.
 
 The results, including measures of the whole distribution, agree with the definition in `logprobs`.
 """

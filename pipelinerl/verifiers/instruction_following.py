@@ -95,8 +95,9 @@ def instructions_of_problem(problem: Problem) -> tuple[Asked, ...]:
 
 
 def open_checks(_: str) -> Callable[[Any], list[bool]]:
-    """Return a worker's function, see `worker_process`: `[metadata, ground truth, answer, matching]` → results in
-    order.
+    """Return a worker's function, see `worker_process`.
+
+    It maps `[metadata, ground truth, answer, matching]` to a result per instruction.
     """
     languages.preload()
 

@@ -114,8 +114,9 @@ def refuse_unreadable(problem: Problem) -> None:
 
 
 def final_answer(text: str) -> str:
-    r"""Return the last `\boxed{…}`, else the last `<answer>…</answer>`, else the last text after "answer is", else
-    all.
+    r"""Return the final answer in a text.
+
+    It is the last `\boxed{…}`, else the last `<answer>…</answer>`, else the last text after "answer is", else all.
     """
     for found in (_last_boxed(text), last_tagged(text)):
         if found is not None:

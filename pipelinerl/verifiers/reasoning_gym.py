@@ -103,8 +103,9 @@ class ReasoningGym:
         await self._pool.close()
 
     def _entry(self, problem: Problem) -> _Entry:
-        """Return the problem's entry; cache the last one, since the answers of a group come in sequence. Raises
-        `RecipeError`.
+        """Return the problem's entry; raise `RecipeError` as `entry_of`.
+
+        The last entry is cached, since the answers of a group come in sequence.
         """
         if problem is not self._last[0]:
             task, parameters, index = entry_of(problem)
@@ -134,8 +135,9 @@ def extract_answer(completion_text: str) -> str:
 
 
 def open_scorers(_: str) -> Callable[[Any], float | str]:
-    """Return a worker's function, see `worker_process`: `[task and parameters, index, answer, truth]` → score, or
-    error.
+    """Return a worker's function, see `worker_process`.
+
+    It maps `[task and parameters, index, answer, truth]` to a score, or an error.
     """
     scorers: dict[str, Scorer] = {}
 

@@ -39,9 +39,7 @@ class Verifier(Protocol):
     """Judges single answers. A user's class without constructor arguments that has this method may serve as one."""
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        """Judge `completion_text`, the whole answer without the end-of-turn token. Never raises because of an
-        answer.
-        """
+        """Judge `completion_text`, the whole answer without the end-of-turn token; never raise for an answer."""
         ...
 
 
@@ -58,7 +56,7 @@ class GroupVerifier(Protocol):
     """Judges the answers of a domain, a group at a time."""
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge the answers to `problem`, in order. Never raises because of an answer."""
+        """Judge the answers to `problem`, in order; never raise for an answer."""
         ...
 
     async def close(self) -> None:

@@ -280,7 +280,7 @@ class _Worker:
         self._writer = writer
         self._pid = pid
         self.cpu_s = 0.0
-        """Processor seconds that it had taken when it last answered."""
+        """Processor seconds that it had used at its last answer."""
 
     @classmethod
     async def begin(cls, connection: socket.socket) -> _Worker:

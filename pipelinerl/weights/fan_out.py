@@ -1,5 +1,6 @@
-"""`each`: calls every engine concurrently and returns errors as results, so that one failure does not end the
-others.
+"""`each`: calls every engine concurrently and returns errors as results.
+
+One failing engine therefore does not end the calls to the others.
 """
 
 from __future__ import annotations

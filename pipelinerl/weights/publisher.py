@@ -136,8 +136,10 @@ class Publisher(Protocol):
     """Sends weights to engines."""
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Publish the weights. Engines that fail are reported, not raised; raise `UpdateError` if no engine is
-        served.
+        """Publish the weights; engines that fail are reported, not raised.
+
+        Raises:
+            UpdateError: no engine is served.
         """
         ...
 

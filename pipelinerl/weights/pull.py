@@ -1,6 +1,4 @@
-"""The interface of a pull: `PullOrder` describes the weights to fetch, and a `PullSource` fetches them into a
-buffer.
-"""
+"""The interface of a pull: a `PullOrder` describes weights, a `PullSource` fetches them into a buffer."""
 
 from __future__ import annotations
 

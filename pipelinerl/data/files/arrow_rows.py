@@ -37,8 +37,9 @@ class ArrowRows:
 
     @classmethod
     def read(cls, path: Path, fields: frozenset[str] | None, head: FirstRows | None = None) -> ArrowRows:
-        """Read the columns `fields` of the file, as far as it has them, or all. With a `head`, read only that much of
-        it.
+        """Read the columns `fields` of the file, as far as it has them, or all.
+
+        With a `head`, read only that much of the file.
 
         Raises:
             RecipeError: pyarrow is not installed, or cannot read the file.

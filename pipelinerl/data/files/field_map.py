@@ -88,9 +88,7 @@ class FieldMap:
 
     @property
     def plain_prompt(self) -> str:
-        """Name of the field that alone determines `text` where it holds a plain text, or "" if there is no such
-        field.
-        """
+        """Field that alone determines `text` where it holds a plain text, or "" if there is none."""
         more = self.messages_field or self.id_field or self._of_template - {_PROMPT, self.prompt_field}
         return "" if more else self.prompt_field
 

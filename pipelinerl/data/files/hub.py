@@ -72,7 +72,7 @@ def _snapshot(name: str, revision: str | None, *, local: bool) -> str:
 
 def _fetched(name: str, revision: str | None, *, where: str) -> str:
     """Return the cache folder that holds its files; fetch them if they are missing."""
-    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # its client's own
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
     try:
         return _snapshot(name, revision, local=False)

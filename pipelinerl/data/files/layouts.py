@@ -92,9 +92,7 @@ def _saved(folder: Path) -> tuple[Path, ...]:
 
 
 def _described(path: Path, key: str, kind: type) -> Any:
-    """Return the value of `key` in a JSON file of `datasets`. Raises `RecipeError` if it is missing or of another
-    type.
-    """
+    """Return the value of `key` in a JSON file of `datasets`; raise `RecipeError` if it is invalid."""
     try:
         value = orjson.loads(path.read_bytes())[key]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -128,9 +128,7 @@ class JsonRows:
         return ()
 
     def place(self, index: int) -> str:
-        """Return the row's name for messages: `train.jsonl line 18`, counted from 1 as editors do, or `train.csv row
-        17`.
-        """
+        """Return the row's name: `train.jsonl line 18`, counted from 1 as editors do, or `train.csv row 17`."""
         number = index
         if self._numbered == "line":
             number = self._text.count(b"\n", 0, int(self._starts[index])) + 1

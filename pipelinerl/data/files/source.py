@@ -49,8 +49,9 @@ class Indexed(NamedTuple):
 
 @final
 class RowSource:
-    """Problems of one split. Training problems come in epochs, each in its own order; other splits come once, in one
-    order.
+    """Problems of one split.
+
+    Training problems come in epochs, each in its own order; other splits come once, in one order.
 
     Args:
         chosen: the numbers of the rows that are problems, i64 [M].

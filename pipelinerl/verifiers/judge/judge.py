@@ -110,8 +110,9 @@ class _Vote(NamedTuple):
 
 @final
 class Judge:
-    """A `GroupVerifier` that asks a model. It calls `open_server` at the first answer, in the event loop that
-    judges.
+    """A `GroupVerifier` that asks a model.
+
+    It calls `open_server` at the first answer, in the event loop that judges.
     """
 
     def __init__(

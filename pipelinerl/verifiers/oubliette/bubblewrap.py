@@ -37,8 +37,9 @@ def found() -> str | None:
 
 
 def interpreter() -> Path:
-    """Return the Python for runs: this process's own base interpreter, or the system's if that cannot be shared with
-    runs.
+    """Return the Python for runs.
+
+    It is this process's own base interpreter, or the system's if that one cannot be shared with runs.
     """
     own = Path(os.path.realpath(sys.executable))
     return own if os.access(own, os.X_OK) else Path("/usr/bin/python3")

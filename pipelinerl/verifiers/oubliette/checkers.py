@@ -139,9 +139,7 @@ def _lines(text: bytes) -> list[bytes]:
 
 
 def _close(output: bytes, answer: bytes, tolerance: float) -> bool:
-    """Return whether two numbers differ by at most `tolerance`, absolute or relative to the answer. NaN is no
-    number.
-    """
+    """Return whether two numbers differ by at most `tolerance`, absolute or relative; never for NaN."""
     if len(output) > _LONGEST_NUMBER or b"_" in output + answer:
         return False
     try:

@@ -1,13 +1,14 @@
-"""`CodeProblem`: tests from a problem's metadata, in the layouts of public data sets; and extraction of code from
-answers.
+"""`CodeProblem`: tests from a problem's metadata; and extraction of code from answers.
+
+The metadata may have the layout of one of these public data sets:
 
     {"tests": [{"input", "output"}, …]}                                    ours; `official_tests` of open-r1/codeforces
     {"public_tests": {"input": […], "output": […]}, "private_tests": …}    deepmind/code_contests, `generated_tests` too
     {"input_output": {"inputs": […], "outputs": […]}}                      APPS and TACO, also as JSON in a text
     {"public_test_cases": [{"input", "output", "testtype": "stdin"}]}      LiveCodeBench, also as JSON in a text
 
-If the metadata has none of them, the ground truth may hold tests in the first layout. An input or output may be a
-link into a repository: {"link": "oub:…"}. `time_limit` is in seconds (or code_contests' {"seconds", "nanos"}),
+If the metadata has none of them, the ground truth may hold tests in the first layout. An input or output may be a link
+into a repository: {"link": "oub:…"}. `time_limit` is in seconds (or code_contests' {"seconds", "nanos"}),
 `memory_limit` in MB (`memory_limit_bytes` in bytes). `checker` is a name or a program of the problem's
 (`generated_checker`, a program in Python, of open-r1/codeforces).
 

@@ -13,7 +13,7 @@ class Scoring(StrEnum):
     """Definition of the reward."""
 
     ALL = "all"
-    """1 where every test is passed, else 0."""
+    """1 if every test is passed, else 0."""
     SHARE = "share"
     """The share of tests that are passed."""
 

@@ -104,8 +104,9 @@ class LocalRunner:
         self, sandbox: Sandbox, *, tier: str, at_once: int, repository: PersistentRepository | None = None,
         outputs: Repository | None = None,
     ) -> None:  # fmt: skip
-        """Create the runner. `repository` resolves links and keeps compiled checkers; outputs go to `outputs`, if
-        given.
+        """Create the runner.
+
+        `repository` resolves links and keeps compiled checkers; outputs go to `outputs`, if given.
         """
         self._sandbox = sandbox
         self._tier = tier

@@ -22,11 +22,11 @@ class Tier(StrEnum):
     """Strength of the isolation of a run; see docs/verification.md."""
 
     DEFAULT = "default"
-    """bubblewrap around a slot; namespaces, user id, file systems and system call filter of its own around each run."""
+    """bubblewrap per slot; each run has its own namespaces, user id, file systems and system call filter."""
     STRONG = "strong"
-    """gVisor: a kernel of its own around each run. Only when asked for by name."""
+    """gVisor: each run has its own user-space kernel. Used only if requested by name."""
     WEAK = "weak"
-    """Landlock, system call filter and limits around one process of the host. Only when asked for by name."""
+    """Landlock, system call filter and limits for one host process. Used only if requested by name."""
 
     @property
     def strength(self) -> int:
@@ -40,14 +40,14 @@ class Ending(StrEnum):
     EXITED = "exited"
     SIGNALLED = "signalled"
     CPU_TIME = "cpu time"
-    """Took more processor time than it may."""
+    """Exceeded its processor time."""
     DEADLINE = "deadline"
-    """Was not done when its time on the clock was over."""
+    """Exceeded its elapsed time."""
     MEMORY = "memory"
     OUTPUT = "output"
-    """Wrote more than it may."""
+    """Exceeded its output limit."""
     STARVED = "starved"
-    """The time on the clock was over, much of which it waited for a processor: says nothing of the program."""
+    """Exceeded its elapsed time, mostly waiting for a processor: says nothing about the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

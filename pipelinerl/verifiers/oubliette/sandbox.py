@@ -84,9 +84,7 @@ def _strong() -> Isolation:
 
 
 def _weak(outer_id: int) -> Isolation:
-    """Isolate a single host process: no child processes, no signals to others, no sockets, and only libraries to
-    read.
-    """
+    """Isolate a single host process: no children, no signals to others, no sockets, only libraries to read."""
     python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()  # others may be unable to read root's
     if not python.exists():
         raise SandboxMissing(f"the {Tier.WEAK} sandbox needs {python} where it is root's; there is none")

@@ -80,7 +80,7 @@ class Slot:
         self._group: ControlGroup | None = None
         self._cpu_began_s = 0.0
         self.began: float | None = None
-        """When the run that is under way did, its box being up before."""
+        """Start time of the current run, or None; a start of the guest does not count."""
 
     def start(self) -> None:
         """Start the guest in advance. A failure is reported by the first run instead."""
@@ -135,10 +135,10 @@ class Slot:
         return 0.0 if self._group is None else self._group.cpu_s()
 
     def goes_behind(self) -> bool:
-        """Lower the run's processor share if it has used much; return whether no more checks are needed. For other
-        threads.
+        """Lower the run's processor share if it has used much; callable from any thread.
 
-        Also return True where there is no control group, and no share can be set.
+        Returns:
+            True if no more checks are needed: the share is lowered, or there is no control group to lower it.
         """
         if self._group is None:
             return True
@@ -178,7 +178,7 @@ class _Box:
     @classmethod
     def start(cls, walls: Isolation, group: ControlGroup | None) -> _Box:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = tempfile.TemporaryFile()  # noqa: SIM115 - it is the box's
+        words = tempfile.TemporaryFile()  # noqa: SIM115 - the guest keeps it open
         with theirs:
             # empty, since /proc/1/environ of the guest shows bubblewrap's own environment
             command = walls.command if group is None else group.entering(walls.command)
@@ -246,8 +246,9 @@ class _Box:
         )
 
     def kill(self) -> None:
-        """Kill the guest. The server ends its run when the socket closes, and bubblewrap's end ends everything in the
-        guest.
+        """Kill the guest.
+
+        The server ends its run when the socket closes, and bubblewrap's end ends everything in the guest.
         """
         self._control.close()
         self.interrupt()

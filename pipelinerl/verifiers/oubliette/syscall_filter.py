@@ -74,8 +74,9 @@ def supported() -> bool:
 
 
 def of_servers() -> bytes:
-    """Return the filter of the server, which creates namespaces: it denies everything not needed for that. Runs inherit
-    it.
+    """Return the filter of the server, which runs inherit.
+
+    It denies everything that the server, which creates namespaces, does not need.
     """
     return _program(set(_REFUSED.values()) - _TO_MAKE_A_BOX)
 
@@ -155,8 +156,9 @@ def _no_clone_with(bits: int) -> list[bytes]:
 
 
 def _by_number(refused: list[int]) -> list[bytes]:
-    """Deny these numbers, in groups, so that a call passes few steps: the kernel checks each number when a filter is
-    set.
+    """Deny these numbers, in groups, so that a call passes few steps.
+
+    The kernel checks each number when a filter is set.
     """
     groups = [refused[begin : begin + _GROUP] for begin in range(0, len(refused), _GROUP)]
     steps: list[bytes] = []

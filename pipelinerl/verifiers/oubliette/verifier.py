@@ -142,8 +142,9 @@ class Oubliette:
 
 
 async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
-    """Open the runner of a domain: the service that the rules name, or this machine's sandbox. The caller must close
-    it.
+    """Open the runner of a domain: the service that the rules name, or this machine's sandbox.
+
+    The caller must close it.
 
     Raises:
         SandboxMissing: the requested tier is not available; the message names the cause.
@@ -170,8 +171,10 @@ class _Judged:
         self._left_s = deadline_s
 
     async def verdict(self, text: str) -> Verdict:
-        """Return the verdict, without the tier. Raises `TimeoutError` if the verifier's time runs out during the
-        tests.
+        """Return the verdict, without the tier.
+
+        Raises:
+            TimeoutError: the verifier's time ran out during the tests.
         """
         block = last_block(text)
         if block is None:
@@ -226,9 +229,7 @@ class _Judged:
         return share, "" if share == 1.0 else f"wrote {executed.result.stdout[:60]!r}"
 
     async def _run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
-        """Run within the rest of the verifier's time, which passes only while programs run, not while they are
-        queued.
-        """
+        """Run within the rest of the verifier's time, which passes only while programs run."""
         left_s = self._left_s
         if left_s <= 0:
             raise TimeoutError

@@ -90,7 +90,7 @@ class _Try:
     until: float = math.inf
     reason: str = "no verifier service has been named by the controller"
     refused: set[str] = field(default_factory=set)
-    """Lives of services that will not judge it, whatever time passes."""
+    """Incarnations of services that permanently reject it."""
 
     def failed(self, reason: str, now: float, grace_s: float) -> None:
         """Record a failure; the first one starts the grace period."""

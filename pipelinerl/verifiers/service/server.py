@@ -56,11 +56,11 @@ class VerifierService:
         self._most_waiting = most_waiting
         self._queue = self._verdicts = self._hits = 0
         self.started = asyncio.Event()
-        """Set once every verifier is up."""
+        """Set once every verifier has started."""
         self.closing = asyncio.Event()
-        """Set once nothing new is taken."""
+        """Set once the service accepts no more requests."""
         self.drained = asyncio.Event()
-        """Set once it is closing and everything has its verdict."""
+        """Set once it is closing and every accepted answer has its verdict."""
 
     @property
     def rules(self) -> Mapping[str, str]:
@@ -172,8 +172,9 @@ class VerifierService:
 
 
 def create_app(service: VerifierService, *, token: str | None) -> FastAPI:
-    """Return the application that serves `service` and starts and closes it; every route but /health requires the
-    `token`.
+    """Return the application that starts, serves and closes `service`.
+
+    Every route but /health requires the `token`.
     """
 
     @asynccontextmanager

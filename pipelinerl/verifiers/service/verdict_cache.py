@@ -46,7 +46,7 @@ class VerdictCache:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Verdict)
         self.num_bytes = 0
-        """What is held."""
+        """Size of the cached entries."""
 
     def find(self, key: bytes) -> Verdict | None:
         """Return the verdict cached under the key, if there is one."""

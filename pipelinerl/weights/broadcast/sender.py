@@ -41,8 +41,9 @@ class WeightSender:
     def send(
         self, group: Collective | None, *, deadline: float, silence_s: float = math.inf, pieces_key: str = ""
     ) -> str:
-        """Send everything and return the digest; without a group, only hash. With `pieces_key`, announce the layout
-        first.
+        """Send everything and return the digest; without a group, only hash.
+
+        With `pieces_key`, announce the layout first.
 
         Raises:
             UpdateError: the trainer gathers something other than its layout says, or a rank left.

@@ -49,8 +49,9 @@ class PullPublisher:
     """A `Publisher` through parameter servers. One publication runs at a time; others wait their turn."""
 
     def __init__(self, control: EngineControl, placement: Uploader, *, announcer: Announcer | None = None) -> None:
-        """Create the publisher. An `announcer` reaches the engines that follow announcements; the others get
-        requests.
+        """Create the publisher.
+
+        An `announcer` reaches the engines that follow announcements; the others get requests.
         """
         self._control = control
         self._announcer = announcer
@@ -142,8 +143,9 @@ class PullPublisher:
     async def _announced(
         self, progress: PublicationProgress, uploaded: Uploaded
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Return the results of engines that follow announcements. An engine that does not know the layout needs a
-        request.
+        """Return the results of engines that follow announcements.
+
+        An engine that does not know the layout needs a request instead.
         """
         if self._announcer is None:
             return {}
@@ -203,8 +205,6 @@ class PullPublisher:
 
 
 def _turned(uploaded: Uploaded, number: int) -> dict[str, Any]:
-    """Return the source fields of PREPARE: servers in order, rotated so that each engine starts with a different
-    one.
-    """
+    """Return the source fields of PREPARE: servers in order, rotated to spread engines over replicas."""
     turned = [(*urls[at:], *urls[:at]) for urls in uploaded.sources for at in [number % len(urls)]]
     return {"sources": turned[0]} if len(turned) == 1 else {"shards": turned, "bucket_bytes": uploaded.bucket_bytes}

@@ -22,13 +22,12 @@ Part = Range
 
 @final
 class ReceiveBuffer:
-    """Buffer over `into`, flat uint8: numpy, or torch on the host or a device; a device is filled through host
-    memory.
-    """
+    """Buffer over `into`, flat uint8 in numpy or torch; a device is filled through host memory."""
 
     def __init__(self, into: Any, *, shards: Sequence[Sequence[Range]], on_progress: Callable[[int], None]) -> None:
-        """Create the buffer. `shards` holds the ranges to fill, by shard; the digest covers all of them in byte
-        order.
+        """Create the buffer.
+
+        `shards` holds the ranges to fill, by shard; the digest covers all of them in byte order.
         """
         self.num_bytes: Final = len(into)
         self._into = into

@@ -32,9 +32,7 @@ def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: i
 
 
 def holders(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> list[str]:
-    """Return one sentence per reason for which a version other than the newest is kept, for a caller that waits for
-    room.
-    """
+    """Return one sentence per reason why an older version is kept, for a caller that waits for room."""
     newest = max(whole, default=None)
     reasons = []
     for key in sorted(whole - {newest}):

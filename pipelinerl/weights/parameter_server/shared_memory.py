@@ -106,8 +106,9 @@ class Attachments:
         self._by_server: dict[str, dict[str, Attachment]] = {}
 
     def to(self, server: str, address: SharedMemoryAddress) -> Attachment | None:
-        """Return the segment of `server`, mapped. Segments of an earlier process of that server are unmapped to free
-        them.
+        """Return the segment of `server`, mapped.
+
+        Segments of an earlier process of that server are unmapped, since mappings keep their memory.
         """
         known = self._by_server.pop(server, {})
         alive = {name: attached for name, attached in known.items() if attached.address.pid == address.pid}

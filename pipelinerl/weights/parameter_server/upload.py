@@ -174,8 +174,7 @@ class Uploader:
         return answers
 
     def _first(self, number: int, answers: Mapping[str, VersionRecord | Exception]) -> tuple[str, VersionRecord]:
-        """Return the server of a shard to read from or write to, with its record; prefer one that already holds the
-        shard.
+        """Return a shard's server to read from or write to, with its record; prefer one that holds the shard.
 
         Raises:
             ServerLost: no server accepts it at the moment.

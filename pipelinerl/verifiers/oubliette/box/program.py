@@ -98,8 +98,9 @@ def be_ready() -> None:
 
 
 def _make_site() -> None:
-    """Set up package paths, `exit` and similar names, but no .pth files: they slow down each fork and are not for
-    runs.
+    """Set up package paths, `exit` and similar names.
+
+    The .pth files are left out: they slow down each fork and are not for runs.
     """
     site.setquit()
     site.setcopyright()
@@ -216,7 +217,7 @@ def _warm_streams() -> _Streams:
 
 
 def _text(number: int, mode: Literal["rb", "wb"], errors: str) -> io.TextIOWrapper:
-    stream = open(number, mode, closefd=False)  # noqa: SIM115 - it is open as long as the program runs
+    stream = open(number, mode, closefd=False)  # noqa: SIM115 - open as long as the program runs
     return io.TextIOWrapper(stream, encoding="utf-8", errors=errors)
 
 

@@ -64,8 +64,9 @@ class BoxWalls:
             write(b"/proc/%d/%s" % (pid, name), text)
 
     def processes(self, pid: int) -> list[str]:
-        """Return the pids of the run: all but this process and the guest's first, or the single one without
-        namespaces.
+        """Return the pids of the run.
+
+        With namespaces, these are all but this process and the guest's first; without, the single one.
         """
         if not self._namespaces:
             return [str(pid)]
@@ -181,7 +182,7 @@ def write(path: bytes, text: bytes) -> None:
 
 def killed_first() -> None:
     """Make this process the first to be killed when the machine is out of memory."""
-    try:  # noqa: SIM105 - what makes an object of it costs each run some pages
+    try:  # noqa: SIM105 - a context manager would cost each run some pages
         write(b"/proc/self/oom_score_adj", b"1000")
     except OSError:
         pass

@@ -120,7 +120,11 @@ class GvisorSlot:
         return 0.0 if self._group is None else self._group.cpu_s()
 
     def goes_behind(self) -> bool:
-        """Lower the run's processor share if it has used much; return whether it was lowered. For other threads."""
+        """Lower the run's processor share if it has used much; callable from any thread.
+
+        Returns:
+            True if the share is lowered.
+        """
         if self._group is None or self.began is None or self._group.cpu_s() - self._cpu_began_s < _GREEDY_CPU_S:
             return False
         self._group.weigh(Weight.BEHIND_OTHERS)

@@ -25,17 +25,22 @@ class FewShotSection(Section):
     """One message of an example conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
+    """Author of the message."""
     content: str
+    """Text of the message."""
 
 
 class DomainSection(Section):
     """A kind of problem: its source, prompt format, verifier, and share of the training problems."""
 
     name: str
+    """Unique name of the domain, as it appears in figures and knobs."""
     source: str
+    """Name of a registered problem source, such as `files`, or a user's source as path.py:name; docs/data.md."""
     weight: float = Field(default=1.0, ge=0)
     """Relative share of the training problems; a domain with weight 0 is only available to evaluation sets."""
     parameters: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the source; each source documents its own."""
 
     # verification: docs/rewards.md
     verifier: str | None = None
@@ -49,11 +54,13 @@ class DomainSection(Section):
     verifier_workers: int | None = Field(default=None, ge=1, le=1024)
     """Verifier processes per actor; by default one for each of its cores, and at least two."""
     reward: RewardSection | None = None
+    """Reward shaping; by default rewards are used unchanged."""
     instructions: InstructionsSection = InstructionsSection()
     """Settings of the verifier `instruction_following`."""
     judge: JudgeSection | None = None
     """Settings of the verifier `judge`."""
     oubliette: OublietteSection = OublietteSection()
+    """Settings of the verifier `oubliette`."""
     cooldown: CooldownSection | None = None
     """Cooldown of solved problems; overrides the one in [curation]."""
 
@@ -63,9 +70,11 @@ class DomainSection(Section):
     command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """A program that plays episodes through OPENAI_BASE_URL; `{task}` in an argument is the last user message."""
     episode: EpisodeSection = EpisodeSection()
+    """Limits of episodes; only for domains with an environment or a command."""
 
     # prompts: docs/data.md
     system_prompt: str = ""
+    """System message of each conversation; empty for none."""
     prompt_template: Annotated[str, Field(min_length=1)] | None = None
     """The last user message, as a Jinja template or with plain `{field}`, over the fields of the problem's row."""
     few_shot: tuple[FewShotSection, ...] = ()
@@ -79,7 +88,9 @@ class DomainSection(Section):
     temperature: float | None = Field(default=None, ge=COLDEST, le=HOTTEST)
     """Training temperature of this domain. The knob `temperature` only affects domains without their own."""
     max_tokens: int | None = Field(default=None, ge=1)
+    """The most tokens of one answer; by default `sampling.max_tokens`."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
+    """Strings that end an answer; by default `sampling.stop`."""
 
     @field_validator("prompt_template")
     @classmethod

@@ -61,9 +61,13 @@ class EvaluationSection(Section):
     """Evaluation on held-out problems; choose hyper-parameters on `validation`, report `held_out`."""
 
     split: SplitName = "held_out"
+    """The data split to evaluate."""
     interval_steps: int = Field(default=50, ge=1)
+    """Steps between evaluations; the knob `evaluation_interval_steps` changes it."""
     problems: int = Field(default=512, ge=0)
+    """Problems per set; 0 disables evaluations."""
     max_tokens: int | None = Field(default=None, ge=1)
+    """The most tokens of one answer; by default as in training."""
     samples: int = Field(default=1, ge=1)
     """Samples per problem; more than one needs a temperature above 0."""
     temperature: float = Field(default=0.0, ge=0, le=HOTTEST)
@@ -90,16 +94,23 @@ class EvaluationSetSection(Section):
     """One of several evaluation sets; keys that are left out default to `[evaluation]`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    """Unique name of the set, as it appears in figures."""
     domains: tuple[str, ...] = ()
     """Names of the domains that provide the problems; by default all domains that are trained on."""
     split: SplitName | None = None
+    """The data split to evaluate; by default `evaluation.split`."""
     interval_steps: int | None = Field(default=None, ge=1)
     """Steps between evaluations of this set; the knob `evaluation_interval_steps` then does not affect it."""
     problems: int | None = Field(default=None, ge=1)
+    """Problems of the set; by default `evaluation.problems`."""
     max_tokens: int | None = Field(default=None, ge=1)
+    """The most tokens of one answer; by default `evaluation.max_tokens`."""
     samples: int | None = Field(default=None, ge=1)
+    """Samples per problem; by default `evaluation.samples`."""
     temperature: float | None = Field(default=None, ge=0, le=HOTTEST)
+    """Sampling temperature, 0 is greedy; by default `evaluation.temperature`."""
     pass_at: PassAt | None = None
+    """The values of k for pass@k; by default `evaluation.pass_at`."""
 
     def within(self, common: EvaluationSection, *, place: int, domains: Sequence[str]) -> HeldOutSet:
         """Return the set with the defaults of `common` filled in; `domains` are those that are trained on."""

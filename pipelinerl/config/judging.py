@@ -58,10 +58,13 @@ class JudgeSection(Section):
     """A regular expression with one group, the score; by default the judge replies with JSON."""
 
     votes: int = Field(default=1, ge=1, le=64)
+    """Judge replies per answer; several need a temperature above 0."""
     least_agreement: float = Field(default=0.0, ge=0, le=1)
     """The least agreement of the votes, 1 − (highest − lowest) ÷ range; below it the answer is not judged."""
     temperature: float = Field(default=0.0, ge=0, le=HOTTEST)
+    """Sampling temperature of the judge."""
     max_tokens: int = Field(default=256, ge=1)
+    """The most tokens of one reply."""
     most_chars: int = Field(default=20_000, ge=1)
     """The most characters of each text that the judge sees."""
 

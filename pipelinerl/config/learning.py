@@ -17,6 +17,7 @@ class TrainingSection(Section):
     """The size of a step, and the rollouts that it learns from."""
 
     rollouts_per_step: int = Field(default=256, ge=1)
+    """Rollouts that make a step, in whole groups; a knob while the run is live."""
     tokens_per_step: int | None = Field(default=None, ge=1)
     """Step as soon as this many tokens are ready, even if `rollouts_per_step` is not reached."""
     no_signal: NoSignal | None = None
@@ -55,13 +56,21 @@ class RewardSection(Section):
     """Reward shaping of a domain, applied before advantages are computed; see `objective.reward`."""
 
     overlong_tokens: int = Field(default=0, ge=0)
+    """Answers that exceed this length lose 1 (DAPO's soft overlong punishment); 0 for none."""
     overlong_margin: int = Field(default=0, ge=0)
+    """Length, below `overlong_tokens`, over which the punishment grows linearly."""
     mean: NormalizationScope = NormalizationScope.NONE
+    """The rollouts over which a mean reward is subtracted; by default none is."""
     std: NormalizationScope = NormalizationScope.NONE
+    """The rollouts over whose standard deviation rewards are divided; by default they are not."""
     epsilon: float = Field(default=1e-6, ge=0)
+    """Added to the standard deviation."""
     low: float = Field(default=-math.inf, allow_inf_nan=True)
+    """Lower bound of the result."""
     high: float = Field(default=math.inf, allow_inf_nan=True)
+    """Upper bound of the result."""
     scale: float = Field(default=1.0, gt=0)
+    """Factor that is applied last."""
 
     @property
     def shaping(self) -> RewardShaping:
@@ -81,6 +90,7 @@ class KLControlSection(Section):
     target: float = Field(gt=0)
     """Target KL from the reference, in nats per token."""
     gain: float = Field(default=0.1, gt=0, le=1)
+    """Speed of the control: the coefficient changes by at most 0.2 × `gain` of itself per step."""
 
     @property
     def controller(self) -> KLController:

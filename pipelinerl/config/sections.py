@@ -45,9 +45,13 @@ class RunSection(Section):
     """The run's name, directory and end."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
+    """Name of the run, and of its directory."""
     directory: Path = Path("runs")
+    """Parent of the run's directory."""
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of all random choices."""
     steps: int = Field(default=100, ge=1)
+    """Steps to train."""
     until_accuracy: float | None = Field(default=None, gt=0, le=1)
     """End early once an evaluation reaches this held-out accuracy."""
     stall_s: float = Field(default=120.0, gt=0)
@@ -65,6 +69,7 @@ class ModelSection(Section):
     """The initial policy: a local Hugging Face directory, or `shipped:<name>`."""
 
     path: str
+    """A directory in Hugging Face format, or `shipped:<name>`."""
     head_precision: HeadPrecision = HeadPrecision.MODEL
     """Precision of the output layer, in engine and trainer: like the other layers, or `fp32` (MiniMax-M1)."""
 
@@ -86,15 +91,21 @@ class EngineSection(Section):
     """The inference servers: type, number and capacity."""
 
     type: str = "torch"
+    """Name of a registered engine type, such as `torch`, `vllm` or `sglang_server`, or a user's as path.py:name."""
     count: int = Field(default=1, ge=1)
+    """Engines that the launcher starts."""
     slots: int = Field(default=128, ge=1)
+    """Sequences that one engine decodes at a time."""
     max_waiting: int = Field(default=4096, ge=1)
+    """Sequences that one engine queues; further requests are rejected."""
     context_length: int = Field(default=512, ge=2)
+    """The most tokens of prompt and answer together."""
     dtype: Literal["auto"] | WeightDType = "auto"
     """Type of weights, cache and arithmetic; `auto` is float32 on a CPU, and otherwise the model directory's."""
     weights: WeightFormat = WeightFormat.NATIVE
     """Format of linear layers: native, or quantised (`int8`)."""
     device: Device = Device.AUTO
+    """Device of the engine; `auto` takes a GPU if there is one."""
     devices: int = Field(default=1, ge=1)
     """Devices that share one engine's model (types jax and vllm)."""
     servers: tuple[BaseUrl, ...] = ()
@@ -104,6 +115,7 @@ class EngineSection(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of this engine type, checked by the engine: for vllm, fields of its `AsyncEngineArgs`."""
     on_update: OnUpdate = OnUpdate.CONTINUE
+    """Treatment of sequences in flight when new weights arrive."""
     receiver: Receiver = Receiver.IN_PROCESS
     """The process that joins the weight group: the engine's, or a separate one (`own_process`).
 
@@ -119,22 +131,32 @@ class ActorSection(Section):
     """
 
     count: int = Field(default=1, ge=1)
+    """Actors that the launcher starts."""
     groups_in_flight: int | None = Field(default=None, ge=1)
     """Groups in flight per actor; by default twice what fills the engines' slots."""
     attempts: int = Field(default=4, ge=1)
+    """Attempts per group if weight updates abort its samples."""
     timeout_s: float = Field(default=300.0, gt=0)
+    """Time limit for an engine's answer."""
     stream_interval_s: float = Field(default=1.0, ge=0, le=3600)
+    """Seconds between an engine's partial answers; 0 for none."""
 
 
 class SamplingSection(Section):
     """Sampling of training rollouts."""
 
     group_size: int = Field(default=16, ge=1)
+    """Answers per training problem."""
     temperature: float = Field(default=1.0, ge=COLDEST, le=HOTTEST)
+    """Sampling temperature; a knob while the run is live."""
     top_p: float = Field(default=1.0, ge=1e-6, le=1)
+    """Nucleus sampling; 1 keeps the whole distribution."""
     top_k: int = Field(default=0, ge=0, lt=2**31)
+    """Sample from the k most probable tokens; 0 for all."""
     max_tokens: int = Field(default=256, ge=1)
+    """The most tokens of one answer."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end an answer."""
 
     @property
     def of_an_order(self) -> Sampling:
@@ -150,13 +172,21 @@ class OptimizerSection(Section):
     """AdamW and the learning-rate schedule."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate; a knob while the run is live."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises to its peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning-rate schedule after the warm-up."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
+    """The share of the peak rate that remains at the last step; ignored by a constant schedule."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's β₁ and β₂."""
     eps: float = Field(default=1e-8, gt=0)
+    """AdamW's ε."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
     grad_clip: float = Field(default=1.0, ge=0)
+    """The largest norm of the gradient; 0 disables clipping."""
 
     @property
     def spec(self) -> OptimizerSpec:
@@ -172,9 +202,13 @@ class TrainerSection(Section):
     """The training backend: its type, precision and memory."""
 
     type: str = "torch"
+    """Name of a registered trainer type, such as `torch` or `jax`, or a user's as path.py:name."""
     precision: Precision = Precision.FP32
+    """Precision of forward and backward passes; master weights and optimizer state are fp32."""
     device: Device = Device.AUTO
+    """Device of the trainer; `auto` takes a GPU if there is one."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, to save memory."""
     micro_batch_tokens: int | str = "auto"
     """The most tokens of one backward pass.
 
@@ -210,8 +244,11 @@ class StalenessSection(Section):
     """The staleness bounds j and k (RLAX §3.1), by preset or by number."""
 
     preset: str | None = None
+    """Name of a pair (j, k); by default `pipeline`."""
     j: int | None = None
+    """Engines receive new weights when they are j versions behind the trainer; a knob while the run is live."""
     k: float | None = Field(default=None, allow_inf_nan=True)
+    """The largest age of a trained token in versions, `inf` for no limit; a knob while the run is live."""
     scope: StalenessScope = StalenessScope.GROUP
     """The unit that is dropped if a token is too old: its `group`, or only its `rollout`.
 
@@ -244,6 +281,7 @@ class CheckpointSection(Section):
     """Interval, number and location of checkpoints."""
 
     interval_steps: int = Field(default=100, ge=1)
+    """Steps between checkpoints."""
     keep: int = Field(default=2, ge=1)
     """The newest checkpoints to keep, for resuming; the streams keep the entries that they would read again."""
     keep_best: int = Field(default=0, ge=0)
@@ -354,23 +392,30 @@ class LaunchSection(Section):
     """Process settings of the local launcher."""
 
     threads: int = Field(default=1, ge=1)
+    """Compute threads of each process."""
     pin: Literal["auto", "none"] = "auto"
+    """On small CPU machines, `auto` gives engines and trainer cores of their own; `none` leaves it to the scheduler."""
     engine_devices: tuple[DeviceIndices, ...] = ()
     """GPUs of each engine, such as [[0, 1], [2, 3]]; by default the first, apart from the trainer's."""
     trainer_devices: DeviceIndices = ()
     """GPUs of the trainer; by default the last."""
     start_timeout_s: float = Field(default=120.0, gt=0)
+    """Time limit for a process to become healthy."""
     restarts: int = Field(default=3, ge=0)
+    """Restarts of a process that dies repeatedly, before the run ends; uptime earns further ones."""
     save_s: float = Field(default=30.0, gt=0)
     """Time for a run, or a trainer, to save its state when it is stopped."""
     grace_s: float = Field(default=5.0, gt=0)
+    """Time for a process to end before it is killed."""
 
 
 class EngineLimits(Section):
     """Limits on the number of engines of one type; both are knobs while the run is live."""
 
     min: int = Field(default=1, ge=0, le=4096)
+    """The fewest engines of this type."""
     max: int = Field(ge=1, le=4096)
+    """The most engines of this type."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -386,14 +431,23 @@ class ElasticSection(Section):
     """
 
     mode: Elasticity = Elasticity.ON
+    """`on` scales the number of engines; `dry_run` only records what it would do."""
     interval_s: float = Field(default=10.0, gt=0, le=3600)
+    """Length of one measurement interval."""
     patience: int = Field(default=3, ge=1, le=1000)
+    """Consecutive intervals that must agree before a change."""
     settle_s: float = Field(default=60.0, ge=0, le=86400)
+    """Least time between changes."""
     waiting: float = Field(default=0.15, gt=0, lt=1)
+    """The trainer's share of waiting time above which busy engines are too few."""
     content: float = Field(default=0.05, gt=0, lt=1)
+    """The trainer's share of waiting time below which engines may be too many."""
     busy: float = Field(default=0.8, gt=0, le=1)
+    """The share of occupied slots from which on engines are busy."""
     stale: float = Field(default=0.1, ge=0, le=1)
+    """The share of stale groups above which busy engines are too few."""
     drain_s: float = Field(default=60.0, gt=0, le=86400)
+    """Time limit for the remaining work of an engine that is removed."""
     types: dict[str, EngineLimits] = Field(default_factory=dict)
     """Limits by engine type; without any, the number of engines is fixed.
 

@@ -49,7 +49,9 @@ class RewardPartSection(Section):
     """One term of a domain's reward: a user's function, or a registered verifier."""
 
     function: str
+    """A user's function (`path.py:name`), or the name of a registered verifier."""
     weight: float = 1.0
+    """Factor of this term; must not be 0."""
     name: str = ""
     """Name in figures; by default the function's."""
 

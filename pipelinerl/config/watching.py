@@ -13,6 +13,7 @@ class SamplesSection(Section):
     """Samples kept in the run's directory for users; `pipelinerl samples` shows them."""
 
     log: Literal["on", "off"] = "on"
+    """`off` keeps no samples."""
     groups_per_step: int = Field(default=2, ge=1, le=1024)
     """Groups of each step that are kept, drawn by seed; one filtered group is kept in addition."""
     max_bytes: int = Field(default=32 * 2**20, ge=2**20)
@@ -39,15 +40,18 @@ class WandbSection(Section):
     """A Weights & Biases run; its key is read from where `wandb login` stored it."""
 
     project: str = Field(min_length=1, max_length=128)
+    """Name of the project."""
     entity: str | None = None
     """A user or team; by default the user who is logged in."""
     mode: Literal["online", "offline"] = "online"
+    """`offline` writes local files that `wandb sync` can upload later."""
 
 
 class TrackioSection(Section):
     """A trackio run."""
 
     project: str = Field(min_length=1, max_length=128)
+    """Name of the project."""
     space_id: str | None = None
     """A Hugging Face space; by default the run is tracked on this machine."""
 
@@ -58,7 +62,9 @@ class TrackersSection(Section):
     tensorboard: bool = False
     """Write event files to `tensorboard/` in the run's directory."""
     wandb: WandbSection | None = None
+    """Settings of Weights & Biases; leave out to disable it."""
     trackio: TrackioSection | None = None
+    """Settings of trackio; leave out to disable it."""
 
     @property
     def chosen(self) -> tuple[str, ...]:

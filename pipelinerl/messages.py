@@ -21,15 +21,10 @@ from inference_contract.errors import Persistence
 
 #: Layout version of a run's directory and streams. Increase it whenever stored names or formats change, so that a run
 #: begun by an incompatible version of the project is rejected instead of misread.
-#:
-#: 1: directives are in the stream `orders`; the journal's snapshot is one flat record, without a layout version.
-#:
-#: 2: directives are in the stream `directives`; the snapshot has parts, and run and snapshot store their layout
-#: version.
-#:
-#: 3: groups name their problem, verdicts their answer and parts, evaluation answers their domain.
-#:
-#: 4: the journal's knobs and ledger contain the group sizes of domains and orders, and evaluations their sets.
+#: - 1: directives are in the stream `orders`; the journal's snapshot is one flat record, without a layout version.
+#: - 2: directives are in the stream `directives`; the snapshot has parts; run and snapshot store their layout version.
+#: - 3: groups name their problem, verdicts their answer and parts, evaluation answers their domain.
+#: - 4: the journal's knobs and ledger contain the group sizes of domains and orders, and evaluations their sets.
 LAYOUT = 4
 
 PROMPTS = "prompts"
@@ -161,8 +156,9 @@ class OrdersEnded(ControlMessage, frozen=True):
 
 
 class Starving(ControlMessage, frozen=True):
-    """The trainer waits for groups, and nothing has arrived for a while; it already has the groups of the orders
-    `held`.
+    """The trainer waits for groups, and nothing has arrived for a while.
+
+    It already has the groups of the orders `held`.
     """
 
     epoch: int

@@ -134,9 +134,9 @@ def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
 def _all_too_long(state: RunState) -> Iterator[str]:
     """Yield a reason if nearly all prompts are too long.
 
-    Prompts that are too long fail at once while others are still sampled. Each failed order is replaced, so many fail
-    before the orders in flight are all of suitable length. The limit therefore tolerates a few percent of such prompts,
-    not a majority.
+    Prompts that are too long fail at once while others are still sampled, and each failed order is replaced. Even a few
+    percent of such prompts therefore cause many failures, and only a large multiple of the orders in flight means that
+    nearly all are too long.
     """
     failing = state.failing
     if not failing.too_long_groups:

@@ -458,7 +458,7 @@ class ControllerService:
     # --- effects ---------------------------------------------------------------------------------------------------
 
     async def _carry_out(self, effect: Effect, decision: int, *, told: bool = False) -> None:
-        """Carry out one effect; `told` is True if its event is already in the log."""
+        """Carry out one effect; `told` means that its event is already in the log."""
         match effect:
             case IssuePrompts(orders):
                 await self._issue(orders)

@@ -71,7 +71,7 @@ def test_a_door_is_closed_to_config_and_training_too() -> None:
 
 
 def test_the_tree_is_as_the_docs_draw_it() -> None:
-    drawing = (ROOT / "docs" / "architecture.md").read_text()
+    drawing = (ROOT / "docs" / "understand" / "architecture.md").read_text()
     assert not (broken := list(tree_is_as_drawn(project(), drawing))), "\n".join(broken)
     assert list(tree_is_as_drawn(project(), drawing + "`pipelinerl/attic/`"))
     assert list(tree_is_as_drawn(project(), ""))

@@ -1,4 +1,4 @@
-"""The first page of docs/rewards.md: its two files, in an empty folder, are a run on one's own reward.
+"""The first page of docs/start/rewards.md: its two files, in an empty folder, are a run on one's own reward.
 
 In short with a model of one's own, too: a bfloat16 directory, as nearly all are.
 """
@@ -14,7 +14,7 @@ import torch
 from tests.fakes.live_run import launched, told
 from tests.roles.test_dtypes import directory
 
-PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+PAGE = Path(__file__).parents[2] / "docs" / "start" / "rewards.md"
 QUICK = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32")
 
 

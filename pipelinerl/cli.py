@@ -93,7 +93,7 @@ def run(
     """Train: start every role on this machine, show progress, write the report. Ctrl-C saves and stops the run.
 
     With --host, this machine is the first of several that each run `pipelinerl node`. With --on, a cluster launcher
-    starts them (docs/clusters.md).
+    starts them (docs/use/clusters.md).
     """
     from launch import run as launching
     from launch.resumed_recipe import change_recipe, record_change

@@ -30,7 +30,7 @@ class RegistryEntry:
 
 
 _JAX: Final = "pip install 'pipelinerl[jax]'"
-_VLLM: Final = "its pins clash with ours, so it has an environment of its own: make vllm builds it, docs/vllm.md"
+_VLLM: Final = "its pins clash with ours, so it has an environment of its own: make vllm builds it, docs/use/vllm.md"
 
 #: `from_options(EngineOptions) -> Engine`
 ENGINES: Final[Mapping[str, RegistryEntry]] = {

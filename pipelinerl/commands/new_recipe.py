@@ -61,7 +61,7 @@ def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | N
     if not data.is_file():
         raise UserError(
             f"--data must be a file of JSON lines, JSON, CSV, Parquet or Arrow, got {data}, which is "
-            f"{'a folder' if data.is_dir() else 'not there'}; other layouts: docs/data.md"
+            f"{'a folder' if data.is_dir() else 'not there'}; other layouts: docs/start/data.md"
         )
     rows = _first_rows(data)
     if not rows:

@@ -36,13 +36,13 @@ class DomainSection(Section):
     name: str
     """Unique name of the domain, as it appears in figures and knobs."""
     source: str
-    """Name of a registered problem source, such as `files`, or a user's source as path.py:name; docs/data.md."""
+    """Name of a registered problem source, such as `files`, or a user's source as path.py:name; docs/start/data.md."""
     weight: float = Field(default=1.0, ge=0)
     """Relative share of the training problems; a domain with weight 0 is only available to evaluation sets."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source; each source documents its own."""
 
-    # verification: docs/rewards.md
+    # verification: docs/start/rewards.md
     verifier: str | None = None
     """Verifier of the answers; by default `math_answer`, unless `rewards` are given."""
     rewards: tuple[RewardPartSection, ...] = ()
@@ -64,7 +64,7 @@ class DomainSection(Section):
     cooldown: CooldownSection | None = None
     """Cooldown of solved problems; overrides the one in [curation]."""
 
-    # multi-turn episodes: docs/environments.md
+    # multi-turn episodes: docs/start/environments.md
     environment: str | None = None
     """An async function of (task, client), or a class with reset, step and close, as path.py:name."""
     command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
@@ -72,7 +72,7 @@ class DomainSection(Section):
     episode: EpisodeSection = EpisodeSection()
     """Limits of episodes; only for domains with an environment or a command."""
 
-    # prompts: docs/data.md
+    # prompts: docs/start/data.md
     system_prompt: str = ""
     """System message of each conversation; empty for none."""
     prompt_template: Annotated[str, Field(min_length=1)] | None = None
@@ -84,7 +84,7 @@ class DomainSection(Section):
 
     # sampling, if it differs from [sampling]
     group_size: int | None = Field(default=None, ge=1)
-    """Answers per training problem; docs/data.md explains the size of a step if domains differ."""
+    """Answers per training problem; docs/start/data.md explains the size of a step if domains differ."""
     temperature: float | None = Field(default=None, ge=COLDEST, le=HOTTEST)
     """Training temperature of this domain. The knob `temperature` only affects domains without their own."""
     max_tokens: int | None = Field(default=None, ge=1)

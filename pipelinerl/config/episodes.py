@@ -1,4 +1,4 @@
-"""Recipe section with the limits of a domain's episodes: docs/environments.md."""
+"""Recipe section with the limits of a domain's episodes: docs/start/environments.md."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class EvaluationSection(Section):
     pass_at: PassAt = ()
     """The values of k for pass@k, each at most `samples`."""
     pin: Pin = Pin.AUTO
-    """Method of ensuring that all answers come from one model version; see docs/evaluation.md."""
+    """Method of ensuring that all answers come from one model version; see docs/use/evaluation.md."""
     hold_s: float = Field(default=60.0, gt=0)
     """The longest time for which pin = gate postpones weight updates."""
 

@@ -1,4 +1,4 @@
-"""Recipe sections with the settings of registered verifiers: docs/verification.md."""
+"""Recipe sections with the settings of registered verifiers: docs/use/verification.md."""
 
 from __future__ import annotations
 

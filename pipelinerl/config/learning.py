@@ -34,7 +34,7 @@ class TrainingSection(Section):
     truncated: Truncated = Truncated.TRAIN
     """Rollouts cut off by the token limit: in the loss (`train`), or only in the group's baseline (`mask`)."""
     epochs: int = Field(default=1, ge=1)
-    """Passes over the rollouts of a step (PPO's K); docs/epochs.md."""
+    """Passes over the rollouts of a step (PPO's K); docs/understand/epochs.md."""
     mini_batches: int = Field(default=1, ge=1)
     """Optimizer steps per pass, on whole groups; a step still produces one model version."""
     target_kl: float | None = Field(default=None, gt=0)

@@ -1,4 +1,4 @@
-"""Recipe section for judging programs in a domain's answers; docs/verification.md."""
+"""Recipe section for judging programs in a domain's answers; docs/use/verification.md."""
 
 from __future__ import annotations
 

@@ -215,14 +215,14 @@ class TrainerSection(Section):
     `auto` takes as many as the device can hold, up to 16,384, chosen at the start of the run.
     """
     routing_replay: RoutingReplay = RoutingReplay.OFF
-    """Routing of a mixture-of-experts model; docs/mixtures.md.
+    """Routing of a mixture-of-experts model; docs/understand/mixtures.md.
 
     `rollout` computes each token with the experts that the sampler used (R3).
     """
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of this trainer type, checked by the trainer.
 
-    For torch `mesh` (docs/trainers.md); for jax `mesh` and the other fields of `JaxOptions`.
+    For torch `mesh` (docs/understand/trainers.md); for jax `mesh` and the other fields of `JaxOptions`.
     """
     memory_share: MemoryShare | None = None
     """The most of each GPU's memory for the trainer, like `engine.memory_share`."""
@@ -425,7 +425,7 @@ class EngineLimits(Section):
 
 
 class ElasticSection(Section):
-    """Automatic scaling of the number of engines by the run's own figures (docs/fleet.md).
+    """Automatic scaling of the number of engines by the run's own figures (docs/use/fleet.md).
 
     `ElasticRule` explains each threshold.
     """

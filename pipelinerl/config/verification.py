@@ -16,7 +16,7 @@ DEFAULT_VERIFIER: Final = "math_answer"
 
 
 class VerificationSection(Section):
-    """The processes that judge answers, and limits of verifier services; docs/verification.md."""
+    """The processes that judge answers, and limits of verifier services; docs/use/verification.md."""
 
     services: int = Field(default=0, ge=0, le=256)
     """Verifier services that the launcher starts; with 0, each actor judges its own samples."""

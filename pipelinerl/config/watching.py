@@ -1,4 +1,4 @@
-"""Recipe sections for observing a run: samples, figures, and experiment trackers (docs/trackers.md)."""
+"""Recipe sections for observing a run: samples, figures, and experiment trackers (docs/reference/trackers.md)."""
 
 from __future__ import annotations
 

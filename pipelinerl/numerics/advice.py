@@ -62,7 +62,7 @@ def _rounding(review: Review) -> Iterator[Advice]:
             f"{review.rounding.behind:.1f} steps' worth of updates",
             'weights.rounding = "dithered", or engine.dtype = "float32" where memory allows (CPU: always)',
             "an update smaller than half the spacing of bfloat16 is rounded away, so the sampler is older than its "
-            "version says (docs/mismatch.md)",
+            "version says (docs/understand/mismatch.md)",
         )
 
 

@@ -221,7 +221,7 @@ class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
     clip_fraction: float | None = None
     """Share of the trained tokens that clipping left without gradient."""
     by_domain: dict[str, dict[str, float]] = {}
-    """Figures by domain of all groups that arrived since the previous step; docs/watching.md lists them."""
+    """Figures by domain of all groups that arrived since the previous step; docs/use/watching.md lists them."""
     by_tag: dict[str, dict[str, float]] = {}
     """The same figures by tag."""
 

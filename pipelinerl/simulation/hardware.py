@@ -1,4 +1,4 @@
-"""Times of all operations on some hardware, from a calibration or a hardware table (docs/simulation.md).
+"""Times of all operations on some hardware, from a calibration or a hardware table (docs/understand/simulation.md).
 
 All times are in seconds.
 """

@@ -71,7 +71,7 @@ def test_closed_doors_apply_to_config_and_training() -> None:
 
 
 def test_docs_draw_the_tree_as_it_is() -> None:
-    drawing = (ROOT / "docs" / "architecture.md").read_text()
+    drawing = (ROOT / "docs" / "understand" / "architecture.md").read_text()
     assert not (broken := list(tree_is_as_drawn(project(), drawing))), "\n".join(broken)
     assert list(tree_is_as_drawn(project(), drawing + "`pipelinerl/attic/`"))
     assert list(tree_is_as_drawn(project(), ""))

@@ -1,4 +1,4 @@
-"""The walks of docs/architecture.md name files and definitions that exist."""
+"""The walks of docs/understand/architecture.md name files and definitions that exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.architecture.tree import ROOT
 
-DRAWING = (ROOT / "docs" / "architecture.md").read_text()
+DRAWING = (ROOT / "docs" / "understand" / "architecture.md").read_text()
 PLACES = sorted(set(re.findall(r"`([a-z_/]+\.py)` `([A-Za-z_.]+)`", DRAWING)))
 #: The most files of a walk.
 LENGTHS = {
@@ -25,7 +25,7 @@ def test_place_exists(path: str, name: str) -> None:
     body: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
     for word in name.split("."):
         found = [node for node in body if getattr(node, "name", None) == word]
-        assert found, f"docs/architecture.md leads to {name} in {path}, where {word} is not defined"
+        assert found, f"docs/understand/architecture.md leads to {name} in {path}, where {word} is not defined"
         body = getattr(found[0], "body", [])
 
 

@@ -1,4 +1,4 @@
-"""The first page of docs/rewards.md: its two files, in an empty folder, are a run with a user's own reward.
+"""The first page of docs/start/rewards.md: its two files, in an empty folder, are a run with a user's own reward.
 
 In the short form also with a user's own model: a bfloat16 directory, the usual case.
 """
@@ -14,7 +14,7 @@ import torch
 from tests.fakes.live_run import launched, told
 from tests.roles.test_dtypes import directory
 
-PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+PAGE = Path(__file__).parents[2] / "docs" / "start" / "rewards.md"
 QUICK = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32")
 
 

@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S
 
 STARTS_IN_S = 300.0
 
-#: `docs/vllm.md` gives the same to people.
+#: `docs/use/vllm.md` gives the same to people.
 AS_DOCUMENTED = (
     "--enable-scale-out",
     "--logprobs-mode=processed_logprobs",

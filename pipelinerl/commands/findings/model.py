@@ -47,7 +47,7 @@ def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield (
             "warning",
             'with trainer.routing_replay = "off" engine and trainer choose experts apart, and not always the same: '
-            '"rollout" replays the engine\'s choice (docs/mixtures.md)',
+            '"rollout" replays the engine\'s choice (docs/understand/mixtures.md)',
         )
 
 

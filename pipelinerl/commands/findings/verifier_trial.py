@@ -58,7 +58,7 @@ def called_by_place(domain: DomainSection) -> Iterator[str]:
             if named and not (named[0] == "problem" and named[1].startswith("completion")):
                 yield (
                     f"{where}: {named[0]} is given the problem and {named[1]} the text of the answer, by place; to "
-                    "have others, name them as docs/rewards.md does: completion, answer, …"
+                    "have others, name them as docs/start/rewards.md does: completion, answer, …"
                 )
 
 

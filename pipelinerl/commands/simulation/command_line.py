@@ -19,9 +19,7 @@ def simulate(
         list[Path] | None,
         typer.Option("--from", help="A finished run to calibrate from, best a synchronous one; a second: contention."),
     ] = None,
-    hardware: Annotated[
-        Path | None, typer.Option("--hardware", help="A hardware table (docs/simulation.md) instead of a run.")
-    ] = None,
+    hardware: Annotated[Path | None, typer.Option("--hardware", help="A hardware table instead of a run.")] = None,
     sweep: Annotated[
         list[str] | None, typer.Option("--sweep", help="section.key=value,value,…; several are combined.")
     ] = None,

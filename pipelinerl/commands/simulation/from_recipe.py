@@ -120,4 +120,6 @@ def _refuse_unknown(config: RunConfig) -> None:
         (sizes != {config.sampling.group_size}, "a domain's own group_size"),
     ):
         if is_unknown:
-            raise RecipeError(f"{what} is not simulated (docs/simulation.md says what is); leave it out to simulate")
+            raise RecipeError(
+                f"{what} is not simulated (docs/understand/simulation.md says what is); leave it out to simulate"
+            )

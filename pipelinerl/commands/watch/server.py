@@ -1,4 +1,4 @@
-"""The page's server: files and JSON for a browser that has the link; docs/watching.md lists its routes.
+"""The page's server: files and JSON for a browser that has the link; docs/use/watching.md lists its routes.
 
 It shows what `Follower` has read of the runs' files, and calls their controllers for changes. No role of a run knows
 about it. It generates no HTML: the page consists of static files that fetch JSON.

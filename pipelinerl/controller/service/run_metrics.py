@@ -1,7 +1,7 @@
 """The controller's `/metrics`: the run as a whole, and roles without a port of their own (trainer, actors, processes).
 
 Engines and parameter servers serve their own metrics (`pipelinerl_engine_…`, `pipelinerl_parameter_server_…`). The
-controller's view of each engine is included here, by URL. docs/prometheus.md lists the names.
+controller's view of each engine is included here, by URL. docs/reference/prometheus.md lists the names.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class RowSource:
 
     Args:
         chosen: the numbers of the rows that are problems, i64 [M].
-        sweep: row numbers that come before the first epoch, in order; see docs/curation.md.
+        sweep: row numbers that come before the first epoch, in order; see docs/understand/curation.md.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Names under which trackers receive the figures of a run's events; docs/trackers.md has the table.
+"""Names under which trackers receive the figures of a run's events; docs/reference/trackers.md has the table.
 
 `MetricReader` turns events into rows by step. The step of an evaluation is the evaluated version. Engines' figures,
 measured every second, come with the next step as means.

@@ -19,7 +19,7 @@ class SandboxLost(PipelineError):
 
 
 class Tier(StrEnum):
-    """Strength of the isolation of a run; see docs/verification.md."""
+    """Strength of the isolation of a run; see docs/use/verification.md."""
 
     DEFAULT = "default"
     """bubblewrap per slot; each run has its own namespaces, user id, file systems and system call filter."""

@@ -17,7 +17,7 @@ from pipelinerl.observability.trackers.metric_names import (
 )
 from tests.observability.timeline.events_of_a_run import event, publish
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "trackers.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "trackers.md"
 
 
 def _row(reader: MetricReader, made: dict[str, object]) -> MetricRow:

@@ -1,4 +1,4 @@
-"""Recipe sections for curation: which problems are issued, and which groups are trained (docs/understand/curation.md)."""
+"""Recipe sections for curation: which problems are issued and which groups train (docs/understand/curation.md)."""
 
 from __future__ import annotations
 

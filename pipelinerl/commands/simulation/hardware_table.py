@@ -1,4 +1,4 @@
-"""Hardware tables: TOML files with the time that each operation takes (docs/understand/simulation.md has one with every key)."""
+"""Hardware tables: TOML files with the time of each operation; docs/understand/simulation.md shows every key."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Episodes:
                 self._warned.add((domain, str(reason)))
                 log.warning(
                     "domain %s: an episode needs several segments (%s), and the trainer computes what they share again "
-                    "where they do not fit into one micro-batch; docs/environments.md says when that happens",
+                    "where they do not fit into one micro-batch; docs/start/environments.md says when that happens",
                     domain,
                     reason,
                 )

@@ -489,11 +489,10 @@ def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
             raise ValueError(f"parents {own} of {len(its)} turns")
     verdicts = [Verdict(**finding._asdict()) for finding in header.findings]
     parents = header.rollout_parents or [()] * len(turns_of)
-    rollouts = []
-    parts = zip(turns_of, header.rollout_findings, header.rollout_endings, parents, strict=True)
-    for its, finding, ending, own in parts:
-        finish_reason, temperature, epoch = header.endings[ending]
-        rollouts.append(
+    endings = [header.endings[number] for number in header.rollout_endings]
+    parts = zip(turns_of, header.rollout_findings, endings, parents, strict=True)
+    return tuple(
+        [
             Rollout(
                 turns=its,
                 verdict=verdicts[finding],
@@ -502,8 +501,9 @@ def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
                 epoch=epoch,
                 parents=own,
             )
-        )
-    return tuple(rollouts)
+            for its, finding, (finish_reason, temperature, epoch), own in parts
+        ]
+    )
 
 
 def _split(columns: memoryview, dtype: np.dtype[Any], lengths: list[int], start: int) -> tuple[list[NDArray[Any]], int]:

@@ -11,8 +11,8 @@ import pytest
 
 from pipelinerl.rng import generator
 from pipelinerl.training.watching.domain_figures import MOST_TAGS, OTHER_TAGS, DomainTallies, Tally
-from pipelinerl.types import Outcome, ProblemSummary, RewardPart, Rollout, RolloutGroup, Verdict
-from tests.fakes.rollouts import group, rollout
+from pipelinerl.types import ROOT, Outcome, ProblemSummary, RewardPart, Rollout, RolloutGroup, Verdict
+from tests.fakes.rollouts import episode, group, rollout
 
 
 def told(rewards: Sequence[float], *, domain: str = "words", tags: Sequence[str] = (), **fields: Any) -> RolloutGroup:
@@ -91,3 +91,18 @@ def test_the_p95_of_lengths_is_numpys(count: int) -> None:
     tally = Tally(groups=1, lengths=lengths[::-1])
     assert tally.figures()["length_p95"] == pytest.approx(np.percentile(lengths, 95), rel=1e-12)
     assert tally.figures()["length_mean"] == pytest.approx(np.mean(lengths), rel=1e-12)
+
+
+def test_turns_and_segments_are_counted_of_episodes_alone() -> None:
+    tallies = DomainTallies()
+    turns = episode([((0,), (1,)), ((2,), (3,)), ((4,), (5,))], (ROOT, 0, 0)).turns
+    begins = ("first", "", "forked")
+    noted = tuple(replace(turn, note=turn.note._replace(begins=why)) for turn, why in zip(turns, begins, strict=True))
+    forked = replace(episode([((0,), (1,))]), turns=noted, parents=(ROOT, 0, 0))
+    single = replace(forked, turns=noted[:1], parents=())
+    tallies.add([told([], rollouts=(forked, single, forked)), told([1.0], domain="sums")])
+    by_domain = tallies.take().by_domain
+    figures = by_domain["words"]
+    assert figures["turns"] == pytest.approx(7 / 3) and figures["segments"] == pytest.approx(5 / 3)
+    assert (figures["segments.first"], figures["segments.forked"]) == (3, 2)
+    assert not {"turns", "segments"} & by_domain["sums"].keys()

@@ -10,6 +10,9 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.packed.attention import attend
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
+from pipelinerl.training.rollouts.packing import alone
+from pipelinerl.types import ROOT
+from tests.fakes.rollouts import episode
 from tests.trainers.torch.test_trainer import gradients, padded_twin, started
 from trainer_contract.types import Head
 
@@ -32,6 +35,15 @@ def test_one_of_equal_prefixes_is_kept(shared, branching):
 def test_tree_of_ten_answers_is_small(branching):
     of_system, of_prompts, of_answers = 4, 1 + 1 + 1 + 2, 2 * 6
     assert len(Distinct.of(branching).kept) == of_system + of_prompts + of_answers
+
+
+def test_trunk_of_a_branching_episode_is_computed_once():
+    """Its first turn is trained in the first segment and context in the second; both keep one copy of its tokens."""
+    forked = episode([((0, 1), (2, 3)), ((4,), (5,)), ((6,), (7, 8))], (ROOT, 0, 0))
+    batch = alone([forked])
+    distinct = Distinct.of(batch)
+    assert batch.num_tokens == 6 + 7 and len(distinct.kept) == 9
+    assert batch.token_ids[distinct.kept].tolist() == list(range(9))
 
 
 def test_replayed_answers_are_not_shared(micro_batch):

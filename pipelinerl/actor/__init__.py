@@ -1,1 +1,3 @@
-"""The loop around engines: takes a prompt order, samples its group, has it verified, appends it to the stream."""
+"""The loop around engines: it claims a prompt order, samples its group, has it verified, and appends it to the
+stream.
+"""

@@ -1,16 +1,16 @@
-"""The loop around engines: take a prompt order, have its group made (one turn, or episodes), put it.
+"""The loop around engines: claim a prompt order, have its group made (single turns or episodes), append it.
 
     loop       consumes                  waits for              unblocked by
-    claim      prompt orders (stream)    a place for a group    a group that ended
-    work × n   one order                 the engine's answer    engine, or another one after a failure
+    claim      prompt orders (stream)    a slot for a group     a group that ended
+    work × n   one order                 the engine's answer    the engine, or another one after a failure
     flush      finished groups           —                      Redis
     heartbeat  —                         its interval           the clock
 
-Promises: at most `groups_in_flight` orders are held; an order is acknowledged only after its group is appended, so one
-that a dead actor held is claimed again by another; the second copy that this can make is dropped by the trainer, by
-group id. Of two actors of one name, the earlier ends (`RolloutWriter`). Every order ends as a group, an evaluation
-answer, a failure with its reason, or is given up since its group would be stale (`freshness.py`); one that cannot be
-read goes to the dead letters. A `GroupMaker` makes the rollouts. An actor ends by cancellation, at once.
+At most `groups_in_flight` orders are held. An order is acknowledged only after its group is appended, so another actor
+claims the orders of a dead one. The trainer drops the duplicate that this can make, by group id. Of two actors with the
+same name the earlier one exits (`RolloutWriter`). Every order ends as a group, an evaluation answer, a failure with its
+reason, or is dropped because its group would be stale (`freshness.py`). Unreadable orders go to the dead-letter stream.
+A `GroupMaker` makes the rollouts. Cancellation stops an actor at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ log = logging.getLogger("pipelinerl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSettings:
-    """`groups_in_flight` is where a run begins; it is a live knob (`Actor.resize`)."""
+    """Settings of an actor. `groups_in_flight` is the initial value of a live knob (`Actor.resize`)."""
 
     name: str
     groups_in_flight: int
@@ -66,7 +66,7 @@ class ActorSettings:
 @final
 @dataclass(slots=True)
 class _Outbox:
-    """What is finished and not yet appended, in order."""
+    """Finished work that is not yet appended, in order."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
     reports: list[ControlMessage] = field(default_factory=list)
@@ -76,7 +76,9 @@ class _Outbox:
 
 @final
 class GroupLimiter:
-    """Counts how many orders the actor holds; the limit may change meanwhile. One task takes, any task gives back."""
+    """Counter of the orders that the actor holds; its limit may change. One task takes slots, any task gives them
+    back.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -84,7 +86,7 @@ class GroupLimiter:
         self._freed = asyncio.Event()
 
     async def take(self, most: int | None = None) -> int:
-        """Take every free place, at most `most`, waiting for the first; returns how many."""
+        """Take every free slot, at most `most`, after waiting for the first; return the number taken."""
         while self._taken >= self._limit:
             self._freed.clear()
             await self._freed.wait()
@@ -94,19 +96,19 @@ class GroupLimiter:
         return taken
 
     def give_back(self, places: int = 1) -> None:
-        """Free `places`, which another task may take."""
+        """Free `places` for other tasks."""
         self._taken -= places
         self._freed.set()
 
     def resize(self, limit: int) -> None:
-        """From now on so many; who holds more than a lower limit allows keeps it until it is given back."""
+        """Change the limit; slots held beyond a lower limit stay held until they are given back."""
         self._limit = limit
         self._freed.set()
 
 
 @final
 class Actor:
-    """Claims orders, has engines sample them, verifies the answers and appends the groups."""
+    """Worker that claims orders, has engines sample them, verifies the answers and appends the groups."""
 
     def __init__(
         self,
@@ -131,15 +133,15 @@ class Actor:
         self._resampled = 0
 
     def resize(self, groups_in_flight: int) -> None:
-        """Hold at most so many orders from now on."""
+        """Hold at most `groups_in_flight` orders from now on."""
         self._limiter.resize(groups_in_flight)
 
     def follow(self, *, model_version: int, k: float) -> None:
-        """The trainer's version and bound: groups that cannot be fresh any more are given up."""
+        """Follow the trainer's version and bound; groups that cannot be fresh any more are dropped."""
         self._freshness.follow(current=model_version, k=k)
 
     async def run(self) -> None:
-        """Work until cancelled; the orders in flight then are left to the next life of this actor, or to another.
+        """Work until cancelled; orders in flight are left to this actor's next start, or to another actor.
 
         Raises:
             FencedError: in a group; another actor of this name was started.
@@ -169,7 +171,7 @@ class Actor:
             self._limiter.give_back(free - len(entries))
 
     def _begin(self, group: asyncio.TaskGroup, entry: Entry) -> None:
-        if entry.entry_id in self._tasks:  # a server that was away may count as idle what is being worked on
+        if entry.entry_id in self._tasks:  # a server that was away may report orders in progress as idle
             self._limiter.give_back()
             return
         task = group.create_task(self._work(entry))
@@ -180,7 +182,7 @@ class Actor:
         try:
             await self._fulfil(decode_order(entry.payload))
         except RecordError as error:
-            # Whoever wrote it, it will not get better: it is acknowledged, so that it is not claimed for ever.
+            # Retrying cannot help, so the order is acknowledged: otherwise it would be claimed forever.
             log.error("an order cannot be read: %s", error)
             await self._dead_letters.bury(entry, error)
         self._outbox.done.append(entry.entry_id)
@@ -214,7 +216,7 @@ class Actor:
             self._outbox.reports.append(_evaluation(order, group, shown_problem(order, made)))
 
     async def _made_in_time(self, order: PromptOrder) -> Sequence[MadeRollout] | None:
-        """Verified rollouts; None when the group was given up, and that is reported. No evaluation is too late."""
+        """Return verified rollouts, or None if the group was dropped and reported. Evaluations are never dropped."""
         maker = self._maker_of(order.problem.domain)
         if order.purpose is not Purpose.TRAINING:
             return await maker.make(order, _Progress(self, order, lambda: None))
@@ -241,7 +243,7 @@ class Actor:
     async def _flush(self, partition: RolloutWriter) -> None:
         outbox = self._outbox
         while True:
-            await outbox.ready.wait()  # at the latest, the heartbeat sets it
+            await outbox.ready.wait()  # the heartbeat sets it at the latest
             outbox.ready.clear()
             groups, outbox.groups = outbox.groups, []
             reports, outbox.reports = outbox.reports, []
@@ -275,7 +277,7 @@ class Actor:
 
 @final
 class _Progress:
-    """`GroupProgress` of one order, noted by its actor."""
+    """`GroupProgress` of one order, recorded by its actor."""
 
     def __init__(self, actor: Actor, order: PromptOrder, begun: Callable[[], None]) -> None:
         self._actor = actor
@@ -283,7 +285,7 @@ class _Progress:
         self.begun = begun
 
     def handed_over(self, answered: Answered) -> None:
-        """Report what became of the tokens of engines that did not end a group; nothing, as long as all do."""
+        """Report tokens of engines that did not finish a group; nothing if every engine did."""
         if answered.tokens_kept or answered.tokens_resampled:
             self._actor._outbox.reports.append(
                 GroupHandedOver(
@@ -295,15 +297,15 @@ class _Progress:
             )
 
     def resampled(self, samples: int) -> None:
-        """Count samples that an update has aborted."""
+        """Count samples that an update aborted."""
         self._actor._resampled += samples
 
     def sampled(self, engine: str) -> None:
-        """Note when sampling ended."""
+        """Record when sampling ended."""
         self._actor._stages.sampled(self._order, engine)
 
     def judged(self, judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Count verdicts, and note when the last one came."""
+        """Count verdicts, and record when the last one arrived."""
         self._actor._tally.note(self._order.problem.domain, judgements)
         self._actor._stages.verified(self._order, spans)
 

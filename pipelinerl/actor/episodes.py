@@ -1,10 +1,10 @@
-"""`Episodes`: makes groups of episodes, G of them for an order, each a conversation with an environment.
+"""Groups of episodes: G conversations with an environment for each order.
 
     order ─▶ G × (episode host ⇄ gateway ⇄ engine) ─▶ verdicts ─▶ rollouts
 
-Promises: an environment that raises, loses its host or runs out of time says nothing of the model: such a rollout is
-masked, and never rewarded with 0. An episode whose host was lost begins again once. When no engine can answer a turn,
-the order has failed. An episode that reaches a limit of its own (turns, tokens, context) is judged as it stands.
+An environment that raises, loses its host or times out says nothing about the model: its rollout is masked, never
+rewarded with 0. An episode whose host was lost starts again once. If no engine can answer a turn, the order fails. An
+episode that reaches one of its own limits (turns, tokens, context) is judged as it stands.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from pipelinerl.verifiers.user_code import verdict_of
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, failed, graded, timed_out
 
 if TYPE_CHECKING:
-    from pipelinerl.environments.gateway import Gateway, SampleTurn  # a server's libraries, for those who open one
+    from pipelinerl.environments.gateway import Gateway, SampleTurn  # needs a server's libraries
 
 log = logging.getLogger("pipelinerl")
 
-#: Why an agent that means to have one conversation may get several segments.
+#: Reasons for which an agent that means to have one conversation may get several segments.
 _COSTLY: Final = frozenset({NewSegment.HISTORY_DIFFERS, NewSegment.TOOLS_DIFFER, NewSegment.DOES_NOT_APPEND})
-#: An episode whose host was lost begins again, once.
+#: Attempts for an episode whose host is lost.
 _LIVES: Final = 2
 
 
 class Player(Protocol):
-    """Runs a user's program against the gateway: `EpisodeHosts`, or commands."""
+    """Runner of a user's program against the gateway: `EpisodeHosts`, or commands."""
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
-        """Play one episode. Raises TimeoutError, or `HostLost`."""
+        """Play one episode. Raises TimeoutError or `HostLost`."""
         ...
 
     async def start(self) -> None:
-        """Bring up what the first episode would wait for."""
+        """Start what the first episode would otherwise wait for."""
         ...
 
     async def close(self) -> None:
-        """End what was started."""
+        """Stop what was started."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeDomain:
-    """How a domain's episodes are played and judged. Without a verifier the environment's rewards are the verdict."""
+    """A domain's player, limits and verifier. Without a verifier the environment's rewards are the verdict."""
 
     player: Player
     limits: EpisodeLimits
@@ -66,7 +66,7 @@ class EpisodeDomain:
     correct_at: float
 
     async def close(self) -> None:
-        """End what plays and judges."""
+        """Close the player and the verifier."""
         await self.player.close()
         if self.verifier is not None:
             await self.verifier.close()
@@ -74,7 +74,7 @@ class EpisodeDomain:
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:
-    """An episode that has ended, and its judgement."""
+    """A finished episode and its judgement."""
 
     episode: Episode
     judgement: Judgement
@@ -82,10 +82,10 @@ class PlayedEpisode:
 
 @final
 class Episodes:
-    """Satisfies `GroupMaker`.
+    """`GroupMaker` for domains with an environment.
 
     Args:
-        attempts: how often a turn that weight updates abort is sampled.
+        attempts: number of attempts for a turn that weight updates abort.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Episodes:
         self._warned: set[tuple[str, str]] = set()
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
-        """G episodes beside one another."""
+        """Play G episodes concurrently."""
         age = _GroupAge(progress)
         played = await _all([self.play(order, sample, age) for sample in range(order.sampling.num_samples)])
         told = [each for each in played if each.episode.last is not None]
@@ -115,7 +115,7 @@ class Episodes:
         return [_made(order, each) for each in told]
 
     async def play(self, order: PromptOrder, sample: int, progress: GroupProgress) -> PlayedEpisode:
-        """One episode with its judgement.
+        """Play one episode and return it with its judgement.
 
         Raises:
             ContractError, PipelineError: no engine could answer one of its turns.
@@ -134,7 +134,7 @@ class Episodes:
     async def _verdict_of(
         self, order: PromptOrder, episode: Episode, domain: EpisodeDomain, progress: GroupProgress
     ) -> Verdict:
-        """Play an episode. Raises `HostLost`, and as `play` does."""
+        """Play an episode and return its verdict. Raises `HostLost`, and the errors of `play`."""
         task = Task.of(order.problem, seed=rng.key(order.seed, "environment", episode.sample))
         async with self._gateway.open(episode, self._turn_of(order, progress)) as opened:
             try:
@@ -150,14 +150,14 @@ class Episodes:
         return timed_out(domain.limits.timeout_s) if ended is None else await _verdict(order, episode, ended, domain)
 
     def _warn_of_overridden(self, domain: str, episode: Episode) -> None:
-        """Say once for each domain and name which of an agent's parameters have no effect."""
+        """Warn once per domain and name about an agent's parameters that have no effect."""
         for name in episode.overridden:
             if (domain, name) not in self._warned:
                 self._warned.add((domain, name))
                 log.warning("domain %s: %s of its agent has no effect; the recipe decides on sampling", domain, name)
 
     def _warn_of_segments(self, domain: str, episode: Episode) -> None:
-        """Warn once for each domain and reason that episodes take several segments, which cost more to train."""
+        """Warn once per domain and reason that episodes take several segments, which cost more to train."""
         for reason in {turn.new_segment for turn in episode.turns} & _COSTLY:
             if (domain, str(reason)) not in self._warned:
                 self._warned.add((domain, str(reason)))
@@ -192,7 +192,7 @@ class Episodes:
 
 @final
 class _GroupAge:
-    """`GroupProgress` of several episodes: a group is as old as the first of its turns, whatever is sampled later."""
+    """`GroupProgress` of several episodes: a group is as old as its first turn, whatever is sampled later."""
 
     def __init__(self, progress: GroupProgress) -> None:
         self._progress = progress
@@ -211,7 +211,7 @@ class _GroupAge:
 
 
 async def _all(work: Sequence[Coroutine[None, None, PlayedEpisode]]) -> list[PlayedEpisode]:
-    """The results, in order; the first failure cancels the others and is raised plain."""
+    """Return the results in order; the first failure cancels the rest and is raised itself, not in a group."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -222,7 +222,7 @@ async def _all(work: Sequence[Coroutine[None, None, PlayedEpisode]]) -> list[Pla
 
 
 async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, domain: EpisodeDomain) -> Verdict:
-    """What an episode that the user's code has ended is worth."""
+    """Return the verdict on an episode that user code has ended."""
     if ended.how in ("raised", "cancelled"):
         return failed(f"the environment failed: {ended.reason}")
     if ended.other:
@@ -246,7 +246,7 @@ async def _verdict(order: PromptOrder, episode: Episode, ended: EpisodeEnd, doma
 
 
 def _with_more(verdict: Verdict, of_turns: float, domain: EpisodeDomain) -> Verdict:
-    """The verdict with the rewards of the turns added."""
+    """Return the verdict with the rewards of the turns added."""
     if not of_turns or not verdict.outcome.is_judgement:
         return verdict
     reward = verdict.reward + of_turns
@@ -254,7 +254,6 @@ def _with_more(verdict: Verdict, of_turns: float, domain: EpisodeDomain) -> Verd
 
 
 def _made(order: PromptOrder, played: PlayedEpisode) -> MadeRollout:
-    """The rollout of an episode that has a turn."""
     last = played.episode.last
     assert last is not None
     temperature = order.sampling.temperature or 1.0

@@ -1,6 +1,6 @@
-"""`Filtering`: asks the recipe's filter about finished groups, and counts what it has done, for the actor's heartbeat.
+"""The recipe's group filter, applied to finished groups and counted for the actor's heartbeat.
 
-What it refuses is put nevertheless, with the reason: the trainer accounts for it, and people may read it.
+Refused groups are appended all the same, with the reason: the trainer accounts for them, and readers may see them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pipelinerl.types import PromptOrder, Purpose
 from pipelinerl.verifiers.group_filter import GroupFilter, refusal_of
 from pipelinerl.verifiers.verifier import SampledAnswer
 
-#: Under which name it is counted.
+#: Name under which the filter's verdicts are counted.
 _NAME: Final = "filter"
 
 
 @final
 class Filtering:
-    """The filter of a recipe, or none, which keeps every group."""
+    """The filter of a recipe; without one every group is kept."""
 
     def __init__(self, group_filter: GroupFilter | None = None) -> None:
         self._filter = group_filter
@@ -29,16 +29,16 @@ class Filtering:
 
     @property
     def figures(self) -> VerifierFigures:
-        """What it has done so far: a group that it keeps or refuses is judged."""
+        """The counts so far: both kept and refused groups count as judged."""
         return self._tally.by_domain.get(_NAME, VerifierFigures())
 
     async def refusal(self, order: PromptOrder, made: Sequence[MadeRollout]) -> str:
-        """Why the group may not train; empty where it may, or is not to train, or was judged by nobody."""
+        """Return why the group may not train; empty if it may, is not for training, or has no judgement."""
         if self._filter is None or order.purpose is not Purpose.TRAINING:
             return ""
         verdicts = [each.rollout.verdict for each in made]
         if not any(verdict.outcome.is_judgement for verdict in verdicts):
-            return ""  # what its verifier has failed on is filtered for that
+            return ""  # the trainer filters groups on which the verifier failed
         sampled = [
             SampledAnswer(each.text, each.rollout.turns[-1].token_ids.tolist(), each.rollout.finish_reason)
             for each in made

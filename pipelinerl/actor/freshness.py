@@ -1,9 +1,10 @@
-"""`Freshness`: gives up groups that can train no step any more, so that their places at the engine are free at once.
+"""Cancellation of groups that can no longer train, so that engines stop working on them.
 
-A group trains the step after version v iff v + 1 − (version of its oldest token) ≤ k (`staleness.py`). Its oldest token
-is no newer than the version of which the actor hears next after it sent the request: a group for which even that is
-too old is stale whenever it ends. (One that waited long at a full engine may be younger than it seems. Pacing keeps
-orders from waiting for as many as k steps, and one given up by mistake costs a group, never the account.)
+A group can train the step after version v iff v + 1 − (version of its oldest token) ≤ k (`staleness.py`). Its oldest
+token is no newer than the next version that the actor learns of after it sent the request. A group for which even that
+version is too old will be stale whenever it ends. A request that waited long at a full engine may be younger than this
+estimate. Pacing keeps orders from waiting for k steps, and a wrongly dropped group costs work but never breaks the
+ledger.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from pipelinerl.staleness import StalenessBounds
 
 
 def can_be_fresh(began: int, *, current: int, k: float) -> bool:
-    """May a group whose sampling began at version `began` train the step after version `current`?"""
+    """Return whether a group whose sampling began at version `began` may train the step after version `current`."""
     return StalenessBounds(1, k).accepts(producing=current + 1, oldest=began)
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Held:
-    """A group that is being sampled within `scope`; `began` is None until the next version is heard of.
+    """A group that is sampled within `scope`; `began` is None until the next version is known.
 
-    `given_up` is the version of `began` for which it was, even if another engine has begun it meanwhile.
+    `given_up` is the value of `began` for which it was dropped, even if another engine has restarted it meanwhile.
     """
 
     scope: asyncio.Timeout
@@ -36,7 +37,9 @@ class Held:
     waits: bool = True
 
     def begin(self) -> None:
-        """An engine samples it from its first token on, now; until then it is as young as can be."""
+        """Note that an engine samples the group from its first token now; until the next version it counts as
+        newest.
+        """
         self.began, self.waits = None, False
 
 
@@ -50,7 +53,7 @@ class Freshness:
 
     @contextmanager
     def watched(self, held: Held) -> Iterator[None]:
-        """What runs within its scope ends with a TimeoutError as soon as it cannot be fresh."""
+        """End the block with a TimeoutError as soon as the group cannot be fresh."""
         self._held.add(held)
         try:
             yield
@@ -58,7 +61,7 @@ class Freshness:
             self._held.discard(held)
 
     def follow(self, *, current: int, k: float) -> None:
-        """The trainer is at version `current`, and accepts what is at most `k` old."""
+        """Note that the trainer is at version `current` and accepts a staleness of at most `k`."""
         self.current = current
         for held in self._held:
             if held.waits:

@@ -1,4 +1,4 @@
-"""`GroupMaker`: makes the rollouts of an order. What the actor does with them is the same, however they came about."""
+"""Protocols for making the rollouts of an order. The actor treats all groups alike, however they were made."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from pipelinerl.verifiers.verifier import Judgement
 
 
 class Sampler(Protocol):
-    """Where completions come from: an `EnginePool`."""
+    """Source of completions: an `EnginePool`."""
 
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
-        """The answer of some engine, or of that one, after retries; raises when all of them failed.
+        """Return the answer of some engine, or of the named one, after retries; raise if all engines failed.
 
-        `near` is the engine that is preferred while it is not much busier than others. `begun` is called whenever it
-        is sampled from its first token on.
+        `near` is preferred while it is not much busier than other engines. `begun` is called whenever an engine samples
+        the request from its first token.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MadeRollout:
-    """A rollout, and the text of its last answer as its verifier read it."""
+    """A rollout, and the text of its last answer as the verifier read it."""
 
     rollout: Rollout
     text: str
 
 
 class GroupProgress(Protocol):
-    """What the actor is told while a group is made."""
+    """Callbacks to the actor while a group is made."""
 
     def begun(self) -> None:
-        """An engine samples the group from its first token on, now."""
+        """An engine samples the group from its first token now."""
         ...
 
     def handed_over(self, answered: Answered) -> None:
-        """An engine has ended an answer, maybe one that another had begun."""
+        """An engine finished an answer, possibly one that another engine had begun."""
         ...
 
     def resampled(self, samples: int) -> None:
-        """An update has aborted so many samples, which are sampled again."""
+        """An update aborted `samples` samples, which are sampled again."""
         ...
 
     def sampled(self, engine: str) -> None:
@@ -53,33 +53,33 @@ class GroupProgress(Protocol):
         ...
 
     def judged(self, judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """All samples have their verdicts; `spans` are of (version, tokens), of each sample."""
+        """All samples have verdicts; `spans` are (version, tokens) of each sample."""
         ...
 
 
 class GroupMaker(Protocol):
-    """Makes groups: of single turns, or of episodes."""
+    """Maker of groups: of single turns, or of episodes."""
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
-        """The rollouts of an order with their verdicts; raises ContractError or PipelineError when there are none."""
+        """Return an order's rollouts with their verdicts; raise ContractError or PipelineError if there are none."""
         ...
 
 
 @final
 class Unwatched:
-    """`GroupProgress` of a group that no actor makes."""
+    """`GroupProgress` of a group that no actor makes; ignores every event."""
 
     def begun(self) -> None:
-        """Nothing ages."""
+        """Do nothing."""
 
     def handed_over(self, answered: Answered) -> None:
-        """Nothing is reported."""
+        """Do nothing."""
 
     def resampled(self, samples: int) -> None:
-        """Nothing is counted."""
+        """Do nothing."""
 
     def sampled(self, engine: str) -> None:
-        """Nothing is drawn."""
+        """Do nothing."""
 
     def judged(self, judgements: Sequence[Judgement], spans: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Nothing is counted."""
+        """Do nothing."""

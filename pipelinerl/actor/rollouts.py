@@ -1,11 +1,11 @@
-"""From engines' answers to a `RolloutGroup` or, of a held-out problem, to what people may read of it; both are pure.
+"""Conversion of engines' answers to a `RolloutGroup` or, for held-out problems, to readable text; and its append.
 
-What people read is the text that the verifier judged, as the engine gave it: without the special tokens that an engine
-leaves out, and cut to a bounded length. A group goes on to the actor's partition of the rollouts.
+Readers see the text that the verifier judged, as the engine returned it: without the special tokens that an engine
+drops, and cut to a bounded length. Groups go to the actor's partition of the rollouts.
 
-`RolloutWriter` appends under numbers of its own choice, so that a repeated append is a no-op. What `append` has
-returned for lies in the partition, once. It fences, too: of two actors of one name, the one that numbers from the
-earlier clock finds its numbers passed. It must not take its groups for appended, and ends.
+`RolloutWriter` appends with entry ids of its own choice, so a repeated append is a no-op. A group whose `append`
+returned is in the partition exactly once. The writer also fences: of two actors with one name, the one that numbers
+from the earlier clock finds its ids passed. It must not count its groups as appended, and exits.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from pipelinerl.types import (
 )
 from trainer_contract.types import Experts
 
-#: So many of the answers to one problem are shown.
+#: Number of answers to one problem that are shown.
 _MOST_ANSWERS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice, the completion it came in, and what the verifier found."""
+    """One choice, its completion, and its verdict."""
 
     completion: ChatCompletion
     choice: Choice
@@ -54,11 +54,11 @@ class Answer:
 def rollouts_of(
     order: PromptOrder, answers: Sequence[Answer], *, replay: RoutingReplay = RoutingReplay.OFF
 ) -> list[MadeRollout]:
-    """The rollouts of one turn from the verified answers to an order.
+    """Return the single-turn rollouts of an order's verified answers.
 
     Raises:
         RecordError: the engine left out what a rollout needs (token ids, log-probs, version spans, with `replay` the
-            routed experts), or they do not fit.
+            routed experts), or the parts do not fit together.
     """
     routed_prompts = _routed_prompts(order, answers) if replay is RoutingReplay.ROLLOUT else {}
     return [
@@ -68,7 +68,7 @@ def rollouts_of(
 
 
 def assemble(order: PromptOrder, made: Sequence[MadeRollout], *, actor: str, refusal: str = "") -> RolloutGroup:
-    """The group of an order from its rollouts."""
+    """Return the group of an order from its rollouts."""
     return RolloutGroup(
         group_id=order.order_id,
         index=order.index,
@@ -86,7 +86,7 @@ def assemble(order: PromptOrder, made: Sequence[MadeRollout], *, actor: str, ref
 
 @final
 class RolloutWriter:
-    """Appends the groups of one actor; one writer at a time. `number` is that of its next group."""
+    """Writer of one actor's groups; only one may write at a time. `number` is that of its next group."""
 
     def __init__(self, stream: Stream, *, actor: str, number: int) -> None:
         self._stream = stream
@@ -96,11 +96,11 @@ class RolloutWriter:
 
     @classmethod
     async def begin(cls, stream: Stream, *, actor: str) -> Self:
-        """Write on after whatever an earlier life of the actor has written."""
+        """Continue after the last entry that an earlier start of the actor has written."""
         return cls(stream, actor=actor, number=fresh_number(await stream.last_id(ROLLOUTS + actor)))
 
     async def append(self, groups: Sequence[RolloutGroup]) -> None:
-        """Append in order.
+        """Append the groups in order.
 
         Raises:
             FencedError: another actor of this name writes here.
@@ -111,20 +111,20 @@ class RolloutWriter:
             await self._check(first, payloads)
 
     async def _check(self, first: int, payloads: Sequence[bytes]) -> None:
-        """Some lay there already: by us, when the answer to a first try was lost, or in place of ours."""
+        """Check entries that existed already: ours, if the answer to a first attempt was lost, or another actor's."""
         ours = {f"{first + place}-0": payload for place, payload in enumerate(payloads)}
         last = await self._stream.last_id(self._name)
         entries = await self._stream.read({self._name: f"{first - 1}-0"}, count=len(ours), block_s=0)
-        # Of ours, what the trainer has finished with may be gone. The last id stays.
+        # The trainer may have trimmed entries of ours that it has finished. The last id stays.
         if last != f"{self.number - 1}-0" or any(ours.get(entry.entry_id) != entry.payload for entry in entries):
             raise FencedError(f"another actor is called {self._actor}; give each a --name of its own; this one stops")
 
 
 def _routed_prompts(order: PromptOrder, answers: Sequence[Answer]) -> dict[int, Experts]:
-    """The experts of the prompt's tokens, by the identity of the completion that tells them: once for its samples.
+    """Return the experts of the prompts' tokens, by the identity of the completion that reports them.
 
     Raises:
-        RecordError: a completion does not tell what was asked for.
+        RecordError: a completion does not report what was requested.
     """
     found: dict[int, Experts] = {}
     for completion, choice in ((answer.completion, answer.choice) for answer in answers):
@@ -183,7 +183,7 @@ def _rollout(order: PromptOrder, answer: Answer, routed_prompt: Experts | None) 
 
 
 def shown_problem(order: PromptOrder, made: Sequence[MadeRollout]) -> ShownProblem:
-    """The problem of an order with its first answers."""
+    """Return the problem of an order with its first answers."""
     prompt = "\n".join(f"{message.role}: {message.content}" for message in order.problem.messages)
     return ShownProblem(
         problem_id=order.problem.problem_id,

@@ -1,6 +1,6 @@
-"""`SingleTurn`: makes groups of single answers.
+"""Groups of single answers.
 
-All samples of an order are one request, so that an engine computes their prompt once.
+All samples of an order are one request, so an engine computes their prompt once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswe
 
 @final
 class SingleTurn:
-    """Satisfies `GroupMaker`.
+    """`GroupMaker` for domains without an environment.
 
     Args:
-        attempts: how often an order that weight updates abort is sampled.
-        model: which of an engine's models answers.
+        attempts: number of attempts for an order that weight updates abort.
+        model: the engine's model that answers.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SingleTurn:
         self._model = model
 
     async def make(self, order: PromptOrder, progress: GroupProgress) -> Sequence[MadeRollout]:
-        """G verified answers; those that an `abort` update cut short are sampled again."""
+        """Return G verified answers; answers cut short by an `abort` update are sampled again."""
         verifier = self._verifier_of(order.problem.domain)
         sampled: list[tuple[ChatCompletion, Choice]] = []
         for attempt in range(self._attempts):
@@ -65,7 +65,7 @@ class SingleTurn:
     async def _judged(
         self, order: PromptOrder, verifier: GroupVerifier, sampled: Sequence[tuple[ChatCompletion, Choice]]
     ) -> Sequence[Judgement]:
-        """A judgement for each sample, in their order; all are judged at once."""
+        """Return a judgement for each sample, in order; all are judged at once."""
         answers = [
             SampledAnswer(choice.message.content, choice.token_ids or (), choice.finish_reason.value)
             for _, choice in sampled
@@ -91,7 +91,7 @@ def chat_request(
     attempt: int = 0,
     replay: RoutingReplay = RoutingReplay.OFF,
 ) -> ChatCompletionRequest:
-    """What an engine is asked for an order of which `here` samples have come in the attempts before."""
+    """Return the request for an order of which earlier attempts have sampled `here` answers."""
     sampling = order.sampling
     return ChatCompletionRequest(
         model=model,

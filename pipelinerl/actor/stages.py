@@ -1,7 +1,7 @@
-"""`StageLog`: when a few of an actor's groups were claimed, sampled and verified, for those who draw a run over time.
+"""Log of when some of an actor's groups were claimed, sampled and verified, for timelines of a run.
 
-Which groups is a function of the run's seed. A heartbeat carries the first `_MOST` that have ended since the one
-before, so that this costs the same however many groups there are.
+The run's seed decides which groups are logged. A heartbeat carries the first `_MOST` that ended since the previous one,
+so the cost does not depend on the number of groups.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, final
 from pipelinerl.messages import GroupStages
 from pipelinerl.types import PromptOrder, Purpose
 
-#: One group in so many is drawn; a heartbeat carries at most so many, and of an answer at most so many spans.
+#: One group in `_ONE_IN` is logged; the bounds are of the groups in a heartbeat, and of the spans of an answer.
 _ONE_IN: Final = 4
 _MOST: Final = 4
 _MOST_SPANS: Final = 32
@@ -31,17 +31,17 @@ class _UnderWay:
 
 @final
 class StageLog:
-    """Notes stages as they end; one event loop uses it."""
+    """Recorder of stages as they end, for one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """`clock` tells Unix seconds, which other machines' clocks are compared with."""
+        """Create a log. `clock` returns Unix seconds, which are compared with those of other machines."""
         self._clock = clock
         self._under_way: dict[str, _UnderWay] = {}
         self._ended: list[GroupStages] = []
 
     @contextmanager
     def claimed(self, order: PromptOrder) -> Iterator[None]:
-        """While this order is worked on; however that ends, nothing of it stays."""
+        """Log an order while it is in progress; nothing of it stays afterwards."""
         if order.purpose is Purpose.TRAINING and order.seed % _ONE_IN == 0:
             self._under_way[order.order_id] = _UnderWay(self._clock())
         try:
@@ -50,12 +50,12 @@ class StageLog:
             self._under_way.pop(order.order_id, None)
 
     def sampled(self, order: PromptOrder, engine: str) -> None:
-        """All its samples are there, the last of them from this engine (base URL)."""
+        """Record that all samples have arrived, the last of them from this engine (base URL)."""
         if (stages := self._under_way.get(order.order_id)) is not None:
             stages.sampled, stages.engine = self._clock(), engine
 
     def verified(self, order: PromptOrder, spans: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """All its samples have their verdicts; `spans` are of (version, tokens), of each sample."""
+        """Record that all samples have verdicts; `spans` are (version, tokens) of each sample."""
         stages = self._under_way.get(order.order_id)
         if stages is not None and len(self._ended) < _MOST:
             longest = max(spans, key=lambda each: sum(tokens for _, tokens in each), default=())
@@ -71,6 +71,6 @@ class StageLog:
             )
 
     def take(self) -> list[GroupStages]:
-        """What was not taken yet."""
+        """Return the stages recorded since the last call."""
         ended, self._ended = self._ended, []
         return ended

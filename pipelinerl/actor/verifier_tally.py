@@ -1,7 +1,7 @@
-"""`VerifierTally`: what the verifiers of an actor have done, domain by domain, for its heartbeat.
+"""Counts of an actor's verdicts by domain, for its heartbeat.
 
-A verifier that fails says nothing of the answer, and its group is masked: a domain whose verifier always fails is
-sampled for ever and teaches nothing. The controller ends such a run by what an actor's heartbeat says of this.
+A failing verifier says nothing about the answer, and its group is masked. A domain whose verifier always fails would be
+sampled forever and teach nothing. The controller ends such a run on the evidence of these counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipelinerl.verifiers.verifier import Judgement
 
 @final
 class VerifierTally:
-    """Counts verdicts since the actor began, and how many since the last that judges an answer have not."""
+    """Counter of verdicts since the actor started, and of failures since the last verdict that judged an answer."""
 
     def __init__(self) -> None:
         self._by_domain: dict[str, VerifierFigures] = {}
@@ -39,12 +39,12 @@ class VerifierTally:
 
 
 def _kind(verdict: Verdict) -> Outcome | None:
-    """How it failed; None where it judges."""
+    """Return the kind of failure, or None if the verdict judges the answer."""
     return None if verdict.outcome.is_judgement else verdict.outcome
 
 
 def _counted(figures: VerifierFigures, failure: Outcome | None, verdicts: Sequence[Verdict]) -> VerifierFigures:
-    """With so many more of one kind, which came one after the other."""
+    """Return the figures with consecutive verdicts of one kind added."""
     more = len(verdicts)
     if failure is None:
         return replace(figures, judged=figures.judged + more, errors_in_a_row=0, timeouts_in_a_row=0, reason="")

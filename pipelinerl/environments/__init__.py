@@ -1,1 +1,3 @@
-"""Environments: the other side of a conversation. A user's program asks the gateway, which asks an engine."""
+"""Environments: users' programs that talk to the model through the gateway, which forwards their requests to an
+engine.
+"""

@@ -1,8 +1,8 @@
-"""`EpisodeClient`: what user code asks the model through, in an episode host. Shaped like `openai.AsyncOpenAI`.
+"""Client with which user code in an episode host calls the model. Shaped like `openai.AsyncOpenAI`.
 
-answer = await client.chat(messages)                         an `ChatAnswer`, which may stand among the next messages
-completion = await client.chat.completions.create(messages=messages)    OpenAI's object, as attributes
-client.base_url, client.api_key                              for any other program that speaks OpenAI's API
+answer = await client.chat(messages)                         a `ChatAnswer`, which may be one of the next messages
+completion = await client.chat.completions.create(messages=messages)    OpenAI's object, as attributes client.base_url,
+client.api_key                              for any other program that speaks OpenAI's API
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from pipelinerl.system.http_client import call_timeout
 if TYPE_CHECKING:
     import aiohttp
 
-#: An answer of an engine may take this long; the episode's own deadline ends it before.
+#: Upper bound for one answer; the episode's own deadline ends it earlier.
 _LONGEST_TURN_S: Final = 86_400.0
 _OVER: Final = frozenset({"episode_over", "context_length_exceeded", "episode_not_found"})
 
 
 class ChatRefused(Exception):
-    """The gateway has refused a request; the message says why."""
+    """The gateway refused a request; the message says why."""
 
 
 class ConversationOver(ChatRefused):
-    """No further answer is sampled: a limit of the episode is reached. What was answered is judged as it is."""
+    """The episode reached a limit, so no further answer is sampled; the answers so far are judged as they are."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """An answer of the model. `message` is what the next request repeats of it."""
+    """One answer of the model. `message` is what the next request repeats of it."""
 
     message: Mapping[str, Any]
     finish_reason: str
 
     @property
     def content(self) -> str:
-        """Its text."""
+        """The text of the answer."""
         return str(self.message.get("content") or "")
 
     @property
     def tool_calls(self) -> Sequence[Mapping[str, Any]]:
-        """The calls in it, as OpenAI has them: `id`, `function.name`, and `function.arguments` as the text of JSON."""
+        """The tool calls in OpenAI's form: `id`, `function.name`, and `function.arguments` as JSON text."""
         return tuple(self.message.get("tool_calls") or ())
 
     @property
     def truncated(self) -> bool:
-        """Whether it was cut at its limit of tokens."""
+        """True if the answer was cut at its token limit."""
         return self.finish_reason == "length"
 
 
 @final
 class EpisodeClient:
-    """One agent's access to the model in one episode."""
+    """Access of one agent to the model in one episode."""
 
     def __init__(self, session: aiohttp.ClientSession, *, base_url: str, api_key: str) -> None:
-        """`base_url` ends with the agent's name and `/v1`."""
+        """Create a client; `base_url` ends with the agent's name and `/v1`."""
         self._session = session
         self.base_url = base_url
         self.api_key = api_key
@@ -69,10 +69,10 @@ class EpisodeClient:
     def agent(self, name: str, *, trains: bool = True) -> EpisodeClient:
         """Return the client of another agent of the same episode, which has conversations of its own.
 
-        The turns of an agent with `trains=False` are not trained on, and are no part of the rollout.
+        The turns of an agent with `trains=False` are not trained on and are not part of the rollout.
 
         Raises:
-            ValueError: the name is no identifier.
+            ValueError: the name is not an identifier.
         """
         if not name.isidentifier():
             raise ValueError(f"client.agent: the name must be an identifier, got {name!r}")
@@ -85,11 +85,11 @@ class EpisodeClient:
         await self.post("/reward", {"reward": float(value)})
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Ask the gateway.
+        """Send a request to the gateway and return its answer.
 
         Raises:
             ConversationOver: a limit of the episode is reached.
-            ChatRefused: it refuses for another reason.
+            ChatRefused: the gateway refuses for another reason.
         """
         base = self.base_url if path.startswith("/chat") else self.base_url.removesuffix("/v1")
         async with self._session.post(
@@ -105,14 +105,14 @@ class EpisodeClient:
 
 @final
 class ChatCalls:
-    """`client.chat`: callable, and with OpenAI's `completions.create`."""
+    """The interface `client.chat`: callable, with OpenAI's `completions.create`."""
 
     def __init__(self, client: EpisodeClient) -> None:
         self._client = client
         self.completions = Completions(client)
 
     async def __call__(self, messages: Sequence[ChatInput | ChatAnswer], **options: Any) -> ChatAnswer:
-        """The model's answer to `messages`. `options` are OpenAI's, such as `tools` or `max_tokens`."""
+        """Return the model's answer to `messages`. `options` are OpenAI's, such as `tools` or `max_tokens`."""
         completion = await self._client.post("/chat/completions", _body(messages, options))
         choice = completion["choices"][0]
         return ChatAnswer(choice["message"], choice["finish_reason"])
@@ -120,13 +120,13 @@ class ChatCalls:
 
 @final
 class Completions:
-    """`client.chat.completions`, as OpenAI's client has it."""
+    """The interface `client.chat.completions` of OpenAI's client."""
 
     def __init__(self, client: EpisodeClient) -> None:
         self._client = client
 
     async def create(self, *, messages: Sequence[ChatInput | ChatAnswer], **options: Any) -> Any:
-        """A completion, whose fields are attributes."""
+        """Return a completion whose fields are attributes."""
         return _as_attributes(await self._client.post("/chat/completions", _body(messages, options)))
 
 

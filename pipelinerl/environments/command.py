@@ -1,7 +1,7 @@
-"""`Commands`: episodes that a program in a subprocess plays, such as an agent with a command line.
+"""Episodes played by a program in a subprocess, such as an agent with a command line.
 
-The program finds the model at `OPENAI_BASE_URL` with the key `OPENAI_API_KEY`, as OpenAI's clients look for it. An exit
-status other than 0 is a failure of the environment. What the program prints goes where the actor's output goes.
+The program finds the model at `OPENAI_BASE_URL` with the key `OPENAI_API_KEY`, where OpenAI's clients look for it. An
+exit status other than 0 is a failure of the environment. The program's output goes where the actor's output goes.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -31,13 +31,13 @@ _TASK: Final = "{task}"
 
 @final
 class Commands:
-    """Runs one command line for each episode; `{task}` in an argument becomes the task's last message."""
+    """Player that runs one command line per episode; `{task}` in an argument becomes the task's last message."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = tuple(command)
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
-        """Run the program to its end. Raises TimeoutError."""
+        """Run the program until it ends. Raises TimeoutError."""
         text = task.messages[-1]["content"] if task.messages else ""
         tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
         process = await asyncio.create_subprocess_exec(
@@ -58,14 +58,14 @@ class Commands:
         return EpisodeEnd(how="returned")
 
     async def start(self) -> None:
-        """Nothing to bring up."""
+        """Do nothing: there is nothing to start."""
 
     async def close(self) -> None:
-        """Nothing is held between episodes."""
+        """Do nothing: no state is kept between episodes."""
 
 
 async def _end(process: Process) -> None:
-    """End the program and what it has started."""
+    """Terminate the program and its children."""
     for number, timeout_s in ((signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _END_S)):
         if process.returncode is not None:
             break
@@ -75,4 +75,4 @@ async def _end(process: Process) -> None:
             async with asyncio.timeout(timeout_s):
                 await process.wait()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what outlives the program
+        os.killpg(process.pid, signal.SIGKILL)  # also kills processes that outlive the program

@@ -1,9 +1,9 @@
-"""`Environment`: the other side of a conversation, as a class; and what user code is given (`Task`, `EpisodeClient`).
+"""Environments as classes, and the values that user code receives (`Task`, `EpisodeClient`).
 
 A user writes one of three forms:
 
     async def run(task, client): …              any program; returns a reward, a bool, a `Verdict`, or None
-    class Game: reset, step, close              an `Environment`; the loop around it is ours
+    class Game: reset, step, close              an `Environment`; pipelinerl runs the loop around it
     command = ["python", "cli.py", "{task}"]    a program in a subprocess, whose answers the domain's verifier judges
 """
 
@@ -16,15 +16,15 @@ from typing import Any, Final, Protocol
 
 from pipelinerl.types import Message, Problem
 
-#: Names of agents whose turns do not train begin with it.
+#: Prefix of the names of agents whose turns are not trained on.
 UNTRAINED: Final = "untrained-"
-#: A message as user code writes it: OpenAI's JSON, or an `ChatAnswer`.
+#: A message as user code writes it: OpenAI's JSON, or a `ChatAnswer`.
 ChatInput = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What an episode is about: the problem of the domain's source, and a seed for the environment's own randomness."""
+    """The task of an episode: a problem of the domain's source, and a seed for the environment's own randomness."""
 
     problem_id: str
     domain: str
@@ -36,7 +36,7 @@ class Task:
 
     @classmethod
     def of(cls, problem: Problem, *, seed: int) -> Task:
-        """The task that `problem` is."""
+        """Return the task for `problem`."""
         return cls(
             problem_id=problem.problem_id,
             domain=problem.domain,
@@ -49,7 +49,7 @@ class Task:
 
     @property
     def problem(self) -> Problem:
-        """The problem, as verifiers know it."""
+        """The problem in the form that verifiers take."""
         return Problem(
             problem_id=self.problem_id,
             domain=self.domain,
@@ -62,7 +62,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentStep:
-    """What an environment answers to a message of the model's: new messages, the turn's reward, and whether it ends."""
+    """An environment's reaction to a message of the model: new messages, the turn's reward, and whether the episode
+    ends.
+    """
 
     messages: Sequence[ChatInput] = ()
     reward: float = 0.0
@@ -70,23 +72,23 @@ class EnvironmentStep:
 
 
 class Environment(Protocol):
-    """One conversation. Methods may be `async`; others run in a thread. A class without arguments satisfies it."""
+    """One conversation. Methods may be `async`; others run in a thread. The class must need no arguments."""
 
     def reset(self, task: Task, seed: int) -> Any:
-        """The first messages, or None for those of the task."""
+        """Return the first messages, or None for those of the task."""
         ...
 
     def step(self, answer: Any) -> Any:
-        """The `EnvironmentStep` after an `ChatAnswer` of the model."""
+        """Return the `EnvironmentStep` that follows a `ChatAnswer` of the model."""
         ...
 
     def close(self) -> Any:
-        """Give up what the conversation holds; called once, however it ends."""
+        """Release resources of the conversation. Called once, however the episode ends."""
         ...
 
 
 class History(StrEnum):
-    """How a conversation is continued."""
+    """The way in which a conversation is continued."""
 
     EXACT = "exact"
     """By the sampled tokens themselves: thinking stays in the context."""
@@ -96,7 +98,9 @@ class History(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """Bounds of one episode. `turn_tokens` None is the order's `max_tokens`; `timeout_s` counts the whole episode."""
+    """Limits of one episode. `turn_tokens` None means the order's `max_tokens`; `timeout_s` covers the whole
+    episode.
+    """
 
     max_turns: int = 20
     timeout_s: float = 600.0

@@ -1,13 +1,13 @@
-"""`Episode`: the turns of one conversation with the model, found again in the messages that an agent sends. Pure.
+"""The turns of one episode, matched with the messages that its agents send. Pure.
 
-An agent sends all messages each time, as OpenAI's API wants it. The longest beginning that ends in an answer of ours is
-known to the token; the engine is asked to continue those tokens with the messages that follow:
+An agent sends all messages with each request, as OpenAI's API requires. The tokens of the longest prefix that ends in
+an answer of the model are known. The engine continues those tokens with the messages that follow:
 
     request ─▶ `plan` ─▶ engine ─▶ `record` ─▶ answer
 
-Promises: a sampled token is recorded once. Sampling is the order's: an agent's temperature is overridden, and its
-limits may only lower ours. An answer that the agent never read, since it repeated its request, is abandoned. A history
-that differs from what was sampled begins a new segment, with its reason; so does a template that does not append.
+Each sampled token is recorded once. The order decides on sampling: an agent's temperature is overridden, and its token
+limit may only lower the order's. An answer is abandoned if its agent repeats the request instead of reading it. A
+history that differs from the sampled one begins a new segment, and so does a chat template that does not append.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecordError
 from pipelinerl.types import ROOT, Priority, PromptOrder, Purpose, Rollout, Turn, TurnNote, Verdict, VersionSpan
 
-#: Thinking, as templates write it; an answer may lack the opening, which the template has written.
+#: Thinking as templates write it. The opening tag may be missing from an answer, because the template wrote it.
 _THINKING: Final = re.compile(r"\A(?:(?!</think>).)*</think>", re.DOTALL)
-#: How an agent may want to sample. The order decides, so these are dropped, and counted where they differ.
+#: An agent's sampling parameters: dropped, because the order decides, and counted.
 _SAMPLING: Final = frozenset(
     {
         "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
@@ -44,14 +44,14 @@ _SAMPLING: Final = frozenset(
     }
 )  # fmt: skip
 _NO_TOKENS: Final = np.zeros(0, np.int32)
-#: What only the gateway may say to an engine.
+#: Fields that only the gateway may set in an engine's request.
 _OURS: Final = frozenset(
     {"prompt_token_ids", "prefixes", "return_token_ids", "return_routed_experts", "continue_token_ids", "continue_from"}
 )
 
 
 class NewSegment(StrEnum):
-    """Why a turn begins a new segment."""
+    """The reason why a turn begins a new segment."""
 
     FIRST = "first"
     """It is the first turn of its agent."""
@@ -66,7 +66,7 @@ class NewSegment(StrEnum):
 
 
 class EpisodeOver(InvalidRequest):
-    """The episode has reached a limit: no further answer is sampled. A status that OpenAI's client does not retry."""
+    """The episode reached a limit, so no further answer is sampled. OpenAI's client does not retry the status."""
 
     code = "episode_over"
 
@@ -74,10 +74,10 @@ class EpisodeOver(InvalidRequest):
 @final
 @dataclass(slots=True, eq=False)
 class RecordedTurn:
-    """A turn, and the one that it continues. `request_key` identifies the messages that it answers.
+    """A turn and the turn that it continues. `request_key` identifies the messages that it answers.
 
-    `new_segment` is the reason why no known turn is continued. A turn is `read` once a request continues its answer. An
-    `abandoned` turn trains nothing: its agent made the same request again and has not read the answer.
+    `new_segment` is the reason why the turn continues no known one. `read` is set once a request continues the answer.
+    An `abandoned` turn trains nothing: its agent repeated the request without having read the answer.
     """
 
     parent: RecordedTurn | None
@@ -96,7 +96,7 @@ class RecordedTurn:
 
     @property
     def path(self) -> list[RecordedTurn]:
-        """From the segment's first turn to this one."""
+        """The turns from the first of the conversation to this one."""
         turns: list[RecordedTurn] = []
         at: RecordedTurn | None = self
         while at is not None:
@@ -129,7 +129,7 @@ class PlannedTurn:
 
 @final
 class Episode:
-    """One of the samples of an order. Used from one event loop."""
+    """One sample of an order. For use from a single event loop."""
 
     def __init__(self, order: PromptOrder, sample: int, limits: EpisodeLimits) -> None:
         self.order = order
@@ -154,15 +154,15 @@ class Episode:
 
     @property
     def abandoned(self) -> int:
-        """The number of answers that no agent read, since it repeated its request."""
+        """The number of answers that were never read, because the agent repeated its request."""
         return sum(turn.abandoned for turn in self._turns)
 
     def last_of(self, agent: str) -> RecordedTurn | None:
-        """The latest turn of `agent` that trains."""
+        """Return the latest turn of `agent` that trains, or None."""
         return next((turn for turn in reversed(self._turns) if turn.agent == agent and not turn.abandoned), None)
 
     def rollout(self, verdict: Verdict, *, temperature: float) -> Rollout:
-        """The turns that train as one rollout. There must be one."""
+        """Return the turns that train as one rollout. At least one must exist."""
         turns = self.turns
         numbers = {id(turn): number for number, turn in enumerate(turns)}
         parents = tuple(ROOT if turn.parent is None else numbers[id(turn.parent)] for turn in turns)
@@ -185,11 +185,11 @@ class Episode:
         )
 
     def plan(self, agent: str, body: Mapping[str, Any], *, trains: bool = True) -> PlannedTurn:
-        """The engine's request for what `agent` asks for.
+        """Return the engine's request for a request of `agent`.
 
         Raises:
             EpisodeOver: a limit is reached.
-            InvalidRequest: the body is not a chat request, or asks for what is not the agent's to say.
+            InvalidRequest: the body is not a chat request, or sets fields that agents may not set.
         """
         if self.over:
             raise EpisodeOver(f"this episode is over: {self.over}")
@@ -204,7 +204,7 @@ class Episode:
             _hash_message(hasher, message)
             if message.role == "assistant" and (turn := self._by_key.get(hasher.digest())) is not None:
                 known, first_new = turn, place + 1
-                # The gateway has split the thinking off; the template may not know such a field.
+                # The gateway has split off the thinking; the template may not know such a field.
                 messages[place] = message.model_copy(update={"reasoning_content": None})
         number = self._numbers[agent] + self._under_way[agent]
         tokens = _NO_TOKENS if known is None else known.token_ids
@@ -226,7 +226,7 @@ class Episode:
 
     @contextmanager
     def sampling(self, planned: PlannedTurn) -> Iterator[None]:
-        """While a planned turn is sampled it counts as one of the episode's, whatever becomes of it."""
+        """Count a planned turn as one of the episode's while it is sampled, even if sampling fails."""
         self._under_way[planned.agent] += 1
         try:
             yield
@@ -234,7 +234,7 @@ class Episode:
             self._under_way[planned.agent] -= 1
 
     def record(self, planned: PlannedTurn, completion: ChatCompletion) -> RecordedTurn:
-        """The turn that an engine has sampled.
+        """Record the completion of a planned turn.
 
         Raises:
             RecordError: the engine left out what a rollout needs.
@@ -315,10 +315,10 @@ class Episode:
         return NewSegment.HISTORY_DIFFERS if same_tools else NewSegment.TOOLS_DIFFER
 
     def _note_abandoned(self, turn: RecordedTurn, continued: RecordedTurn | None) -> None:
-        """Abandon earlier answers to the very same messages that no request has continued; restore `continued`.
+        """Abandon earlier answers to the same messages that no request has continued; restore `continued`.
 
-        An agent that repeats a request has not read the answer. One that asked for several answers at once and goes on
-        with an earlier one has read it after all.
+        An agent that repeats a request has not read the answer. An agent that requested several answers at once and
+        continues an earlier one has read it after all.
         """
         while continued is not None:
             continued.read, continued.abandoned = True, False
@@ -329,7 +329,7 @@ class Episode:
 
 
 def _hash_message(hasher: Any, message: ChatMessage) -> None:
-    """Add a message as it is compared: an answer by the ids of its calls, or without thinking and outer white space."""
+    """Add a message in its compared form: an answer by its call ids, or without thinking and outer white space."""
     parts = [message.role, message.content]
     if message.role == "assistant":
         calls = [call.id for call in message.tool_calls or ()]
@@ -342,7 +342,7 @@ def _hash_message(hasher: Any, message: ChatMessage) -> None:
 
 
 def _key_of_tools(asked: ChatCompletionRequest) -> bytes:
-    """A digest of the tools that a prompt describes; empty where it describes none."""
+    """Return a digest of the tools that a prompt describes; empty if it describes none."""
     if not asked.tools or asked.tool_choice == "none":
         return b""
     described = [tool.model_dump(mode="json") for tool in asked.tools]
@@ -374,7 +374,7 @@ def _turn(choice: Choice, context: NDArray[np.int32]) -> Turn:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    """The first finding as a sentence, without the input that caused it."""
+    """Return the first finding as a sentence, without the input that caused it."""
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
     reason = first["msg"].removeprefix("Value error, ")

@@ -1,12 +1,12 @@
-"""An episode host: `python -m pipelinerl.environments.episode_host REFERENCE`, a child process in which user code runs.
+"""An episode host: a child process that runs user code, `python -m pipelinerl.environments.episode_host REFERENCE`.
 
-One event loop plays many episodes. It reads a JSON line for each on its standard input, which is a socket, and writes
-one when the episode ends:
+One event loop plays many episodes. The host reads a JSON line per episode from its standard input, which is a socket,
+and writes a line when the episode ends:
 
     {"begin": id, "task": …, "base_url": …, "api_key": …}    {"cancel": id}
     {"ended": id, "how": "returned" | "over" | "raised" | "cancelled", "value" | "reason": …}
 
-What user code prints goes where the actor's output goes. The host ends with its actor, and when the socket closes.
+Output of user code goes where the actor's output goes. The host exits with its actor, and when the socket closes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pipelinerl.system.http_client import hot_session
 from pipelinerl.system.references import last_line
 from pipelinerl.types import Verdict
 
-#: A line may hold a task with a long text.
+#: Lines must hold tasks with long texts.
 LONGEST_LINE: Final = 2**26
 _KEEP_ALIVE_S: Final = 15.0
 
 
 def main() -> None:
-    """Import the user's code, say so, and play until the input ends."""
+    """Import the user's code, report readiness, and play episodes until the input ends."""
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -74,20 +74,20 @@ async def _serve(connection: socket.socket, play: Play) -> None:
 
 
 async def _played(play: Play, task: Any, client: EpisodeClient) -> dict[str, Any]:
-    """How an episode ended."""
+    """Play one episode and return how it ended."""
     try:
         value = await play(msgspec.convert(task, Task), client)
     except ConversationOver as error:
         return {"how": "over", "reason": str(error)}
     except asyncio.CancelledError:
         return {"how": "cancelled", "reason": "cancelled"}
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # user code may raise anything
         return {"how": "raised", "reason": last_line(error)}
     return {"how": "returned", **_plain(value)}
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """What user code returned, as JSON has it; `other` describes what is no reward."""
+    """Return the result of user code in JSON types; `other` describes a value that is not a reward."""
     if isinstance(value, Verdict):
         return {"verdict": msgspec.to_builtins(value)}
     item = getattr(value, "item", None)

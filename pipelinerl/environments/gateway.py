@@ -1,15 +1,15 @@
-"""`Gateway`: OpenAI's API on a loopback address of the actor's process, for the agents of its episodes.
+"""OpenAI's API on a loopback address of the actor's process, for the agents of its episodes.
 
     agent ── POST /e/{secret}/{agent}/v1/chat/completions ──▶ `Episode` ──▶ engine ──▶ `Episode` ──▶ agent
 
-The secret stands in the path, or is the API key of a client that asks `/v1/chat/completions`. Whoever does not know it,
-or asks after the episode has ended, is answered 404. Refusals have statuses that OpenAI's client does not retry (it
-retries 408, 409, 429 and 5xx). A client that goes away cancels what it asked for.
+The secret is part of the path, or the API key of a client that calls `/v1/chat/completions`. A wrong secret, and a
+request after the episode has ended, get status 404. Refusals use statuses that OpenAI's client does not retry (it
+retries 408, 409, 429 and 5xx). A client that disconnects cancels its request.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | a body | the agent | `BODY_TIMEOUT_S` |
-| an answer | the engine, or the agent leaves | the engine pool's deadline, or the episode's |
+| an answer | the engine, or the agent disconnects | the engine pool's deadline, or the episode's |
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from pipelinerl.environments.episode import Episode
 from pipelinerl.errors import PipelineError
 from pipelinerl.system.http_service import guard, listen, refused_body, serving, url_of
 
-#: Samples one turn; raises ContractError or PipelineError when no engine can.
+#: Samples one turn. Raises ContractError or PipelineError if no engine can.
 SampleTurn = Callable[[ChatCompletionRequest], Awaitable[ChatCompletion]]
 
 _LOOPBACK: Final = "127.0.0.1"
-#: No engine could answer. 424 is no status that clients retry: what failed has been retried already.
+#: No engine could answer. Clients do not retry 424; the engine pool has retried already.
 _NO_ENGINE: Final = 424
 _MODEL: Final = "policy"
 _MAIN: Final = "main"
-#: Some templates write the opening, so that an answer begins within its thinking.
+#: Some templates write the opening tag, so an answer may begin within its thinking.
 _END_OF_THINKING: Final = "</think>"
 _ENDED: Final = "there is no such episode, or it has ended"
 
@@ -51,13 +51,13 @@ log = logging.getLogger("pipelinerl")
 
 
 class _Gone(Exception):
-    """The agent has closed its connection."""
+    """The agent closed its connection."""
 
 
 @final
 @dataclass(slots=True, eq=False)
 class OpenEpisode:
-    """An episode that agents may ask for, and where they find it."""
+    """An open episode, its sampler, and the address at which agents reach it."""
 
     episode: Episode
     sample: SampleTurn
@@ -66,7 +66,7 @@ class OpenEpisode:
     """Why an engine could not answer: then nothing can be said of the episode."""
 
     def base_url(self, agent: str = _MAIN) -> str:
-        """The base URL that an OpenAI client of this agent is given."""
+        """Return the base URL for an OpenAI client of this agent."""
         return f"{self.base}/e/{self.episode.secret}/{agent}/v1"
 
 
@@ -95,7 +95,7 @@ class Gateway:
 
     @asynccontextmanager
     async def open(self, episode: Episode, sample: SampleTurn) -> AsyncIterator[OpenEpisode]:
-        """Let agents ask for turns of `episode` until the block ends."""
+        """Accept requests for turns of `episode` until the block ends."""
         opened = OpenEpisode(episode, sample, self._base)
         self._episodes[episode.secret] = opened
         try:
@@ -128,10 +128,10 @@ class Gateway:
             log.debug("an agent left before its answer")
         except asyncio.CancelledError:
             if not self._is_closing:
-                raise  # else the actor ends, and its agents with it
+                raise  # otherwise the actor is shutting down and its agents end with it
 
     def _found(self, scope: Scope) -> tuple[OpenEpisode, str, str]:
-        """The episode, the agent and the rest of the path that a request means."""
+        """Return the episode, the agent and the rest of the path of a request."""
         path = str(scope["path"])
         if path.startswith("/e/"):
             secret, _, rest = path[3:].partition("/")
@@ -156,7 +156,7 @@ class Gateway:
                 episode.over = f"the conversation has filled the context: {error.message}"
                 raise
             except InvalidRequest:
-                raise  # the agent's fault
+                raise  # caused by the agent, so the episode goes on
             except (ContractError, PipelineError) as error:
                 opened.failure = error
                 raise ContractError(f"no engine could answer: {error}") from error
@@ -185,14 +185,14 @@ def _not_found(message: str) -> ContractError:
 
 @final
 class _NotFound(InvalidRequest):
-    """Nothing is there for whoever asks."""
+    """No episode has this secret, or it has ended."""
 
     status = 404
     code = "episode_not_found"
 
 
 def _openai(completion: ChatCompletion, kind: str, part: str) -> dict[str, Any]:
-    """The answer as OpenAI gives it: without our token ids, log-probs and spans."""
+    """Return the answer in OpenAI's form: without token ids, log-probs and spans."""
     choice = completion.choices[0]
     message = choice.message.model_dump(exclude_none=True)
     thinking, mark, rest = message["content"].rpartition(_END_OF_THINKING)
@@ -213,7 +213,7 @@ def _openai(completion: ChatCompletion, kind: str, part: str) -> dict[str, Any]:
 
 
 async def _stream(send: Send, completion: ChatCompletion, body: Mapping[str, Any]) -> None:
-    """The whole answer as one chunk, for clients that stream."""
+    """Send the whole answer as one chunk, for clients that stream."""
     chunk = _openai(completion, "chat.completion.chunk", "delta")
     usage = chunk.pop("usage")
     events = [chunk]
@@ -242,7 +242,7 @@ async def _body(receive: Receive) -> Mapping[str, Any]:
 
 
 async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
-    """Run `work`, which is cancelled when the client goes away first."""
+    """Run `work`, and cancel it if the client disconnects first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
     try:

@@ -1,13 +1,14 @@
-"""`EpisodeHosts`: the child processes in which one environment's episodes are played (`episode_host.py`).
+"""The child processes that play the episodes of one environment (`episode_host.py`).
 
-User code never runs on the actor's loop. Each host plays at most `EPISODES_OF_A_HOST` at once; another is started when
-all are full. Promises: an episode ends by its deadline. It is cancelled first; code that goes on for `_CANCEL_S` more
-has its host killed, and the other episodes of that host are lost through no fault of theirs (`HostLost`).
+User code never runs on the actor's event loop. Each host plays at most `EPISODES_OF_A_HOST` episodes at once; another
+host starts when all are full. An episode ends by its deadline: it is cancelled first. If its code runs on for
+`_CANCEL_S` more, its host is killed, and the other episodes of that host are lost through no fault of theirs
+(`HostLost`).
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | a host | it has imported the user's code | `_STARTUP_S` |
-| an episode | the user's code returns or raises, or its host is gone | its deadline and `_CANCEL_S` |
+| an episode | the user's code returns or raises, or its host exits | its deadline and `_CANCEL_S` |
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _END_S: Final = 60.0
 
 
 class HostLost(Exception):
-    """The process in which an episode was played has ended, or cannot be started."""
+    """The process that played an episode has exited, or cannot be started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnd:
-    """How the user's code ended: `how` is `returned`, `over`, `raised` or `cancelled`; see `episode_host`."""
+    """The end of the user's code: `how` is `returned`, `over`, `raised` or `cancelled`; see `episode_host`."""
 
     how: str
     reason: str = ""
@@ -56,7 +57,7 @@ class EpisodeEnd:
 @final
 @dataclass(slots=True, eq=False)
 class _Host:
-    """One process. `episodes` are those that it plays, by number."""
+    """One process. `episodes` are those in progress, by number."""
 
     process: Process
     writer: asyncio.StreamWriter
@@ -72,7 +73,7 @@ class _Host:
         self.writer.write(json.dumps(fields).encode() + b"\n")
 
     async def listen(self) -> None:
-        """Hand on how episodes end, until the process does."""
+        """Forward the ends of episodes until the process exits."""
         with contextlib.suppress(OSError, ValueError):
             while line := await self.reader.readline():
                 fields = json.loads(line)
@@ -86,7 +87,7 @@ class _Host:
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # with what the user's code has started
+            os.killpg(self.process.pid, signal.SIGKILL)  # includes processes that the user's code has started
 
     async def close(self) -> None:
         self.writer.close()
@@ -109,16 +110,16 @@ class EpisodeHosts:
         self._ends: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Import the user's code, so that the first episode need not wait for that."""
-        with contextlib.suppress(HostLost):  # the first episode says it
+        """Import the user's code, so that the first episode need not wait."""
+        with contextlib.suppress(HostLost):  # the first episode reports the failure
             await self._free()
 
     async def play(self, task: Task, *, base_url: str, api_key: str, timeout_s: float) -> EpisodeEnd:
         """Play one episode.
 
         Raises:
-            TimeoutError: it has not ended in time.
-            HostLost: its process has ended before it.
+            TimeoutError: the episode did not end in time.
+            HostLost: the process exited first.
         """
         host, number = await self._free(), str(next(self._numbers))
         ended: asyncio.Future[EpisodeEnd] = asyncio.get_running_loop().create_future()
@@ -136,21 +137,21 @@ class EpisodeHosts:
             raise
 
     async def close(self) -> None:
-        """End the hosts."""
+        """Terminate the hosts."""
         hosts, self._hosts = self._hosts, []
         await asyncio.gather(*(to_its_end(host.close()) for host in hosts))
 
     async def _end(self, host: _Host, ended: asyncio.Future[EpisodeEnd]) -> None:
-        """Kill the host of an episode that was cancelled and goes on."""
+        """Kill the host of a cancelled episode that does not stop."""
         await asyncio.wait({ended}, timeout=_CANCEL_S)
         if not ended.done():
             host.kill()
             await asyncio.wait({ended}, timeout=_END_S)
         if ended.done():
-            ended.exception()  # nobody waits for it any more
+            ended.exception()  # no caller waits for it any more
 
     async def _free(self) -> _Host:
-        """A host with a free place."""
+        """Return a host with room for an episode."""
         async with self._starting:
             gone = [host for host in self._hosts if not host.is_alive]
             self._hosts = [host for host in self._hosts if host.is_alive]
@@ -165,7 +166,7 @@ class EpisodeHosts:
 
 
 async def _started(reference: str) -> _Host:
-    """A process that has imported the user's code. Raises `HostLost`."""
+    """Start a process and wait until it has imported the user's code. Raises `HostLost`."""
     ours, theirs = socket.socketpair()
     tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
     main = [sys.executable, "-m", "pipelinerl.environments.episode_host", reference]

@@ -1,4 +1,4 @@
-"""A user's environment by reference: an async function, or a class with `reset`, `step` and `close`."""
+"""Loading of a user's environment by reference: an async function, or a class with `reset`, `step` and `close`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Play = Callable[[Task, EpisodeClient], Awaitable[Any]]
 
 
 def load_play(reference: str) -> Play:
-    """The function that plays an episode.
+    """Return the function that plays an episode.
 
     Raises:
-        ReferenceFailed: it cannot be loaded, or is neither an async function nor an environment.
+        ReferenceFailed: the reference cannot be loaded, or is neither an async function nor an environment.
     """
     thing = load_reference(reference)
     if hasattr(thing, "step") and hasattr(thing, "reset"):
@@ -47,7 +47,7 @@ def _loop_around(kind: Any) -> Play:
                 if step.reward:
                     await client.reward(step.reward)
                 if step.done:
-                    return 0.0  # beside the rewards of its turns
+                    return 0.0  # the rewards of the turns are added to it
                 messages += [answer, *step.messages]
         finally:
             if hasattr(environment, "close"):
@@ -57,7 +57,9 @@ def _loop_around(kind: Any) -> Play:
 
 
 async def _called(method: Callable[..., Any], *arguments: Any) -> Any:
-    """What a method returns. One that is not async runs in a thread: other episodes share the loop."""
+    """Call a method and return its result. A method that is not async runs in a thread, since episodes share the
+    loop.
+    """
     if inspect.iscoroutinefunction(method):
         return await method(*arguments)
     return await asyncio.to_thread(method, *arguments)

@@ -1,1 +1,1 @@
-"""From the rollout streams to the micro-batches of one step."""
+"""Conversion of the rollout streams to the micro-batches of one step."""

@@ -1,14 +1,13 @@
-"""Which rollout groups may train: the staleness bound k, duplicates, signal, and the account of all of it.
+"""Admission of rollout groups to training: the staleness bound k, duplicates, signal, and the ledger of all groups.
 
-Pure. A group that is read ends in exactly one of: trained, filtered (no signal, no valid verdict, not computable, or in
-a step that was skipped since something was not finite), stale; an order that failed never comes and ends so. A
-duplicate of one that already ended, or is waiting, counts nowhere; nor does a group that abandoned weights have
-sampled, whose order is issued again. What ended is remembered as a frontier and a sparse set, so that the memory is
+Pure. A group that is read ends as exactly one of: trained, filtered (no signal, no valid verdict, not computable, or in
+a step that was skipped because something was not finite), or stale. An order that failed ends without a group.
+Duplicates of a group that has ended or is waiting are not counted. Groups sampled by abandoned weights are not counted
+either; their orders are issued again. The ledger stores a frontier and a sparse set of ended orders, so its size is
 bounded by how far groups overtake one another.
 
-Which groups were all right is kept until the controller has heard of it, who passes such problems over for a while
-(`controller/state/cooldown.py`). What it has not answered for lies in the checkpoint, so that a run that goes on from
-there knows as much as it did.
+Groups whose answers were all right are kept until the controller has received them. It then skips such problems for a
+while (`controller/state/cooldown.py`). Unanswered reports are part of the checkpoint, so a resumed run loses none.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from trainer_contract.batch import check
 from trainer_contract.errors import BatchError
 from trainer_contract.types import RoutingShape
 
-#: So many rollouts of a group at least are left when others of it are too old.
+#: The smallest part of a group that trains when its other rollouts are too old.
 LEAST_LEFT: Final = 2
-#: By domain, the order and the problem's id.
+#: The order and the problem's id, by domain.
 Pairs = dict[str, list[tuple[int, str]]]
 
 
 class GroupOutcome(StrEnum):
-    """How a group ended."""
+    """The end of a group."""
 
     TRAINED = "trained"
     FILTERED = "filtered"
@@ -46,11 +45,12 @@ class GroupOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Which weights this trainer descends from: its epoch, the version at which that began, and the same of `earlier`.
+    """The line of weights that this trainer continues: its epoch, the version at which it began, and the same of
+    `earlier`.
 
-    Weights of an earlier epoch are ancestors up to the lowest version that any epoch after it began at; what it made
-    later was abandoned, whatever versions the line has reached since. An epoch that left no checkpoint is in no list,
-    and needs none: whoever came after it began where it did, or below.
+    Weights of an earlier epoch are ancestors up to the lowest version at which any later epoch began. What that epoch
+    made afterwards is abandoned, whatever versions the line has reached since. An epoch that left no checkpoint is not
+    listed and need not be: the epochs after it began at its own beginning or below.
     """
 
     epoch: int
@@ -59,11 +59,11 @@ class Lineage:
 
     @property
     def epochs(self) -> tuple[tuple[int, int], ...]:
-        """Every (epoch, version it began at), this one last."""
+        """Every (epoch, version at which it began), this one last."""
         return (*self.earlier, (self.epoch, self.began_at))
 
     def includes(self, group: RolloutGroup) -> bool:
-        """Were all tokens of the group sampled by ancestors of the current weights?"""
+        """Return whether ancestors of the current weights sampled all tokens of the group."""
         return all(
             rollout.epoch >= self.epoch or rollout.newest_version <= self._newest_of(rollout.epoch)
             for rollout in group.rollouts
@@ -76,7 +76,7 @@ class Lineage:
 @final
 @dataclass(slots=True)
 class ConsumedLedger:
-    """Indices of the orders that ended, and how many ended how. The trainer's part of the account."""
+    """The indices of orders that ended, and counts by outcome. The trainer's part of the ledger."""
 
     frontier: int = 0
     """Every index below has ended."""
@@ -85,11 +85,11 @@ class ConsumedLedger:
     counts: dict[GroupOutcome, int] = field(default_factory=lambda: dict.fromkeys(GroupOutcome, 0))
 
     def has(self, index: int) -> bool:
-        """Has this order ended?"""
+        """Return whether this order has ended."""
         return has_ended(index, self.frontier, self.beyond)
 
     def settle(self, indices: Iterable[int], fate: GroupOutcome) -> None:
-        """Record the end of orders; each may end once."""
+        """Record the end of orders; each may end only once."""
         for index in indices:
             if self.has(index):
                 raise ValueError(f"order {index} ended twice; the second time as {fate}")
@@ -100,13 +100,13 @@ class ConsumedLedger:
             self.frontier += 1
 
     def revise(self, indices: Iterable[int], *, before: GroupOutcome, after: GroupOutcome) -> None:
-        """Orders that were settled as `before` ended as `after`, as it turned out."""
+        """Change the outcome of orders that were settled as `before` to `after`."""
         number = len(list(indices))
         self.counts[before] -= number
         self.counts[after] += number
 
     def to_record(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint or a report."""
+        """Return plain values for a checkpoint or a report."""
         return {
             "frontier": self.frontier,
             "beyond": sorted(self.beyond),
@@ -115,72 +115,75 @@ class ConsumedLedger:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
-        """Inverse of `to_record`."""
+        """Return the ledger of a record; inverse of `to_record`."""
         counts = {fate: int(record["counts"].get(str(fate), 0)) for fate in GroupOutcome}
         return cls(int(record["frontier"]), set(record["beyond"]), counts)
 
 
 @final
 class SolvedProblems:
-    """The orders of the groups that were all right, in the order in which they ended."""
+    """The orders of groups whose answers were all right, in the order in which they ended."""
 
     def __init__(self, restored: Mapping[str, Sequence[Sequence[Any]]] | None = None) -> None:
-        """`restored` is what a checkpoint holds."""
+        """Create the list; `restored` is the content of a checkpoint."""
         self._waiting: list[tuple[str, int, str]] = [
             (domain, int(order), str(name)) for domain, pairs in (restored or {}).items() for order, name in pairs
         ]
         self._reported: tuple[str, int] = ("", 0)
 
     def note(self, groups: Iterable[RolloutGroup]) -> None:
-        """Groups have ended, trained or filtered. One with an answer that nobody judged is not all right."""
+        """Record groups that were trained or filtered. A group with an unjudged answer does not count as all right."""
         for group in groups:
             if group.problem.problem_id and all(each.verdict.outcome is Outcome.CORRECT for each in group.rollouts):
                 self._waiting.append((group.domain, group.index, group.problem.problem_id))
 
     @property
     def pending(self) -> Pairs:
-        """What the controller may not know of."""
+        """The orders that the controller may not know of."""
         pairs: Pairs = {}
         for domain, order, name in self._waiting:
             pairs.setdefault(domain, []).append((order, name))
         return pairs
 
     def report(self, report_id: str) -> Pairs:
-        """What is pending, for the report of this name."""
+        """Return the pending orders, and remember them as part of the report with this id."""
         self._reported = (report_id, len(self._waiting))
         return self.pending
 
     def answered(self, report_id: str) -> None:
-        """The controller has answered a report: it knows what that report said."""
+        """Drop the orders of a report that the controller has answered."""
         if report_id == self._reported[0]:
             del self._waiting[: self._reported[1]]
             self._reported = ("", 0)
 
 
 def has_signal(group: RolloutGroup) -> bool:
-    """Do the judged rewards of the group differ, so that a group baseline leaves something to learn?"""
+    """Return whether the judged rewards of the group differ, so that a group baseline leaves something to learn."""
     rewards = [r.verdict.reward for r in group.rollouts if r.verdict.outcome.is_judgement]
     return len(rewards) > 1 and bool(np.ptp(rewards) > 0)
 
 
 def has_turn_signal(group: RolloutGroup) -> bool:
-    """Whether judged rollouts differ in their rewards or in those of their turns: the signal where turns get credit."""
+    """Return whether judged rollouts differ in their rewards or in those of their turns: the signal for credit by
+    turns.
+    """
     judged = [rollout for rollout in group.rollouts if rollout.verdict.outcome.is_judgement]
     return has_signal(group) or len({tuple(turn.reward for turn in rollout.turns) for rollout in judged}) > 1
 
 
 def is_judged(group: RolloutGroup) -> bool:
-    """Has any rollout a valid verdict and tokens to train on?"""
+    """Return whether any rollout has a valid verdict and tokens to train on."""
     return any(_trains(rollout) for rollout in group.rollouts)
 
 
 def fault_of(group: RolloutGroup, *, vocab_size: int | None, routing: RoutingShape | None = None) -> str:
-    """What of a judged group no trainer can compute, such as a token id that is none; "" when there is nothing.
+    """Return why no trainer can compute a judged group, such as an invalid token id; "" if it can be computed.
 
-    An engine that serves another model, or is broken, makes such groups: every trainer that read one would end of it.
+    A broken engine, or one that serves another model, makes such groups. They would crash every trainer that reads
+    them.
 
     Args:
-        routing: of the routers whose choices the trainer replays, which each rollout must then have; None: of none.
+        routing: shape of the routers whose choices the trainer replays. Each rollout must then have them.
     """
     judged = alone([rollout for rollout in group.rollouts if _trains(rollout)])
     if routing is None:
@@ -195,7 +198,7 @@ def fault_of(group: RolloutGroup, *, vocab_size: int | None, routing: RoutingSha
 
 
 def without_routing(group: RolloutGroup) -> RolloutGroup:
-    """The group with no word of which experts computed its tokens."""
+    """Return the group without the experts that computed its tokens."""
     if all(turn.routed_experts is None for rollout in group.rollouts for turn in rollout.turns):
         return group
 
@@ -207,16 +210,16 @@ def without_routing(group: RolloutGroup) -> RolloutGroup:
 
 
 def is_stale(group: RolloutGroup, *, producing: int, bounds: StalenessBounds) -> bool:
-    """Must the group be refused for the step that produces version `producing`?"""
+    """Return whether the group is too old for the step that produces version `producing`."""
     return not bounds.accepts(producing=producing, oldest=group.oldest_version)
 
 
 def fresh_part(
     group: RolloutGroup, *, producing: int, bounds: StalenessBounds, scope: StalenessScope
 ) -> RolloutGroup | None:
-    """What of the group may train the step that produces version `producing`; None: nothing.
+    """Return the part of the group that may train the step that produces version `producing`, or None.
 
-    By rollout, two or more that are left are a group; one alone has nothing to be compared with.
+    In the scope of rollouts, two or more that remain are a group; a single one has no others to be compared with.
     """
     if not is_stale(group, producing=producing, bounds=bounds):
         return group

@@ -1,14 +1,14 @@
-"""From the groups of a step to its micro-batches: weights and advantages on the whole batch, and packing. Pure.
+"""Conversion of a step's groups to micro-batches: weights and advantages on the whole batch, and packing. Pure.
 
-Advantages that read nothing but rewards are known before packing, so that a rollout with nothing to teach need not be
-computed. Those that read values or log-probs come after the forward passes, still on the whole batch:
+Advantages that depend only on rewards are computed before packing, so rollouts with nothing to teach need not be
+packed. Advantages that read values or log-probs are computed after the forward passes, still on the whole batch:
 
     build ─▶ packed micro-batches ─▶ forward passes ─▶ `with_advantages` ─▶ `mini_batches` ─▶ backward of each
 
-The first pass over a batch trains on its micro-batches as they were packed for the forward passes: each mini-batch's
-follow one another there, so that π_θ/π_old begins at 1 to the bit where forward and backward pass are one computation.
+The first epoch trains on the micro-batches as they were packed for the forward passes, in which each mini-batch is
+contiguous. So π_θ/π_old starts at exactly 1 where forward and backward pass are the same computation.
 
-Letters in shapes: B rollouts of the step, N = Σ lengths sampled tokens, rollout after rollout.
+Letters in shapes: B rollouts of the step, N = Σ lengths sampled tokens, rollout after rollout and turn after turn.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from pipelinerl.types import Outcome, Rollout, RolloutGroup
 from trainer_contract.types import MicroBatch
 
 Floats = NDArray[np.float64]
-#: Which segments of given lengths, prompts and rollouts share a micro-batch.
+#: Assigns segments to micro-batches, given their lengths, prompts and rollouts.
 Bins = Callable[[Sequence[int], Sequence[int], Sequence[int]], list[list[int]]]
 
 
 @runtime_checkable
 class TeachesCritic(Protocol):
-    """An advantage estimator that says what the critic should have predicted: `GAE`."""
+    """An advantage estimator that defines the targets of the critic: `GAE`."""
 
     def returns(self, **columns: Any) -> Floats:
-        """[N], called as `Advantage.advantages` is."""
+        """Return the targets [N]; called like `Advantage.advantages`."""
         ...
 
 
@@ -63,9 +63,9 @@ class Scored:
     """The rollouts of a step as advantages and weights see them, [B] each.
 
     Attributes:
-        rewards: as shaped. groups: index of each rollout's group within the step. lengths: sampled tokens.
+        rewards: after shaping. groups: index of each rollout's group within the step. lengths: sampled tokens.
         valid: judged, and with tokens to train on.
-        turns: None where no estimator reads them.
+        turns: of the rollouts; None if no estimator reads them.
     """
 
     rewards: Floats
@@ -76,11 +76,11 @@ class Scored:
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """N, the number of sampled tokens."""
         return int(self.lengths.sum())
 
     def arguments(self, columns: Mapping[str, Floats]) -> dict[str, Any]:
-        """What `Advantage.advantages` and `GAE.returns` are called with."""
+        """Return the arguments of `Advantage.advantages` and `GAE.returns`."""
         rollouts = {"rewards": self.rewards, "groups": self.groups, "lengths": self.lengths, "valid": self.valid}
         return {**rollouts, "columns": columns, "turns": self.turns}
 
@@ -88,11 +88,11 @@ class Scored:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """What a step trains on, and its figures.
+    """The data of one step, and its figures.
 
     Attributes:
-        learns: [B], False for rollouts of which no token may have a gradient: not judged, or truncated and masked.
-        segments: of all B rollouts. packed: some of them in micro-batches; `members` are their numbers.
+        learns: [B], False for rollouts without gradient: not judged, or truncated and masked.
+        segments: of all B rollouts. packed: the computed ones in micro-batches; `members` are their numbers.
     """
 
     groups: list[RolloutGroup]
@@ -106,12 +106,14 @@ class TrainBatch:
 
     @property
     def producing(self) -> int:
-        """The version that the step makes."""
+        """The version that the step produces."""
         return self.partition.producing
 
     @property
     def optimizer_steps(self) -> range:
-        """Their numbers in the run, from 0: by what was planned, as though no batch had ended early."""
+        """The numbers of the optimizer steps in the run, from 0, as planned: batches that ended early do not shift
+        them.
+        """
         planned = self.partition.mini_batching.updates
         return range((self.producing - 1) * planned, self.producing * planned)
 
@@ -126,23 +128,25 @@ class TrainBatch:
         return [packed.micro_batch for packed in self.packed]
 
     def group_indices(self, number: int, segments: NDArray[np.integer] | None = None) -> list[int]:
-        """Order indices, ascending, of the groups of these segments (by default all) of micro-batch `number`."""
+        """Return the order indices, ascending, of the groups of some (by default all) segments of micro-batch
+        `number`.
+        """
         rollouts = np.array(self.rollouts_of(number))[slice(None) if segments is None else segments]
         return sorted({self.groups[group].index for group in self.scored.groups[rollouts].tolist()})
 
     def rollouts_of(self, number: int) -> list[int]:
-        """The rollout of each segment of micro-batch `number`."""
+        """Return the rollout of each segment of micro-batch `number`."""
         return [self.segments.owners[member] for member in self.packed[number].members]
 
     def completed(self, micro_batches: Sequence[MicroBatch]) -> TrainBatch:
-        """The same with these in place of its micro-batches: with the columns of the forward passes."""
+        """Return the batch with these micro-batches, which have the columns of the forward passes."""
         whole = [
             Packed(completed, packed.members) for completed, packed in zip(micro_batches, self.packed, strict=True)
         ]
         return replace(self, packed=whole)
 
     def mini_batches(self) -> Iterator[MiniBatch]:
-        """Each optimizer step's part of a batch that has all its columns, as a batch of its own, epoch after epoch."""
+        """Yield the part of each optimizer step as a batch of its own, epoch after epoch. All columns must be there."""
         computed: Mapping[int, MicroBatch] = {}
         for epoch in range(self.partition.mini_batching.epochs):
             for number, portion in enumerate(self.partition.portions(epoch)):
@@ -155,7 +159,7 @@ class TrainBatch:
                 yield MiniBatch(epoch, number, replace(self, packed=packed))
 
     def _computed_segments(self) -> dict[int, MicroBatch]:
-        """Each segment that is computed, with its columns, by its number."""
+        """Return each computed segment with its columns, by its number."""
         return {
             member: segment
             for packed in self.packed
@@ -176,9 +180,10 @@ class TrainBatch:
         return packed
 
     def with_advantages(self, adv: Advantage, completed: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches, whose forward passes are done, with advantages and, for a critic, returns.
+        """Return the micro-batches with advantages and, for a critic, returns added to the columns of the forward
+        passes.
 
-        Unjudged rollouts were not packed: their tokens' columns are 0, and nothing reads them.
+        Unjudged rollouts are not packed; the columns of their tokens are 0 and are never read.
         """
         columns = {name: self._gathered(completed, name) for name in adv.needs}
         arguments = self.scored.arguments(columns)
@@ -201,7 +206,9 @@ class TrainBatch:
 
 
 class MiniBatch(NamedTuple):
-    """One optimizer step's part of a batch: the how manieth of which epoch, from 0; `batch` has its rollouts packed."""
+    """One optimizer step's part of a batch: its epoch and its number within the epoch, from 0, and its packed
+    rollouts.
+    """
 
     epoch: int
     number: int
@@ -211,7 +218,9 @@ class MiniBatch(NamedTuple):
 def teacher(
     objective: PolicyObjective, shaping: Mapping[str, RewardShaping], truncated: Truncated
 ) -> Callable[[RolloutGroup], bool]:
-    """Tells of a group whether it has anything to teach: a signal, where the objective needs one, and who may learn."""
+    """Return the function that tells whether a group can teach: it has a signal, if one is needed, and rollouts that
+    learn.
+    """
     signal = is_judged if learns_from_equals(objective, shaping) else signal_of(objective)
 
     def teaches(group: RolloutGroup) -> bool:
@@ -228,9 +237,9 @@ def signal_of(objective: PolicyObjective) -> Callable[[RolloutGroup], bool]:
 
 
 def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardShaping]) -> bool:
-    """Has a group whose verdicts are all equal anything to teach?
+    """Return whether a group whose verdicts are all equal has anything to teach.
 
-    Not where its own mean is the baseline, nothing else has a gradient, and no length is punished.
+    It has nothing if its own mean is the baseline, nothing else has a gradient, and no length is punished.
     """
     punished = any(how.overlong_tokens for how in shaping.values())
     if objective.adv.needs or not objective.zero_advantage_is_idle or punished:
@@ -243,13 +252,13 @@ def learns_from_equals(objective: PolicyObjective, shaping: Mapping[str, RewardS
 
 
 def is_masked(rollout: Rollout, truncated: Truncated) -> bool:
-    """Is the rollout kept out of the loss, since it ended for want of tokens?"""
+    """Return whether the rollout is kept out of the loss because it ran out of tokens."""
     return truncated is Truncated.MASK and rollout.finish_reason == FinishReason.LENGTH
 
 
 def _scattered(column: Floats, batch: MicroBatch, rows: NDArray[np.intp]) -> NDArray[np.float32]:
     whole = np.zeros(batch.num_tokens, np.float32)
-    with np.errstate(over="ignore"):  # what is beyond fp32 becomes infinite, and `finite_check` finds it
+    with np.errstate(over="ignore"):  # values beyond fp32 become infinite and `finite_check` reports them
         whole[batch.loss_mask] = column[rows]
     return whole
 
@@ -267,17 +276,17 @@ def build(
 ) -> TrainBatch:
     """Weigh and pack the rollouts of `groups` for the step that produces version `producing`.
 
-    A rollout whose gradient is certainly zero is weighed with the others and then left out of the packing; if all are,
-    one stays, so that there is a step to take.
+    A rollout whose gradient is certainly zero is weighed with the others and then left out of the packing. If all are,
+    one stays, so that a step can be taken.
 
-    A truncated rollout that is masked stays in its group's mean and deviation: DAPO masks the loss and nothing else,
-    and without it the baseline would be that of the answers which came to an end, so that coming to an end would be
-    worth nothing. It counts in no denominator of the aggregation. Advantages that read columns leave it out, since it
-    has none: it is not computed.
+    A masked truncated rollout stays in its group's mean and deviation, as in DAPO, which masks only the loss. Otherwise
+    the baseline would be that of the finished answers, and finishing would earn nothing. It counts in no denominator of
+    the aggregation. Advantages that read columns leave it out: it is not computed and so has no columns.
 
     Args:
-        shaping: by domain; others' rewards are the verifiers'. truncated: of rollouts that ended for want of tokens.
-        width: micro-batches that the trainer computes at once. mini_batching: how the batch is divided.
+        shaping: by domain; other domains keep the verifiers' rewards. truncated: handling of rollouts that ran out of
+            tokens.
+        width: micro-batches that the trainer computes at once. mini_batching: division of the batch.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verdicts = np.array([rollout.verdict.reward for rollout in rollouts], np.float64)
@@ -291,7 +300,7 @@ def build(
     late = bool(objective.adv.needs)
     turns = _turns(rollouts) if credits_turns(objective.adv) else None
     scored = Scored(rewards=rewards, groups=index, lengths=lengths, valid=learns if late else valid, turns=turns)
-    with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` finds rewards that are not finite
+    with np.errstate(invalid="ignore", over="ignore"):  # `finite_check` reports rewards that are not finite
         advantages = np.zeros(scored.num_tokens) if late else objective.adv.advantages(**scored.arguments({}))
     parts = np.split(advantages, np.cumsum(lengths)[:-1])
     taught = np.array([late or not objective.zero_advantage_is_idle or part.any() for part in parts])
@@ -328,7 +337,7 @@ def _turns(rollouts: Sequence[Rollout]) -> Turns:
 
 
 def _computed(teaches: NDArray[np.bool_], some: NDArray[np.bool_]) -> list[int]:
-    """Who has something to teach; of none the first of `some`, of whom one that is masked has the weight 0."""
+    """Return the rollouts to compute; if none teaches, the first of `some`, whose weight is 0 if it is masked."""
     return np.flatnonzero(teaches if teaches.any() else some & (np.cumsum(some) == 1)).tolist()
 
 
@@ -338,7 +347,7 @@ def _packed(
     advantages: Sequence[Floats],
     packing: Callable[[Sequence[WeightedRollout]], list[Packed]],
 ) -> list[Packed]:
-    """The micro-batches of the first epoch, mini-batch after mini-batch."""
+    """Return the micro-batches of the first epoch, mini-batch after mini-batch."""
     packed = []
     for members, weights in partition.portions(0):
         weighted = [
@@ -351,7 +360,7 @@ def _packed(
 
 
 def _shaped(scored: Scored, domains: NDArray[np.str_], shaping: Mapping[str, RewardShaping]) -> Floats:
-    """The rewards [B] that are learnt from; each domain's by its own rollouts."""
+    """Return the rewards [B] after shaping, for each domain over its own rollouts."""
     rewards = scored.rewards.copy()
     for domain, how in shaping.items():
         its = domains == domain

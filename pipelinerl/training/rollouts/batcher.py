@@ -1,8 +1,8 @@
-"""`Batcher`: the groups that wait to be trained, and the choice among them.
+"""The groups that wait to be trained, and the choice among them.
 
-A batch is made when the rollouts (or tokens) of a step are there. The oldest that are fresh go first (oldest version,
-then lowest index), since they are the first to become stale. A batch does not depend on the order of arrival. Groups
-that became stale meanwhile are dropped.
+A batch is complete when the rollouts (or tokens) of a step have arrived. The oldest fresh groups go first (oldest
+version, then lowest index), since they become stale first. A batch does not depend on the order of arrival. Groups that
+become stale while they wait are dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("pipelinerl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBudget:
-    """How much makes a step: so many rollouts, or so many tokens if that comes first."""
+    """The size of a step: a number of rollouts, or of tokens if that is reached first."""
 
     rollouts: int
     tokens: int | None = None
@@ -58,12 +58,15 @@ class Batcher:
         ended: Callable[[Iterable[RolloutGroup], GroupOutcome, str], None] = lambda groups, fate, why: None,
         scope: StalenessScope = StalenessScope.GROUP,
     ) -> None:
-        """`teaches` tells of a group whether it has anything to teach under the run's objective, and `signal` whether
-        its rewards differ.
+        """Create an empty batcher.
 
-        Token ids must lie below `vocab_size`, where it is known. With `routing`, of the model's routers, groups must
-        have the routed experts that the trainer replays; without, any that come are dropped. `ended` hears of groups
-        that came and did not train.
+        Args:
+            teaches: whether a group has anything to teach under the run's objective.
+            signal: whether the rewards of a group differ.
+            vocab_size: exclusive bound of token ids; None if unknown.
+            routing: shape of the model's routers. Groups must have the routed experts that the trainer replays; without
+                it routed experts are dropped.
+            ended: called with groups that arrived and did not train.
         """
         self.ledger = ledger
         self.lineage = lineage
@@ -85,16 +88,16 @@ class Batcher:
 
     @property
     def num_waiting(self) -> int:
-        """Groups that may still train."""
+        """The number of groups that may still train."""
         return len(self._waiting)
 
     @property
     def waiting(self) -> list[int]:
-        """Their orders."""
+        """The orders of the waiting groups."""
         return sorted(self._waiting)
 
     def offer(self, group: RolloutGroup) -> None:
-        """Take a group that was read: keep it, or settle it as filtered, or drop it as a duplicate or as abandoned."""
+        """Take a group that was read: keep it, settle it as filtered, or drop it as a duplicate or as abandoned."""
         if self.ledger.has(group.index) or group.index in self._waiting:
             return
         if not self.lineage.includes(group):
@@ -115,12 +118,12 @@ class Batcher:
             self._waiting[group.index] = group if self._routing is not None else without_routing(group)
 
     def end(self, indices: Iterable[int], fate: GroupOutcome) -> None:
-        """Orders whose groups will not come; one that has come all the same goes its way."""
+        """Settle orders whose groups will not arrive; groups that have arrived are unaffected."""
         open_ = [index for index in indices if not self.ledger.has(index) and index not in self._waiting]
         self.ledger.settle(open_, fate)
 
     def take_abandoned(self) -> list[int]:
-        """Orders, since the last call, whose groups abandoned weights had sampled: they have to be issued again."""
+        """Return orders since the last call whose groups abandoned weights sampled; they must be issued again."""
         abandoned, self._abandoned = self._abandoned, []
         return abandoned
 
@@ -133,15 +136,15 @@ class Batcher:
         usable: Callable[[RolloutGroup], bool] = lambda group: True,
         must_wait: Callable[[Sequence[int]], bool] | None = None,
     ) -> list[RolloutGroup] | None:
-        """The groups of the next step, in index order, settled as trained; None while too few are ready.
+        """Return the groups of the next step, in index order and settled as trained; None while too few are ready.
 
-        Where groups without signal are filtered, so is a full step in which no group teaches. Elsewhere it trains, with
-        a gradient of zero.
+        If groups without signal are filtered, a full step in which no group teaches is filtered too. Otherwise it
+        trains with a gradient of zero.
 
         Args:
-            usable: what a step with these bounds lacks something for counts as stale, too.
-            must_wait: asked of the orders that would make the step, whether others must be here first; the groups then
-                train in the order of issue, so that none is passed over until it is too old.
+            usable: False for groups for which a step with these bounds lacks something; they count as stale.
+            must_wait: called with the orders of the step; True if other groups must arrive first. Groups then train in
+                the order of issue, so that none is delayed until it is too old.
         """
         fresh = self._fresh(producing=producing, bounds=bounds, usable=usable)
         ranked = sorted(fresh.values(), key=lambda g: (0 if must_wait else g.oldest_version, g.index))
@@ -166,12 +169,12 @@ class Batcher:
         return sorted(chosen, key=lambda g: g.index)
 
     def skipped(self, groups: Sequence[RolloutGroup]) -> None:
-        """The step on these groups, which `take` settled as trained, was not applied: they end as filtered."""
+        """Settle groups as filtered that `take` settled as trained, because their step was not applied."""
         self.ledger.revise([group.index for group in groups], before=GroupOutcome.TRAINED, after=GroupOutcome.FILTERED)
         self._ended(groups, GroupOutcome.FILTERED, "not finite")
 
     def _note_signal(self, group: RolloutGroup) -> None:
-        """Count a judged group that has nothing to teach; one that has sets its domain's count to zero."""
+        """Count a judged group that has nothing to teach; a group that teaches resets its domain's count."""
         lacks = not self._teaches(group) or (self._no_signal is NoSignal.FILTER and not self._signal(group))
         if not lacks and not group.refusal:
             self.no_signal.pop(group.domain, None)
@@ -189,9 +192,9 @@ class Batcher:
     def _fresh(
         self, *, producing: int, bounds: StalenessBounds, usable: Callable[[RolloutGroup], bool]
     ) -> dict[int, RolloutGroup]:
-        """What of each waiting group may train this step; nothing is left of those of which nothing may.
+        """Return the part of each waiting group that may train this step; groups without any are dropped.
 
-        It is a function of the whole group and the bounds alone, so that a step can be replayed.
+        The part is a function of the whole group and the bounds alone, so that a step can be replayed.
         """
         parts = {
             index: fresh_part(group, producing=producing, bounds=bounds, scope=self._scope)

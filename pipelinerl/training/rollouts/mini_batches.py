@@ -1,10 +1,10 @@
-"""How a batch is divided into mini-batches, each of which is one optimizer step: PPO's epochs. Pure.
+"""Division of a batch into mini-batches, each of which is one optimizer step: PPO's epochs. Pure.
 
-    batch ─▶ epoch 1: mini-batch 1, 2, … M ─▶ epoch 2: the same groups, dealt anew ─▶ … ─▶ the next version
+    batch ─▶ epoch 1: mini-batch 1, 2, … M ─▶ epoch 2: the same groups in another division ─▶ … ─▶ the next version
 
-Groups stay whole: each is in one mini-batch of an epoch. Its rollouts have one baseline, so that their advantages add
-up to about zero in each mini-batch, and aggregations that weigh groups find all of each. Advantages are those of the
-whole batch; the weights of tokens are computed on each mini-batch, as on a batch of its own.
+Groups stay whole: each is in one mini-batch of an epoch. Rollouts of a group share a baseline, so their advantages add
+up to about zero in each mini-batch, and aggregations that weigh groups see all of each. Advantages are those of the
+whole batch; the weights of tokens are computed on each mini-batch alone.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pipelinerl.objective.agg import Aggregation
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatching:
-    """How often a batch is gone through, and in how many portions.
+    """The number of passes over a batch and of mini-batches in each.
 
     Attributes:
         epochs: passes over the rollouts of a batch. mini_batches: optimizer steps in each.
-        target_kl: KL from π_old in nats per token, from which on a batch takes no further step; None for any.
-        seed: of the run; what is dealt where is a function of it, the version and the epoch.
+        target_kl: KL from π_old in nats per token beyond which a batch takes no further step; None for no bound.
+        seed: of the run; the division is a function of it, the version and the epoch.
     """
 
     epochs: int = 1
@@ -38,37 +38,38 @@ class MiniBatching:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of a batch, if none is left out."""
+        """Optimizer steps of a batch that does not end early."""
         return self.epochs * self.mini_batches
 
     def dealt(self, sizes: Sequence[int], *, producing: int, epoch: int) -> list[list[int]]:
-        """The groups of each mini-batch of an epoch (from 0), by their numbers, ascending.
+        """Return the groups of each mini-batch of an epoch (from 0), by their numbers, ascending.
 
-        Every mini-batch has something to compute: a batch in which fewer groups than `mini_batches` have, has as many.
+        Every mini-batch has something to compute: the number of mini-batches is at most the number of groups that
+        teach.
 
         Args:
-            sizes: of each group the tokens to compute, 0 where it has nothing to teach.
-            producing: the version that the batch makes.
+            sizes: tokens to compute in each group, 0 if it has nothing to teach.
+            producing: the version that the batch produces.
         """
         count = max(1, min(self.mini_batches, sum(size > 0 for size in sizes)))
         draw = rng.generator(self.seed, "mini-batches", producing, epoch)
         return deal(sizes, count, draw)
 
     def exceeded(self, kl: float | None) -> bool:
-        """Has the policy gone too far from π_old for another optimizer step?"""
+        """Return whether the policy is too far from π_old for another optimizer step."""
         return self.target_kl is not None and kl is not None and kl > self.target_kl
 
 
-#: One optimizer step for a batch.
+#: One optimizer step per batch.
 ONE_STEP = MiniBatching()
 
 
 def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[list[int]]:
-    """Numbers of the groups in each of `count` mini-batches: as many in each, but for one, and of like size together.
+    """Return the numbers of the groups in each of `count` mini-batches, with counts that differ by at most one.
 
-    Groups are taken `count` at a time by falling size, and those go one to each mini-batch, drawn by lot. So two
-    mini-batches differ by no more than the largest group, and no mini-batch has few long ones: where each mini-batch is
-    a mean over its own rollouts, those would count for more.
+    Groups are taken `count` at a time by falling size, and each mini-batch draws one of them. So two mini-batches
+    differ by no more than the largest group, and none has only a few long groups. Where each mini-batch is a mean over
+    its own rollouts, such groups would weigh more.
     """
     order = sorted(draw.permutation(len(sizes)).tolist(), key=lambda group: -sizes[group])
     parts: list[list[int]] = [[] for _ in range(count)]
@@ -79,7 +80,7 @@ def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[li
 
 
 class Portion(NamedTuple):
-    """One mini-batch: the rollouts to compute, by their numbers in the batch, and what a token of each rollout weighs.
+    """One mini-batch: the rollouts to compute, by their numbers in the batch, and the weight of each rollout's tokens.
 
     `token_weights` [B] are 0 for rollouts of other mini-batches.
     """
@@ -91,12 +92,12 @@ class Portion(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPartition:
-    """A batch of B rollouts, as far as its division into mini-batches hangs on it.
+    """The facts about a batch of B rollouts on which its division into mini-batches depends.
 
     Attributes:
-        producing: the version that it makes. agg: gives the weights of tokens, on each mini-batch alone.
-        groups: [B], index of each rollout's group. lengths: [B], sampled tokens. num_tokens: [B], all tokens.
-        learns: [B], who counts in the aggregation. computed: numbers of the rollouts that have something to teach.
+        producing: the version that it produces. agg: weighs the tokens of each mini-batch alone.
+        groups: [B], index of each rollout's group. lengths: [B], sampled tokens. num_tokens: [B], all packed tokens.
+        learns: [B], True if the rollout counts in the aggregation. computed: numbers of the rollouts that can teach.
     """
 
     mini_batching: MiniBatching
@@ -109,7 +110,7 @@ class BatchPartition:
     computed: list[int]
 
     def portions(self, epoch: int) -> list[Portion]:
-        """The mini-batches of an epoch, from 0, in the order in which they train."""
+        """Return the mini-batches of an epoch, from 0, in the order in which they train."""
         work = np.zeros(len(self.groups), np.intp)
         work[self.computed] = self.num_tokens[self.computed]
         sizes = np.bincount(self.groups, weights=work).astype(int).tolist()

@@ -1,16 +1,16 @@
-"""`staleness.overdue = "wait"`: the trainer takes no step by which a group that is still being sampled would be lost.
+"""The mode `staleness.overdue = "wait"`: no step is taken that would make a group stale which is still being sampled.
 
-Dropping what is too old favours short answers: the long ones come late. Each order can surely train up to some step,
-since its tokens come from no older weights than those that the engines held when it was issued (the controller says
-which: `Directive.fresh_until`). Groups train in the order of issue, earliest deadline first. Before a step it is looked
-whether all that is out could still be trained in time: by every later step d at most (d − step) × groups of a step may
-be due. If not, the step waits for those that are still out.
+Dropping stale groups favours short answers, because long answers arrive late. Each order can certainly train up to some
+step, since its tokens come from weights no older than those of the engines when it was issued (the controller reports
+them: `Directive.fresh_until`). Groups train in the order of issue, earliest deadline first. Before each step the
+trainer checks that all outstanding orders can still train in time: for every later step d, at most (d − step) × groups
+per step may be due. If not, the step waits for the outstanding ones.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
-| a group that is due | `overdue_s` for each step | its actor; the controller, which says at once that it failed |
+| a group that is due | `overdue_s` for each step | its actor; the controller, which reports failures at once |
 
-Then the step is taken without it, the log names the orders, and what comes too late is stale, as with "drop".
+After that the step is taken without the group and the log names its order. If it arrives, it is stale, as with "drop".
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def awaited(
     ledger: ConsumedLedger,
     directive: Directive,
 ) -> list[int]:
-    """Orders that are out and without which `step` must not be taken; none where all that is out will be in time.
+    """Return outstanding orders without which `step` must not be taken; none if all of them can train in time.
 
     Args:
-        step: the version that it would produce.
-        chosen: the orders whose groups it would train; as many are taken for what a later step trains.
-        waiting: the orders of all groups that are here.
+        step: the version that the step would produce.
+        chosen: the orders whose groups it would train; later steps are assumed to train as many.
+        waiting: the orders of all groups that have arrived.
     """
     firsts = [first for first, _ in directive.fresh_until]
     if not firsts:
@@ -63,7 +63,9 @@ def awaited(
 
 @final
 class OverdueWait:
-    """Decides, again and again while a step is full, whether it waits for others; each step at most `timeout_s`."""
+    """Decides repeatedly, while a step is full, whether the step waits for other groups; at most `timeout_s` per
+    step.
+    """
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s
@@ -73,7 +75,7 @@ class OverdueWait:
         self._given_up = False
 
     def must_wait(self, late: Sequence[int], *, step: int) -> bool:
-        """Must the step still wait for these orders?"""
+        """Return whether the step must still wait for these orders."""
         if not late:
             return False
         now = self._clock()

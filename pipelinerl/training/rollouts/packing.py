@@ -1,14 +1,14 @@
-"""Packing: rollouts of ragged length into micro-batches of a token budget, without padding.
+"""Packing of rollouts of different lengths into micro-batches of a token budget, without padding.
 
-What is packed are segments. A rollout of one conversation is one segment; an episode whose conversation branched has
+Packing works on segments. A rollout of one conversation is one segment; an episode whose conversation branched has
 several (`types.Rollout.segments`). The segments of an episode share a micro-batch where they fit, so that a trainer can
-compute once what they begin with.
+compute their common beginning once.
 
-A trainer that computes several micro-batches at once is dealt rollouts by their work first, so that each of its parts
-has as much to do, and what a part has is packed within it.
+For a trainer that computes several micro-batches at once, rollouts are first distributed by their work, so that each
+part has the same amount, and then packed within each part.
 
-The aggregation weights and advantages are computed on the whole batch before, so the gradient does not depend on how
-the rollouts fall into micro-batches. Rollouts without a valid verdict are left out.
+Aggregation weights and advantages are computed on the whole batch before packing, so the gradient does not depend on
+how rollouts fall into micro-batches. Rollouts without a valid verdict are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from trainer_contract.types import Bool, Experts, Float32, MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedRollout:
-    """A rollout with what the objective gave its sampled tokens, turn after turn: advantages [N], and one weight."""
+    """A rollout with the advantages [N] of its sampled tokens, turn after turn, and the weight that each of them
+    has.
+    """
 
     rollout: Rollout
     advantages: NDArray[np.floating]
@@ -38,7 +40,7 @@ class WeightedRollout:
 
 
 class Splitting(Enum):
-    """Whether segments of one rollout may lie in different micro-batches."""
+    """The rule for placing the segments of one rollout in micro-batches."""
 
     WHERE_LARGE = "where_large"
     """Where together they exceed the token budget: for objectives that are sums over tokens."""
@@ -49,7 +51,7 @@ class Splitting(Enum):
 class Packed(NamedTuple):
     """A micro-batch, and the numbers of its segments in order.
 
-    Segments are numbered rollout after rollout, so that the numbers are those of the rollouts where each has one.
+    Segments are numbered rollout after rollout. If each rollout is one segment, the numbers are those of the rollouts.
     """
 
     micro_batch: MicroBatch
@@ -67,7 +69,7 @@ class SegmentTable:
 
     Attributes:
         rollouts: [B].
-        segments: [S]; None where each rollout is one, so that nothing need be allocated for them.
+        segments: [S]; None if each rollout is one segment, so that nothing is allocated for them.
         owners: [S], the number of each segment's rollout.
     """
 
@@ -90,28 +92,30 @@ class SegmentTable:
 
     @property
     def paths(self) -> list[tuple[Turn, ...]]:
-        """[S], the turns of each segment."""
+        """The turns of each segment, [S]."""
         if self.segments is None:
             return [rollout.turns for rollout in self.rollouts]
         return [segment.turns for segment in self.segments]
 
     @property
     def lengths(self) -> list[int]:
-        """[S], all tokens of each segment."""
+        """The number of all tokens of each segment, [S]."""
         return [each.num_tokens for each in self.segments or self.rollouts]
 
     def of_rollout(self, number: int) -> range:
-        """The numbers of one rollout's segments."""
+        """Return the numbers of one rollout's segments."""
         return range(bisect_left(self.owners, number), bisect_right(self.owners, number))
 
     def trained_turns(self, number: int) -> Sequence[int]:
-        """The numbers, within their rollout, of the turns that segment `number` trains: the last ones of its path."""
+        """Return the numbers, within the rollout, of the turns that segment `number` trains: the last ones of its
+        path.
+        """
         if self.segments is None:
             return range(len(self.rollouts[number].turns))
         return self.segments[number].trained
 
     def rows(self, members: Sequence[int]) -> NDArray[np.intp]:
-        """Positions of the tokens that these segments train among all sampled tokens [N], in the order of `members`.
+        """Return the positions of the tokens that these segments train among all sampled tokens [N], in member order.
 
         N runs rollout after rollout and turn after turn.
         """
@@ -120,7 +124,7 @@ class SegmentTable:
         return np.concatenate(parts) if parts else np.zeros(0, np.intp)
 
     def trained_part(self, number: int, column: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Of a column [N] of one rollout the part that segment `number` trains."""
+        """Return the part of a rollout's column [N] that segment `number` trains."""
         return column[self._rows_within(number)] if self.rollouts[self.owners[number]].parents else column
 
     def _rows_within(self, number: int) -> NDArray[np.intp]:
@@ -132,13 +136,13 @@ class SegmentTable:
         return np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in self.trained_turns(number)])
 
 
-#: Attention's work for a token, for each token before it, in units of the rest of the model's work for that token:
-#: 1/(6·d) at the hidden width d = 2048. Only how rollouts are dealt to the parts of a trainer hangs on it.
+#: Work of attention per token and preceding token, relative to the rest of the model's work per token: 1/(6·d) at the
+#: hidden width d = 2048. It only affects how rollouts are distributed to the parts of a trainer.
 _ATTENTION: Final = 1 / 12288
 
 
 def work(length: int) -> float:
-    """The work of a rollout of so many tokens, L + a·L², in tokens."""
+    """Return the work of a rollout of `length` tokens, L + a·L², in tokens."""
     return length + _ATTENTION * length**2
 
 
@@ -148,8 +152,8 @@ def pack(
     """Pack micro-batches of at most `token_budget` tokens; a longer segment gets one of its own.
 
     Args:
-        width: micro-batches that are computed at once; `interleaved` says how they then follow one another.
-        split: whether the segments of a rollout that exceeds the budget may lie in several micro-batches.
+        width: micro-batches that are computed at once, in the order of `interleaved`.
+        split: whether the segments of a rollout that exceeds the budget may be in several micro-batches.
     """
     table = SegmentTable.of([each.rollout for each in rollouts])
     prompts = [turns[0].context_token_ids.tobytes() for turns in table.paths]
@@ -168,8 +172,8 @@ def bins_of(
 ) -> list[list[int]]:
     """Return the numbers of the segments in each micro-batch, given their lengths, prompts and rollouts.
 
-    Segments of one rollout stay together where they fit. Otherwise first fit, the rollouts of one prompt after one
-    another: in one micro-batch a trainer may compute their prompt once.
+    Segments of one rollout stay together where they fit. Bins are filled first fit, with the rollouts of one prompt in
+    sequence, so that a trainer can compute their prompt once.
     """
     if not isinstance(owners, range) and len(owners) > len(set(owners)):
         units = _units(lengths, owners, token_budget, split)
@@ -184,7 +188,9 @@ def bins_of(
 
 
 def _units(lengths: Sequence[int], owners: Sequence[int], token_budget: int, split: Splitting) -> list[list[int]]:
-    """What is packed as one piece: a rollout's segments, or each of them where together they exceed the budget."""
+    """Return the pieces that packing keeps whole: a rollout's segments, or each of them if together they exceed the
+    budget.
+    """
     by_owner: dict[int, list[int]] = {}
     for i, owner in enumerate(owners):
         by_owner.setdefault(owner, []).append(i)
@@ -206,7 +212,7 @@ def _bins(lengths: Sequence[int], prompts: Sequence[Hashable], *, token_budget: 
 
 
 def by_prompt(lengths: Sequence[int], prompts: Sequence[Hashable]) -> list[int]:
-    """Which rollouts follow one another: those of a prompt, the prompt with the longest rollout first."""
+    """Return the packing order: rollouts of one prompt in sequence, the prompt with the longest rollout first."""
     first, longest = dict[Hashable, int](), dict[Hashable, int]()
     for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         first.setdefault(prompt, i)
@@ -215,7 +221,9 @@ def by_prompt(lengths: Sequence[int], prompts: Sequence[Hashable]) -> list[int]:
 
 
 def dealt(order: Sequence[int], lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Rollouts, in `order` of falling length, to `width` parts of like work: each to the part with least so far."""
+    """Distribute rollouts, in `order` of falling length, to `width` parts of equal work: each to the part with the
+    least.
+    """
     parts: list[list[int]] = [[] for _ in range(width)]
     least = [(0.0, part) for part in range(width)]
     for i in order:
@@ -226,10 +234,10 @@ def dealt(order: Sequence[int], lengths: Sequence[int], width: int) -> list[list
 
 
 def interleaved(parts: Sequence[list[list[int]]], lengths: Sequence[int]) -> list[list[int]]:
-    """The bins of all parts in the order in which they are computed: one of each part, then the next of each.
+    """Return the bins of all parts in the order in which they are computed: one of each part, then the next of each.
 
-    Parts step together, so each gets as many bins as the part with most, as long as it has a rollout for each; those
-    that are computed at once are of like work. With fewer rollouts than that, bins follow one another by their work.
+    Parts step together, so each gets as many bins as the part with most, if it has a rollout for each. Bins that are
+    computed at once have similar work. With fewer rollouts than that, bins are sorted by their work.
     """
     rounds = max(len(bins) for bins in parts)
     even = [sorted(_halved(bins, rounds, lengths), key=lambda bin: -_work(bin, lengths)) for bins in parts]
@@ -239,7 +247,7 @@ def interleaved(parts: Sequence[list[list[int]]], lengths: Sequence[int]) -> lis
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Bins of at most `token_budget` tokens, filled in `order`; what is longer has one of its own."""
+    """Return bins of at most `token_budget` tokens, filled in `order`; a longer item has a bin of its own."""
     bins: list[list[int]] = []
     room: list[int] = []
     for i in order:
@@ -254,7 +262,7 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) -
 
 
 def _halved(bins: list[list[int]], count: int, lengths: Sequence[int]) -> list[list[int]]:
-    """`count` bins, or as many as there are rollouts: the one with most work is halved, again and again."""
+    """Return `count` bins, or as many as there are rollouts, by halving the bin with most work repeatedly."""
     bins = [list(bin) for bin in bins]
     while len(bins) < count and (splittable := [bin for bin in bins if len(bin) > 1]):
         largest = max(splittable, key=lambda bin: _work(bin, lengths))
@@ -268,7 +276,7 @@ def _work(bin: Sequence[int], lengths: Sequence[int]) -> float:
 
 
 def alone(rollouts: Sequence[Rollout]) -> MicroBatch:
-    """Rollouts, in no certain order, as one micro-batch that teaches nothing."""
+    """Return the rollouts, in any order, as one micro-batch without advantages or weights."""
     weighted = [
         WeightedRollout(rollout=rollout, advantages=np.zeros(rollout.num_sampled_tokens), token_weight=0.0)
         for rollout in rollouts
@@ -278,21 +286,21 @@ def alone(rollouts: Sequence[Rollout]) -> MicroBatch:
 
 
 def with_columns(batch: MicroBatch, columns: Mapping[str, Any]) -> MicroBatch:
-    """The micro-batch with these columns [T] in place of its own."""
+    """Return the micro-batch with these columns [T] in place of its own."""
     return replace(batch, **columns)
 
 
 class Prefixes(NamedTuple):
-    """The first tokens of some segments as a micro-batch, and which of the T tokens they are."""
+    """The first tokens of some segments as a micro-batch, and the mask of the T tokens that were kept."""
 
     micro_batch: MicroBatch
     kept: Bool
 
 
 def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
-    """Of each segment the tokens up to its last one in `through` [T]; nothing of a segment without any.
+    """Return the tokens of each segment up to its last one in `through` [T]; segments without any are dropped.
 
-    All that a causal model needs to predict those tokens.
+    A causal model needs nothing else to predict those tokens.
     """
     last = np.full(batch.num_segments, -1)
     where = np.flatnonzero(through)
@@ -304,12 +312,12 @@ def prefixes(batch: MicroBatch, *, through: Bool) -> Prefixes:
     given: dict[str, Any] = {name: column[kept] for name, column in columns.items() if isinstance(column, np.ndarray)}
     names, given["segment_ids"] = np.unique(given["segment_ids"], return_inverse=True)
     given["segment_ids"] = given["segment_ids"].astype(np.int32)
-    # No objective reads these micro-batches, so nothing has to know which segments are one rollout's.
+    # No objective reads these micro-batches, so the rollout of a segment does not matter.
     return Prefixes(replace(batch, **given | {"rollout_ids": None}, num_segments=len(names)), kept)
 
 
 def apart(batch: MicroBatch) -> list[MicroBatch]:
-    """Each segment as a micro-batch of its own, whose columns are views."""
+    """Return each segment as a micro-batch of its own, whose columns are views."""
     ends = np.cumsum(np.bincount(batch.segment_ids, minlength=batch.num_segments))
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
     arrays = {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
@@ -329,7 +337,7 @@ def apart(batch: MicroBatch) -> list[MicroBatch]:
 
 
 def joined(segments: Sequence[MicroBatch], *, token_weights: Sequence[float], owners: Sequence[int]) -> MicroBatch:
-    """Join segments that stood apart into one micro-batch, with other aggregation weights.
+    """Join separated segments into one micro-batch with other aggregation weights.
 
     Args:
         token_weights: of each segment's tokens. owners: the rollout of each segment.
@@ -343,7 +351,7 @@ def joined(segments: Sequence[MicroBatch], *, token_weights: Sequence[float], ow
 
 
 def _rollout_ids(owners: Sequence[int], lengths: Sequence[int] | NDArray[np.intp]) -> NDArray[np.int32] | None:
-    """The column that says which segments are one rollout's; None where each is a rollout of its own."""
+    """Return the column of each token's rollout; None if each segment is a rollout of its own."""
     if len(owners) == len(set(owners)):
         return None
     _, numbers = np.unique(owners, return_inverse=True)
@@ -371,7 +379,7 @@ def _micro_batch(rollouts: Sequence[WeightedRollout], table: SegmentTable, membe
     behavior = np.zeros(token_ids.shape[0], np.float32)
     behavior[loss_mask] = np.concatenate([turn.behavior_logprobs for turn in trained])
     advantages = np.zeros(token_ids.shape[0], np.float32)
-    with np.errstate(over="ignore"):  # what is beyond fp32 becomes infinite, and `finite_check` finds it
+    with np.errstate(over="ignore"):  # values beyond fp32 become infinite and `finite_check` reports them
         advantages[loss_mask] = np.concatenate(advantages_of)
     versions = np.zeros(token_ids.shape[0], np.int32)
     spans = np.array([span for turn in trained for span in turn.spans], np.int32).reshape(-1, 2)
@@ -399,7 +407,7 @@ def _micro_batch(rollouts: Sequence[WeightedRollout], table: SegmentTable, membe
 
 
 def _routed(parts: Sequence[Experts | None]) -> Experts | None:
-    """Of all tokens of a micro-batch; None where it is not known of each, or not of one model."""
+    """Return the experts of all tokens of a micro-batch; None unless all are known and belong to one model."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or len({(part.dtype, part.shape[1:]) for part in known}) != 1:
         return None

@@ -1,8 +1,8 @@
-"""`RolloutReader`: reads rollouts and directives from the streams, and knows the offsets that a checkpoint must carry.
+"""Reader of rollouts and directives from the streams. It computes the offsets that a checkpoint must carry.
 
-Rollouts lie in one partition per actor and are read by offset. A group that waits untrained at a checkpoint must be
-read again after a restart, so the offset saved for a partition stops before the first such group; groups after it that
-did end are recognised by the ledger and dropped.
+Each actor has one partition of rollouts, which is read by offset. A group that waits untrained at a checkpoint must be
+read again after a restart, so the saved offset of a partition stops before the first such group. Later groups that have
+ended are recognised by the ledger and dropped.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pipelinerl.streams.records import decode_group, named_order
 from pipelinerl.streams.stream import START, Entry, Fence, Stream, parse_id
 from pipelinerl.types import Purpose, RolloutGroup
 
-#: A stream with one entry that names this server's data: offsets mean nothing on another's.
+#: A stream with one entry that identifies this server's data: offsets are meaningless on another server.
 _IDENTITY: Final = "identity"
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What one read brought, each in the order of its stream."""
+    """The entries of one read, each kind in the order of its stream."""
 
     groups: list[RolloutGroup]
     directives: list[Directive]
@@ -56,7 +56,7 @@ class RolloutReader:
         rescan_s: float = 1.0,
         frontier: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Every order below `frontier` has ended; none may be further beyond it than `MOST_AHEAD`."""
+        """Create a reader. Every order below `frontier` has ended; none may be more than `MOST_AHEAD` beyond it."""
         self._frontier = frontier
         self._stream = stream
         self._dead_letters = DeadLetters(stream)
@@ -70,14 +70,14 @@ class RolloutReader:
     async def start(self) -> None:
         """Skip directives that answered an earlier trainer; forget offsets that were saved with another server."""
         self._directives_offset = await self._stream.last_id(DIRECTIVES)
-        await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)  # only the first ever is kept
+        await self._stream.append(_IDENTITY, [uuid.uuid4().hex.encode()], first_id=1)  # only the first is kept
         (identity,) = await self._stream.read({_IDENTITY: START}, count=1, block_s=1.0)
         if self._offsets.pop(_IDENTITY, None) != identity.payload.decode():
             self._offsets.clear()
         self._identity = identity.payload.decode()
 
     async def read(self, *, block_s: float, count: int = 256) -> Arrivals:
-        """Read what is new, waiting up to `block_s` for the first entry."""
+        """Read new entries, waiting up to `block_s` for the first."""
         await self._scan()
         entries = await self._stream.read(
             {DIRECTIVES: self._directives_offset, **self._offsets}, count=count, block_s=min(block_s, self._rescan_s)
@@ -96,7 +96,7 @@ class RolloutReader:
         return Arrivals(groups, directives)
 
     async def _report_lost(self, entry: Entry, error: RecordError) -> None:
-        """The order of a group that cannot be read would be waited for until nothing else is left to train on."""
+        """Report the order of an unreadable group; otherwise the trainer would wait for it in vain."""
         index, frontier = named_order(entry.payload), self._frontier()
         if index is not None and frontier <= index < frontier + MOST_AHEAD:
             reason = f"its group cannot be read: {error}"
@@ -104,12 +104,12 @@ class RolloutReader:
             await self._stream.append(REPORTS, [encode(lost)])
 
     async def read_directives(self, *, block_s: float) -> list[Directive]:
-        """Read new directives alone, while it is not known yet which rollouts may be read."""
+        """Read only new directives, while it is not known which rollouts may be read."""
         entries = await self._stream.read({DIRECTIVES: self._directives_offset}, count=16, block_s=block_s)
         return [directive for entry in entries for directive in await self._decoded(entry)]
 
     def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
-        """Offsets for a checkpoint; `is_waiting` tells whether the group of an order index still waits."""
+        """Return offsets for a checkpoint; `is_waiting` tells whether the group of an order index still waits."""
         safe = dict(self._offsets)
         for partition, seen in self._waiting.items():
             waiting = {index: entry_id for index, entry_id in seen.items() if is_waiting(index)}
@@ -120,7 +120,7 @@ class RolloutReader:
         return {_IDENTITY: self._identity, **safe}
 
     async def trim(self, offsets: dict[str, str], epoch: int) -> None:
-        """Drop what no kept checkpoint would read again. Raises FencedError once a later epoch has begun."""
+        """Drop entries that no kept checkpoint would read again. Raises FencedError once a later epoch has begun."""
         if offsets.get(_IDENTITY) == self._identity:
             for partition in offsets.keys() - {_IDENTITY}:
                 await self._stream.trim(partition, before=offsets[partition], fence=Fence(EPOCHS, epoch))
@@ -133,7 +133,9 @@ class RolloutReader:
                 self._offsets.setdefault(partition, START)
 
     async def _decoded(self, entry: Entry) -> list[Directive]:
-        """The directive of an entry; none where it cannot be read, which is buried."""
+        """Return the directive of an entry; none if it is unreadable, in which case it goes to the dead-letter
+        stream.
+        """
         self._directives_offset = entry.entry_id
         try:
             return [decode_directive(entry.payload)]
@@ -146,6 +148,6 @@ class RolloutReader:
         group = decode_group(entry.payload)
         if group.index >= self._frontier() + MOST_AHEAD:
             raise RecordError(f"group {group.group_id} has the index {group.index}, which no order has yet")
-        # The first of two copies counts: the second may be dropped as its duplicate, and must not stand for it then.
+        # The first of two copies counts: the second may be dropped as a duplicate, and must not hold the offset.
         self._waiting.setdefault(entry.stream, {}).setdefault(group.index, entry.entry_id)
         return group

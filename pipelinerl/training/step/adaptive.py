@@ -1,4 +1,4 @@
-"""`AdaptiveObjective`: the run's objective with the one number in it that may move from step to step, the KL's β."""
+"""The run's objective, in which the KL coefficient β may change from step to step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Final, final
 from pipelinerl.objective.kl_control import KLController, kl_coefficient, with_kl_coefficient
 from pipelinerl.objective.objective import PolicyObjective
 
-#: The figure of a step that the controller looks at.
+#: The figure of a step that the controller reads.
 KL_FIGURE: Final = "kl_reference"
 
 
 @final
 class AdaptiveObjective:
-    """Without a controller it is the recipe's objective for good. What a checkpoint carries of it is `coefficient`."""
+    """The current objective. Without a controller it stays the recipe's. Checkpoints carry its `coefficient`."""
 
     def __init__(
         self, objective: PolicyObjective, *, controller: KLController | None, restored: float | None = None
@@ -26,11 +26,11 @@ class AdaptiveObjective:
 
     @property
     def coefficient(self) -> float | None:
-        """β as controlled; None where nothing controls it."""
+        """The controlled β; None without a controller."""
         return kl_coefficient(self.current) if self._controller else None
 
     def observe(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Move β after a step with these figures; returns the β that the step was made with, as a figure of its own."""
+        """Update β after a step with these figures; return the β of that step as a figure."""
         beta = self.coefficient
         if self._controller is None or beta is None or KL_FIGURE not in figures:
             return {}

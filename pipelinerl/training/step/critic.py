@@ -1,4 +1,4 @@
-"""`Critic`: a second worker that learns to predict returns, beside the policy and one step at a time with it."""
+"""A second worker that learns to predict returns, one step at a time with the policy."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trainer_contract.types import MicroBatch, StepStats
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """The worker, what it minimises, and when the policy waits for it.
+    """The worker, its loss, and the warm-up during which the policy waits for it.
 
-    Its rate is the peak times `schedule`, of the run's optimizer steps, those of its warm-up too.
+    Its rate is the peak times `schedule` of the run's optimizer steps, including those of its warm-up.
 
-    While `warms_up`, the policy stands still: its optimizer steps are without a token, its weights bit-equal, and its
-    version rises. A version per step keeps what hangs on it (orders paced by staleness, one checkpoint and one report
-    per step, exactly-once) free of a second kind of step; the price is a publication of weights that did not change,
-    and rollouts that look a little staler than they are.
+    During the warm-up the policy stands still: its optimizer steps have no token, its weights stay equal to the bit,
+    and its version rises. One version per step keeps everything that depends on versions simple: pacing by staleness,
+    one checkpoint and one report per step, exactly-once. The cost is the publication of unchanged weights, and a
+    staleness that looks slightly too high.
     """
 
     worker: Trainer
@@ -34,21 +34,21 @@ class Critic:
     warmup_steps: int = 0
 
     def warms_up(self, version: int) -> bool:
-        """Does the policy stand still in the step that follows `version`?"""
+        """Return whether the policy stands still in the step that follows `version`."""
         return version < self.warmup_steps
 
     def weighed(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches with every trained token of the step weighing alike, whatever the policy's aggregation."""
+        """Return the micro-batches with equal weights of all trained tokens, whatever the policy's aggregation."""
         total = sum(int(batch.loss_mask.sum()) for batch in micro_batches)
         return [
             replace(
                 batch,
                 weights=(batch.loss_mask / np.float32(max(total, 1))).astype(np.float32),
-                routed_experts=None,  # the policy's
+                routed_experts=None,  # they belong to the policy
             )
             for batch in micro_batches
         ]
 
     def apply(self, step: int) -> StepStats:
-        """The critic's optimizer step, the run's `step`th, from 0."""
+        """Make the critic's optimizer step number `step` of the run, from 0."""
         return self.worker.optimizer_step(learning_rate=self.learning_rate * self.schedule.factor(step))

@@ -1,9 +1,9 @@
-"""`EntropyMeter`: the policy's exact entropy, now and then, on a few rollouts of a step, before the step is taken.
+"""Measurement of the policy's exact entropy on a few rollouts of some steps, before the step is taken.
 
-One rollout in 16 is computed once more for it, forwards and backwards with a gradient of 0 that is discarded: at the
-default interval 0.6 % of the trainer's work. The step itself is the same to the bit with and without. Up to half of
-these rollouts are answers that the sample log keeps, so that a reader finds the entropy of each of their tokens at no
-further cost; the others are evenly spaced. Which groups are kept is drawn by seed, so the mean stays one over the step.
+One rollout in 16 is computed once more, forward and backward, and its gradient of 0 is discarded: at the default
+interval 0.6 % of the trainer's work. The step is the same to the bit with and without it. Up to half of these rollouts
+are answers that the sample log keeps, so their tokens' entropies cost nothing more; the others are evenly spaced. The
+kept groups are drawn by seed, so the mean stays a mean over the step.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from trainer_contract.errors import NonFiniteError
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Float32
 
-#: One rollout in so many is measured.
+#: One rollout in `_ONE_IN` is measured.
 _ONE_IN: Final = 16
-#: The figure.
+#: The name of the figure.
 EXACT_ENTROPY: Final = "exact_entropy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredEntropy:
-    """Of one step.
+    """The entropy of one step.
 
     Attributes:
-        figures: the mean, in nats per sampled token; {} where nothing was measured.
-        of_tokens: by rollout of the batch, the entropy of each of its sampled tokens, f32 [N]; {} where the trainer
-            tells the mean alone.
+        figures: the mean, in nats per sampled token; {} if nothing was measured.
+        of_tokens: by rollout of the batch, the entropy of each of its sampled tokens, f32 [N]; {} if the trainer only
+            reports the mean.
     """
 
     figures: dict[str, float] = field(default_factory=dict)
@@ -46,16 +46,18 @@ class MeasuredEntropy:
 @final
 @dataclass(frozen=True, slots=True)
 class EntropyMeter:
-    """Measures in every step whose version `interval_steps` divides; 0 for none.
+    """Measures every step whose version is divisible by `interval_steps`; 0 for none.
 
-    `kept(version, groups)` tells which of so many groups the sample log keeps of the step that makes that version.
+    `kept(version, groups)` returns which groups of the step that makes the version are in the sample log.
     """
 
     interval_steps: int = 0
     kept: Callable[[int, int], Sequence[int]] = lambda version, groups: ()
 
     def measure(self, policy: Trainer, batch: TrainBatch) -> MeasuredEntropy:
-        """At the weights that the step starts from. Leaves no gradient behind, and must find none."""
+        """Measure at the weights from which the step starts. No gradient may be accumulated before, and none is
+        left.
+        """
         if self.interval_steps == 0 or batch.producing % self.interval_steps:
             return MeasuredEntropy()
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
@@ -64,7 +66,7 @@ class EntropyMeter:
         micro_batch = alone(measured_rollouts)
         try:
             (measured,) = policy.backward([micro_batch], probe)
-        except NonFiniteError:  # the step finds the cause, and says so
+        except NonFiniteError:  # the step finds the cause and reports it
             return MeasuredEntropy()
         finally:
             policy.discard_gradient()
@@ -74,7 +76,7 @@ class EntropyMeter:
         )
 
     def _chosen(self, batch: TrainBatch) -> list[int]:
-        """Rows of those that the step computes, whatever their length."""
+        """Return rows of rollouts that the step computes, whatever their length."""
         computed = {row for number in range(len(batch.packed)) for row in batch.rollouts_of(number)}
         members = sorted(computed)
         count, ends = -(-len(members) // _ONE_IN), np.cumsum([len(group.rollouts) for group in batch.groups]).tolist()
@@ -90,7 +92,7 @@ class EntropyMeter:
 
 
 def _by_rollout(rollouts: Sequence[Rollout], seen: Sequence[Float32]) -> list[Float32]:
-    """The entropies that the probe has seen, for each rollout turn after turn; none unless they are of all tokens."""
+    """Return the entropies of each rollout, turn after turn; none unless the probe has seen all tokens."""
     lengths = [rollout.num_sampled_tokens for rollout in rollouts]
     if len(seen) != 1 or len(seen[0]) != sum(lengths):
         return []

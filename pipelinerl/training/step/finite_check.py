@@ -1,8 +1,7 @@
-"""The finite check: a NaN or an infinity is found before it reaches a weight, and named after what it came from.
+"""Detection of NaN and infinity before they reach a weight, and of their cause.
 
-A step whose loss, gradient or log-probs are not finite raises `NonFiniteStep` and is skipped. To say why, the columns
-are looked at first, then the terms of the objective one by one on the log-probs of the step; what is left is the
-model's own.
+A step whose loss, gradient or log-probs are not finite raises `NonFiniteStep` and is skipped. To name the cause, the
+columns are checked first, then each term of the objective on the step's log-probs. Otherwise the cause is the model.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pipelinerl.training.rollouts.batch import TrainBatch
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import Float32, MicroBatch
 
-#: In the order in which they are computed, so that the first that is not finite is the cause of the others.
+#: In the order of their computation, so that the first one that is not finite is the cause of the others.
 _COLUMNS: Final = (
     "behavior_logprobs", "weights", "old_logprobs", "ref_logprobs", "values", "advantages", "returns"
 )  # fmt: skip
@@ -39,7 +38,7 @@ class NonFiniteStep(PipelineError):
 
 @contextmanager
 def naming(what: str, groups: list[int]) -> Iterator[None]:
-    """Turns a trainer's `NonFiniteError` into a `NonFiniteStep` that names `what` and the orders `groups`."""
+    """Turn a trainer's `NonFiniteError` into a `NonFiniteStep` that names `what` and the orders `groups`."""
     try:
         yield
     except NonFiniteError as error:
@@ -47,7 +46,7 @@ def naming(what: str, groups: list[int]) -> Iterator[None]:
 
 
 def check_rewards(batch: TrainBatch) -> None:
-    """Raises NonFiniteStep for judged rewards, as verified or as shaped, before anything is computed from them."""
+    """Raise NonFiniteStep for judged rewards, as verified or as shaped, before anything is computed from them."""
     verdicts = np.array([rollout.verdict.reward for group in batch.groups for rollout in group.rollouts])
     scored = batch.scored
     for rewards in (verdicts, scored.rewards):
@@ -57,7 +56,7 @@ def check_rewards(batch: TrainBatch) -> None:
 
 
 def check_columns(batch: TrainBatch, completed: Sequence[MicroBatch]) -> None:
-    """Raises NonFiniteStep for the first column that is not finite on some token of the loss mask."""
+    """Raise NonFiniteStep for the first column that is not finite on some token of the loss mask."""
     for name in _COLUMNS:
         groups: set[int] = set()
         for number, micro_batch in enumerate(completed):
@@ -71,7 +70,7 @@ def check_columns(batch: TrainBatch, completed: Sequence[MicroBatch]) -> None:
 def check_predictions(
     batch: TrainBatch, number: int, micro_batch: MicroBatch, predictions: Float32, *, what: str
 ) -> None:
-    """Raises NonFiniteStep for predictions that a finite loss was evaluated on."""
+    """Raise NonFiniteStep for predictions that are not finite although the loss on them is."""
     if groups := _groups_of(batch, number, micro_batch, ~np.isfinite(predictions)):
         raise NonFiniteStep(what, sorted(groups))
 
@@ -79,9 +78,9 @@ def check_predictions(
 def check_terms(
     batch: TrainBatch, number: int, micro_batch: MicroBatch, logprobs: Float32, objective: PolicyObjective
 ) -> None:
-    """Raises NonFiniteStep for the first slot of the objective that is not finite on these log-probs, in fp32.
+    """Raise NonFiniteStep for the first slot of the objective that is not finite on these log-probs, in fp32.
 
-    A term of whole distributions is not looked at: those were the trainer's, and are gone.
+    Terms of whole distributions are not checked: only the trainer had those distributions.
     """
     measured = isinstance(objective.grad2, DistributionTerm)
     names = (*_COLUMNS, "loss_mask", "segment_ids", "rollout_ids", "num_segments")

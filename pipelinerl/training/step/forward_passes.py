@@ -1,11 +1,11 @@
-"""`ForwardPasses`: the forward passes before a step, each made only when the union of needs asks for its column.
+"""The forward passes before a step, each made only if the policy's or critic's objective needs its column.
 
-old_logprobs   the policy, at the weights that sampled each token or at those that the step starts from; or the
+old_logprobs   the policy, at the weights that sampled each token or at those from which the step starts; or the
                sampler's own, as the recipe chooses
-ref_logprobs   the reference: a worker with the weights of the run's first day, which never steps
-values         the critic, before it learns from this step
+ref_logprobs   the reference: a worker with the run's initial weights, which never steps values         the critic,
+before it learns from this step
 
-Where routing is replayed, it is in the policy's passes; reference and critic are other models, whose routers choose.
+Replayed routing applies to the policy's passes. Reference and critic are other models, whose routers choose.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pipelinerl.training.rollouts.packing import prefixes, with_columns
 from trainer_contract.trainer import Trainer
 from trainer_contract.types import Bool, Float32, MicroBatch
 
-#: A column of all micro-batches of a step.
+#: Computes a column of all micro-batches of a step.
 Pass = Callable[[Sequence[MicroBatch]], list[Float32]]
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPasses:
-    """Who computes which column. A pass for which there is nobody is refused when the recipe is read.
+    """The workers that compute each column. A pass without a worker is rejected when the recipe is read.
 
-    `history` is there where `old_logprobs` are those at the sampling weights.
+    `history` is set if `old_logprobs` are those at the sampling weights.
     """
 
     policy: Trainer
@@ -41,7 +41,7 @@ class ForwardPasses:
     history: WeightHistory | None = None
 
     def plan(self, needs: Iterable[str]) -> Mapping[str, Pass]:
-        """The passes for `needs`, by the name of their column, in the order they are made."""
+        """Return the passes for `needs`, by the name of their column, in the order in which they are made."""
         old: dict[OldLogprobs, Pass] = {
             OldLogprobs.SAMPLING_WEIGHTS: self._at_sampling_weights,
             OldLogprobs.RECOMPUTE: self.policy.forward,
@@ -58,10 +58,10 @@ class ForwardPasses:
         return {name: call for name, call in passes.items() if name in wanted}
 
     def _at_sampling_weights(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """The policy's log-probs [T] of each token in the loss mask at the weights that sampled it; 0 elsewhere.
+        """Return the policy's log-probs [T] of each token in the loss mask at the weights that sampled it; 0 elsewhere.
 
-        One version after the other, each on what it needs: of the rollouts that it sampled in, the tokens up to its
-        last. A rollout that saw one version costs one pass; one that saw n costs n of rising length.
+        Versions are computed one by one, each on the tokens up to its last one in the rollouts that it sampled. A
+        rollout of one version costs one pass, a rollout of n versions n passes of rising length.
         """
         assert self.history is not None, "old_logprobs at the sampling weights need a history of them"
         columns = [np.zeros(batch.num_tokens, np.float32) for batch in batches]
@@ -78,7 +78,7 @@ class ForwardPasses:
 
 
 def unrouted(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The same for another model than the one that sampled: its own routers choose."""
+    """Return the micro-batches for another model than the one that sampled: its own routers choose."""
     return [
         batch if batch.routed_experts is None else with_columns(batch, {"routed_experts": None}) for batch in batches
     ]

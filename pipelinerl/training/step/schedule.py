@@ -17,7 +17,7 @@ class LearningRateSchedule:
     final_fraction: float
 
     def factor(self, step: int) -> float:
-        """Multiplier of the peak rate for the optimizer step number `step` (from 0)."""
+        """Return the multiplier of the peak rate for the optimizer step number `step` (from 0)."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.shape == "constant":
@@ -28,5 +28,5 @@ class LearningRateSchedule:
         return self.final_fraction + (1.0 - self.final_fraction) * decay
 
 
-#: The peak rate throughout.
+#: Always the peak rate.
 CONSTANT: Final = LearningRateSchedule(warmup_steps=0, steps=1, shape="constant", final_fraction=1.0)

@@ -1,11 +1,11 @@
-"""`TrainStep`: from a batch to the next version of the policy, and of its critic if it has one, and to figures.
+"""One training step: from a batch to the next version of the policy, and of its critic if there is one, and to figures.
 
     forward passes ─▶ advantages on the whole batch ─▶ ( backward of policy and critic ─▶ both optimizer steps )+
 
-The last part once for each mini-batch of each epoch. It blocks: the loop calls it on the trainer's thread, `accumulate`
-before the publication under way has ended and `apply` after it. What is not finite raises `NonFiniteStep`: no weight of
-the policy has changed then, and no gradient is left behind. Once a batch has changed weights, it ends before the first
-mini-batch that is not finite, or that takes the policy too far from π_old.
+The last part runs once for each mini-batch of each epoch. All calls block: the loop makes them on the trainer's thread,
+`accumulate` before the current publication has ended and `apply` after it. A value that is not finite raises
+`NonFiniteStep`; no weight of the policy has changed then, and no gradient is left. Once a batch has changed weights, it
+ends before the first mini-batch that is not finite or takes the policy too far from π_old.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ log = logging.getLogger("pipelinerl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulated:
-    """The gradients of the first mini-batch are in the workers; `batch` has every column, `rest` is yet to come."""
+    """A batch with every column, the gradients of its first mini-batch in the workers, and its remaining
+    mini-batches.
+    """
 
     batch: TrainBatch
     objective: PolicyObjective
@@ -50,18 +52,18 @@ class Accumulated:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """Of the whole batch."""
+        """The micro-batches of the whole batch."""
         return self.batch.micro_batches
 
     @property
     def losses(self) -> list[LossStats | None]:
-        """Of each of them, what the weights that the step begins with gave; None in later mini-batches."""
+        """The loss of each micro-batch at the weights from which the step starts; None in later mini-batches."""
         known = {id(trained): loss for trained, loss in zip(self.first.trained, self.first.losses, strict=True)}
         return [known.get(id(micro_batch)) for micro_batch in self.micro_batches]
 
 
 class StepResult(NamedTuple):
-    """A step that was taken: its figures, and those of each of its optimizer steps where it was to have several."""
+    """The figures of a step, and those of each of its optimizer steps if several were planned."""
 
     figures: dict[str, float]
     updates: list[dict[str, float]]
@@ -70,7 +72,7 @@ class StepResult(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStep:
-    """The verbs of one step."""
+    """The operations of one step."""
 
     passes: ForwardPasses
     critic: Critic | None = None
@@ -82,11 +84,11 @@ class TrainStep:
 
     @property
     def width(self) -> int:
-        """Micro-batches that the policy's trainer computes at once."""
+        """The number of micro-batches that the policy's trainer computes at once."""
         return self._policy.width
 
     def parts(self) -> dict[str, Callable[[Path], None]]:
-        """What a checkpoint holds of the workers as they are now: who writes it, by the name of its directory.
+        """Return the writers of the workers' current state, by the name of their checkpoint directory.
 
         They may be called on another thread, until `apply`.
         """
@@ -95,16 +97,16 @@ class TrainStep:
         return parts | ({"history": self.passes.history.saver()} if self.passes.history else {})
 
     def will_sample(self, version: int, *, acceptance: float) -> None:
-        """The policy's weights are about to be published: keep what later steps, with this k, will need of them."""
+        """Keep what later steps with this k need of the policy's weights, which are about to be published."""
         if self.passes.history is not None:
             self.passes.history.keep(self._policy, version=version, acceptance=acceptance)
 
     def can_train(self, group: RolloutGroup) -> bool:
-        """Is everything there that the passes over this group need?"""
+        """Return whether everything is available that the passes over this group need."""
         return self.passes.history is None or self.passes.history.covers(group)
 
     def accumulate(self, batch: TrainBatch, objective: PolicyObjective) -> Accumulated:
-        """Forward passes for the columns that are needed, advantages, then backward of the first mini-batch.
+        """Run the forward passes that are needed, compute advantages, then run backward of the first mini-batch.
 
         Raises:
             NonFiniteStep: a column, loss or prediction is not finite.
@@ -150,14 +152,14 @@ class TrainStep:
         return StepResult(figures | end.figures(updates), [update.figures(objective) for update in updates])
 
     def _gradient(self, mini_batch: MiniBatch, objective: PolicyObjective) -> Gradient:
-        """Backward of policy and critic."""
+        """Run backward of policy and critic."""
         with self._clean_on_failure():
             losses = self._policy_backward(mini_batch.batch, objective)
             value_losses = self._critic_backward(mini_batch.batch)
         return Gradient(mini_batch=mini_batch, losses=losses, value_losses=value_losses)
 
     def _update(self, gradient: Gradient, objective: PolicyObjective, *, number: int, rate: float) -> Update:
-        """Both optimizer steps, the critic's first; the policy's is the batch's `number`th, from 0."""
+        """Make both optimizer steps, the critic's first; the policy's is number `number` of the batch, from 0."""
         batch, critic = gradient.batch, None
         with self._clean_on_failure():
             if self.critic is not None:
@@ -173,7 +175,7 @@ class TrainStep:
         return self.critic is not None and self.critic.warms_up(batch.producing - 1)
 
     def _completed(self, batch: TrainBatch, objective: PolicyObjective) -> list[MicroBatch]:
-        """The micro-batches with every column that policy and critic read."""
+        """Return the micro-batches with every column that policy and critic read."""
         finite_check.check_rewards(batch)
         needs = objective.passes | (self.critic.loss.needs if self.critic else frozenset())
         if batch.partition.mini_batching.target_kl is not None:
@@ -225,7 +227,7 @@ class TrainStep:
     def _raise_cause_of_loss(
         self, batch: TrainBatch, error: NonFiniteError, completed: list[MicroBatch], objective: PolicyObjective
     ) -> NoReturn:
-        """The columns of a micro-batch are finite and its loss is not: name a term of the objective, or the model."""
+        """Name the term of the objective, or the model, that makes the loss of finite columns not finite."""
         everyone = _orders(batch, error.number)
         if error.number is not None:
             micro_batch = completed[error.number]
@@ -236,7 +238,7 @@ class TrainStep:
 
     @contextmanager
     def _clean_on_failure(self) -> Iterator[None]:
-        """Leaves no gradient behind in a step that is skipped."""
+        """Discard the gradient of a step that is skipped."""
         try:
             yield
         except NonFiniteStep:
@@ -250,19 +252,19 @@ class TrainStep:
 
 
 def _orders(batch: TrainBatch, number: int | None) -> list[int]:
-    """The orders of a micro-batch, or of all where a trainer does not say which it was."""
+    """Return the orders of a micro-batch, or of all if the trainer does not say which one it was."""
     return batch.orders if number is None else batch.group_indices(number)
 
 
 def _raise_cause_of_gradient(gradient: Gradient, objective: PolicyObjective) -> NoReturn:
-    batch = gradient.batch  # no losses while the policy stands still
+    batch = gradient.batch  # there are no losses while the policy stands still
     for number, (micro_batch, loss) in enumerate(zip(batch.micro_batches, gradient.losses, strict=False)):
         finite_check.check_terms(batch, number, micro_batch, loss.predictions, objective)
     raise NonFiniteStep("model's gradient", batch.orders)
 
 
 def _kl_reference(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """KL(sampler ‖ reference) in nats per sampled token, by K1; {} where there is no reference."""
+    """Return KL(sampler ‖ reference) in nats per sampled token, by K1; {} without a reference."""
     differences = [
         (batch.behavior_logprobs - batch.ref_logprobs)[batch.loss_mask]
         for batch in micro_batches

@@ -1,8 +1,8 @@
-"""`Update`: one optimizer step, of the several that a batch may be; and the figures of each and of all together. Pure.
+"""One optimizer step of a batch, and the figures of each and of all of them. Pure.
 
 Figures of a step are over every token of every update, at the log-probs on which its loss was evaluated: a rollout that
-is trained on in two epochs counts twice. What compares engine and trainer is of the first update alone, since only its
-log-probs are of the weights that the step begins with.
+trains in two epochs counts twice. Comparisons of engine and trainer use the first update alone, since only its
+log-probs come from the weights with which the step begins.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pipelinerl.objective.value_loss import value_statistics
 from pipelinerl.training.rollouts.batch import MiniBatch, TrainBatch
 from trainer_contract.types import Float32, LossStats, MicroBatch, StepStats
 
-#: The KL from π_old, in nats per sampled token, by K3: what `training.target_kl` bounds.
+#: KL from π_old in nats per sampled token, by K3; `training.target_kl` bounds it.
 KL_OLD: Final = "kl_old"
-#: Figures of the tokens that are told of each update.
+#: Figures of the tokens that are reported for each update.
 _TOLD: Final = (KL_OLD, "clip_fraction", "truncated_fraction", "ratio_max", "ess")
 
 
 class BatchEnd(StrEnum):
-    """Why a batch of several optimizer steps came to its end."""
+    """The reason why a batch of several optimizer steps ended."""
 
     WHOLE = "whole"
     """All were made."""
@@ -38,7 +38,7 @@ class BatchEnd(StrEnum):
     """The next mini-batch was not finite: what is left of the batch trains nothing."""
 
     def figures(self, updates: Sequence[Update]) -> dict[str, float]:
-        """As figures of the step that was these updates."""
+        """Return the end as figures of the step with these updates."""
         return {
             "optimizer_steps": float(len(updates)),
             "ended_by_kl": float(self is BatchEnd.KL),
@@ -49,7 +49,7 @@ class BatchEnd(StrEnum):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """The backward passes over a mini-batch are made: what each gave. No losses while the policy stands still."""
+    """The losses of the backward passes over a mini-batch. There are none while the policy stands still."""
 
     mini_batch: MiniBatch
     losses: list[LossStats]
@@ -57,35 +57,35 @@ class Gradient:
 
     @property
     def batch(self) -> TrainBatch:
-        """The rollouts of the mini-batch, packed."""
+        """The packed rollouts of the mini-batch."""
         return self.mini_batch.batch
 
     @property
     def trained(self) -> list[MicroBatch]:
-        """What the policy was trained on."""
+        """The micro-batches on which the policy was trained."""
         return self.batch.micro_batches if self.losses else []
 
     @property
     def logprobs(self) -> list[Float32]:
-        """Of each of them the policy's, at the weights before the update."""
+        """The policy's log-probs of each micro-batch, at the weights before the update."""
         return [loss.predictions for loss in self.losses]
 
     def kl_from_old(self, objective: PolicyObjective) -> float | None:
-        """K3 in nats per token; None where the batch has no old log-probs."""
+        """Return K3 in nats per token; None if the batch has no old log-probs."""
         return statistics(objective, trained_tokens(self.trained, self.logprobs)).get(KL_OLD)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """An optimizer step was made with the gradient; the critic's, too, where there is one."""
+    """An optimizer step with the gradient, and the critic's step if there is a critic."""
 
     gradient: Gradient
     policy: StepStats
     critic: StepStats | None
 
     def figures(self, objective: PolicyObjective) -> dict[str, float]:
-        """What is told of it alone; epochs and mini-batches are counted from 1."""
+        """Return the figures of this update; epochs and mini-batches are counted from 1."""
         gradient, tokens = self.gradient, _tokens([self])
         measured = statistics(objective, tokens)
         return {
@@ -101,7 +101,7 @@ class Update:
 
 
 def figures_of(updates: Sequence[Update], objective: PolicyObjective, *, held_version: int) -> dict[str, float]:
-    """The figures of a step of these updates, which began with the weights `held_version`."""
+    """Return the figures of a step with these updates, which began with the weights `held_version`."""
     tokens, first = _tokens(updates), updates[0].gradient
     compared = causes.sampled_tokens(first.trained, first.logprobs)
     found = {

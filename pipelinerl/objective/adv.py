@@ -1,9 +1,9 @@
 """Slot `adv` of RLAX Eq. 3: advantages of sampled tokens, computed once on the whole batch.
 
-Those that read nothing but rewards are computed before the batch is packed, the others after the forward passes that
+Advantages that depend only on rewards are computed before the batch is packed, the others after the forward passes that
 they need. Rollouts without a judgement take part in no baseline and no normalisation; their tokens have advantage 0.
 
-Letters in shapes: B rollouts of the batch, N = Σ lengths sampled tokens, rollout after rollout.
+Letters in shapes: B rollouts of the batch, N = Σ lengths sampled tokens, rollout after rollout, M turns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 class TurnReward(NamedTuple):
-    """One turn as credit is given to it: sampled tokens, the environment's reward, and the agent that asked."""
+    """One turn for the assignment of credit: sampled tokens, the environment's reward, and the agent."""
 
     num_tokens: int
     reward: float = 0.0
@@ -40,8 +40,8 @@ class Turns:
     Attributes:
         counts: [B], turns of each rollout.
         lengths: [M], tokens that the model sampled in each turn.
-        rewards: [M], what the environment gave each turn.
-        places: [M], turns of one group with equal places are compared: the k-th turns of an agent.
+        rewards: [M], the environment's reward of each turn.
+        places: [M]. Turns of one group with equal places are compared: the k-th turns of an agent.
     """
 
     counts: Ints
@@ -51,7 +51,7 @@ class Turns:
 
     @classmethod
     def of(cls, rollouts: Sequence[Sequence[TurnReward]]) -> Self:
-        """The turns of these rollouts."""
+        """Return the turns of these rollouts."""
         places: dict[tuple[str, int], int] = {}
         placed: list[int] = []
         for turns in rollouts:
@@ -68,9 +68,9 @@ class Turns:
         )
 
     def rewards_to_go(self, rewards: Floats) -> Floats:
-        """G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}, [M]: what the rollout earns from turn k on.
+        """Return G_{i,k} = R_i − Σ_{k' < k} r_{i,k'}, [M]: the rollout's reward from turn k on.
 
-        The last turn so receives what of the verdict's reward R_i no turn was given.
+        The last turn receives the part of the verdict's reward R_i that was given to no turn.
 
         Args:
             rewards: R, [B].
@@ -84,7 +84,7 @@ class Turns:
 
 
 class Advantage(Protocol):
-    """Advantages of sampled tokens."""
+    """An estimator of the advantages of sampled tokens."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -106,21 +106,21 @@ class Advantage(Protocol):
         columns: Mapping[str, Floats],
         turns: Turns | None = None,
     ) -> Floats:
-        """Advantage [N] of each sampled token.
+        """Return the advantage [N] of each sampled token.
 
         Args:
-            rewards: [B]; ignored, whatever it is, where not `valid`.
+            rewards: [B]; any value where not `valid`.
             groups: [B], index of the rollout's group; any integers.
             lengths: [B], tokens that the model sampled.
-            valid: [B], False where the verdict is no judgement.
+            valid: [B], False if the verdict is not a judgement.
             columns: each of `needs`, [N].
-            turns: of the rollouts; None where each is a single turn.
+            turns: of the rollouts; None if each is a single turn.
         """
         ...
 
 
 class Baseline(StrEnum):
-    """What is subtracted from a reward."""
+    """The quantity that is subtracted from a reward."""
 
     NONE = "none"
     MEAN = "mean"
@@ -130,7 +130,7 @@ class Baseline(StrEnum):
 
 
 class Scale(StrEnum):
-    """What the difference is divided by."""
+    """The quantity by which the difference is divided."""
 
     NONE = "none"
     STD = "std"
@@ -141,7 +141,7 @@ class Scale(StrEnum):
 
 
 class Credit(StrEnum):
-    """Which of an episode's rewards a turn is credited with."""
+    """The rewards of an episode with which a turn is credited."""
 
     EPISODE = "episode"
     """All of them: each token has the advantage of its rollout."""
@@ -154,9 +154,9 @@ class Credit(StrEnum):
 class GroupRelative:
     """(R_i − baseline) / scale, each over the group of the rollout. GRPO: mean and std; Dr. GRPO: mean alone.
 
-    With `credit` turns, the reward-to-go of a turn (`Turns.rewards_to_go`) takes the place of R_i, and the same turn of
-    the group's rollouts takes that of the group: A_{i,k} = (G_{i,k} − baseline_{g,k}) / scale_{g,k}. A turn that no
-    other rollout of the group has reached has advantage 0 where the baseline is a mean.
+    With `credit` turns, the reward-to-go of a turn (`Turns.rewards_to_go`) replaces R_i, and the same turn of the
+    group's rollouts replaces the group: A_{i,k} = (G_{i,k} − baseline_{g,k}) / scale_{g,k}. A turn that no other
+    rollout of the group has reached has advantage 0 if the baseline is a mean.
     """
 
     baseline: Baseline = Baseline.MEAN
@@ -166,7 +166,7 @@ class GroupRelative:
 
     @property
     def needs(self) -> frozenset[str]:
-        """It reads no optional column."""
+        """Empty: it reads no optional column."""
         return frozenset()
 
     @property
@@ -199,7 +199,7 @@ class GroupRelative:
         columns: Mapping[str, Floats],
         turns: Turns | None = None,
     ) -> Floats:
-        """Advantage [N] of each sampled token."""
+        """Return the advantage [N] of each sampled token."""
         if self.credit is Credit.TURNS and turns is not None:
             return self._of_turns(turns, rewards=rewards, groups=groups, valid=valid)
         _, index = np.unique(groups, return_inverse=True)
@@ -219,7 +219,7 @@ class GroupRelative:
         return whitened(spread, np.repeat(valid, lengths), self.epsilon) if self.scale is Scale.BATCH else spread
 
     def _of_turns(self, turns: Turns, *, rewards: Floats, groups: Ints, valid: Bools) -> Floats:
-        """The advantages of the same estimator with turns in place of rollouts."""
+        """Return the advantages of the same estimator with turns in place of rollouts."""
         known = np.where(valid, rewards, 0.0).astype(np.float64)
         pairs = np.stack([np.repeat(groups, turns.counts), turns.places])
         _, same_turn = np.unique(pairs, axis=1, return_inverse=True)
@@ -233,7 +233,7 @@ class GroupRelative:
 
 
 class Metric(StrEnum):
-    """By which rollouts of a group are preferred."""
+    """The measure by which rollouts of a group are preferred."""
 
     SHORTEST = "shortest"
     """The fewest sampled tokens first."""
@@ -256,7 +256,7 @@ class GroupFiltered:
 
     @property
     def needs(self) -> frozenset[str]:
-        """It reads no optional column."""
+        """Empty: it reads no optional column."""
         return frozenset()
 
     @property
@@ -274,7 +274,7 @@ class GroupFiltered:
         columns: Mapping[str, Floats],
         turns: Turns | None = None,
     ) -> Floats:
-        """Advantage [N] of each sampled token."""
+        """Return the advantage [N] of each sampled token."""
         known = np.where(valid, rewards, 0.0)
         preference = -lengths if self.metric is Metric.SHORTEST else known / np.maximum(lengths, 1)
         kept = np.zeros(valid.shape, dtype=bool)
@@ -287,7 +287,7 @@ class GroupFiltered:
 
 
 class Whitening(StrEnum):
-    """Whether advantages are normalised over the batch."""
+    """The normalisation of advantages over the batch."""
 
     NONE = "none"
     BATCH = "batch"
@@ -329,7 +329,7 @@ class RewardToGo:
         columns: Mapping[str, Floats],
         turns: Turns | None = None,
     ) -> Floats:
-        """Advantage [N] of each sampled token."""
+        """Return the advantage [N] of each sampled token."""
         judged = np.repeat(valid, lengths)
         returns = discounted(token_rewards(rewards, lengths, valid, self.kl, columns), lengths, self.discount) * judged
         return whitened(returns, judged, self.epsilon) if self.whitening is Whitening.BATCH else returns
@@ -373,7 +373,7 @@ class GAE:
         columns: Mapping[str, Floats],
         turns: Turns | None = None,
     ) -> Floats:
-        """Advantage [N] of each sampled token."""
+        """Return the advantage [N] of each sampled token."""
         judged = np.repeat(valid, lengths)
         raw = self._raw(rewards, lengths, valid, columns)
         return whitened(raw, judged, self.epsilon) if self.whitening is Whitening.BATCH else raw
@@ -388,9 +388,9 @@ class GAE:
         columns: Mapping[str, Floats],
         turns: Turns | None = None,
     ) -> Floats:
-        """What the critic is to predict, [N]: the advantage before whitening + the value; 0 without a judgement.
+        """Return the critic's targets [N]: the advantage before whitening + the value; 0 without a judgement.
 
-        The TD(λ) return; `groups` is there so that both methods are called alike.
+        The TD(λ) return. `groups` and `turns` are not read; both methods are called alike.
         """
         values = np.asarray(column_of(columns, "values"), np.float64)
         return self._raw(rewards, lengths, valid, columns) + values * np.repeat(valid, lengths)
@@ -404,11 +404,11 @@ class GAE:
 
 
 def credits_turns(adv: Advantage) -> bool:
-    """Whether an estimator reads the rewards of turns."""
+    """Return whether an estimator reads the rewards of turns."""
     return isinstance(adv, GroupRelative) and adv.credit is Credit.TURNS
 
 
-#: Which standard deviation is meant.
+#: States the kind of standard deviation.
 _DDOF: Final = ",  std with ddof 0"
 
 _KL_COLUMNS: Final = frozenset({"old_logprobs", "ref_logprobs"})
@@ -422,12 +422,14 @@ KINDS: Final[Mapping[str, type[Advantage]]] = {
 
 
 def ends_of(lengths: Ints) -> Ints:
-    """Positions within [N] of the last sampled token of each rollout that has any."""
+    """Return the positions within [N] of the last sampled token of each rollout that has any."""
     return np.asarray(np.cumsum(lengths)[lengths > 0] - 1)
 
 
 def token_rewards(rewards: Floats, lengths: Ints, valid: Bools, kl: float, columns: Mapping[str, Floats]) -> Floats:
-    """r [N]: the reward at the last token of each judged rollout, less kl·(log π_old − log π_ref) at every token."""
+    """Return r [N]: the reward at the last token of each judged rollout, less kl·(log π_old − log π_ref) at every
+    token.
+    """
     earned = np.zeros(int(lengths.sum()))
     earned[ends_of(lengths)] = np.where(valid, rewards, 0.0)[lengths > 0]
     if not kl:

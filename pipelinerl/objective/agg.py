@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 
 class Length(StrEnum):
-    """A length that the run says, not the algorithm."""
+    """A length that the run defines, not the algorithm."""
 
     MAX_TOKENS = "max_tokens"
     """L_max: the most tokens that an answer may have, `sampling.max_tokens`."""
@@ -38,7 +38,7 @@ class Aggregation(Protocol):
         ...
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Weight [B] of each sampled token of each rollout.
+        """Return the weight [B] of each sampled token of each rollout.
 
         Args:
             lengths: [B], tokens that the model sampled.
@@ -59,7 +59,7 @@ class Trajectory:
         return "1/(Q·G·|o_i|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Weight [B] of each sampled token of each rollout."""
+        """Return the weight [B] of each sampled token of each rollout."""
         counted = valid & (lengths > 0)
         num_groups, size = _totals(counted.astype(np.float64), groups, counted)
         return _inverse(num_groups * size * lengths, counted)
@@ -76,7 +76,7 @@ class Group:
         return "1/(Q·Σ_g |o|)"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Weight [B] of each sampled token of each rollout."""
+        """Return the weight [B] of each sampled token of each rollout."""
         counted = valid & (lengths > 0)
         num_groups, tokens = _totals(np.where(counted, lengths, 0).astype(np.float64), groups, counted)
         return _inverse(num_groups * tokens, counted)
@@ -93,7 +93,7 @@ class Batch:
         return "1/Σ_batch |o|"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Weight [B] of each sampled token of each rollout."""
+        """Return the weight [B] of each sampled token of each rollout."""
         counted = valid & (lengths > 0)
         return _inverse(np.full(lengths.shape, float(lengths[counted].sum())), counted)
 
@@ -116,7 +116,7 @@ class Sequences:
         return "1/B" if self.length == 1.0 else f"1/(B·{self.length:g})"
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Weight [B] of each sampled token of each rollout."""
+        """Return the weight [B] of each sampled token of each rollout."""
         if isinstance(self.length, Length):
             raise UserError(
                 f"agg.length is {self.length}, the most tokens of an answer, which a recipe says (sampling.max_tokens) "

@@ -1,7 +1,7 @@
-"""Slots that have no meaning beside one another, alone, or in a given run, each with the sentence that says so.
+"""Combinations of slots that have no meaning, alone, together or in a given run, each with a sentence about it.
 
-What can never mean anything is refused: `contradictions`, and `without_effect` of a run's settings. What means
-something, but seldom what was meant, is a doubt, which `pipelinerl check` tells.
+Combinations that can never mean anything are rejected: `contradictions`, and `without_effect` for a run's settings.
+Meaningful combinations that are seldom intended are doubts, which `pipelinerl check` reports.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipelinerl.objective.tokens import Policy
 
 
 def contradictions(objective: PolicyObjective) -> Iterator[str]:
-    """A sentence for each thing that makes no sense; it begins with the slot. Nothing when all is well."""
+    """Yield a sentence for each contradiction; it begins with the slot."""
     yield from _of_ratios(objective)
     yield from _of_numbers(objective)
     grad1, adv = objective.grad1, objective.adv
@@ -89,14 +89,13 @@ def _of_numbers(objective: PolicyObjective) -> Iterator[str]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a run says that decides whether a slot does anything.
+    """Settings of a run that decide whether a slot has any effect.
 
     Attributes:
-        group_sizes: rollouts of each group, by the key of the recipe that says so.
+        group_sizes: rollouts of each group, by the recipe's key.
         max_tokens: the most tokens of an answer.
-        step_begins_at: policies with which the current one agrees when a step begins.
-        updates: optimizer steps of a step. Where there is one, a ratio over a policy that it begins at is 1 whenever it
-            is looked at.
+        step_begins_at: policies equal to the current one when a step begins.
+        updates: optimizer steps of a step. With one, the ratio over a policy from which the step starts is always 1.
     """
 
     group_sizes: Mapping[str, int]
@@ -106,18 +105,18 @@ class Setting:
 
     @property
     def always_current(self) -> frozenset[Policy]:
-        """Policies with which the current one agrees whenever a loss is evaluated."""
+        """Policies that equal the current one whenever a loss is evaluated."""
         return self.step_begins_at if self.updates == 1 else frozenset()
 
 
 def without_effect(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
-    """A sentence for each slot that would do nothing, or nothing that it is for; it begins with the slot."""
+    """Yield a sentence for each slot that would have no effect, or not its purpose; it begins with the slot."""
     for key, size in setting.group_sizes.items():
         yield from _without_effect_in_groups(objective.adv, key, size)
 
 
 def _without_effect_in_groups(adv: Advantage, key: str, size: int) -> Iterator[str]:
-    """The same in groups of so many rollouts, by the key of the recipe that says how many."""
+    """Yield the same for groups of one size, named by the recipe's key for it."""
     if isinstance(adv, GroupFiltered) and adv.keep >= size:
         yield (
             f"adv.keep ({adv.keep}) must be below {key} ({size}): as it is every rollout of a group is "
@@ -137,7 +136,7 @@ def _without_effect_in_groups(adv: Advantage, key: str, size: int) -> Iterator[s
 
 
 def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
-    """A sentence for each slot that is unlikely to do what it is there for; it begins with the slot."""
+    """Yield a sentence for each slot that is unlikely to serve its purpose; it begins with the slot."""
     agg, weight, grad2, over = objective.agg, objective.is_weight, objective.grad2, _over(objective)
     if over in setting.always_current:
         yield (
@@ -170,6 +169,6 @@ def doubts(objective: PolicyObjective, setting: Setting) -> Iterator[str]:
 
 
 def _over(objective: PolicyObjective) -> Policy | None:
-    """The policy that the ratio in grad1 divides by, if there is one."""
+    """Return the policy by which the ratio in grad1 divides, if there is one."""
     grad1 = objective.grad1
     return grad1.over if isinstance(grad1, ClippedRatio | SequenceRatio | GeometricRatio) else None

@@ -17,7 +17,7 @@ from pipelinerl.objective.tokens import SYMBOLS, Policy, Tokens, columns_of
 
 
 class Level(StrEnum):
-    """What a term speaks of."""
+    """The unit that has a value of its own."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"
@@ -39,7 +39,7 @@ class PolicyTerm(Protocol):
 
     @property
     def level(self) -> Level:
-        """Does a token have a value of its own?"""
+        """The unit, a token or a rollout, that has a value of its own."""
         ...
 
     def value(self, tokens: Tokens) -> Array:
@@ -51,7 +51,7 @@ class PolicyTerm(Protocol):
         ...
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Bool [T]: where clipping leaves a token without gradient."""
+        """Return the mask [T] of tokens that clipping leaves without gradient."""
         ...
 
 
@@ -62,7 +62,7 @@ class LogProb:
 
     @property
     def needs(self) -> frozenset[str]:
-        """It reads no optional column."""
+        """Empty: it reads no optional column."""
         return frozenset()
 
     @property
@@ -84,7 +84,7 @@ class LogProb:
         return cotangent
 
     def clipped(self, tokens: Tokens) -> Array:
-        """No token is."""
+        """Return False everywhere."""
         return ~tokens.inside & tokens.inside
 
 
@@ -127,7 +127,7 @@ class ClippedRatio:
         return cotangent * self.value(tokens)
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Where M = 0."""
+        """Return the mask [T] where M = 0."""
         return self._masked(tokens)[1] == 0.0
 
     def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
@@ -173,7 +173,7 @@ class SequenceRatio:
         return tokens.blanked(tokens.rollout_mean(cotangent * self.value(tokens)))
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Where M = 0."""
+        """Return the mask [T] where M = 0."""
         return self._masked(tokens)[1] == 0.0
 
     def _masked(self, tokens: Tokens) -> tuple[Array, Array]:
@@ -225,7 +225,7 @@ class GeometricRatio:
         return tokens.blanked(tokens.rollout_mean(cotangent * self.value(tokens)) * kept)
 
     def clipped(self, tokens: Tokens) -> Array:
-        """Where a token's own ratio is clipped."""
+        """Return the mask [T] of tokens whose own ratio is clipped."""
         return self._kept(tokens, tokens.log_ratio(Policy.CURRENT, self.over)) == 0.0
 
     def _kept(self, tokens: Tokens, difference: Array) -> Array:

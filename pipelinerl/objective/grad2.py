@@ -55,7 +55,7 @@ class NoRegularizer:
 
     @property
     def needs(self) -> frozenset[str]:
-        """It reads no optional column."""
+        """Empty: it reads no optional column."""
         return frozenset()
 
     @property
@@ -150,7 +150,7 @@ class EntropyBonus:
 
     @property
     def needs(self) -> frozenset[str]:
-        """It reads no optional column."""
+        """Empty: it reads no optional column."""
         return frozenset()
 
     @property

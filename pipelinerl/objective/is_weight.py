@@ -30,7 +30,7 @@ class ImportanceWeight(Protocol):
         ...
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Bool [T]: where the weight was cut."""
+        """Return the mask [T] of weights that were cut."""
         ...
 
 
@@ -41,7 +41,7 @@ class Unweighted:
 
     @property
     def needs(self) -> frozenset[str]:
-        """It reads no optional column."""
+        """Empty: it reads no optional column."""
         return frozenset()
 
     @property
@@ -54,12 +54,12 @@ class Unweighted:
         return tokens.xp.ones_like(tokens.current)
 
     def truncated(self, tokens: Tokens) -> Array:
-        """No ratio is."""
+        """Return False everywhere."""
         return ~tokens.inside & tokens.inside
 
 
 class Outside(StrEnum):
-    """What becomes of a ratio outside [low, high]."""
+    """Treatment of a ratio outside [low, high]."""
 
     TRUNCATE = "truncate"
     """It is moved to the nearer bound: biased, and every token still teaches (TIS)."""
@@ -98,12 +98,12 @@ class TokenRatio:
         return _keep(tokens, tokens.ratio(self.numerator, self.denominator), self.low, self.high, self.outside)
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Where the ratio lies outside [low, high]."""
+        """Return the mask [T] of ratios outside [low, high]."""
         return _beyond(tokens.ratio(self.numerator, self.denominator), self.low, self.high)
 
 
 class Mean(StrEnum):
-    """How the ratios of a rollout's tokens become one."""
+    """Combination of the ratios of a rollout's tokens."""
 
     PRODUCT = "product"
     """Π_t r_t: the ratio of the whole sequence's probabilities; unbiased, and its variance grows with the length."""
@@ -138,7 +138,7 @@ class SequenceWeight:
         return _keep(tokens, self._ratio(tokens), self.low, self.high, self.outside)
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Where the ratio lies outside [low, high]."""
+        """Return the mask [T] of ratios outside [low, high]."""
         return tokens.inside & _beyond(self._ratio(tokens), self.low, self.high)
 
     def _ratio(self, tokens: Tokens) -> Array:
@@ -150,7 +150,7 @@ class SequenceWeight:
 class ToprWeight:
     """TOPR (Le Roux et al. 2025, Eq. 8): the sequence's ratio within [0, negative_high] where A < 0, and 1 elsewhere.
 
-    What is good is learned as in supervised training; what is bad ceases to push once the policy has left it.
+    Good rollouts are learned as in supervised training; bad ones have no effect once the policy has left them.
     """
 
     negative_high: float = 1.0
@@ -174,7 +174,7 @@ class ToprWeight:
         return tokens.xp.where(tokens.advantages < 0, ratio, 1.0)
 
     def truncated(self, tokens: Tokens) -> Array:
-        """Where A < 0 and the ratio lies above `negative_high`."""
+        """Return the mask [T] where A < 0 and the ratio exceeds `negative_high`."""
         return tokens.inside & (tokens.advantages < 0) & (self._ratio(tokens) > self.negative_high)
 
     def _ratio(self, tokens: Tokens) -> Array:

@@ -1,7 +1,7 @@
-"""Reward shaping: what a domain makes of its verifier's rewards before any advantage is taken. ROLL's RLVR pipeline.
+"""Reward shaping: changes of a domain's verifier rewards before advantages are taken, as in ROLL's RLVR pipeline.
 
-In this order, each step only where it is asked for: the overlong penalty (DAPO), normalisation, clipping, scaling. All
-of it is a function of one step's rollouts of one domain; whoever has several calls it for each.
+Steps in this order, each only if requested: the overlong penalty (DAPO), normalisation, clipping, scaling. All of them
+are functions of one step's rollouts of one domain.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipelinerl.objective.adv import Bools, Floats, Ints
 
 
 class NormalizationScope(StrEnum):
-    """Over what a mean or a deviation is taken."""
+    """The rollouts over which a mean or a deviation is taken."""
 
     NONE = "none"
     """Not at all: nothing is subtracted, or divided by."""
@@ -31,16 +31,16 @@ class NormalizationScope(StrEnum):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardShaping:
-    """How a domain's rewards become what advantages are computed from; the default leaves them as they are.
+    """The shaping of a domain's rewards; the default leaves them unchanged.
 
     Attributes:
         overlong_tokens: L_max of DAPO's soft overlong punishment (Yu et al. 2025, Eq. 13); 0 for none. A rollout of
             more than L_max − overlong_margin sampled tokens loses up to 1, linearly, and beyond L_max it loses 1.
         overlong_margin: L_cache, the tokens over which the punishment grows.
-        mean, std: what is subtracted, and divided by (with `epsilon`; ddof 0). Group mean and batch deviation is ROLL's
-            reinforce++ baseline.
+        mean, std: the mean to subtract, and the deviation to divide by (with `epsilon`; ddof 0). Group mean and batch
+            deviation is ROLL's reinforce++ baseline.
         low, high: bounds of the result.
-        scale: factor, last.
+        scale: factor, applied last.
     """
 
     overlong_tokens: int = 0
@@ -54,12 +54,12 @@ class RewardShaping:
 
     @property
     def rescales(self) -> bool:
-        """Whether it does more than to punish overlong rollouts."""
+        """True if it does more than to punish overlong rollouts."""
         plain = RewardShaping(overlong_tokens=self.overlong_tokens, overlong_margin=self.overlong_margin)
         return self != replace(plain, epsilon=self.epsilon)
 
     def contradictions(self) -> Iterator[str]:
-        """A sentence for each setting that makes no sense; it begins with the field."""
+        """Yield a sentence for each setting that makes no sense; it begins with the field."""
         if self.low > self.high:
             yield f"low must not exceed high, got {self.low:g} and {self.high:g}"
         if self.overlong_margin > self.overlong_tokens:
@@ -73,13 +73,13 @@ class RewardShaping:
             yield f"epsilon must not be negative, got {self.epsilon:g}"
 
     def apply(self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools) -> Floats:
-        """Shaped rewards [B]; 0 where there is no judgement.
+        """Return the shaped rewards [B]; 0 without a judgement.
 
         Args:
-            rewards: [B], of one domain; ignored, whatever it is, where not `valid`.
+            rewards: [B], of one domain; any value where not `valid`.
             groups: [B], index of the rollout's group; any integers.
             lengths: [B], tokens that the model sampled.
-            valid: [B], False where the verdict is no judgement.
+            valid: [B], False if the verdict is not a judgement.
         """
         shaped = np.where(valid, rewards, 0.0).astype(np.float64)
         if self.overlong_tokens:
@@ -93,14 +93,14 @@ class RewardShaping:
 
 
 def _overlong(lengths: Ints, most: int, margin: int) -> Floats:
-    """0 up to most − margin, −1 above `most`, linear between."""
+    """Return 0 up to most − margin, −1 above `most`, linear between."""
     if margin == 0:
         return np.where(lengths > most, -1.0, 0.0)
     return np.asarray(np.clip((most - margin - lengths) / margin, -1.0, 0.0))
 
 
 def _mean(amounts: Floats, groups: Ints, valid: Bools, over: NormalizationScope) -> Floats:
-    """[B]: mean of `amounts` over the judged rollouts of each rollout's group, or of all; 0 where `over` is none."""
+    """Return the mean of `amounts` [B] over the judged rollouts of each one's group, or of all; 0 if `over` is none."""
     if over is NormalizationScope.NONE:
         return np.zeros_like(amounts)
     index = (

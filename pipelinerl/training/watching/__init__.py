@@ -1,1 +1,1 @@
-"""What a step tells those who watch it: figures by domain and tag, and a few of its samples."""
+"""Reports on a step: figures by domain and tag, and a few samples."""

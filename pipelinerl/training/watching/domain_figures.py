@@ -1,17 +1,17 @@
-"""Figures by domain and by tag of all groups that came since the last step, whatever became of them. Pure.
+"""Figures by domain and by tag of all groups that arrived since the last step, whatever their outcome. Pure.
 
-    rollouts, groups      how many were fresh: trained or filtered
+    rollouts, groups      number of fresh ones: trained or filtered
     reward, reward.<part> mean over the judged rollouts; of a part, over those that have it
     accuracy              share of the judged rollouts that are right
     length_mean, _p95     sampled tokens
-    truncated, unjudged   share of the rollouts that ended for want of tokens; that no verifier has judged
+    truncated, unjudged   share of the rollouts that ran out of tokens; that no verifier has judged
     all_right, all_wrong  share of the judged groups without a signal, of either kind
-    stale, stale_groups   share of the groups, and number, that were dropped since they were too old
+    stale, stale_groups   share and number of the groups that were dropped as too old
     turns, segments       of episodes: mean number of turns, and of the segments that they train as
     segments.<reason>     segments that began for this reason (`environments.episode.NewSegment`)
 
-A step's own figures are of the rollouts that it trains on. These are of what the model does in a domain: filtered
-groups count, since a filter would else hide what is solved and what is hopeless.
+The figures of a step cover the rollouts on which it trains. These figures cover what the model does in a domain: they
+include filtered groups, because a filter would otherwise hide solved and hopeless problems.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Final, NamedTuple, Self, final
 from inference_contract.schemas import FinishReason
 from pipelinerl.types import Outcome, RolloutGroup
 
-#: So many tags have figures of their own in one step, those with most rollouts; the rest are counted together.
+#: Number of tags with figures of their own in a step, by rollouts; the rest are counted together.
 MOST_TAGS: Final = 50
-#: Under which name.
+#: Name of the remaining tags.
 OTHER_TAGS: Final = "other"
-#: So many tags of one group count, and so many parts of a reward.
+#: Bound of the counted tags of a group, and of the parts of a reward.
 _MOST_OF_A_GROUP: Final = 16
 
 
@@ -61,7 +61,7 @@ class Tally:
 
     @classmethod
     def of(cls, group: RolloutGroup) -> Self:
-        """The counts of one group that was trained or filtered."""
+        """Return the counts of one group that was trained or filtered."""
         counts, judged, right, wrong = cls(groups=1), 0, 0, 0
         for rollout in group.rollouts:
             verdict = rollout.verdict
@@ -87,7 +87,7 @@ class Tally:
         return counts
 
     def merge(self, other: Tally) -> None:
-        """Count what another has counted."""
+        """Add the counts of another tally."""
         self.groups += other.groups
         self.stale += other.stale
         self.judged_groups += other.judged_groups
@@ -106,7 +106,7 @@ class Tally:
             self.parts[name] = (before + total, number + count)
 
     def figures(self) -> dict[str, float]:
-        """By name, as the module says; without those that nothing was counted for."""
+        """Return the figures of the module's table by name, without those that have no count."""
         rollouts = len(self.lengths)
         figures: dict[str, float] = {
             "rollouts": rollouts,
@@ -135,7 +135,7 @@ class Tally:
 @final
 @dataclass(slots=True)
 class DomainTallies:
-    """What has come since the last step, by domain and tag."""
+    """Tallies since the last step, by domain and tag."""
 
     _domains: dict[str, Tally] = field(default_factory=dict)
     _tags: dict[str, Tally] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class DomainTallies:
         self._merge(group, Tally(stale=1))
 
     def take(self) -> StepFigures:
-        """The figures; counting begins anew."""
+        """Return the figures and reset the tallies."""
         domains, tags = self._domains, _bounded(self._tags)
         self._domains, self._tags = {}, {}
         return StepFigures(_figures(domains), _figures(tags))
@@ -162,7 +162,7 @@ class DomainTallies:
 
 
 def _percentile(rising: Sequence[int], share: float) -> float:
-    """As numpy's, which takes fifty times as long for so few: between the two nearest, in proportion."""
+    """Return numpy's percentile, linearly interpolated. numpy takes fifty times as long for short lists."""
     place = share * (len(rising) - 1)
     below = int(place)
     above = min(below + 1, len(rising) - 1)
@@ -170,7 +170,7 @@ def _percentile(rising: Sequence[int], share: float) -> float:
 
 
 def _bounded(tags: Mapping[str, Tally]) -> dict[str, Tally]:
-    """The tags with most rollouts, by name, and the others together."""
+    """Return the tags with most rollouts, by name, and the others as one."""
     ranked = sorted(tags, key=lambda tag: (-len(tags[tag].lengths), tag))
     kept = {tag: tags[tag] for tag in sorted(ranked[:MOST_TAGS])}
     for tag in ranked[MOST_TAGS:]:

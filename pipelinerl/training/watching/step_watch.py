@@ -1,7 +1,6 @@
-"""`StepWatch`: what the training loop tells those who watch: it notes how groups end, and what each step was made of.
+"""The training loop's reports on how groups end and what each step consists of.
 
-It only looks. Nothing that trains depends on it, and what it keeps between two steps is a tally, one group as an
-example, and nothing else.
+Watching has no influence on training. Between two steps it keeps a tally and one group as an example.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pipelinerl.training.watching.training_samples import FilteredGroups, StepRo
 from pipelinerl.types import RolloutGroup
 from trainer_contract.types import Float32, LossStats, MicroBatch
 
-#: So many reasons are told apart in one step: those of a user's filter may all differ.
+#: Number of reasons counted separately in a step: those of a user's filter may all differ.
 MOST_REASONS: Final = 20
 OTHER_REASONS: Final = "other reasons"
 
@@ -30,7 +29,7 @@ OTHER_REASONS: Final = "other reasons"
 @final
 @dataclass(slots=True)
 class StepWatch:
-    """Notes what ends between two steps; `samples` is None where no samples are kept."""
+    """Recorder of what ends between two steps; `samples` is None if no samples are kept."""
 
     samples: TrainingSamples | None = None
     _tallies: DomainTallies = field(default_factory=DomainTallies)
@@ -38,7 +37,7 @@ class StepWatch:
     _example: tuple[RolloutGroup, str] | None = None
 
     def ended(self, groups: Iterable[RolloutGroup], fate: GroupOutcome, why: str) -> None:
-        """Groups ended without training: filtered, for this reason, or stale."""
+        """Record groups that ended without training: filtered for the reason `why`, or stale."""
         for group in groups:
             if fate is GroupOutcome.STALE:
                 self._tallies.add_stale(group)
@@ -56,11 +55,11 @@ class StepWatch:
         losses: Sequence[LossStats | None] = (),
         entropies: Mapping[int, Float32] = MappingProxyType({}),
     ) -> StepFigures:
-        """A step on the batch has made `version`: figures of what came since the one before, and samples of it.
+        """Return the figures since the last step, and write samples of the step that made `version`.
 
         Args:
-            micro_batches: those of the batch with the advantages that they were trained with.
-            losses: what each gave at the weights that the step began with, as far as it is known.
+            micro_batches: those of the batch, with the advantages on which they trained.
+            losses: of each at the weights from which the step started, if known.
             entropies: of the sampled tokens of some rollouts at these weights.
         """
         self._tallies.add(batch.groups)
@@ -124,9 +123,9 @@ def _tokens_of(
 def mean_advantages(
     batch: TrainBatch, micro_batches: Sequence[MicroBatch]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """([B], [B]): mean advantage over the sampled tokens of each rollout, and whether it was in the step.
+    """Return the mean advantage over each rollout's sampled tokens [B], and whether the rollout was in the step [B].
 
-    One that was left out of the packing, since its advantages are all zero, has 0; one that may not learn has NaN.
+    A rollout left out of the packing because its advantages are all zero has 0; one that may not learn has NaN.
     """
     sums, trained = np.zeros(len(batch.learns)), np.zeros(len(batch.learns), bool)
     for number, micro_batch in enumerate(micro_batches):

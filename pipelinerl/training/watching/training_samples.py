@@ -1,8 +1,8 @@
-"""`TrainingSamples`: which groups of a step are kept for readers, and what is kept of them.
+"""Choice of a step's groups that are kept for readers, and of what is kept of them.
 
-A few groups of each step are drawn by seed and step, so that nobody chooses them, and a run that is taken again shows
-the same ones. Of the groups that were filtered since the step before, one stands for all. Everything but the draw, the
-decoding too, is done on the log's thread. Tokens are kept as they were sampled and trained on.
+A few groups of each step are drawn by seed and step, so that the choice is unbiased and a repeated run shows the same
+ones. One of the groups filtered since the last step represents all of them. Everything but the draw, including the
+decoding, runs on the log's thread. Tokens are kept as they were sampled and trained on.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from trainer_contract.types import Float32
 
 T = TypeVar("T")
 
-#: Text of token ids, special tokens included.
+#: Returns the text of token ids, special tokens included.
 Decode = Callable[[Sequence[int]], str]
 
-#: So many tags of a group are kept, and so many parts of a reward.
+#: Bound of a group's tags that are kept, and of the parts of a reward.
 _MOST: Final = 16
-#: The texts of so many different tokens are held, so that none is decoded twice.
+#: Number of different tokens whose texts are cached.
 _MOST_TEXTS: Final = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilteredGroups:
-    """The groups that were filtered since the last step: how many for which reason, and the last of them."""
+    """The groups that were filtered since the last step: counts by reason, and the last group."""
 
     counts: Mapping[str, int]
     example: RolloutGroup
@@ -53,11 +53,11 @@ class FilteredGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTokens:
-    """The sampled tokens of one rollout as its step saw them, f32 [N].
+    """The sampled tokens of one rollout in its step, f32 [N], turn after turn.
 
     Attributes:
-        logprobs: the trainer's; None where the policy stood still.
-        entropies: of the distributions that they were chosen from; None where they were not measured.
+        logprobs: the trainer's; None if the policy stood still.
+        entropies: of the distributions from which they were sampled; None if not measured.
     """
 
     advantages: Float32
@@ -67,12 +67,12 @@ class TrainedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRollouts:
-    """What a step made of its rollouts, [B] each, group after group.
+    """The results of a step's rollouts, [B] each, group after group.
 
     Attributes:
-        shaped: rewards that advantages were computed from. advantages: means over the tokens; NaN where there is none.
-        trained: had it a gradient?
-        tokens_of: the tokens of the rollout of that number; None where it had no gradient.
+        shaped: rewards from which advantages were computed. advantages: means over the tokens; NaN if there is none.
+        trained: True if the rollout had a gradient.
+        tokens_of: the tokens of a rollout by its number; None if it had no gradient.
     """
 
     groups: Sequence[RolloutGroup]
@@ -84,7 +84,7 @@ class StepRollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trained:
-    """What a step made of one rollout."""
+    """The results of one rollout."""
 
     shaped: float | None = None
     advantage: float | None = None
@@ -98,7 +98,7 @@ _UNTRAINED: Final = _Trained()
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSamples:
-    """Writes samples of the steps to a log."""
+    """Writer of samples of the steps to a log."""
 
     log: SampleLog
     decode: Decode
@@ -107,7 +107,7 @@ class TrainingSamples:
     _texts: dict[int, str] = field(default_factory=dict)
 
     def write(self, version: int, step: StepRollouts, filtered: FilteredGroups | None) -> None:
-        """Keep some groups of the step that made `version`, and what was filtered before it."""
+        """Write some groups of the step that made `version`, and a group that was filtered before it."""
         chosen = drawn(self.seed, version, len(step.groups), self.groups_per_step)
         now = time.time()
         ends = np.cumsum([len(group.rollouts) for group in step.groups]).tolist()
@@ -197,7 +197,7 @@ class TrainingSamples:
         )
 
     def _turns(self, rollout: Rollout, prompt: NDArray[np.int32]) -> tuple[TurnRecord, ...]:
-        """The turns of an episode; without the group's prompt, which is kept once."""
+        """Return the turns of an episode, without the group's prompt, which is stored once."""
         parents = rollout.parents or range(ROOT, len(rollout.turns) - 1)
         segment_of = {turn: number for number, each in enumerate(rollout.segments, 1) for turn in each.trained}
         return tuple(
@@ -219,12 +219,12 @@ class TrainingSamples:
         return "" if np.array_equal(its, prompt) else self.decode(its.tolist())
 
     def _columns(self, rollout: Rollout, token_ids: Sequence[int], trained: TrainedTokens | None) -> AnswerTokens:
-        """What is known of each token; `token_ids` are all after the prompt."""
+        """Return the columns of an answer; `token_ids` are all tokens after the prompt."""
         gaps = [0, *(len(turn.context_token_ids) for turn in rollout.turns[1:])]
         counts = [len(turn.token_ids) for turn in rollout.turns]
 
         def spread(values: Sequence[T]) -> tuple[T | None, ...]:
-            """The values at the sampled tokens, None at those that the environment wrote."""
+            """Return the values at the sampled tokens, and None at tokens of the environment."""
             if len(counts) == 1:
                 return tuple(values)
             rest = iter(values)
@@ -258,7 +258,7 @@ class TrainingSamples:
 
 
 def drawn(seed: int, version: int, groups: int, most: int) -> list[int]:
-    """Which of so many groups are kept of the step that makes a version."""
+    """Return the numbers of the groups that are kept of the step that makes a version."""
     chosen: list[int] = generator(seed, "samples", version).permutation(groups)[:most].tolist()
     return chosen
 
@@ -272,7 +272,7 @@ def _rows(end: int, group: RolloutGroup) -> range:
 
 
 def _told(values: Sequence[float], form: str) -> list[float | None]:
-    """With as many digits as anybody looks at: what is recorded has to be small."""
+    """Return the values with the digits that readers need, to keep records small."""
     return [float(form % value) if math.isfinite(value) else None for value in values]
 
 

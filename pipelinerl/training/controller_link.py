@@ -1,8 +1,8 @@
-"""`ControllerLink`: the trainer's side of its exchange with the controller.
+"""The trainer's side of its exchange with the controller.
 
-The trainer reports and the controller directs. A question is a report that has an answer: it is sent again until the
-answer has come, since the server may have lost either. A directive counts when it is the answer that is awaited, or
-answers nobody; one of a later epoch ends this trainer, one of an earlier epoch is ignored.
+The trainer reports and the controller directs. A question is a report that has an answer. It is sent again until the
+answer arrives, since the server may have lost either. A directive counts if it is the awaited answer, or no answer at
+all. A directive of a later epoch ends this trainer; one of an earlier epoch is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipelinerl.messages import (
 from pipelinerl.streams.stream import Stream, parse_id
 from pipelinerl.training.rollouts.rollout_reader import Arrivals, RolloutReader
 
-#: A report that has had no effect for so long is sent again.
+#: Interval after which an unanswered report is sent again.
 RESEND_S: Final = 5.0
 #: The longest that one read waits for its first entry.
 _BLOCK_S: Final = 1.0
@@ -32,13 +32,13 @@ _BLOCK_S: Final = 1.0
 
 @final
 class ControllerLink:
-    """Sends one trainer's reports and yields the directives that come back, on which the trainer acts.
+    """Sender of one trainer's reports and receiver of the directives that return.
 
-    Rollouts come with them, since one read waits for both: whichever comes first wakes the trainer.
+    Rollouts arrive with them, since one read waits for both: the first arrival of either wakes the trainer.
     """
 
     def __init__(self, stream: Stream, reader: RolloutReader, *, deadline_s: float) -> None:
-        """`deadline_s` bounds the wait for an answer."""
+        """Create a link; `deadline_s` bounds the wait for an answer."""
         self._stream = stream
         self._reader = reader
         self._deadline_s = deadline_s
@@ -56,7 +56,7 @@ class ControllerLink:
         await self._stream.append(REPORTS, [encode(message)])
 
     async def wait_for_answer(self, question: Question) -> AsyncIterator[Arrivals]:
-        """Report, again every `RESEND_S`, and yield what is read until the answer is among it.
+        """Send a question, again every `RESEND_S`, and yield what is read until the answer is part of it.
 
         Raises:
             DeadlineError: the controller does not answer.
@@ -78,12 +78,12 @@ class ControllerLink:
         )
 
     async def read(self) -> Arrivals:
-        """What has come, waiting up to a second for it: rollouts, and those directives that count, in their order.
+        """Return new rollouts and the directives that count, in order, waiting up to a second for the first.
 
-        Before the first directive rollouts are left unread, since it says which weights they may come from.
+        Before the first directive no rollouts are read, since it says which weights may have sampled them.
 
         Raises:
-            FencedError: a directive is meant for a trainer that came after this one.
+            FencedError: a directive is meant for a later trainer.
         """
         if self._directive is None:
             arrivals = Arrivals([], await self._reader.read_directives(block_s=_BLOCK_S))
@@ -92,16 +92,17 @@ class ControllerLink:
         return replace(arrivals, directives=[directive for directive in arrivals.directives if self._apply(directive)])
 
     async def raise_if_fenced(self) -> None:
-        """Ask the stream server, before each write that it cannot refuse by itself, whether a later epoch has begun.
+        """Check with the stream server that no later epoch has begun. Called before writes that the server cannot
+        refuse.
 
         Raises:
-            FencedError: it has.
+            FencedError: a later epoch has begun.
         """
         newest, _ = parse_id(await self._stream.last_id(EPOCHS))
         self._check(newest)
 
     def _apply(self, directive: Directive) -> bool:
-        """Make a directive the current one, if it counts; returns whether it does."""
+        """Make a directive the current one if it counts; return whether it does."""
         self._check(directive.epoch)
         before, is_answer = self._directive, directive.answers == self._awaited
         answers = ("ready-", "leave-", f"e{directive.epoch}-step-", f"e{directive.epoch}-skip-")
@@ -112,7 +113,7 @@ class ControllerLink:
         return counts
 
     def _check(self, epoch: int) -> None:
-        """Raises FencedError when that epoch is later than this trainer's."""
+        """Raise FencedError if that epoch is later than this trainer's."""
         if self._directive is not None and epoch > self._directive.epoch:
             raise FencedError(
                 f"epoch {epoch} has taken over from epoch {self._directive.epoch}: another trainer is running; this "

@@ -1,16 +1,16 @@
-"""The loop around a trainer: collect a batch, step, report, apply directives; publish and checkpoint when told.
+"""The loop around a trainer: collect a batch, step, report, apply directives; publish and checkpoint when directed.
 
     state       consumes              waits for                        unblocked by
     collect     rollouts, directives  enough acceptable groups         actors (new groups), knobs (k raised)
     compute     a TrainBatch          forward, backward                the backend
-    apply       gradients             the publication under way        engines (they received the old weights)
+    apply       gradients             the current publication          engines (they received the old weights)
     report      —                     the controller's directive       controller
 
-A step that is not finite is not applied but reported, and its groups are accounted for as filtered; the controller ends
-the run when that happens three times in a row.
+A step that is not finite is not applied but reported, and its groups are counted as filtered. The controller ends the
+run after three such steps in a row.
 
-A version is what a batch makes of the weights, by one optimizer step or several: only whole versions are published,
-reported and saved. A publication runs beside the next forward and backward and ends before the next `optimizer_step`,
+A version is the result of one batch, by one optimizer step or several: only whole versions are published, reported and
+saved. A publication runs concurrently with the next forward and backward and ends before the next `optimizer_step`,
 which alone changes weights. One worker thread makes every trainer call, so the event loop keeps reading while the
 trainer computes.
 """
@@ -75,11 +75,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """`deadline_s` bounds every wait of the loop, `publish_timeout_s` a publication, `overdue_s` a full step's wait for
-    groups that would be stale after it; None: none waits.
+    """Settings of a training loop.
 
-    `schedule` is of optimizer steps, of which `mini_batching` may make several of a batch. `shaping` is by domain; `kl`
-    controls the coefficient of the KL; token ids of a group must lie below `vocab_size`; `routing` is of the routers
+    `deadline_s` bounds every wait of the loop, and `publish_timeout_s` a publication. `overdue_s` bounds a full step's
+    wait for groups that the step would make stale; None: it does not wait.
+
+    `schedule` counts optimizer steps, of which `mini_batching` may make several per batch. `shaping` is by domain; `kl`
+    controls the KL coefficient. Token ids of a group must lie below `vocab_size`; `routing` is the shape of the routers
     whose choices are replayed.
     """
 
@@ -102,7 +104,9 @@ class LoopSettings:
 
 @final
 class TrainingLoop:
-    """Drives one policy, and the workers beside it, through a run. `run` returns the last version when told to stop."""
+    """Driver of one policy, and of the workers beside it, through a run. `run` returns the last version when it is
+    stopped.
+    """
 
     def __init__(
         self,
@@ -170,14 +174,14 @@ class TrainingLoop:
         return self._link.current
 
     def leave(self) -> None:
-        """End `run` between two steps with the state saved, while the run goes on without this trainer."""
+        """End `run` between two steps with the state saved, while the run continues without this trainer."""
         self._leaving = True
 
     async def run(self) -> int:
-        """Train until a directive says stop, or until it has left.
+        """Train until a directive says stop, or until `leave` takes effect.
 
         Raises:
-            DivergedError: it said so because several steps in a row were not finite; the state is saved.
+            DivergedError: the controller stopped the run after several steps that were not finite; the state is saved.
         """
         await self._reader.start()
         ready = f"ready-{self._incarnation}"
@@ -243,7 +247,7 @@ class TrainingLoop:
     # --- collect ---------------------------------------------------------------------------------------------------
 
     async def _collect(self) -> TrainBatch | None:
-        """The next batch, or None when told to stop, or to leave, while waiting."""
+        """Return the next batch, or None if the run is stopped, or left, while waiting."""
         progress_at = reported_at = time.monotonic()
         while True:
             await self._checkpointing.raise_if_failed()
@@ -264,7 +268,7 @@ class TrainingLoop:
             if self._current.stop:
                 return None
             now = time.monotonic()
-            if self._batcher.waiting != waiting or self._batcher.ledger.counts != ended:  # groups came, if filtered
+            if self._batcher.waiting != waiting or self._batcher.ledger.counts != ended:  # groups arrived
                 progress_at = reported_at = now
             elif self._current is not current:
                 progress_at = now
@@ -273,7 +277,7 @@ class TrainingLoop:
                 reported_at = now
 
     def _next_batch(self) -> TrainBatch | None:
-        """A batch of the groups that wait, or None while they are too few."""
+        """Return a batch of the waiting groups, or None while there are too few."""
         knobs, producing = self._current.knobs, self._version + 1
         groups = self._batcher.take(
             StepBudget(rollouts=knobs.rollouts_per_step, tokens=self._settings.tokens_per_step),
@@ -296,7 +300,9 @@ class TrainingLoop:
         )
 
     def _scope_figures(self) -> dict[str, float]:
-        """What a replay needs to leave out the same rollouts of the step just taken, and how many were so far."""
+        """Return what a replay needs to leave out the same rollouts of the last step, and the number left out so
+        far.
+        """
         if self._settings.scope is StalenessScope.GROUP:
             return {}
         oldest = max(0.0, self._version - self._current.knobs.k)
@@ -311,7 +317,7 @@ class TrainingLoop:
         return self._overdue.must_wait(late, step=step)
 
     async def _ask_to_leave(self) -> None:
-        """The answer says what of the controller is to be saved with the trainer's state."""
+        """Ask the controller to leave; its answer contains the controller state to save with the trainer's."""
         await self._ask(
             TrainerLeaving(
                 report_id=f"leave-{self._incarnation}",
@@ -322,7 +328,7 @@ class TrainingLoop:
         )
 
     async def _ask(self, question: Question) -> None:
-        """Report, and act on all that comes, until the answer has come and is applied."""
+        """Send a report, and act on everything that arrives, until the answer has arrived and is applied."""
         async for arrivals in self._link.wait_for_answer(question):
             await self._take_in(arrivals)
 
@@ -335,10 +341,11 @@ class TrainingLoop:
     # --- step ------------------------------------------------------------------------------------------------------
 
     async def _train(self, batch: TrainBatch) -> tuple[StepResult, StepFigures]:
-        """The optimizer steps of a batch, which make the next version; returns their figures, in all and by domain.
+        """Make the optimizer steps of a batch, which produce the next version; return their figures, in total and by
+        domain.
 
         Raises:
-            NonFiniteStep: it must be skipped.
+            NonFiniteStep: the step must be skipped.
         """
         accumulated = await self._in_worker(lambda: self._step.accumulate(batch, self._objective.current))
         computed = time.monotonic()
@@ -372,7 +379,7 @@ class TrainingLoop:
         await self._checkpointing.captured()
 
     async def _skip(self, batch: TrainBatch, error: NonFiniteStep) -> None:
-        """Account for a step that was not applied; ends as `run` says when the controller has had enough of them."""
+        """Account for a step that was not applied; end as `run` says when the controller stops the run."""
         await self._until_weights_may_change()
         self._skipped += 1
         self._batcher.skipped(batch.groups)
@@ -400,7 +407,7 @@ class TrainingLoop:
     # --- apply a directive -----------------------------------------------------------------------------------------
 
     async def _apply(self, directive: Directive) -> None:
-        if not self._claimed:  # the first: whoever was here before is shut out before this trainer writes anything
+        if not self._claimed:  # the first directive: an earlier trainer is fenced before this one writes anything
             await self._in_worker(lambda: self._checkpoints.claim(directive.epoch))
             self._batcher.lineage = Lineage(directive.epoch, self._version, self._earlier)
             self._claimed = True
@@ -410,7 +417,7 @@ class TrainingLoop:
         if directive.publish_to:
             await self._in_worker(lambda: self._step.will_sample(self._version, acceptance=directive.knobs.k))
             await self._publishing.begin(directive, self._version)
-        saved = directive.stop and self._saved == (directive.epoch, self._version)  # told to stop while it asked
+        saved = directive.stop and self._saved == (directive.epoch, self._version)  # it was stopped while it asked
         if directive.checkpoint and directive.controller_state is not None and not saved:
             await self._checkpoint(directive, directive.controller_state)
             self._saved = (directive.epoch, self._version)
@@ -446,7 +453,9 @@ class TrainingLoop:
         return self._reported
 
     async def _report_progress(self) -> None:
-        """Tell the controller of groups that ended without a step, or must come again, so that it may issue orders."""
+        """Report groups that ended without a step, or must be sampled again, so that the controller may issue
+        orders.
+        """
         before, again = self._reported, self._batcher.take_abandoned()
         if self._consumed() != before or again:
             await self._link.report(

@@ -1,8 +1,8 @@
-"""Replay: the steps of a run again, from a checkpoint and the recorded groups, with no engine, stream or controller.
+"""Replay of a run's steps from a checkpoint and the recorded groups, without engine, stream or controller.
 
-A step is a function of the weights before it, its groups, its learning rates and the objective. All of them were
-recorded, and a trainer repeats equal calls to the bit on a CPU: so a replayed step must give the figures that the run
-reported, to the last bit, and one that does not has been computed on something else.
+A step is a function of the weights before it, its groups, its learning rates and the objective. All of them are
+recorded, and on a CPU a trainer repeats equal calls to the bit. So a replayed step must give the figures that the run
+reported, to the last bit; otherwise something was computed on other data.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pipelinerl.training.step.finite_check import NonFiniteStep
 from pipelinerl.training.step.train_step import TrainStep
 from pipelinerl.types import RolloutGroup
 
-#: Figures that say whether two steps were the same: they depend on every weight, token and log-prob of it.
+#: Figures that tell whether two steps were the same: they depend on every weight, token and log-prob.
 COMPARED: Final = ("loss", "grad_norm", "reward", "tokens", "entropy", "ratio_max", "optimizer_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A step as its run reported it: the version it made, of which lineage, the orders of its groups, its figures."""
+    """A step as its run reported it: the version it made, its lineage, the orders of its groups, its figures."""
 
     version: int
     lineage: Lineage
@@ -42,11 +42,11 @@ class RecordedStep:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Of the optimizer steps."""
+        """The learning rates of the optimizer steps."""
         return [update["learning_rate"] for update in self.updates] or [self.figures["learning_rate"]]
 
     def part_of(self, group: RolloutGroup) -> RolloutGroup:
-        """What of a group trained the step, where others of its rollouts were too old (`staleness.scope`)."""
+        """Return the part of a group that trained the step if its other rollouts were too old (`staleness.scope`)."""
         if "oldest_fresh" not in self.figures:
             return group
         bounds = StalenessBounds(1, self.version - self.figures["oldest_fresh"])
@@ -55,13 +55,13 @@ class RecordedStep:
 
 
 def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[RolloutGroup]]) -> list[RolloutGroup]:
-    """What a step was made of: of each of its orders the first copy that its trainer could take.
+    """Return a step's groups: for each of its orders the first copy that its trainer could take.
 
     Args:
-        groups: the recorded ones by order, each in the order of their arrival.
+        groups: the recorded groups by order, each in the order of their arrival.
 
     Raises:
-        RecordError: one is not there any more.
+        RecordError: a group has been trimmed.
     """
     chosen = []
     for index in recorded.orders:
@@ -77,14 +77,14 @@ def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """A step taken again."""
+    """A repeated step."""
 
     recorded: RecordedStep
     figures: Mapping[str, float]
 
     @property
     def differences(self) -> dict[str, tuple[float, float]]:
-        """(recorded, replayed) of every compared figure that is not the same to the bit."""
+        """The pairs (recorded, replayed) of every compared figure that differs in any bit."""
         pairs = {
             name: (self.recorded.figures[name], self.figures.get(name, float("nan")))
             for name in COMPARED
@@ -96,7 +96,7 @@ class ReplayedStep:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What steps are taken with; `groups` holds the recorded groups by order, each in the order of their arrival."""
+    """The settings of a replay; `groups` holds the recorded groups by order, each in the order of their arrival."""
 
     step: TrainStep
     objective: AdaptiveObjective
@@ -111,7 +111,7 @@ class Replay:
     """The greatest staleness among the steps; how many weights are kept for `old_logprobs` depends on it."""
 
     def run(self, steps: Sequence[RecordedStep]) -> Iterator[ReplayedStep]:
-        """Take the steps, the first of which must follow on `began_at`, which are the trainer's weights.
+        """Repeat the steps, the first of which must follow `began_at`, the version of the trainer's weights.
 
         Raises:
             RecordError: a step is missing, or one of its groups.
@@ -126,9 +126,9 @@ class Replay:
             yield ReplayedStep(recorded=recorded, figures=figures | self.objective.observe(figures))
 
     def instead(self, recorded: RecordedStep, objective: PolicyObjective) -> ReplayedStep:
-        """What another objective makes of the step that comes next; the trainer has taken that step afterwards.
+        """Take the next step with another objective; the trainer has made that step afterwards.
 
-        Raises as `run` does.
+        Raises the errors of `run`.
         """
         return ReplayedStep(recorded=recorded, figures=self._take(recorded, objective))
 

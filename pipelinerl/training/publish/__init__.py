@@ -1,1 +1,1 @@
-"""Weights on their way out: publication, the canary check of engines, the weights of earlier versions."""
+"""Publication of weights, the canary check of engines, and the weights of earlier versions."""

@@ -1,14 +1,15 @@
-"""Proof that an engine computes with the weights it was given what the trainer computes with them.
+"""Proof that an engine computes the same as the trainer with the weights that were published to it.
 
-The engine answers a canary prompt; the trainer, which holds the very weights until the proof has ended, makes the same
-log-probs of the engine's own tokens. Nothing is compared with a stored figure, and no engine has to find the same
-tokens: what is judged is how likely it says its tokens were. A digest shows that the bytes came, this that they are put
-to use: weights that were loaded under the wrong name, tied wrongly or quantised wrongly have the right digest.
+The engine answers a canary prompt. The trainer, which holds those weights until the proof has ended, computes log-probs
+of the engine's own tokens. There is no stored figure to compare with, and engines need not sample the same tokens: the
+check compares the probabilities that both sides give to these tokens. A digest proves that the bytes arrived; this
+check proves that they are used. Weights loaded under a wrong name, tied wrongly or quantised wrongly have the right
+digest.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | the canary's answer | the engine | `deadline_s`, for a queue may stand before it |
-| the trainer's log-probs | the step under way, on the trainer's thread | – |
+| the trainer's log-probs | the current step, on the trainer's thread | – |
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from trainer_contract.types import Float32, MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far an engine's log-probs may be from the trainer's, in nats: the worst token, and the mean over all."""
+    """The allowed distance of an engine's log-probs from the trainer's, in nats: of the worst token, and of the
+    mean.
+    """
 
     worst: float = math.inf
     mean: float = math.inf
@@ -47,9 +50,10 @@ class Tolerance:
         return " and ".join(worst + mean) or "any number of nats"
 
 
-#: By how the engine keeps or computes its weights. Two float32 implementations of one decoder differ by rounding, 1e-5
-#: at most in our tests. Coarser weights are judged by the mean: of int8 rollouts that is 0.02 on average and 0.08 in
-#: the worst step of `bench tis`, while single rare tokens are off by up to 7. Wrong weights are off by nats throughout.
+#: By the precision of the engine's weights or arithmetic. Two float32 implementations of one decoder differ by
+#: rounding, 1e-5 at most in our tests. Coarser weights are judged by the mean: for int8 rollouts it is 0.02 on average
+#: and 0.08 in the worst step of `bench tis`, while single rare tokens differ by up to 7. Wrong weights differ by nats
+#: throughout.
 TOLERANCES: Final[Mapping[str, Tolerance]] = {
     "float32": Tolerance(worst=1e-4),
     "float16": Tolerance(mean=0.05),
@@ -57,22 +61,22 @@ TOLERANCES: Final[Mapping[str, Tolerance]] = {
     "int8": Tolerance(mean=0.3),
     "int4": Tolerance(mean=1.5),
 }
-#: Of float32 weights of a mixture whose routers choose apart: of two experts that are equal but for rounding each side
-#: may take another, which moves single tokens far and the mean little.
+#: For float32 weights of a mixture of experts: of two experts that are equal but for rounding each side may choose
+#: another, which changes single tokens a lot and the mean little.
 ROUTED_APART: Final = Tolerance(mean=0.05)
 
 _PAUSE_S: Final = 0.1
 
-#: The trainer's log-probs [T] of a micro-batch.
+#: Returns the trainer's log-probs [T] of a micro-batch.
 Forward = Callable[[MicroBatch], Awaitable[Float32]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """What an engine has to answer, and how far its log-probs may be from the trainer's.
+    """The prompt that an engine must answer, and the allowed distance of its log-probs from the trainer's.
 
-    With `routing_replay` the trainer computes a mixture's tokens with the engine's experts: two that are nearly equal
-    are no difference of weights.
+    With `routing_replay` the trainer computes a mixture's tokens with the engine's experts, so a choice between two
+    nearly equal experts does not count as a difference of weights.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -83,7 +87,7 @@ class Canary:
     routing_replay: RoutingReplay = RoutingReplay.OFF
 
     def request(self, version: int) -> ChatCompletionRequest:
-        """Sampled from the model's own distribution, with other noise for each version."""
+        """Return the request: sampled from the model's own distribution, with a seed of its own for each version."""
         return ChatCompletionRequest(
             messages=list(self.messages),
             n=self.samples,
@@ -98,9 +102,9 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class CanaryFindings:
-    """Of the engines that were asked, by URL: the largest difference in nats, why it is mismatched, why there is none.
+    """Results by URL: the largest difference in nats, the reason of a mismatch, or the reason why there is no result.
 
-    For those in `permanent` no retry mends that there is none.
+    For engines in `permanent` a retry would not produce a result.
     """
 
     worst: dict[str, float] = field(default_factory=dict)
@@ -110,10 +114,10 @@ class CanaryFindings:
 
 
 class CanaryEngines(Protocol):
-    """What a proof needs of `EngineClient`."""
+    """The part of `EngineClient` that a proof needs."""
 
     async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
-        """One whole completion."""
+        """Return one whole completion."""
         ...
 
     async def models(self, url: str) -> ModelList:
@@ -122,10 +126,10 @@ class CanaryEngines(Protocol):
 
 
 class CanaryChecker(Protocol):
-    """Has engines prove the weights that were published to them."""
+    """A checker of the weights that were published to engines."""
 
     async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
-        """Ask each; `forward` computes with exactly the weights that were published."""
+        """Check each engine; `forward` computes with exactly the published weights."""
         ...
 
 
@@ -135,14 +139,14 @@ class _Mismatched(Exception):
 
 @final
 class LogprobCanaryChecker:
-    """Satisfies `CanaryChecker`."""
+    """`CanaryChecker` that compares log-probs."""
 
     def __init__(self, canary: Canary, engines: CanaryEngines) -> None:
         self._canary = canary
         self._engines = engines
 
     async def check(self, urls: Iterable[str], published: PublishReport, forward: Forward) -> CanaryFindings:
-        """All at once; see `CanaryChecker`."""
+        """Check all engines concurrently; see `CanaryChecker`."""
         findings = CanaryFindings()
 
         async def one(url: str) -> None:
@@ -176,7 +180,7 @@ class LogprobCanaryChecker:
                 await asyncio.sleep(_PAUSE_S)
 
     async def _judged(self, completion: ChatCompletion, published: PublishReport, forward: Forward) -> float:
-        """The largest difference; raises `_Mismatched` when it is too large, or what was asked for did not come."""
+        """Return the largest difference. Raises `_Mismatched` if it is too large, or if the answer is incomplete."""
         if completion.epoch != published.epoch:
             raise _Mismatched(
                 f"the canary must be sampled in epoch {published.epoch}, its answer is of {completion.epoch}"
@@ -200,10 +204,10 @@ class LogprobCanaryChecker:
 
 
 def micro_batch_of(completion: ChatCompletion, *, version: int) -> MicroBatch:
-    """A canary's answer as the trainer reads it, with the engine's log-probs in `behavior_logprobs`.
+    """Return a canary's answer as a micro-batch, with the engine's log-probs in `behavior_logprobs`.
 
     Raises:
-        _Mismatched: there is no choice; one has no tokens, ids that are none, or not all of them are of `version`.
+        _Mismatched: there is no choice; or it has no tokens, invalid ids, or tokens of another version than `version`.
     """
     if not completion.choices:
         raise _Mismatched("the canary must be answered with at least one choice, its answer has none")

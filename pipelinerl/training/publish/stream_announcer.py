@@ -1,9 +1,9 @@
-"""`StreamAnnouncer`: announces versions by one entry of a stream, which all engines that follow it read at once.
+"""Announcement of versions by one stream entry, which all following engines read at once. Satisfies `Announcer`.
 
-A thousand requests, two to each engine, cost the trainer's machine as much as they cost; the stream server answers a
-thousand readers who wait for one entry in a few milliseconds. Satisfies `Announcer`; `AnnouncedUpdates` is the other
-end. Promises: nobody is waited for who has not said that it follows; who says nothing while nobody else does for
-`quiet_s` either is left to be asked one by one, and counts as a follower again when it says something.
+Two requests to each of a thousand engines would load the trainer's machine a thousandfold. The stream server answers a
+thousand readers of one entry in a few milliseconds. `AnnouncedUpdates` is the other end. The announcer waits only for
+engines that have said that they follow. If no engine answers for `quiet_s`, the silent ones are asked one by one, and
+count as followers again once they answer.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -29,7 +29,7 @@ from pipelinerl.streams.stream import START, Stream, fresh_number
 
 log = logging.getLogger("pipelinerl")
 
-#: What an engine serves now, or why it does not.
+#: The version that an engine serves now, or the reason why it does not serve the new one.
 _Outcome = WeightUpdateResponse | ContractError | PipelineError
 
 _MOST: Final = 4096
@@ -38,7 +38,7 @@ _BLOCK_S: Final = 1.0
 
 @final
 class StreamAnnouncer:
-    """One trainer's; used from one event loop, one announcement at a time."""
+    """Announcer of one trainer. Used from one event loop, one announcement at a time."""
 
     def __init__(self, stream: Stream, *, quiet_s: float = 5.0) -> None:
         self._stream = stream
@@ -49,7 +49,7 @@ class StreamAnnouncer:
     async def tell(
         self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
     ) -> dict[str, _Outcome]:
-        """See `Announcer`; what a trainer before this one was told in `taken` is heard, too."""
+        """Announce an update; see `Announcer`. Answers in `taken` to an earlier trainer are read too."""
         before = self._offset
         while await self._heard(block_s=0.0):
             pass
@@ -71,11 +71,11 @@ class StreamAnnouncer:
             log.warning("%d engines that follow announcements say nothing, and are asked", len(awaited))
             self._follow -= awaited
         await self._stream.trim(ANNOUNCEMENTS, before=f"{number}-0")
-        await self._stream.trim(TAKEN, before=before)  # a trainer that comes next learns from the last who follows
+        await self._stream.trim(TAKEN, before=before)  # later trainers read it
         return answers
 
     async def _heard(self, *, block_s: float) -> list[WeightsTaken]:
-        """What engines have said since the last time."""
+        """Return what engines have said since the last call."""
         found = []
         for entry in await self._stream.read({TAKEN: self._offset}, count=_MOST, block_s=block_s):
             self._offset = entry.entry_id

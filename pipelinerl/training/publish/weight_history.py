@@ -1,14 +1,14 @@
-"""`WeightHistory`: the weights that tokens of acceptable rollouts may have been sampled with, in host memory.
+"""The weights that may have sampled tokens of acceptable rollouts, in host memory.
 
-    publish v ──▶ keep v, forget what is below v + 1 − k ──▶ forward pass of a step at each version in its batch
+    publish v ──▶ keep v, forget versions below v + 1 − k ──▶ forward pass of a step at each version in its batch
 
-Only weights that were published ever sample, so these are what is kept: of the k versions that a rollout may come from
-about k/j. A version names one set of weights, in the checkpoint too, since rollouts of an abandoned epoch are refused
-before anything asks for the weights that sampled them.
+Only published weights sample, so only those are kept: about k/j of the k versions from which a rollout may come. A
+version names one set of weights, also in a checkpoint, since rollouts of an abandoned epoch are rejected before their
+weights are needed.
 
-What is kept follows k: it shrinks at the first publication after k fell and grows after k rose. A version that is
-gone by then, or that a checkpoint was written without, does not come back: its rollouts end as stale, and the log says
-why. Nothing is ever computed at other weights in their place.
+The history follows k: it shrinks at the first publication after k fell and grows after k rose. A version that was
+dropped by then, or that a checkpoint was written without, cannot be restored. Its rollouts end as stale, and the log
+says why. Other weights are never used in its place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PREFIX: Final = "version-"
 
 @final
 class WeightHistory:
-    """Copies of one policy's weights, by version. A copy is never changed, so what was read may be used at any time."""
+    """Copies of one policy's weights, by version. A copy never changes, so weights that were read stay valid."""
 
     def __init__(
         self,
@@ -50,20 +50,20 @@ class WeightHistory:
 
     @property
     def versions(self) -> list[int]:
-        """That are held, ascending."""
+        """The versions that are held, ascending."""
         return sorted(self._held)
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory that the copies take."""
+        """Host memory of the copies."""
         return sum(data.nbytes for weights in self._held.values() for data in weights.values())
 
     def figures(self) -> dict[str, float]:
-        """Of a step."""
+        """Return the history's figures for a step."""
         return {"history_versions": float(len(self._held)), "history_bytes": float(self.num_bytes)}
 
     def keep(self, trainer: Trainer, *, version: int, acceptance: float) -> None:
-        """The trainer's weights are about to sample: copy them, and forget what no step may need any more.
+        """Copy the trainer's weights, which are about to sample, and drop those that no step may need any more.
 
         Args:
             version: v, of the weights.
@@ -84,7 +84,7 @@ class WeightHistory:
             )
 
     def weights(self, version: int) -> HostWeights:
-        """Of one version.
+        """Return the weights of one version.
 
         Raises:
             RecordError: they are not held.
@@ -97,7 +97,7 @@ class WeightHistory:
         return self._held[version]
 
     def covers(self, group: RolloutGroup) -> bool:
-        """Are the weights of all its tokens held? The log names a version that is not, once."""
+        """Return whether the weights of all its tokens are held. The log names each missing version once."""
         versions = {span.model_version for one in group.rollouts for turn in one.turns for span in turn.spans}
         missing = versions - self._held.keys()
         if missing - self._missed:
@@ -112,12 +112,14 @@ class WeightHistory:
     # --- in a checkpoint -------------------------------------------------------------------------------------------
 
     def saver(self) -> Callable[[Path], None]:
-        """What writes a file for each version that is held now below a directory, whenever it is called."""
+        """Return a function that writes a file below a directory for each version that is held now, whenever it is
+        called.
+        """
         return partial(_save, self._layout, dict(self._held))
 
     @classmethod
     def restored(cls, path: Path, layout: Sequence[ParameterInfo]) -> Self:
-        """What was saved below `path`; empty where nothing was.
+        """Return the history saved below `path`; an empty one if nothing was.
 
         Raises:
             CheckpointError: a file is damaged, or of another model.

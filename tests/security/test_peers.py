@@ -191,7 +191,7 @@ async def test_the_process_that_forks_them_is_killed_and_the_next_group_forms_al
 def test_gpus_and_engines_with_a_way_of_their_own_are_refused(peers: Peers) -> None:
     assert peers.endpoints.reaches(Backend.GLOO, BYTES) and not peers.endpoints.reaches(Backend.NCCL, BYTES)
     with pytest.raises(
-        ModelError, match=r"vLLM engine receives weights in its own way, got engine\.receiver=own_process"
+        ModelError, match=r"vLLM engine has its own way to receive weights, got engine\.receiver=own_process"
     ):
         vllm_engine(engine_options(receiver=Receiver.OWN_PROCESS))
 

@@ -145,7 +145,7 @@ async def world() -> AsyncIterator[World]:
 async def test_core_rejection_is_answered_and_the_engine_continues() -> None:
     async with world() as made:
         made.core.refusal = ValueError("temperature must be in [0, 2], got 2.5.")
-        with pytest.raises(InvalidRequest, match="core refuses the request: temperature must be in"):
+        with pytest.raises(InvalidRequest, match="core rejects the request: temperature must be in"):
             await asyncio.wait_for(made.engine.complete(ChatCompletionRequest(prompt_token_ids=[1], n=3)), PATIENCE_S)
         assert (made.loop.num_running, made.loop.num_waiting) == (0, 0), "their places are free again"
         made.core.refusal = None

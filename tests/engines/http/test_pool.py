@@ -329,5 +329,5 @@ async def test_named_engine_may_be_finishing_but_not_gone() -> None:
     running = asyncio.create_task(pool.complete(ask(), engine="a"))
     await asyncio.sleep(0)
     pool.update(["b"])
-    with pytest.raises(EngineUnreachable, match="a, which alone may answer, is not part of the run any more"):
+    with pytest.raises(EngineUnreachable, match="a, the only engine for this request, is no longer part of the run"):
         await running

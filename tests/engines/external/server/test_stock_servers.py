@@ -264,9 +264,9 @@ class TestRefusals:
         ("options", "says"),
         [
             ({"server": None}, "engine.servers"),
-            ({"weights": WeightFormat.INT8}, r"native weights, .*engine\.weights=int8; leave it out"),
-            ({"options": {"block_size": 1}}, "started with options of its own knows no options, got engine.options bl"),
-            ({"memory_share": 0.5}, "the adapter of a server takes no GPU's memory, got engine.memory_share=0.5"),
+            ({"weights": WeightFormat.INT8}, r"native weights only, .*engine\.weights=int8; leave it out"),
+            ({"options": {"block_size": 1}}, "started with options of its own has no options, got engine.options bl"),
+            ({"memory_share": 0.5}, "the adapter of a server uses no GPU memory, got engine.memory_share=0.5"),
         ],
     )
     @pytest.mark.parametrize("kind", ["sglang_server", "vllm_server"])
@@ -294,7 +294,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("section", "facts", "says"),
         [
-            ("weight_transfer_config", {"backend": "nccl"}, "its transfer backend is nccl; start it with --worker-ext"),
+            ("weight_transfer_config", {"backend": "nccl"}, "it uses nccl; start it with --worker-ext"),
             ("model_config", {"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
             ("scheduler_config", {"enable_chunked_prefill": True}, "--no-enable-chunked-prefill"),
         ],
@@ -321,7 +321,7 @@ class TestRefusals:
             publish(session, weights(trainer_of(session).layout, 7))
 
     async def test_unreachable_server_is_an_error(self, sglang: Stock) -> None:
-        with pytest.raises(AddressError, match=r"127\.0\.0\.1:9.*is http://127\.0\.0\.1:9 up"):
+        with pytest.raises(AddressError, match=r"127\.0\.0\.1:9.*is http://127\.0\.0\.1:9 running"):
             await sglang.starts(server="http://127.0.0.1:9")
 
 

@@ -331,10 +331,10 @@ async def test_concurrent_commits_swap_once(setting: Setting) -> None:
     setting.target.may_commit.clear()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
-    asked = [asyncio.create_task(setting.phase(UpdatePhase.COMMIT)) for _ in range(2)]
+    commits = [asyncio.create_task(setting.phase(UpdatePhase.COMMIT)) for _ in range(2)]
     await asyncio.sleep(0.05)
     setting.target.may_commit.set()
-    both = await asyncio.gather(*asked)
+    both = await asyncio.gather(*commits)
     assert both == [UpdateStatus.COMMITTED, UpdateStatus.COMMITTED]
     assert setting.receiver.totals.updates == 1 and np.array_equal(setting.target.current, BYTES)
 

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from pipelinerl.errors import RecipeError
-from pipelinerl.instructions.catalogue import CATALOGUE, instructions_of, made
-from pipelinerl.instructions.rlvr import _FUNCTIONS
+from pipelinerl.instructions.catalogue import _FUNCTIONS, CATALOGUE, instructions_of, made
 
 #: (id, parameters, answers that follow, answers that do not).
 CASES = [

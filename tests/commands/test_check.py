@@ -76,7 +76,7 @@ def test_shipped_recipes_can_run(recipe: Path) -> None:
         ("model.path=/nope", "expected a model directory at /nope, found nothing there"),
         (
             "model.path=Qwen/Qwen3-0.6B",
-            "the hub's Qwen/Qwen3-0.6B comes by: hf download Qwen/Qwen3-0.6B --local-d",
+            "get the hub's Qwen/Qwen3-0.6B by: hf download Qwen/Qwen3-0.6B --local-d",
         ),
         ("model.path=/etc/passwd", "expected a model directory at /etc/passwd, found a file; give the path"),
         ("engine.type=vllm_server", "engine.servers must name one server for each of the 1 engines, got 0"),
@@ -308,7 +308,7 @@ def not_a_number(path: Path) -> None:
         (rewritten("config.json", b"[]"), "config.json"),
         (rewritten("config.json", b'{"model_type": "zzz"}'), "'zzz'|`zzz`"),
         (rewritten("tokenizer.json", b"{}"), "the tokenizer of .* cannot be used"),
-        (not_a_number, "the parameter model.norm.weight holds values that are no numbers, NaN or infinite"),
+        (not_a_number, "the parameter model.norm.weight holds NaN or infinite values"),
         (wider, "weights do not fit config.json: 6 absent or of another shape, first model.layers.0.mlp"),
     ],
 )

@@ -138,11 +138,14 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "model", f"{config.model.resolved} with {tokenizer.vocab_size} tokens"
     path, known = config.model.resolved, tokenizer.vocab_size
     if (rows := vocab_size(path)) is not None and rows < known:
-        said = f"the tokenizer of {path} has {known} tokens and its model {rows}: a prompt with one of the others"
+        said = f"the tokenizer of {path} has {known} tokens and its model {rows}; a prompt with one of the others"
         yield "warning", f"{said} is refused by engines"
     for path in dict.fromkeys([config.model.resolved, *_other_models(config).values()]):
         if left := check_values(path, most_bytes=_MOST_READ):
-            yield "model", f"{left / 2**30:,.1f} GiB of {path} are not read here; the trainer looks at them as it loads"
+            yield (
+                "model",
+                f"{left / 2**30:,.1f} GiB of {path} are not checked here; the trainer checks them when it loads",
+            )
     from pipelinerl.roles.engine_role import build_engine  # imports a server's libraries, which `run` need not load
 
     build_engine(_of_nobody(config))
@@ -161,7 +164,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from mesh_findings(config)
     yield from expert_findings(config)
     if lacking := list(_not_here(config)):
-        yield "elsewhere", f"this machine has no GPU, which the recipe asks for: {', '.join(lacking)}"
+        yield "elsewhere", f"this machine has no GPU, but the recipe requires one: {', '.join(lacking)}"
     yield from _objective_findings(config)
     knobs = knobs_of(config)
     yield "step", _step(config)
@@ -244,8 +247,8 @@ def _staleness(config: RunConfig, knobs: Knobs) -> str:
     if len(config.trained_domains) == 1 or config.staleness.overdue is Overdue.WAIT or math.isinf(knobs.k):
         return bounds
     return (
-        f"{bounds}; what is older than k at its step is left out, first of domains that answer at length or are judged "
-        'slowly: their stale share tells it, and staleness.overdue = "wait" keeps it'
+        f"{bounds}; groups older than k at their step are dropped, mostly from domains with long answers or slow "
+        'verifiers; watch their stale share, or keep such groups with staleness.overdue = "wait"'
     )
 
 

@@ -33,7 +33,7 @@ def conformance_engine(
 @conformance_app.command("trainer")
 def conformance_trainer(
     target: Annotated[str, typer.Argument(help="module:Class, or the name of a registered trainer.")],
-    model: Annotated[Path, typer.Option(help="Model directory for it to train.")] = MODELS / "tiny_speller",
+    model: Annotated[Path, typer.Option(help="Model directory for the trial.")] = MODELS / "tiny_speller",
 ) -> None:
     """Check a trainer class against the trainer contract."""
     raise typer.Exit(0 if check_trainer(target, model, say=typer.echo) else 1)

@@ -40,9 +40,10 @@ def show(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
     for each in found:
         yield f"{each.elapsed_s:9.0f} s  step {each.step:6d}  {each.engines} → {each.wanted} engines: {each.why}"
     if found:
-        yield "the first is what this run called for; with it done, the figures after it would have been others"
+        yield "only the first decision is reliable: it would have changed all later figures"
     else:
-        yield f"nothing: in {len(events)} events no {rule.patience} intervals of {rule.interval_s:g} s in a row agree"
+        agreeing = f"{rule.patience} intervals of {rule.interval_s:g} s in a row agree"
+        yield f"no decision in {len(events)} events: no {agreeing}"
 
 
 def decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[TriedDecision]:

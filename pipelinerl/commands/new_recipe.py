@@ -61,7 +61,7 @@ def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | N
     if not data.is_file():
         raise UserError(
             f"--data must be a file of JSON lines, JSON, CSV, Parquet or Arrow, got {data}, which is "
-            f"{'a folder' if data.is_dir() else 'not there'}; other layouts: docs/data.md"
+            f"{'a folder' if data.is_dir() else 'missing'}; other layouts: docs/data.md"
         )
     rows = _first_rows(data)
     if not rows:
@@ -99,7 +99,7 @@ def _chosen(what: str, named: str | None, usual: Sequence[str], rows: Sequence[d
         return named
     found = next((name for name in usual if name in there), None)
     if found is None:
-        raise UserError(f"no field of {data} looks like the {what}; say --{what}-field with one of {', '.join(there)}")
+        raise UserError(f"no field of {data} looks like the {what}; set --{what}-field to one of {', '.join(there)}")
     return found
 
 
@@ -114,7 +114,7 @@ def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data
         try:
             draft = fields.draft(row)
         except RecipeError as error:
-            raise UserError(f"{data} row {number}: {error}; mend the row, or name another field") from None
+            raise UserError(f"{data} row {number}: {error}; fix the row, or name another field") from None
         prompts.append(len(tokenizer.encode_chat(draft.messages)))
         answers.append(len(tokenizer.encode(draft.ground_truth)))
     longest, answer = max(prompts), max(answers)
@@ -124,7 +124,7 @@ def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data
     if room < answer + 1:
         raise UserError(
             f"the model has {positions} positions; the longest prompt of {data} takes {longest} and its answer "
-            f"{answer}: take shorter rows, or a model with more"
+            f"{answer}; use shorter rows, or a model with more positions"
         )
     max_tokens = min(wanted, room)
     context = min(int(positions), 16 * -(-(longest + max_tokens + 1) // 16))
@@ -144,7 +144,7 @@ def _held_out(fields: FieldMap, data: Path) -> int:
         return len(open_files(asked))
     except RecipeError as error:
         sentence = str(error).removeprefix(f"{asked.where}: ")
-        raise UserError(f"{data}: {sentence} (a tenth is set apart for evaluations: give 50 rows or more)") from None
+        raise UserError(f"{data}: {sentence} (a tenth is held out for evaluations: provide at least 50 rows)") from None
 
 
 def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths: Lengths, held_out: int) -> str:

@@ -50,7 +50,7 @@ def recorded_events(run_dir: Path) -> list[Event]:
     try:
         return read_events(run_dir / "events.jsonl")
     except (OSError, ValueError) as error:
-        raise UserError(f"{run_dir} has no readable events.jsonl, so it is no run: {error}") from None
+        raise UserError(f"{run_dir} has no readable events.jsonl, so it is not a run: {error}") from None
 
 
 def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:

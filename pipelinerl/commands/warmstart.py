@@ -65,7 +65,7 @@ def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Cal
         UserError: `output` exists, the shape is impossible, or the band was missed.
     """
     if output.exists():
-        raise UserError(f"{output} exists; name a directory to be made")
+        raise UserError(f"{output} exists; name a new directory")
     # A different order of problems than any run's, so that RL does not start with problems just demonstrated.
     seed = rng.key(options.seed, "demonstrations") % 2**31
     tokenizer = _tokenizer(problems_of(config, Split.TRAIN, seed=seed).problem, options.vocab)

@@ -87,7 +87,7 @@ def svg(chart: Chart) -> str:
     size = f'viewBox="0 0 {chart.width:g} {chart.height:g}"'
     if not lines:
         middle = f'x="{chart.width / 2:g}" y="{chart.height / 2:g}"'
-        return f'<svg {size} role="img"><text class="tick" text-anchor="middle" {middle}>nothing measured</text></svg>'
+        return f'<svg {size} role="img"><text class="tick" text-anchor="middle" {middle}>no data</text></svg>'
     frame = _frame(chart, lines)
     names = ", ".join(line.label for line in lines if line.label)
     parts = [f'<svg {size} role="img" aria-label="{escape(names or chart.x_label)}">', *_axes(frame)]

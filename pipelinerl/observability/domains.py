@@ -20,7 +20,7 @@ _COLOURS: Final = 3
 _STEPS: Final = 10
 
 DOMAIN_HEAD: Final = (
-    "of the last steps",
+    "last steps",
     "rollouts",
     "reward",
     "right",
@@ -58,7 +58,7 @@ def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
     steps = history.by_step
     return [
         (
-            "Entropy, nats a token",
+            "Entropy, nats per token",
             Chart(
                 lines=(
                     Line(series=steps("entropy"), label="of the sampled tokens"),
@@ -68,7 +68,7 @@ def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
             ),
         ),
         (
-            "Length of an answer, tokens",
+            "Answer length, tokens",
             Chart(
                 lines=(
                     Line(series=steps("length_mean"), label="mean"),
@@ -78,15 +78,15 @@ def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
             ),
         ),
         (
-            "Reward, by domain, smoothed",
+            "Reward by domain, smoothed",
             Chart(
                 lines=tuple(replace(each, series=each.series.smoothed()) for each in lines("reward")), x_label="step"
             ),
         ),
-        ("Share right, by domain", Chart(lines=lines("accuracy"), x_label="step", percent=True, y_max=1.0)),
-        ("Mean length, by domain", Chart(lines=lines("length_mean"), x_label="step")),
-        ("Share truncated, by domain", Chart(lines=lines("truncated"), x_label="step", percent=True)),
-        ("Share stale, by domain", Chart(lines=lines("stale"), x_label="step", percent=True)),
+        ("Accuracy by domain", Chart(lines=lines("accuracy"), x_label="step", percent=True, y_max=1.0)),
+        ("Mean length by domain", Chart(lines=lines("length_mean"), x_label="step")),
+        ("Share truncated by domain", Chart(lines=lines("truncated"), x_label="step", percent=True)),
+        ("Share stale by domain", Chart(lines=lines("stale"), x_label="step", percent=True)),
     ]
 
 

@@ -152,7 +152,7 @@ class EventLog:
             now, self.no_room = time.monotonic(), f"{self._path}: {error.strerror}"
             if self._full_since is None:
                 self._full_since = now
-                log.warning("%s; events are kept and written once there is room", self.no_room)
+                log.warning("%s; events are buffered until there is space", self.no_room)
             if now - self._full_since >= self._timeout_s:
                 raise
         else:

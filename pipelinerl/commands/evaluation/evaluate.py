@@ -80,7 +80,7 @@ def evaluate(
     """
     asked = config.evaluation_sets[0]
     if not asked.problems:
-        raise RecipeError("evaluation.problems is 0: there is nothing to ask; say --problems")
+        raise RecipeError("evaluation.problems is 0, so there is nothing to evaluate; set --problems")
     with ExitStack() as stack:
         log = None
         if out is not None:
@@ -112,7 +112,7 @@ def asking(config: RunConfig, name: str, given: Mapping[str, Any]) -> RunConfig:
     """
     names = [each.name for each in config.evaluation_sets]
     if name and name not in names:
-        raise RecipeError(f"--evaluation {name!r} is none of the recipe's evaluation sets: {', '.join(names)}")
+        raise RecipeError(f"--evaluation {name!r} is not one of the recipe's evaluation sets: {', '.join(names)}")
     table = to_table(config)
     wanted = [each for each in table["evaluations"] if each["name"] == (name or names[0])] or [{}]
     changed = wanted[0] | {key: value for key, value in given.items() if value is not None}

@@ -89,13 +89,13 @@ def target_of(text: str, *, checkpoint: str = "") -> Target:
     """
     if is_url(text):
         if checkpoint:
-            raise UserError(f"--checkpoint names one of a run's, and {text} is no run's directory; leave it out")
+            raise UserError(f"--checkpoint needs a run's directory, and {text} is not one; leave it out")
         return Target(name=text, url=text.rstrip("/").removesuffix(_V1))
     path = from_home(text)
     if (path / "recipe.toml").is_file():
         return _checkpoint_of(path, checkpoint)
     if checkpoint:
-        raise UserError(f"--checkpoint names one of a run's, and {text} is no run's directory; leave it out")
+        raise UserError(f"--checkpoint needs a run's directory, and {text} is not one; leave it out")
     model = ModelSection(path=text).resolved
     if not model.is_dir():
         raise UserError(f"{text} is neither a run's directory, nor a model's, nor a URL that begins with http")
@@ -125,7 +125,7 @@ def recipe_of(target: Target, recipe: str | None) -> str:
         UserError: there is neither.
     """
     if recipe is None and target.recipe is None:
-        raise UserError(f"--recipe must say what {target.name} is to be asked, which is no run's directory")
+        raise UserError(f"--recipe is required, because {target.name} is not a run's directory")
     return recipe or str(target.recipe)
 
 
@@ -161,8 +161,8 @@ async def respondent(
 def _with_model(config: RunConfig, model: Path) -> RunConfig:
     if config.engine.type in registry.SERVER_ENGINES:
         raise UserError(
-            f"engine.type {config.engine.type} stands for a server that runs already, which cannot be given {model}; "
-            "name the server's URL instead of the model, or say --set engine.type=torch"
+            f"engine.type {config.engine.type} is an external server, which cannot load {model}; "
+            "name the server's URL instead of the model, or use --set engine.type=torch"
         )
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
 

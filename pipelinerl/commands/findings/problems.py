@@ -114,7 +114,7 @@ def _without_room(measured: dict[str, _Prompts]) -> Iterator[str]:
         share, longest = prompts.without_room, max(prompts.lengths)
         if share > MOST_WITHOUT_ROOM:
             raise RecipeError(
-                f"engine.context_length leaves {prompts.room} tokens for a prompt beside max_tokens for its answer, "
+                f"engine.context_length leaves {prompts.room} tokens for a prompt next to max_tokens for its answer, "
                 f"and a prompt of {longest} tokens was found: {share:.0%} of {len(prompts.lengths)} prompts of domain "
                 f"{name} do not fit; raise it, or lower max_tokens"
             )

@@ -57,8 +57,8 @@ def called_by_place(domain: DomainSection) -> Iterator[str]:
             named = [parameter.name for parameter in parameters_of(thing)[: len(reward.by_place)]]
             if named and not (named[0] == "problem" and named[1].startswith("completion")):
                 yield (
-                    f"{where}: {named[0]} is given the problem and {named[1]} the text of the answer, by place; to "
-                    "have others, name them as docs/rewards.md does: completion, answer, …"
+                    f"{where}: {named[0]} receives the problem and {named[1]} the text of the answer, by position; to "
+                    "receive other values, use the names in docs/rewards.md: completion, answer, …"
                 )
 
 

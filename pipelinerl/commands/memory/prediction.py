@@ -205,9 +205,9 @@ def _advice(footprint: Footprint, limit: int) -> str:
     if enough:
         return f"it would fit with {', or with '.join(enough.values())}"
     if not tried:
-        return "give it a larger device"
+        return "use a larger device"
     name, least = min(tried, key=lambda each: each[1].total)
-    return f"no knob is enough by itself, the most is {name} ({gib(least.total)}): change several, or give more devices"
+    return f"no single knob is enough; the best is {name} ({gib(least.total)}): change several, or use more devices"
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,12 +44,12 @@ class Basis:
     def verdict(self) -> str:
         """A sentence on how far predictions can be trusted."""
         if not self.checks:
-            return "Nothing was measured here: the figures are as good as the hardware table."
+            return "Nothing was measured: the figures are only as good as the hardware table."
         if self.worst <= TRUSTED:
-            return f"The model is within {self.worst:.0%} of what was measured."
+            return f"The model is within {self.worst:.0%} of the measurements."
         return (
-            f"NOT TO BE TRUSTED: the model is {self.worst:.0%} off what was measured, at most {TRUSTED:.0%} may be; "
-            "measure on a quieter machine, or longer, or give a synchronous run first and an asynchronous one beside it"
+            f"NOT TO BE TRUSTED: the model is {self.worst:.0%} off the measurements, more than {TRUSTED:.0%}; "
+            "measure on a quieter machine, or longer, or give a synchronous run first and an asynchronous one second"
         )
 
 

@@ -80,7 +80,7 @@ def page_of(title: str, trials: Sequence[Trial], notes: Sequence[str]) -> str:
     ran = [trial for trial in trials if trial.prediction is not None]
     figures = [_figure(heading, _over_trials(ran, attribute, form)) for heading, attribute, form in _COLUMNS]
     figures += [
-        _figure(f"Age of what trained: {_name(t)}", _ages(t.prediction)) for t in ran if t.prediction is not None
+        _figure(f"Age of trained rollouts: {_name(t)}", _ages(t.prediction)) for t in ran if t.prediction is not None
     ]
     head = "".join(f"<th>{escape(heading)}</th>" for heading in ("changed", *_headings(trials)))
     rows = "".join(
@@ -112,7 +112,7 @@ def _has_prices(trials: Sequence[Trial]) -> bool:
 
 
 def _name(trial: Trial) -> str:
-    return " ".join(trial.changes) or "the recipe as it is"
+    return " ".join(trial.changes) or "the unchanged recipe"
 
 
 def _figure(title: str, chart: Chart) -> str:

@@ -60,7 +60,7 @@ def _pairs(sight: RunSnapshot, width: int) -> Iterator[Text]:
         "engines": f"{status.fleet.occupancy:.0%} busy",
         "entropy": _figure(step.entropy, ".3f"),
         "length": _figure(step.length_mean, ",.1f"),
-        "cut off": _figure(step.truncated, ".0%"),
+        "truncated": _figure(step.truncated, ".0%"),
         "pause": f"{1e3 * status.fleet.update_pause_s:,.1f} ms",
     }
     if status.epoch > 1:
@@ -113,7 +113,7 @@ def _engines(sight: RunSnapshot, width: int) -> Iterator[Text]:
         yield Text.assemble(name, (f"{each.state:>11}", "green" if each.serves else "red"), counts)
         yield from _last_error(each)
     yield from _more(len(engines))
-    yield from (Text(f"{one_line(each.name)} is asked for", "dim") for each in _awaited(sight.status))
+    yield from (Text(f"{one_line(each.name)} is requested", "dim") for each in _awaited(sight.status))
 
 
 def _awaited(status: RunStatus) -> Iterator[Any]:

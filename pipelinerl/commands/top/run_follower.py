@@ -162,7 +162,7 @@ class RunSource:
             knobs=flat(view.knobs),
             ledger=_ledger_of(view),
             waits=waits,
-            obstacle="the run is over: its knobs are as it left them" if view.state else without_secrets(why),
+            obstacle="the run is over: its knobs cannot be changed" if view.state else without_secrets(why),
             reading=self._share,
             unread=self._unread,
         )
@@ -211,7 +211,7 @@ def source_of(run: str) -> RunSource:
         UserError: there is no run in the directory.
     """
     if not is_url(run) and not any((Path(run) / name).exists() for name in ("events.jsonl", "recipe.toml")):
-        raise UserError(f"{run} is no run: it has neither events.jsonl nor recipe.toml; name the run's directory")
+        raise UserError(f"{run} is not a run: it has neither events.jsonl nor recipe.toml; name the run's directory")
     return RunSource(run)
 
 

@@ -37,8 +37,8 @@ class KnobRow(Horizontal, can_focus=True):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "edit", "edit"),
-        Binding("up,k", "app.focus_previous", "the one above"),
-        Binding("down,j", "app.focus_next", "the one below"),
+        Binding("up,k", "app.focus_previous", "previous"),
+        Binding("down,j", "app.focus_next", "next"),
     ]
 
     def __init__(self, knob: str, value: str) -> None:
@@ -160,7 +160,7 @@ class TopApp(App[None]):
         row = submitted.input.parent
         assert isinstance(row, KnobRow)
         row.leave()
-        self._say(ChangeResult(f"{row.knob} = {submitted.value.strip()} is sent"))
+        self._say(ChangeResult(f"{row.knob} = {submitted.value.strip()} was sent"))
         self._follower.change(row.knob, submitted.value.strip())
 
     async def _look(self) -> None:
@@ -182,7 +182,7 @@ class TopApp(App[None]):
         await self._show_knobs(sight)
         text = figures(sight, width)
         if sight.reading < 1.0:
-            text = Text.assemble((f"{sight.reading:.0%} of the log is read\n", "yellow"), text)
+            text = Text.assemble((f"{sight.reading:.0%} of the log has been read\n", "yellow"), text)
         self.query_one("#figures-text", Static).update(text)
 
     async def _show_knobs(self, sight: RunSnapshot) -> None:

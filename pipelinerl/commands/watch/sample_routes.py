@@ -25,8 +25,10 @@ _BRIEF: Final = 200
 _PART: Final = 60
 _WORD_AT_END: Final = re.compile(r"\w+\Z")
 _WORD_AT_START: Final = re.compile(r"\A\w+")
-_GONE: Final = "the log has no such sample, or no more: samples.max_bytes bounds it, and the oldest go"
-_NO_TOKENS: Final = "no tokens were recorded of this sample: it is an evaluation's, or of an older run"
+_GONE: Final = (
+    "the log does not hold this sample, or no longer: samples.max_bytes limits it, and the oldest are removed"
+)
+_NO_TOKENS: Final = "no tokens were recorded for this sample: it is from an evaluation or an older run"
 
 _Group = Annotated[str, Path(max_length=64)]
 
@@ -150,7 +152,7 @@ def _place(after: str) -> tuple[float, int, int] | None:
     except ValueError:
         place = math.nan, 0, 0
     if math.isnan(place[0]) or not 0 <= place[1] < 2**64 or not 0 <= place[2] < 2**31:
-        raise HTTPException(422, "after must be what an answer gave as `after`")
+        raise HTTPException(422, "after must be the `after` of an earlier response")
     return place
 
 

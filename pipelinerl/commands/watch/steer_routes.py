@@ -107,7 +107,7 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
     @app.post("/api/engines/add")
     def add(wanted: EngineWanted, number: RunNumber = 0) -> Response:
         if bool(wanted.url) == bool(wanted.type):
-            message = "name the url of a running engine, or a type to start; one of the two"
+            message = "give either the url of a running engine or a type to start"
             return refusal(422, message, code="invalid_request_error", param="url")
         names = pages.of(number).steering.add(wanted.url, wanted.type, wanted.count)
         return answer({"state": "asked", "names": names})

@@ -32,21 +32,21 @@ T = TypeVar("T")
 _TIMEOUT_S: Final = 5.0
 #: Minimum interval between status requests; pages ask more often.
 _STATUS_S: Final = 1.0
-_READ_ONLY: Final = "`pipelinerl watch` was started with --read-only, so no link of it can steer"
-_SHARED: Final = "this is the shared link, which only shows the run"
+_READ_ONLY: Final = "`pipelinerl watch` was started with --read-only, so its links cannot change the run"
+_SHARED: Final = "this is a shared link, which is read-only"
 
 #: Description, slider range and limits of each knob.
 _KNOBS: Final[dict[str, dict[str, Any]]] = {
-    "j": {"what": "how many steps ahead prompts are issued", "least": 0, "slider": [0, 16], "unit": "versions"},
+    "j": {"what": "steps that prompts are issued ahead", "least": 0, "slider": [0, 16], "unit": "versions"},
     "k": {
-        "what": "how many versions old a rollout may be at its step", "least": 0, "slider": [0, 16],
+        "what": "maximum age of a rollout at its step", "least": 0, "slider": [0, 16],
         "unit": "versions", "may_be_infinite": True, "whole": True,
     },
-    "temperature": {"what": "of sampling", "least": COLDEST, "most": HOTTEST, "slider": [0.1, 2.0]},
-    "learning_rate": {"what": "of the optimizer, before its schedule", "least": 0, "log": True},
-    "rollouts_per_step": {"what": "answers that make a step", "least": 1},
-    "evaluation_interval_steps": {"what": "steps from one evaluation to the next", "least": 1},
-    "groups_in_flight": {"what": "groups of each actor at a time", "least": 1},
+    "temperature": {"what": "sampling temperature", "least": COLDEST, "most": HOTTEST, "slider": [0.1, 2.0]},
+    "learning_rate": {"what": "learning rate before its schedule", "least": 0, "log": True},
+    "rollouts_per_step": {"what": "answers per step", "least": 1},
+    "evaluation_interval_steps": {"what": "steps between evaluations", "least": 1},
+    "groups_in_flight": {"what": "groups per actor at a time", "least": 1},
 }  # fmt: skip
 _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps", "groups_in_flight"})
 
@@ -174,7 +174,7 @@ class Steering:
         try:
             return knobs_of(recipes.load(str(self.run_dir / "recipe.toml")))
         except UserError as error:
-            raise CannotSteer(f"the run's recipe cannot be read, so nothing can be checked by it: {error}") from None
+            raise CannotSteer(f"the run's recipe cannot be read, so changes cannot be checked: {error}") from None
 
     def _knobs_now(self) -> Knobs:
         return self._recipe_knobs().patched(self.knobs().knobs)
@@ -188,7 +188,7 @@ def described(name: str, value: Any, more: Mapping[str, Any]) -> dict[str, Any]:
         "what": "",
     }  # fmt: skip
     if name.startswith("domain_weights."):
-        told |= {"least": 0, "slider": [0, 4], "what": "share of this domain; 0 switches it off"}
+        told |= {"least": 0, "slider": [0, 4], "what": "weight of this domain; 0 disables it"}
     told |= {**_KNOBS.get(name, {}), **more}
     if "slider" not in told:
         known = float(value) if isinstance(value, int | float) and value > 0 else 1.0

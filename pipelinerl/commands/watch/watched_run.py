@@ -128,7 +128,7 @@ class WatchedRun:
             try:
                 self._take(event, live=live)
             except Exception:  # untrusted input: one malformed event must not break the whole page
-                log.exception("%s has an event that cannot be told; it is left out", self.run_dir)
+                log.exception("%s has an event that cannot be processed; skipping it", self.run_dir)
         if not live and not self._tail.is_behind:
             self.loaded.add("events")
             self.changes += 1
@@ -166,7 +166,7 @@ def watched_runs(directories: Sequence[Path]) -> list[WatchedRun]:
     for directory in directories:
         there = ("events.jsonl", "recipe.toml", FOLDER)
         if not any((directory / name).exists() for name in there):
-            raise UserError(f"{directory} is no run: it has none of {', '.join(there)}; name the run's directory")
+            raise UserError(f"{directory} is not a run: it has none of {', '.join(there)}; name the run's directory")
     return [WatchedRun(number, directory) for number, directory in enumerate(directories)]
 
 

@@ -158,7 +158,7 @@ def _waits(steps: Sequence[Event], view: RunView) -> list[dict[str, Any]]:
     told = {
         "engines: sampling the next batch": waited,
         "trainer: the step itself": stepping,
-        "verifiers, beside sampling": verified,
+        "verifiers, during sampling": verified,
         "engines: paused by weight updates": pauses,
     }
     return [

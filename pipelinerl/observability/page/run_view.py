@@ -234,7 +234,7 @@ def sentence(event: Event) -> str:
     changes = event.get("changes")
     if isinstance(changes, Mapping):
         made = ", ".join(f"{name} = {value}" for name, value in changes.items())
-        return cut(f"{made} by {event.get('who', 'somebody')}")
+        return cut(f"{made} by {event.get('who', 'unknown')}")
     for name in ("what", "reason", "waits_for", "path"):
         if event.get(name):
             return cut(f"{event['url']}: {event[name]}" if event.get("url") else event[name])

@@ -75,9 +75,9 @@ class SampleLog:
                 for group in make():
                     self._write(group)
             except OSError as error:
-                self._leave_out("samples cannot be written to %s: %s; the run goes on", self._directory, error)
+                self._leave_out("samples cannot be written to %s: %s; the run continues", self._directory, error)
             except _CANNOT_BE_TOLD as error:
-                self._leave_out("a sample cannot be told: %s: %s; the run goes on", type(error).__name__, error)
+                self._leave_out("a sample cannot be built: %s: %s; the run continues", type(error).__name__, error)
         self._close_file()
 
     def _leave_out(self, why: str, *told: object) -> None:

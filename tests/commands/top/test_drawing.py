@@ -60,7 +60,7 @@ def test_lines_fit_and_show_all_figures(width: int) -> None:
     told_long = ("prompts", "alarm", "waits for", "  ")  # sentences that wrap
     assert all(cell_len(row) <= width for row in rows if not row.startswith(told_long)), rows
     for wanted in ("speller live", "1,180/40,000", "0.412", "41.2% ±3.0%", "2 so far", "1.2, max 3", "812", "70% busy",
-                   "1.2 ms", "51%", "healthy", "expelled", "engine-7 is asked for", " 31% engines: sampling",
+                   "1.2 ms", "51%", "healthy", "expelled", "engine-7 is requested", " 31% engines: sampling",
                    "112 = 96 trained + 8 filtered + 0 stale + 0 failed + 8 in flight", "step 1181"):  # fmt: skip
         assert wanted in told, wanted
 

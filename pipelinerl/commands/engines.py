@@ -85,16 +85,16 @@ def add(
     with controller_of(run) as controller:
         if url is not None:
             controller.register_engine(url)
-            wanted: tuple[str, ...] = (url.rstrip("/"),)
+            engines: tuple[str, ...] = (url.rstrip("/"),)
         else:
-            wanted = controller.request_engines(str(type), count=count)
+            engines = controller.request_engines(str(type), count=count)
         start = StartByHand(run, controller.url, type) if type is not None else None
         if not wait:
-            typer.echo("requested " + ", ".join(wanted))
+            typer.echo("requested " + ", ".join(engines))
             if start is not None and not controller.engines().has_launcher:
-                _explain(start, wanted, waits=False)
+                _explain(start, engines, waits=False)
             return
-        for which in wanted:
+        for which in engines:
             typer.echo(line(joined(controller, which, logs=_logs(run), start=start)))
 
 

@@ -262,10 +262,10 @@ def _knobs(history: RunHistory) -> str:
     rows = []
     for event in history.knobs:
         changes = event.get("changes") or {}
-        said = (
+        text = (
             ", ".join(f"{name} = {value}" for name, value in changes.items()) if isinstance(changes, dict) else changes
         )
-        rows.append((_when(event), str(event.get("step", "")), str(said), str(event.get("who", ""))))
+        rows.append((_when(event), str(event.get("step", "")), str(text), str(event.get("who", ""))))
     return _table(("time", "step", "changed", "by"), rows) if rows else "<p class=none>No knobs were changed.</p>"
 
 

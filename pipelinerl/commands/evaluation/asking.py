@@ -108,8 +108,8 @@ def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verd
 
 def digest_of_domains(domains: Iterable[DomainSection]) -> str:
     """Return a digest of the domains' settings for problems, prompts and verdicts, for answer logs."""
-    said = [domain.model_dump(mode="json", exclude={"group_size"}) for domain in domains]
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    settings = [domain.model_dump(mode="json", exclude={"group_size"}) for domain in domains]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:

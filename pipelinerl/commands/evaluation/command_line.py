@@ -49,9 +49,9 @@ def _evaluate(
     from pipelinerl.commands.evaluation.respondents import recipe_of, target_of
     from pipelinerl.roles.process import read_token
 
-    asked = {"problems": problems, "samples": samples, "temperature": temperature, "split": split}
+    overrides = {"problems": problems, "samples": samples, "temperature": temperature, "split": split}
     of = target_of(target, checkpoint=checkpoint)
-    config = evaluation.asking(recipes.load(recipe_of(of, recipe), changes or []), of_set, asked)
+    config = evaluation.asking(recipes.load(recipe_of(of, recipe), changes or []), of_set, overrides)
     report = evaluation.evaluate(
         of, config, token=read_token(token_file), model=model, console=Console(stderr=True), out=out
     )

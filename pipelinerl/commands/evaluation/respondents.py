@@ -106,13 +106,15 @@ def target_of(text: str, *, checkpoint: str = "") -> Target:
 
 def _checkpoint_of(run_dir: Path, checkpoint: str) -> Target:
     check_layout(run_dir)
-    found = sorted(path for path in (run_dir / "checkpoints").glob("step-*") if path.name[5:].isdecimal())
+    checkpoints = sorted(path for path in (run_dir / "checkpoints").glob("step-*") if path.name[5:].isdecimal())
     number = checkpoint.removeprefix("step-")
-    wanted = [path for path in found if not checkpoint or (number.isdecimal() and int(path.name[5:]) == int(number))]
-    if not wanted:
-        known = ", ".join(path.name for path in found)
+    matching = [
+        path for path in checkpoints if not checkpoint or (number.isdecimal() and int(path.name[5:]) == int(number))
+    ]
+    if not matching:
+        known = ", ".join(path.name for path in checkpoints)
         raise UserError(f"{run_dir} has no checkpoint {checkpoint or 'yet'}" + (f"; it has {known}" if known else ""))
-    path = wanted[-1]
+    path = matching[-1]
     return Target(
         name=f"{run_dir}, {path.name}", model=path, version=int(path.name[5:]), recipe=run_dir / "recipe.toml"
     )
@@ -230,10 +232,10 @@ class _OfText:
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
         """Return all samples of the order, each with its own seed."""
         async with asyncio.TaskGroup() as group:
-            asked = [
+            requests = [
                 group.create_task(
                     self._server.sample(order.problem.messages, order.sampling, seed=rng.key(order.seed, sample))
                 )
                 for sample in range(order.sampling.num_samples)
             ]
-        return [each.result() for each in asked]
+        return [each.result() for each in requests]

@@ -98,9 +98,9 @@ def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         widths=HeadShapes.of(text_config(config.model.resolved)).widths,
     )
     try:
-        asked, why_not = attention_of(config.trainer.options), why_not_varlen(facts)
-        trial = ", if its trial on that GPU succeeds" if chosen(asked, why_not) is SegmentAttention.VARLEN else ""
-        yield "attention", described(asked, why_not) + trial
+        requested, why_not = attention_of(config.trainer.options), why_not_varlen(facts)
+        trial = ", if its trial on that GPU succeeds" if chosen(requested, why_not) is SegmentAttention.VARLEN else ""
+        yield "attention", described(requested, why_not) + trial
     except SpecError as error:
         raise RecipeError(f"trainer.{error}") from error
 

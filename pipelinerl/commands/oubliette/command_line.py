@@ -36,19 +36,19 @@ def probe_(
     from pipelinerl.verifiers.oubliette.sandbox import walls_of
 
     for each in Tier:
-        typer.echo(f"{each:<10} {_told(each)}")
+        typer.echo(f"{each:<10} {_availability(each)}")
     groups = control_groups.available()
-    told = f"none: {groups}" if isinstance(groups, str) else f"version {groups.version}, one for each slot"
-    typer.echo(f"{'groups':<10} {told}")
+    description = f"none: {groups}" if isinstance(groups, str) else f"version {groups.version}, one for each slot"
+    typer.echo(f"{'groups':<10} {description}")
     typer.echo(f"{'languages':<10} {', '.join(toolchains.installed())}")
-    found = probe.attacked(lambda number: walls_of(tier, number), probe.ATTACKS)
-    for finding in found:
+    findings = probe.attacked(lambda number: walls_of(tier, number), probe.ATTACKS)
+    for finding in findings:
         if all_ or finding.defence is not probe.Defence.HELD:
             typer.echo(f"{finding.defence.value:<10} {finding.name}: {finding.told}")
-    held = sum(finding.defence is probe.Defence.HELD for finding in found)
-    left_out = sum(finding.defence is probe.Defence.LEFT_OUT for finding in found)
-    typer.echo(f"{tier} sandbox: {held} of {len(found) - left_out} attacks withstood, {left_out} left out")
-    if held + left_out < len(found):
+    held = sum(finding.defence is probe.Defence.HELD for finding in findings)
+    left_out = sum(finding.defence is probe.Defence.LEFT_OUT for finding in findings)
+    typer.echo(f"{tier} sandbox: {held} of {len(findings) - left_out} attacks withstood, {left_out} left out")
+    if held + left_out < len(findings):
         raise typer.Exit(1)
 
 
@@ -76,14 +76,14 @@ def run_(
         source, read = program.read_text(), [file.read_bytes() for file in inputs or ()] or [b""]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{program} or an input cannot be read: {error}") from None
-    found = toolchains.named(language or program.suffix.lstrip("."))
-    if found is None:
-        came = language or program.suffix or "a file without a suffix"
-        raise UserError(f"--language must be one of {', '.join(toolchains.LANGUAGES)}, got {came}")
+    toolchain = toolchains.named(language or program.suffix.lstrip("."))
+    if toolchain is None:
+        given = language or program.suffix or "a file without a suffix"
+        raise UserError(f"--language must be one of {', '.join(toolchains.LANGUAGES)}, got {given}")
     limits = Limits(cpu_s=time_limit, wall_s=2 * time_limit + 1, memory_bytes=memory_mb << 20)
     rules = CodeRules(tier=tier, url=url, key_variable=key_variable)
     try:
-        succeeded = asyncio.run(_ran(rules, found.name, source, read, limits))
+        succeeded = asyncio.run(_ran(rules, toolchain.name, source, read, limits))
     except (SandboxLost, ContentMissing) as error:
         raise UserError(f"the program could not be run: {error}") from None
     if not succeeded:
@@ -173,7 +173,7 @@ def serve_(
     serve_sandbox(options)
 
 
-def _told(tier: Tier) -> str:
+def _availability(tier: Tier) -> str:
     from pipelinerl.verifiers.oubliette import probe
 
     try:

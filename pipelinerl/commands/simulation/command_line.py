@@ -60,8 +60,8 @@ def simulate(
     for line in lines_of(trials):
         typer.echo(line)
     for run, errors in basis.checks.items():
-        said = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items())
-        typer.echo(f"simulated against measured, {run}: {said}")
+        listed = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items())
+        typer.echo(f"simulated against measured, {run}: {listed}")
     for note in notes:
         typer.echo(note)
     if html is not None:

@@ -87,11 +87,11 @@ def page_of(title: str, trials: Sequence[Trial], notes: Sequence[str]) -> str:
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in (_name(trial), *_cells(trial, trials))) + "</tr>"
         for trial in trials
     )
-    said = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    paragraphs = "".join(f"<p>{escape(note)}</p>" for note in notes)
     numbered = "; ".join(f"{number}: {_name(trial)}" for number, trial in enumerate(ran, start=1))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-        f"<h1>{escape(title)}</h1>{said}<table><tr>{head}</tr>{rows}</table>"
+        f"<h1>{escape(title)}</h1>{paragraphs}<table><tr>{head}</tr>{rows}</table>"
         f'<p>Trials: {escape(numbered)}</p><div class="charts">{"".join(figures)}</div></html>\n'
     )
 

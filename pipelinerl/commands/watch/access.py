@@ -136,10 +136,10 @@ class _Door:
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = message.get("headers", ())
-                own_policy = any(name == b"content-security-policy" for name, _ in given)
+                headers = message.get("headers", ())
+                own_policy = any(name == b"content-security-policy" for name, _ in headers)
                 policy = () if own_policy else ((b"content-security-policy", POLICY.encode()),)
-                message["headers"] = [*given, *_HEADERS, *policy]
+                message["headers"] = [*headers, *_HEADERS, *policy]
             await send(message)
 
         steers = self._has_cookie(scope, self._cookie, self._token)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
-from pipelinerl.commands.watch.feed import Feed, step_told
+from pipelinerl.commands.watch.feed import Feed, step_figures
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event
@@ -136,13 +136,13 @@ class WatchedRun:
         return self._tail.is_behind
 
     def _read_samples(self) -> bool:
-        came = self.samples.read()
-        if came and "samples" in self.loaded:
-            self.feed.put("samples", {"step": self.view.step, "count": came})
+        count = self.samples.read()
+        if count and "samples" in self.loaded:
+            self.feed.put("samples", {"step": self.view.step, "count": count})
         if "samples" not in self.loaded and not self.samples.unread_bytes:
             self.loaded.add("samples")
             self.feed.put("loaded", {"what": "samples"})
-        return self.samples.unread_bytes > 0 and (came > 0 or "samples" not in self.loaded)
+        return self.samples.unread_bytes > 0 and (count > 0 or "samples" not in self.loaded)
 
     def _take(self, event: Event, *, live: bool) -> None:
         rewound = self.view.take(event)
@@ -152,7 +152,7 @@ class WatchedRun:
             self.feed.put("rewound", {"to": event["step"] - 1})
         step = whole(event, "step")
         if event["kind"] == "step" and step is not None:
-            self.feed.put("step", step_told(event), step=step)
+            self.feed.put("step", step_figures(event), step=step)
         else:
             self.feed.put("event", event)
 

@@ -59,14 +59,14 @@ class EventTail:
             OSError: the log exists and cannot be read.
         """
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except FileNotFoundError:
             return EventPiece(events=[])
-        file = (found.st_dev, found.st_ino)
-        anew = self._file is not None and (file != self._file or found.st_size < self.offset)
+        file = (status.st_dev, status.st_ino)
+        anew = self._file is not None and (file != self._file or status.st_size < self.offset)
         if anew:
             self.offset = 0
-        self._file, self.size = file, found.st_size
+        self._file, self.size = file, status.st_size
         if not self.is_behind:
             return EventPiece(events=[], anew=anew)
         return EventPiece(events=self._next(), anew=anew)

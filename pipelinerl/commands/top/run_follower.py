@@ -130,7 +130,7 @@ class RunSource:
                 piece = self._tail.read()
             except OSError:
                 return
-            if piece.anew:
+            if piece.is_new_file:
                 self._view, self._unread = RunView(), 0
             for event in piece.events:
                 self._take(event)

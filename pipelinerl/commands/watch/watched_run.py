@@ -119,8 +119,8 @@ class WatchedRun:
 
     def _read_events(self) -> bool:
         piece = self._tail.read()
-        self.changes += piece.anew or bool(piece.events)
-        if piece.anew:
+        self.changes += piece.is_new_file or bool(piece.events)
+        if piece.is_new_file:
             self.view = RunView()
             self.feed.put("rewound", {"to": 0})
         live = "events" in self.loaded

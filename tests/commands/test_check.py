@@ -39,7 +39,7 @@ def with_domain(**domain: object) -> RunConfig:
 def test_mixed_domains_are_warned_about_slow_ones() -> None:
     two = [{"name": name, "source": "addition"} for name in ("quick", "slow")]
     mixed = to_table(load("tiny", [*QUICK, "engine.context_length=64"])) | {"domains": two}
-    assert 'staleness.overdue = "wait" keeps it' in dict(findings(parse(mixed)))["staleness"]
+    assert 'keep such groups with staleness.overdue = "wait"' in dict(findings(parse(mixed)))["staleness"]
     waits = mixed | {"staleness": {"j": 1, "k": 2, "overdue": "wait"}}
     assert "overdue" not in dict(findings(parse(waits)))["staleness"]
 
@@ -226,7 +226,7 @@ def test_gpu_recipe_can_be_checked_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     found = dict(findings(load("tiny", [*QUICK, "trainer.device=cuda", "weights.backend=nccl"])))
-    assert found["elsewhere"] == "this machine has no GPU, which the recipe asks for: trainer.device, weights.backend"
+    assert found["elsewhere"] == "this machine has no GPU, but the recipe requires one: trainer.device, weights.backend"
 
 
 def test_impossible_pass_is_refused() -> None:

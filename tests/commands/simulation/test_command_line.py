@@ -115,7 +115,7 @@ def test_lengths_and_prompts_are_those_of_the_run(tmp_path: Path) -> None:
     [
         ((), "either --from RUN"),
         (("--hardware", "nowhere.toml"), "cannot be read"),
-        (("--from", "nowhere"), "is no run"),
+        (("--from", "nowhere"), "cannot be used for calibration"),
     ],
     ids=["neither", "no table", "no run"],
 )

@@ -314,7 +314,7 @@ async def _asked_twice(client: EngineClient, urls: list[str]) -> float:
 def run(*, quick: bool = False) -> dict[str, Any]:
     """Measure every fleet, print, and write the record."""
     torch.set_num_threads(1)
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")  # as the launcher does: see docs/use/clusters.md
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")  # as the launcher does: see docs/clusters.md
     _open_many_files()
     fleets = [uvloop.run(_measure(*fleet, rounds=3 if quick else 31)) for fleet in (QUICK if quick else FLEETS)]
     rows = []

@@ -1,7 +1,7 @@
 """What `pipelinerl check` predicts that trainers of 7, 32 and 70 billion parameters take of each card: no measurement.
 
 Whole models and LoRA of rank 16, in bf16 with gradient checkpointing, in micro-batches of 8,192 tokens, all of which
-have a loss, on 1, 8 and 64 cards (`dp_shard`), where gradients are divided, too. The table is that of docs/understand/trainers.md.
+have a loss, on 1, 8 and 64 cards (`dp_shard`), where gradients are divided, too. The table is that of docs/trainers.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     tiny    the `tiny` recipe, whose engine and trainer share two cores with all else; then the ages of what trains
             under the pairs (j, k) of `benchmarks staleness`, against its record
     fleet   no run: 128 to 1,024 engines, simulated on the paced hardware; how long 100 steps of 1,024 engines take
-    mocks   no run: rollouts a second of the fleets of `benchmarks scale`, which docs/use/clusters.md has as measured
+    mocks   no run: rollouts a second of the fleets of `benchmarks scale`, which docs/clusters.md has as measured
 
 Both are calibrated on the synchronous arm and, for what engine and trainer suffer beside each other, on the one in
 flight; the rest is predicted. An arm differs in the schedule's flags alone. Each is told with the error of its step's

@@ -13,7 +13,7 @@ The objective is REINFORCE on the group's mean, token by token, so that nothing 
     TIS-2   min(π / μ, 2)                      (Yao et al. 2025; RLAX's ClipHigher row)
 
 For each: training reward against samples and against the wall's time, held-out accuracy of the last weights, sampled
-tokens that were thrown away as stale, effective sample size and throughput. Nothing is demanded; `docs/pictures/staleness.png`
+tokens that were thrown away as stale, effective sample size and throughput. Nothing is demanded; `docs/staleness.png`
 shows the curves. `--waste` prints what pacing wastes instead: shares of tokens and groups dropped as stale, of the
 trainer's time spent waiting, and alarms. Wall times are of a machine that may do other things: samples are the axis to
 trust.

@@ -7,7 +7,7 @@ seed beginning with the other arm.
     ours   `pipelinerl run`, a process as any user starts it: launcher, stream server, controller, engine, actor and
            trainer in processes of their own, HTTP between them. Read from its events.jsonl.
     TRL    one process; torch's threads and their manner of waiting are first tried for some steps, the fastest is
-           taken. In fp32: with its own default, bf16, it learns more slowly where rates are small (docs/understand/mismatch.md)
+           taken. In fp32: with its own default, bf16, it learns more slowly where rates are small (docs/mismatch.md)
 
 The clock of ours begins when the first evaluation ends, which is when the first training prompt may be issued, and ends
 with the record of the first evaluation that reaches the target. Nothing is subtracted: later evaluations run on the

@@ -37,7 +37,7 @@ from pipelinerl.rng import generator
 from pipelinerl.system.http_client import session
 
 _TARGET_S: Final = 2.0
-#: What docs/use/watching.md states.
+#: What docs/watching.md states.
 _MOST_MIB: Final = 768
 _DEADLINE_S: Final = 600.0
 _ANSWERS: Final = 8

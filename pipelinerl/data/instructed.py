@@ -207,8 +207,8 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
                 tags=(f"instructions={len(asked)}",),
             )
     raise RecipeError(
-        f"{where}.parameters: in {_TRIES} tries no {parameters.min_instructions} of these kinds could be followed at "
-        "once; lower min_instructions or name other kinds"
+        f"{where}.parameters: in {_TRIES} tries no {parameters.min_instructions} of these kinds could be "
+        "combined; lower min_instructions or name other kinds"
     )
 
 

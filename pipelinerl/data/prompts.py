@@ -58,7 +58,7 @@ class Prompts:
             except RecipeError as error:
                 raise RecipeError(f"{problem.problem_id}: {error}") from None
         if asks_nothing(messages):
-            raise RecipeError(f"{problem.problem_id} asks nothing: it has no message, or the last one is empty")
+            raise RecipeError(f"{problem.problem_id} has no question: it has no message, or the last one is empty")
         return problem if self == NO_PROMPTS else replace(problem, messages=self.around(messages))
 
 

@@ -44,7 +44,7 @@ class UserSource:
         problem = self._source.problem(index)
         if not isinstance(problem, Problem) or not all(isinstance(each, Message) for each in problem.messages):
             raise RecipeError(
-                f"{self._asked.where}.source: problem({index}) must return a Problem, of Messages, got {problem!r:.80}"
+                f"{self._asked.where}.source: problem({index}) must return a Problem with Messages, got {problem!r:.80}"
             )
         return self._asked.prompts.dress(replace(problem, domain=self._asked.domain))
 
@@ -91,7 +91,7 @@ def _indexed(made: Any, field_map: FieldMap, function: Callable[..., Any], asked
     if len(rows) > MOST_ROWS:
         raise RecipeError(
             f"{asked.where}.source: {_name(function)} returns more than {MOST_ROWS:,} problems; return an object with "
-            "a method problem(index) where there is no end to them"
+            "a method problem(index) for an endless source"
         )
     return index_of(RowSequence(rows, _name(function)), field_map)
 

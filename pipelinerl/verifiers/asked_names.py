@@ -18,7 +18,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"the parameters of {function!r} cannot be told: {error}") from None
+        raise RecipeError(f"the parameters of {function!r} cannot be inspected: {error}") from None
 
 
 def lacking(parameters: Iterable[inspect.Parameter], known: Iterable[str]) -> list[str]:

@@ -157,7 +157,7 @@ def entry_of(problem: Problem) -> tuple[str, Mapping[str, Any], int]:
     try:
         task, parameters, index = (problem.metadata[name] for name in ("task", "parameters", "index"))
     except KeyError as error:
-        raise RecipeError(f"this is no reasoning-gym problem: its metadata lacks {error}") from None
+        raise RecipeError(f"not a reasoning-gym problem: its metadata lacks {error}") from None
     _refuse_unsafe(task)
     return task, parameters, index
 

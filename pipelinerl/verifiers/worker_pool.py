@@ -375,7 +375,7 @@ class _Forker:
                 first = await _line(ours)
         except (TimeoutError, OSError, ValueError):
             await forker.close()
-            raise WorkerLost("the verifier's process did not start; its output says why") from None
+            raise WorkerLost("the verifier's process did not start; see its output") from None
         except BaseException:
             await forker.close()  # cancelled: wait for the killed process, too, while the event loop still runs
             raise

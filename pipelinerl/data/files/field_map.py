@@ -64,7 +64,7 @@ class FieldMap:
         for key in _LISTS:
             value = parameters.pop(key, None)
             if value is not None and not (isinstance(value, list | tuple) and all(isinstance(i, str) for i in value)):
-                raise RecipeError(f"{where}.parameters.{key} must be a list of names of fields, got {value!r}")
+                raise RecipeError(f"{where}.parameters.{key} must be a list of field names, got {value!r}")
             named |= {key: tuple(value)} if value is not None else {}
         return cls(**named, template=template)
 
@@ -111,7 +111,7 @@ class FieldMap:
         value = _found(row, self.rate_field)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise RecipeError(
-                f"field {self.rate_field!r} must be a pass rate from 0 to 1, by which parameters.order orders, got "
+                f"field {self.rate_field!r} must be a pass rate from 0 to 1, for parameters.order, got "
                 f"{value!r:.80}; pipelinerl prefilter writes it"
             )
         return float(value)
@@ -146,7 +146,7 @@ class FieldMap:
             if value is not None:
                 messages = _conversation(value, field)
                 if self.template is None and asks_nothing(messages):
-                    raise RecipeError(f'field "{field}" is empty: it, or its last message, is nothing but white space')
+                    raise RecipeError(f'field "{field}" is empty: it, or its last message, has only white space')
                 return messages
         if self.template is not None and not (self.messages_field or self.prompt_field):
             return ()

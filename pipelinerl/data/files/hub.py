@@ -81,6 +81,6 @@ def _fetched(name: str, revision: str | None, *, where: str) -> str:
     except (OSError, HTTPError, RuntimeError) as error:  # the client raises one of these
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise RecipeError(
-            f"{where}.source: hub:{name} cannot be fetched from here, and is not in the cache ({said[0]}); where there "
-            'is no way to the hub, bring the folder of the data set here and say source = "files" with its path'
+            f"{where}.source: hub:{name} cannot be fetched from here, and is not in the cache ({said[0]}); without "
+            'access to the hub, copy the folder of the data set here and set source = "files" with its path'
         ) from None

@@ -52,7 +52,7 @@ def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
             raise RecipeError(f"{where}: {folder} holds no data file; known are {', '.join(SUFFIXES)}")
         return {split: files for split, files in layout.items() if files}
     if config:
-        raise RecipeError(f"{where}: config is of a folder in the hub's layout, got {', '.join(paths)}")
+        raise RecipeError(f"{where}: config applies only to a folder in the hub's layout, got {', '.join(paths)}")
     files = [file for path in paths for file in _named(path, where)]
     return {"": tuple(files)}
 
@@ -63,10 +63,10 @@ def _named(path: str, where: str) -> list[Path]:
     found = [Path(text)] if Path(text).is_file() else [Path(name) for name in sorted(glob.glob(text, recursive=True))]
     files = [file for file in found if file.is_file()]
     if not files:
-        raise RecipeError(f"{where} must be the path of a file or folder, got {path!r}; there is none")
+        raise RecipeError(f"{where} must be the path of a file or folder, got {path!r}, which does not exist")
     for file in files:
         if suffix_of(file) not in SUFFIXES:
-            raise RecipeError(f"{where}: {file} is of no known format; known are {', '.join(SUFFIXES)}")
+            raise RecipeError(f"{where}: {file} has an unknown format; known are {', '.join(SUFFIXES)}")
     return files
 
 

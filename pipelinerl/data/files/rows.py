@@ -88,7 +88,7 @@ class JsonRows:
             try:
                 return cls.of(orjson.loads(_unpacked(path))[:most], str(path))
             except orjson.JSONDecodeError as error:
-                raise RecipeError(f"{path} is no JSON: {error}") from None
+                raise RecipeError(f"{path} is not valid JSON: {error}") from None
         text = _unpacked(path, None if head is None else head.bytes)
         if head is not None and len(text) == head.bytes:
             text = text[: text.rfind(b"\n") + 1]  # the last line may be cut off
@@ -114,7 +114,7 @@ class JsonRows:
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise RecipeError(f"{self.place(index)}: expected a JSON object, got no JSON: {error}") from None
+            raise RecipeError(f"{self.place(index)}: expected a JSON object, got invalid JSON: {error}") from None
         if not isinstance(row, dict):
             raise RecipeError(f"{self.place(index)}: expected an object with fields, got {line[:80].decode()!r}")
         return row
@@ -241,4 +241,4 @@ def _csv_rows(text: bytes, path: Path) -> Iterator[Row]:
                 )
             yield dict(row)
     except (csv.Error, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is no CSV: {error}") from None
+        raise RecipeError(f"{path} is not valid CSV: {error}") from None

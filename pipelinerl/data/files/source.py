@@ -256,7 +256,7 @@ def _chosen(layout: Layout, split: Split, name: str, where: str) -> str:
     if name:
         if name not in layout:
             known = ", ".join(filter(None, layout)) or "none with a name"
-            raise RecipeError(f"{where}.parameters.{_SPLITS[split]}: there is no split {name!r}; there is {known}")
+            raise RecipeError(f"{where}.parameters.{_SPLITS[split]}: there is no split {name!r}; available: {known}")
         return name
     known_as = [known for known in NAMES[split] if known in layout]
     if known_as or len(layout) == 1:

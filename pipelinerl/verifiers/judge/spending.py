@@ -73,9 +73,7 @@ class Spending:
             draft.write_text(json.dumps({"calls": self.calls, "tokens": self.tokens}))
             draft.replace(self._file)
         except OSError as error:
-            raise Spent(
-                f"{self._where}.judge: {draft} cannot be written, so no more is spent: {error.strerror}"
-            ) from None
+            raise Spent(f"{self._where}.judge: {draft} cannot be written, so judging stops: {error.strerror}") from None
 
 
 def _read(file: Path) -> tuple[int, int]:
@@ -86,4 +84,4 @@ def _read(file: Path) -> tuple[int, int]:
         file.parent.mkdir(parents=True, exist_ok=True)
         return 0, 0
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise RecipeError(f"{file} must hold what judging has taken so far, and is damaged: {error}") from None
+        raise RecipeError(f"{file} must hold the budget spent so far, and is damaged: {error}") from None

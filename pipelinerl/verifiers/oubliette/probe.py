@@ -67,14 +67,14 @@ def opened(tier: Tier, *, at_once: int | None = None, walls: Callable[[int], Iso
     try:
         honest = sandbox.run(_python("print(6 * int(input()))", b"7\n", QUICK))
         if not honest.succeeded or honest.stdout != b"42\n":
-            raise SandboxMissing(f"the {tier} sandbox runs no program here: {honest.describe()}")
+            raise SandboxMissing(f"the {tier} sandbox cannot run programs here: {honest.describe()}")
         wanted = [attack for attack in ATTACKS if attack.at_start]
         broken = [
             finding for finding in attacked(around, wanted, sandbox=sandbox) if finding.defence is not Defence.HELD
         ]
     except SandboxLost as error:
         sandbox.close()
-        raise SandboxMissing(f"the {tier} sandbox cannot be had here: {error}{_cause()}") from None
+        raise SandboxMissing(f"the {tier} sandbox is not available here: {error}{_cause()}") from None
     except BaseException:
         sandbox.close()
         raise
@@ -146,7 +146,7 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
         return Finding(attack.name, Defence.LEFT_OUT, results)
     last = results[-1]
     if last.tier is Tier.STRONG and attack.own_kernel:
-        return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox answers it with a kernel of its own")
+        return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox handles it in its own kernel")
     if last.tier is Tier.WEAK and attack.needs_namespaces:
         return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox has no namespaces")
     if last.tier is Tier.WEAK and last.code == 1 and _REFUSED.search(last.stderr):
@@ -158,12 +158,10 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
     for result in results:
         said = result.stdout + result.stderr
         if baits["WORD"].encode() in said or (attack.language != "python" and _PASSWORDS in said):
-            return Finding(attack.name, Defence.ESCAPED, "what must not be seen is in its output")
+            return Finding(attack.name, Defence.ESCAPED, "secret data is in its output")
     if b"held\n" in last.stdout or last.ending in attack.ends:
         return Finding(attack.name, Defence.HELD, last.describe())
-    return Finding(
-        attack.name, Defence.ESCAPED, f"it ended as nobody expected: {last.describe()}, {last.stdout[:200]!r}"
-    )
+    return Finding(attack.name, Defence.ESCAPED, f"it ended unexpectedly: {last.describe()}, {last.stdout[:200]!r}")
 
 
 def _python(source: str, stdin: bytes, limits: Limits) -> Run:

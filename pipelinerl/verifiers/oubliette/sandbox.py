@@ -79,7 +79,7 @@ def _strong() -> Isolation:
             f"the {Tier.STRONG} sandbox needs gVisor's runsc, which is not installed; on Debian: apt install runsc"
         )
     if isinstance(why := control_groups.available(), str):
-        raise SandboxMissing(f"the {Tier.STRONG} sandbox needs control groups, which cannot be made here: {why}")
+        raise SandboxMissing(f"the {Tier.STRONG} sandbox needs control groups, which cannot be created here: {why}")
     return Isolation(tier=Tier.STRONG, command=(), namespaces=True, outer_id=0, filter=b"")
 
 
@@ -87,7 +87,7 @@ def _weak(outer_id: int) -> Isolation:
     """Isolate a single host process: no children, no signals to others, no sockets, only libraries to read."""
     python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()  # others may be unable to read root's
     if not python.exists():
-        raise SandboxMissing(f"the {Tier.WEAK} sandbox needs {python} where it is root's; there is none")
+        raise SandboxMissing(f"the {Tier.WEAK} sandbox needs {python} when run as root, which does not exist")
     shown = [
         "/usr/lib",
         "/usr/share/zoneinfo",
@@ -149,7 +149,7 @@ class Sandbox:
         """Queue a run; the future holds its result or `SandboxLost`."""
         future: Future[ProgramResult] = Future()
         if run.argv and not self._walls[0].namespaces:
-            raise toolchains.ToolchainMissing(f"the {self._walls[0].tier} sandbox runs Python alone, not {run.argv[0]}")
+            raise toolchains.ToolchainMissing(f"the {self._walls[0].tier} sandbox runs only Python, not {run.argv[0]}")
         with self._changed:
             if self._closed:
                 raise SandboxLost("the sandbox is closed")

@@ -203,10 +203,12 @@ class _Box:
             first = ours.recv(_MOST_PACKET)
         except OSError as error:
             box.kill()
-            raise SandboxLost(f"the box did not start: {type(error).__name__}; it said: {box.last_words()}") from None
+            raise SandboxLost(
+                f"the guest did not start: {type(error).__name__}; its output: {box.last_words()}"
+            ) from None
         if not first:
             box.kill()
-            raise SandboxLost(f"the box did not start; it said: {box.last_words()}")
+            raise SandboxLost(f"the guest did not start; its output: {box.last_words()}")
         return box
 
     def run(self, run: Run, walls: Isolation) -> ProgramResult:
@@ -223,7 +225,7 @@ class _Box:
                 self._control.settimeout(_GRACE_S)
                 socket.send_fds(self._control, [_request(run)], theirs)
             except OSError as error:
-                raise SandboxLost(f"the box is gone: {error}; it said: {self.last_words()}") from None
+                raise SandboxLost(f"the guest is gone: {error}; its output: {self.last_words()}") from None
             while theirs:
                 os.close(theirs.pop())
             reader = _Reader(self._control, out_read, err_read, run.limits)
@@ -232,9 +234,9 @@ class _Box:
             for file in (*theirs, out_read, err_read):
                 os.close(file)
         if answer is None:
-            raise SandboxLost(f"the box did not answer; it said: {self.last_words()}")
+            raise SandboxLost(f"the guest did not answer; its output: {self.last_words()}")
         if answer.trouble:
-            raise SandboxLost(f"a run could not be let into its box: {answer.trouble}")
+            raise SandboxLost(f"a run could not start in its guest: {answer.trouble}")
         return ProgramResult(
             ending=_ending(answer, run.limits),
             code=answer.code,
@@ -387,7 +389,7 @@ def _ending(answer: _Answer, limits: Limits) -> Ending:
         had_s = answer.wall_s - answer.delayed_s
         return Ending.STARVED if had_s < limits.wall_s / 2 else Ending.DEADLINE
     if ended:
-        raise SandboxLost(f"a run could not be let into its box: {ended}")
+        raise SandboxLost(f"a run could not start in its guest: {ended}")
     return Ending.SIGNALLED if answer.code < 0 else Ending.EXITED
 
 

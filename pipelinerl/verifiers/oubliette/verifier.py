@@ -181,7 +181,7 @@ class _Judged:
             return wrong("the answer has no closed fenced block of code")
         named = toolchains.named(block[0] or self._rules.language)
         if named is None or named.name not in self._rules.languages:
-            return wrong(f"the code is in {block[0]!r}; judged are {', '.join(self._rules.languages)}")
+            return wrong(f"the code is in {block[0]!r}; accepted are {', '.join(self._rules.languages)}")
         program = await self._runner.compile(named.name, block[1], wall_s=self._left_s)
         if not isinstance(program, Program):
             if program.ending is Ending.DEADLINE and self._left_s < COMPILING.wall_s:
@@ -225,7 +225,7 @@ class _Judged:
             )
         )
         if custom:
-            return share, "" if share == 1.0 else "the problem's checker refuses the output"
+            return share, "" if share == 1.0 else "the problem's checker rejects the output"
         return share, "" if share == 1.0 else f"wrote {executed.result.stdout[:60]!r}"
 
     async def _run(self, program: Program, stdin: Content, limits: Limits) -> Executed:

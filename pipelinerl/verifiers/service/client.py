@@ -121,7 +121,7 @@ class VerifierServices:
             service.lease = lease
             self._services[lease.url] = service
         for url in known.keys() - self._services.keys():
-            log.info("the verifier service at %s gets nothing new", url)
+            log.info("the verifier service at %s gets no new requests", url)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -191,7 +191,7 @@ class VerifierServices:
         judging = [each.lease for each in self._services.values() if request.domain in each.lease.domains]
         if judging and all(lease.domains[request.domain] != request.rules for lease in judging):
             urls = ", ".join(lease.url for lease in judging)
-            return f"{urls} judge {request.domain} by another recipe than this actor's; start both from one"
+            return f"{urls} judge {request.domain} by another recipe than this actor's; start both from the same one"
         return f"no verifier service of this run judges {request.domain} now"
 
     async def _wait(self, tried: _Try, now: float) -> None:
@@ -249,13 +249,13 @@ def _judgements(content: bytes, count: int, url: str) -> list[Judgement]:
     try:
         judgements = msgspec.json.decode(content, type=VerifyAnswer).judgements
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ServiceFailed(f"what answers at {url} is no verifier service: {error}") from None
+        raise ServiceFailed(f"{url} is not a verifier service: {error}") from None
     if len(judgements) != count:
         raise ServiceFailed(f"{url} gave {len(judgements)} verdicts on {count} answers")
     for verdict, _ in judgements:
         rewards = (verdict.reward, *(part.reward for part in verdict.parts))
         if not all(math.isfinite(reward) and abs(reward) <= _MOST_REWARD for reward in rewards):
-            raise ServiceFailed(f"{url} gave a reward that is no number within ±{_MOST_REWARD:g}")
+            raise ServiceFailed(f"{url} gave a reward that is not a number within ±{_MOST_REWARD:g}")
     return judgements
 
 

@@ -100,9 +100,7 @@ class VerifierService:
         domain = self._domains.get(request.domain)
         if domain is None:
             known = ", ".join(self._domains) or "none"
-            raise RequestRefused(
-                404, wire.UNKNOWN_DOMAIN, f"domain must be one of those judged here, which are {known}"
-            )
+            raise RequestRefused(404, wire.UNKNOWN_DOMAIN, f"domain must be one of {known}, which are judged here")
         if request.rules != domain.rules:
             raise RequestRefused(
                 409,
@@ -110,11 +108,9 @@ class VerifierService:
                 f"rules: this service judges {request.domain} by another recipe; start it with the run's",
             )
         if self.closing.is_set():
-            raise RequestRefused(503, wire.IS_DRAINING, "this service takes nothing new; ask another")
+            raise RequestRefused(503, wire.IS_DRAINING, "this service accepts no new requests; use another")
         if self._queue and self._queue + len(request.answers) > self._most_waiting:
-            raise RequestRefused(
-                503, wire.IS_FULL, f"this service holds {self._queue} answers already; ask again later"
-            )
+            raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} answers already; retry later")
         return domain
 
     async def judge(self, domain: ServedDomain, request: VerifyRequest) -> VerifyAnswer:

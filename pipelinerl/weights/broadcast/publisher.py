@@ -211,7 +211,7 @@ class BroadcastPublisher:
         if epoch > progress.publication.epoch or not self._generation <= generation < MOST_GENERATION - 1:
             return False
         log.warning(
-            "engines have joined generation %d of the weight group, which was not ours: going above", generation
+            "engines have joined generation %d of the weight group, which is not ours: using a higher one", generation
         )
         progress.raised, self._generation = True, generation
         return True

@@ -123,7 +123,7 @@ def test_slot_has_a_group_until_it_is_closed(where: Hierarchies, slot: Sandbox) 
     assert slot.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
     mine = groups_of(os.getpid(), where) - before
     assert len(mine) == len(where.places)
-    assert all((group / "cgroup.procs").read_text().split() for group in mine), "the box is in it"
+    assert all((group / "cgroup.procs").read_text().split() for group in mine), "the guest is in it"
     slot.close()
     assert not groups_of(os.getpid(), where) & mine
 

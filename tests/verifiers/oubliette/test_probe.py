@@ -120,7 +120,7 @@ def test_failed_guest_start_reports_its_output(tmp_path: Path) -> None:
         command = ("/bin/sh", "-c", "echo 'No permissions to create a new namespace' >&2; exit 1")
         return Isolation(tier=Tier.DEFAULT, command=command, namespaces=True, outer_id=0, filter=b"")
 
-    with pytest.raises(SandboxMissing, match=r"cannot be had here: .*No permissions to create a new namespace"):
+    with pytest.raises(SandboxMissing, match=r"is not available here: .*No permissions to create a new namespace"):
         probe.opened(Tier.DEFAULT, at_once=1, walls=broken)
 
 

@@ -125,7 +125,7 @@ def test_weak_tier_runs_only_python() -> None:
     except SandboxMissing as error:
         pytest.skip(f"left out: programs in the weak sandbox, since {error}")
     try:
-        with pytest.raises(toolchains.ToolchainMissing, match="the weak sandbox runs Python alone, not /bin/true"):
+        with pytest.raises(toolchains.ToolchainMissing, match="the weak sandbox runs only Python, not /bin/true"):
             weak.submit(Run(argv=("/bin/true",)))
         result = weak.run(python("import sys, heapq\nprint(2 * int(input()), file=sys.stdout)", stdin=b"4"))
         assert (result.stdout, result.ending, result.tier) == (b"8\n", Ending.EXITED, Tier.WEAK)

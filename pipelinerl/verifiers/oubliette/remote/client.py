@@ -90,7 +90,7 @@ class RemoteRunner:
                 told = f"speaks protocol {status.protocol}, this is {wire.PROTOCOL}: use one version of pipelinerl"
                 raise SandboxMissing(f"the Oubliette service at {url} {told}")
             if status.tier.strength < tier.strength:
-                raise SandboxMissing(f"the {tier} sandbox was asked for; {url} has the {status.tier} one")
+                raise SandboxMissing(f"the {tier} sandbox is required; {url} has the {status.tier} one")
         except BaseException:
             await session.close()
             raise
@@ -172,7 +172,7 @@ class RemoteRunner:
         try:
             return {self._link(text) for text in msgspec.json.decode(content, type=wire.Missing).links}
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise SandboxLost(f"what answers at {self._url} is no Oubliette service: {error}") from None
+            raise SandboxLost(f"{self._url} is not an Oubliette service: {error}") from None
 
     async def upload(self, data: bytes) -> Link:
         """Upload a content to the service's repository. Raises `SandboxLost`."""
@@ -180,7 +180,7 @@ class RemoteRunner:
         try:
             return self._link(msgspec.json.decode(content, type=wire.Stored).link)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise SandboxLost(f"what answers at {self._url} is no Oubliette service: {error}") from None
+            raise SandboxLost(f"{self._url} is not an Oubliette service: {error}") from None
 
     async def read(self, content: Content) -> bytes:
         """Return the bytes of a content."""
@@ -188,7 +188,7 @@ class RemoteRunner:
             return content
         data = await self._content("GET", None, {"link": str(content)}, most_bytes=content.size)
         if Link.of(data) != content:
-            raise ContentMissing(f"{self._url} gave something else for {content}")
+            raise ContentMissing(f"{self._url} returned other data for {content}")
         return data
 
     async def close(self) -> None:
@@ -214,7 +214,9 @@ class RemoteRunner:
         except ServiceFailed as error:
             raise SandboxLost(str(error)) from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise SandboxLost(f"{url} cannot be reached or broke off: {type(error).__name__}: {error}") from None
+            raise SandboxLost(
+                f"{url} cannot be reached or closed the connection: {type(error).__name__}: {error}"
+            ) from None
         if status != 200:
             raise (ContentMissing if status == 404 else SandboxLost)(
                 f"{url} refuses ({status}): {error_of(content)[0]}"
@@ -310,7 +312,7 @@ class RemoteRunner:
         try:
             done = msgspec.json.decode(content, type=wire.WorkAnswer).done
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise ServiceFailed(f"what answers at {url} is no Oubliette service: {error}") from None
+            raise ServiceFailed(f"{url} is not an Oubliette service: {error}") from None
         if len(done) != count:
             raise ServiceFailed(f"{url} answered {len(done)} of {count} pieces of work")
         return done
@@ -334,10 +336,10 @@ class RemoteRunner:
         try:
             return Link.parsed(text)
         except ValueError as error:
-            raise SandboxLost(f"{self._url} named a content wrongly: {error}") from None
+            raise SandboxLost(f"{self._url} sent an invalid link: {error}") from None
 
     def _odd(self, done: wire.Done) -> SandboxLost:
-        return SandboxLost(f"{self._url} answered {type(done).__name__}, which was not asked for")
+        return SandboxLost(f"{self._url} answered {type(done).__name__}, which was not requested")
 
 
 class _ServiceFull(Exception):
@@ -389,10 +391,10 @@ async def _status(session: aiohttp.ClientSession, url: str, patience: ServicePat
         words = f"{type(error).__name__}: {error}"
         raise SandboxLost(f"the Oubliette service at {url} cannot be reached: {words}") from None
     if status == 401:
-        raise SandboxMissing(f"{url} wants another token: {error_of(content)[0]}")
+        raise SandboxMissing(f"{url} rejects the token: {error_of(content)[0]}")
     if status != 200:
         raise SandboxLost(f"{url} refuses ({status}): {error_of(content)[0]}")
     try:
         return msgspec.json.decode(content, type=wire.OublietteStatus)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise SandboxMissing(f"what answers at {url} is no Oubliette service: {error}") from None
+        raise SandboxMissing(f"{url} is not an Oubliette service: {error}") from None

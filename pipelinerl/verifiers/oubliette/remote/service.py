@@ -79,7 +79,7 @@ class OublietteService:
             told = f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl"
             raise RequestRefused(409, wire.OTHER_PROTOCOL, told)
         if self._queue and self._queue + len(request.works) > self._most_waiting:
-            raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} pieces of work; ask again later")
+            raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} pieces of work; retry later")
 
     async def work(self, request: wire.WorkRequest) -> wire.WorkAnswer:
         """Execute an admitted request."""

@@ -42,7 +42,7 @@ _LONG_S: Final = 0.05
 _MUCH_LONGER: Final = 4
 _AND_SOME: Final = 256
 #: Number of characters of an answer that a verdict shows.
-_TOLD: Final = 200
+_SHOWN: Final = 200
 
 Scorer = Callable[[int, str], float]
 
@@ -208,5 +208,5 @@ def _scored(scorer: Scorer, index: int, answer: str, truth: str) -> float | str:
 def _verdict(score: float | str, answer: str) -> Verdict:
     if isinstance(score, str):
         return failed(score)
-    told = answer.strip()[:_TOLD]
-    return correct(told) if score >= 1.0 else wrong(f"score {score:g}", answer=told)
+    stated = answer.strip()[:_SHOWN]
+    return correct(stated) if score >= 1.0 else wrong(f"score {score:g}", answer=stated)

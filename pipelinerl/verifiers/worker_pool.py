@@ -156,12 +156,12 @@ class WorkerPool:
         began, cpu_began = clock(), worker.cpu_s
         slow_cpu_s = max(_LEAST_SLOW_CPU_S, _TIMES_THE_MEDIAN * self._usual_cpu_s.value)
         slow_s = min(self._deadline_s, max(_LEAST_SLOW_S, _TIMES_THE_MEDIAN * self._usual_s.value))
-        asked, look_s = False, min(slow_cpu_s, slow_s)
+        sent, look_s = False, min(slow_cpu_s, slow_s)
         while True:
             try:
                 async with asyncio.timeout(look_s):
-                    if not asked:
-                        asked = True
+                    if not sent:
+                        sent = True
                         await worker.send(question)
                     return await worker.receive()
             except TimeoutError:

@@ -44,7 +44,7 @@ def probe_(
     found = probe.attacked(lambda number: walls_of(tier, number), probe.ATTACKS)
     for finding in found:
         if all_ or finding.defence is not probe.Defence.HELD:
-            typer.echo(f"{finding.defence.value:<10} {finding.name}: {finding.told}")
+            typer.echo(f"{finding.defence.value:<10} {finding.name}: {finding.detail}")
     held = sum(finding.defence is probe.Defence.HELD for finding in found)
     left_out = sum(finding.defence is probe.Defence.LEFT_OUT for finding in found)
     typer.echo(f"{tier} sandbox: {held} of {len(found) - left_out} attacks held off, {left_out} left out")

@@ -38,7 +38,7 @@ class Spending:
         self._most_calls = most_calls
         self._most_tokens = most_tokens
         self._file = file
-        self._said = False
+        self._logged = False
         self.calls, self.tokens = (0, 0) if file is None else _read(file)
 
     def begin_call(self) -> None:
@@ -53,9 +53,9 @@ class Spending:
                     f"{self._where}.judge: this process has spent its share of {most} {name}, so answers are masked; "
                     f"raise judge.most_{name} or lower judge.votes"
                 )
-                if not self._said:
+                if not self._logged:
                     log.error("%s", sentence)
-                    self._said = True
+                    self._logged = True
                 raise Spent(sentence)
         self.calls += 1
         self._write()

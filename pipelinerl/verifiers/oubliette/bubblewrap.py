@@ -31,7 +31,7 @@ _DEVICES: Final = ("null", "random", "urandom")
 _RIGHTS: Final = ("CAP_SETUID", "CAP_SETGID", "CAP_SYS_ADMIN")
 
 
-def found() -> str | None:
+def executable() -> str | None:
     """Return the path of bubblewrap, if it is installed."""
     return shutil.which("bwrap")
 
@@ -55,8 +55,8 @@ def shown(python: Path, toolchains: tuple[Path, ...]) -> list[Path]:
 
 def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str, ...] = ()) -> list[str]:
     """Return the whole command; the server's socket is its standard input."""
-    program = found()
-    assert program is not None, "asked for where bubblewrap has been found"
+    program = executable()
+    assert program is not None, "callers check that bubblewrap is installed"
     shown = ["--dir", "/etc", *(item for name in _PROGRAMS for item in _shown(Path("/", name)))]
     for path in (python.parent.parent, *toolchains):
         if not path.is_relative_to("/usr"):

@@ -53,7 +53,7 @@ class Finding:
 
     name: str
     defence: Defence
-    told: str
+    detail: str
 
 
 def opened(tier: Tier, *, at_once: int | None = None, walls: Callable[[int], Isolation] | None = None) -> Sandbox:
@@ -80,8 +80,8 @@ def opened(tier: Tier, *, at_once: int | None = None, walls: Callable[[int], Iso
         raise
     if broken:
         sandbox.close()
-        told = "; ".join(f"{finding.name}: {finding.told}" for finding in broken)
-        raise SandboxMissing(f"the {tier} sandbox does not hold here: {told}")
+        findings = "; ".join(f"{finding.name}: {finding.detail}" for finding in broken)
+        raise SandboxMissing(f"the {tier} sandbox does not hold here: {findings}")
     return sandbox
 
 
@@ -153,11 +153,11 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
         return Finding(attack.name, Defence.HELD, last.describe())
     is_program = attack.language != "python" and len(results) == 1  # the compiler's output, not its own
     if b"ESCAPED" in last.stdout and not is_program:
-        told = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
-        return Finding(attack.name, Defence.ESCAPED, told[:200])
+        claim = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
+        return Finding(attack.name, Defence.ESCAPED, claim[:200])
     for result in results:
-        said = result.stdout + result.stderr
-        if baits["WORD"].encode() in said or (attack.language != "python" and _PASSWORDS in said):
+        output = result.stdout + result.stderr
+        if baits["WORD"].encode() in output or (attack.language != "python" and _PASSWORDS in output):
             return Finding(attack.name, Defence.ESCAPED, "secret data is in its output")
     if b"held\n" in last.stdout or last.ending in attack.ends:
         return Finding(attack.name, Defence.HELD, last.describe())
@@ -212,11 +212,11 @@ def _left_behind(baits: dict[str, str]) -> list[Finding]:
     """Return a finding if processes that attacks started are still on the host."""
     until = time.monotonic() + _LEFT_BEHIND_S
     mine = f"oub-{baits['NAME']}"[:15]
-    while found := [
+    while pids := [
         pid for pid in os.listdir("/proc") if pid.isdigit() and _content(Path("/proc", pid, "comm")) == mine
     ]:
         if time.monotonic() > until:
-            return [Finding("processes left behind", Defence.ESCAPED, ", ".join(found))]
+            return [Finding("processes left behind", Defence.ESCAPED, ", ".join(pids))]
         time.sleep(0.05)
     return []
 
@@ -247,7 +247,7 @@ _SWITCHES: Final = (
 
 def _cause() -> str:
     """Return known settings of this host that forbid the sandbox."""
-    causes = [told for path, value, told in _SWITCHES if _content(Path(path)) == value]
+    causes = [cause for path, value, cause in _SWITCHES if _content(Path(path)) == value]
     status = _content(Path("/proc/self/status"))
     if "Seccomp:\t2" in status:
         causes.append("this process is in a container whose seccomp profile may forbid namespaces")

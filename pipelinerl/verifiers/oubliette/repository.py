@@ -53,10 +53,10 @@ class Link:
     @classmethod
     def parsed(cls, text: str) -> Self:
         """Parse the `str` form of a link. Raises `ValueError` for other text."""
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        match = _TEXT.fullmatch(text)
+        if match is None:
             raise ValueError(f"a link must be {_PREFIX}:<64 hexadecimal digits>:<bytes>, got {text!r:.100}")
-        return cls(found[1], int(found[2]))
+        return cls(match[1], int(match[2]))
 
     def __str__(self) -> str:
         return f"{_PREFIX}:{self.digest}:{self.size}"

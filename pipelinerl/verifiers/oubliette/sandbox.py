@@ -57,7 +57,7 @@ def walls_of(tier: Tier, number: int) -> Isolation:
     outer_id = _FIRST_ID + (os.getpid() * 7 + number) % _IDS if os.geteuid() == 0 else os.geteuid()
     if tier is Tier.WEAK:
         return _weak(outer_id)
-    if bubblewrap.found() is None:
+    if bubblewrap.executable() is None:
         raise SandboxMissing(
             f"the {tier} sandbox needs bubblewrap, which is not installed; on Debian and Ubuntu: apt install bubblewrap"
         )
@@ -74,7 +74,7 @@ def walls_of(tier: Tier, number: int) -> Isolation:
 
 def _strong() -> Isolation:
     """Return gVisor's isolation; its slot builds the command itself."""
-    if bundle.found() is None:
+    if bundle.executable() is None:
         raise SandboxMissing(
             f"the {Tier.STRONG} sandbox needs gVisor's runsc, which is not installed; on Debian: apt install runsc"
         )

@@ -173,7 +173,7 @@ class _Box:
         self._process = process
         self._control = control
         self._words = words
-        self._said = ""
+        self._last_words = ""
 
     @classmethod
     def start(cls, walls: Isolation, group: ControlGroup | None) -> _Box:
@@ -256,7 +256,7 @@ class _Box:
         self.interrupt()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE_S)
-        self._said = self.last_words()
+        self._last_words = self.last_words()
         self._words.close()
 
     def interrupt(self) -> None:
@@ -265,7 +265,7 @@ class _Box:
 
     def last_words(self) -> str:
         if self._words.closed:
-            return self._said
+            return self._last_words
         self._words.seek(0)
         return self._words.read(4096).decode("utf-8", "replace").strip() or "nothing"
 
@@ -358,12 +358,12 @@ def _requested(
             "arguments": arguments,
             "files": files,
             "environment": _ENVIRONMENT,
-            "limits": _told(limits),
+            "limits": _limits_of(limits),
         }
     ).encode()
 
 
-def _told(limits: Limits) -> dict[str, Any]:
+def _limits_of(limits: Limits) -> dict[str, Any]:
     """Return the limits in the form that the server takes."""
     rlimits = of_rlimits(limits.rlimits())
     return {

@@ -109,16 +109,16 @@ class Oubliette:
 
     async def _opened(self, grace_s: float) -> CodeRunner:
         """Return the runner. Callers that waited for a failed attempt share its error."""
-        asked = time.monotonic()
+        began = time.monotonic()
         async with self._opening:
             if self._runner is not None:
                 return self._runner
             if self._missing:
                 raise SandboxMissing(self._missing)
-            if self._unreachable is not None and self._unreachable[0] >= asked:
+            if self._unreachable is not None and self._unreachable[0] >= began:
                 raise SandboxLost(self._unreachable[1])
             try:
-                self._runner = await self._reached(asked + grace_s)
+                self._runner = await self._reached(began + grace_s)
             except SandboxMissing as error:
                 self._missing = str(error)
                 raise
@@ -193,10 +193,10 @@ class _Judged:
         tests = self._problem.tests
         at_once = self._runner.at_once
         for begin in range(0, len(tests), at_once):
-            found = await asyncio.gather(*(self._tested(program, test) for test in tests[begin : begin + at_once]))
-            for number, (share, told) in enumerate(found, begin + 1):
+            results = await asyncio.gather(*(self._tested(program, test) for test in tests[begin : begin + at_once]))
+            for number, (share, failure) in enumerate(results, begin + 1):
                 shares.append(share)
-                reason = reason or (told and f"test {number} of {len(tests)}: {told}")
+                reason = reason or (failure and f"test {number} of {len(tests)}: {failure}")
             if reason and self._rules.scoring is Scoring.ALL:
                 return wrong(reason)
         return _scored(shares, reason, self._rules.scoring)

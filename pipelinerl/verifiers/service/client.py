@@ -140,12 +140,12 @@ class VerifierServices:
         while True:
             service = self._chosen(request, body, tried, clock())
             if service is None:
-                tried.failed(self._nobody(request, tried), clock(), self._patience.grace_s)
+                tried.failed(self._reason_for_none(request, tried), clock(), self._patience.grace_s)
                 await self._wait(tried, clock())
             else:
                 service.load += len(answers)
                 try:
-                    judgements = await self._asked(service, body, len(answers), tried)
+                    judgements = await self._verdicts_of(service, body, len(answers), tried)
                     service.answered()
                     return judgements
                 except _CannotBeAsked as error:
@@ -184,7 +184,7 @@ class VerifierServices:
             key=lambda each: hashlib.blake2b(key, key=each.lease.url.encode()[:64]).digest(),
         )
 
-    def _nobody(self, request: VerifyRequest, tried: _Try) -> str:
+    def _reason_for_none(self, request: VerifyRequest, tried: _Try) -> str:
         """Return the reason why no service can be used."""
         if tried.until < math.inf:
             return tried.reason
@@ -202,7 +202,7 @@ class VerifierServices:
             async with asyncio.timeout_at(min(*wakes, tried.until)):
                 await self._changed.wait()
 
-    async def _asked(self, service: _Service, body: bytes, count: int, tried: _Try) -> list[Judgement]:
+    async def _verdicts_of(self, service: _Service, body: bytes, count: int, tried: _Try) -> list[Judgement]:
         """Return a service's verdicts.
 
         Raises:
@@ -218,8 +218,8 @@ class VerifierServices:
         return _judgements(content, count, url)
 
     def _refusal(self, service: _Service, url: str, status: int, content: bytes, tried: _Try) -> Exception:
-        said, code = error_of(content)
-        words = f"{url} refuses ({status}): {said}"
+        message, code = error_of(content)
+        words = f"{url} refuses ({status}): {message}"
         if status == 503 and code == wire.IS_FULL:
             return _ServiceFull(words)
         if status in (404, 409):

@@ -119,7 +119,7 @@ class VerifierService:
         self._queue += count
         try:
             if domain.kept:
-                judgements = await self._found_or_reached(domain, request.problem, request.answers)
+                judgements = await self._cached_or_judged(domain, request.problem, request.answers)
             else:
                 judgements = await domain.verifier.judge(request.problem, request.answers)
             if len(judgements) != count:
@@ -148,20 +148,20 @@ class VerifierService:
             cache_bytes=self._cache.num_bytes,
         )
 
-    async def _found_or_reached(
+    async def _cached_or_judged(
         self, domain: ServedDomain, problem: Problem, answers: Sequence[SampledAnswer]
     ) -> list[Judgement]:
         """Return cached verdicts, and judge each distinct remaining answer once."""
         keys = keys_of(domain.rules, problem, (answer.text for answer in answers))
-        found = {key: Judgement(verdict, 0.0) for key in keys if (verdict := self._cache.find(key)) is not None}
-        missing = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in found}
+        judgements = {key: Judgement(verdict, 0.0) for key in keys if (verdict := self._cache.find(key)) is not None}
+        missing = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in judgements}
         self._hits += len(answers) - len(missing)
         if missing:
             reached = await domain.verifier.judge(problem, list(missing.values()))
             for key, judgement in zip(missing, reached, strict=True):
                 self._cache.keep(key, judgement.verdict)
-                found[key] = judgement
-        return [found[key] for key in keys]
+                judgements[key] = judgement
+        return [judgements[key] for key in keys]
 
 
 # --- HTTP --------------------------------------------------------------------------------------------------------

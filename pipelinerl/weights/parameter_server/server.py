@@ -293,13 +293,13 @@ class _Read:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = _key(scope)
         whole = self._table.whole(key)
-        size, asked = whole.layout.num_bytes, _header(scope, b"range")
-        start, end = _range("bytes=0-" if asked is None else asked, r"bytes=(\d{1,18})-(\d{0,18})", whole)
+        size, requested = whole.layout.num_bytes, _header(scope, b"range")
+        start, end = _range("bytes=0-" if requested is None else requested, r"bytes=(\d{1,18})-(\d{0,18})", whole)
         with self._table.using(key) as version:
             headers = [(b"content-length", str(end - start).encode()), (b"content-type", b"application/octet-stream")]
-            if asked is not None:
+            if requested is not None:
                 headers.append((b"content-range", f"bytes {start}-{end - 1}/{size}".encode()))
-            await send({"type": "http.response.start", "status": 200 if asked is None else 206, "headers": headers})
+            await send({"type": "http.response.start", "status": 200 if requested is None else 206, "headers": headers})
             try:
                 await _give(version.segment.bytes.data, start, end, send)
             except TimeoutError:  # an incomplete answer closes the connection

@@ -26,7 +26,7 @@ def main() -> None:
         print(json.dumps({"missing": str(error)}))
         return
     told, told_weak = (
-        [[each.name, each.told] for each in tier if each.defence is probe.Defence.ESCAPED] for tier in (found, weak)
+        [[each.name, each.detail] for each in tier if each.defence is probe.Defence.ESCAPED] for tier in (found, weak)
     )
     print(json.dumps({"tried": len(found), "escaped": told, "escaped_weak": told_weak}))
 

@@ -126,6 +126,6 @@ def test_failed_guest_start_reports_its_output(tmp_path: Path) -> None:
 
 def test_missing_bubblewrap_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert bubblewrap.found() is None
+    assert bubblewrap.executable() is None
     with pytest.raises(SandboxMissing, match="apt install bubblewrap"):
         probe.opened(Tier.DEFAULT)

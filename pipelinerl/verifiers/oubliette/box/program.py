@@ -35,13 +35,13 @@ _REHEARSALS = 12
 class RunRequest:
     """A request, with the steps that a run of it takes to confine itself, prepared in advance."""
 
-    def __init__(self, told: dict[str, Any], around: walls.BoxWalls | _OpenDoors) -> None:
-        self.limits: dict[str, Any] = told["limits"]
-        self.python: str = told["python"]
-        self.argv: list[str] = told["argv"]
-        self.arguments: list[str] = told["arguments"]
-        self.environment: dict[str, str] = told["environment"]
-        self.paths = [f"{_FOLDER}/{name}" for name in told["files"]] if around.have_folder else []
+    def __init__(self, settings: dict[str, Any], around: walls.BoxWalls | _OpenDoors) -> None:
+        self.limits: dict[str, Any] = settings["limits"]
+        self.python: str = settings["python"]
+        self.argv: list[str] = settings["argv"]
+        self.arguments: list[str] = settings["arguments"]
+        self.environment: dict[str, str] = settings["environment"]
+        self.paths = [f"{_FOLDER}/{name}" for name in settings["files"]] if around.have_folder else []
         self.entering = around.entering(self.limits)
         self.shutting = around.shutting(self.limits)
 
@@ -175,8 +175,8 @@ class _OpenDoors:
 def _rehearse() -> None:
     """Execute what a run does, up to the point where it would change this process."""
     kept = [os.dup(number) for number in range(3)]
-    told = {"limits": {}, "python": _PROGRAM, "argv": [], "arguments": [], "environment": {}, "files": []}
-    request = RunRequest(told, _OpenDoors())
+    settings = {"limits": {}, "python": _PROGRAM, "argv": [], "arguments": [], "environment": {}, "files": []}
+    request = RunRequest(settings, _OpenDoors())
     files = [os.memfd_create("rehearsal") for _ in range(5)]
     for _ in range(_REHEARSALS):
         for file, content in zip(files, (b"2 3 4\n5\n6\n", b"", b"", _REHEARSED, b""), strict=True):

@@ -76,8 +76,8 @@ class OublietteService:
     def admit(self, request: wire.WorkRequest) -> None:
         """Raise `RequestRefused` for a request that is not accepted."""
         if request.protocol != wire.PROTOCOL:
-            told = f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl"
-            raise RequestRefused(409, wire.OTHER_PROTOCOL, told)
+            problem = f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl"
+            raise RequestRefused(409, wire.OTHER_PROTOCOL, problem)
         if self._queue and self._queue + len(request.works) > self._most_waiting:
             raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} pieces of work; retry later")
 
@@ -252,8 +252,8 @@ def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
     @app.post(wire.MISSING)
     async def missing(request: Request) -> Response:
         try:
-            asked = msgspec.json.decode(await request.body(), type=wire.MissingRequest)
-            return _json(await asyncio.to_thread(service.missing, asked))
+            decoded = msgspec.json.decode(await request.body(), type=wire.MissingRequest)
+            return _json(await asyncio.to_thread(service.missing, decoded))
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             return refusal(422, str(error), code="invalid_request_error")
 

@@ -38,7 +38,7 @@ def main() -> None:
     except (SandboxMissing, SandboxLost) as error:
         print(json.dumps({"missing": str(error)}))
         return
-    escaped = [[each.name, each.told] for each in found if each.defence is probe.Defence.ESCAPED]
+    escaped = [[each.name, each.detail] for each in found if each.defence is probe.Defence.ESCAPED]
     held = sum(each.defence is probe.Defence.HELD for each in found)
     print(json.dumps({"held": held, "tried": len(found), "escaped": escaped}))
 

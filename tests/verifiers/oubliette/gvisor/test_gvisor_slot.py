@@ -20,10 +20,10 @@ from tests.verifiers.oubliette.gvisor.attacks_as_nobody import handed_on
 
 
 def test_missing_gvisor_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "found", lambda: None)
+    monkeypatch.setattr(bundle, "executable", lambda: None)
     with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs gVisor's runsc, which is not installed; .*"):
         probe.opened(Tier.STRONG)
-    monkeypatch.setattr(bundle, "found", lambda: "/usr/bin/runsc")
+    monkeypatch.setattr(bundle, "executable", lambda: "/usr/bin/runsc")
     monkeypatch.setattr(control_groups, "available", lambda: "nobody may")
     with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs control groups, .* here: nobody may$"):
         probe.opened(Tier.STRONG)

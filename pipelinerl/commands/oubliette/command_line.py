@@ -33,7 +33,7 @@ def probe_(
 ) -> None:
     """Attack the sandbox from within, by every attack that there is; exit status 1 if one is not held off."""
     from pipelinerl.verifiers.oubliette import control_groups, probe, toolchains
-    from pipelinerl.verifiers.oubliette.sandbox import walls_of
+    from pipelinerl.verifiers.oubliette.sandbox import isolation_of
 
     for each in Tier:
         typer.echo(f"{each:<10} {_told(each)}")
@@ -41,7 +41,7 @@ def probe_(
     told = f"none: {groups}" if isinstance(groups, str) else f"version {groups.version}, one for each slot"
     typer.echo(f"{'groups':<10} {told}")
     typer.echo(f"{'languages':<10} {', '.join(toolchains.installed())}")
-    found = probe.attacked(lambda number: walls_of(tier, number), probe.ATTACKS)
+    found = probe.attacked(lambda number: isolation_of(tier, number), probe.ATTACKS)
     for finding in found:
         if all_ or finding.defence is not probe.Defence.HELD:
             typer.echo(f"{finding.defence.value:<10} {finding.name}: {finding.detail}")

@@ -24,7 +24,7 @@ from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.attacks import files, kernel, memory, processes
 from pipelinerl.verifiers.oubliette.attacks.attack import PRELUDE, QUICK, Attack
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.sandbox import Sandbox, default_slots, walls_of
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, default_slots, isolation_of
 from pipelinerl.verifiers.oubliette.slot import Isolation
 
 ATTACKS: Final = (*processes.ATTACKS, *memory.ATTACKS, *files.ATTACKS, *kernel.ATTACKS)
@@ -56,13 +56,13 @@ class Finding:
     detail: str
 
 
-def opened(tier: Tier, *, at_once: int | None = None, walls: Callable[[int], Isolation] | None = None) -> Sandbox:
+def opened(tier: Tier, *, at_once: int | None = None, isolation: Callable[[int], Isolation] | None = None) -> Sandbox:
     """Return a sandbox that has just held off a selection of attacks. The caller must close it.
 
     Raises:
         SandboxMissing: the tier is not available here, or does not hold; the message names the cause.
     """
-    around = walls or (lambda number: walls_of(tier, number))
+    around = isolation or (lambda number: isolation_of(tier, number))
     sandbox = Sandbox(around, at_once=at_once or default_slots())
     try:
         honest = sandbox.run(_python("print(6 * int(input()))", b"7\n", QUICK))
@@ -86,15 +86,15 @@ def opened(tier: Tier, *, at_once: int | None = None, walls: Callable[[int], Iso
 
 
 def attacked(
-    walls: Callable[[int], Isolation], attacks: Sequence[Attack], *, sandbox: Sandbox | None = None
+    isolation: Callable[[int], Isolation], attacks: Sequence[Attack], *, sandbox: Sandbox | None = None
 ) -> list[Finding]:
     """Try each attack, in order; those that need a preceding run get a slot of their own."""
     with contextlib.ExitStack() as held:
         baits = held.enter_context(_baits())
-        alone = Sandbox(walls, at_once=1, slots_each=1)
+        alone = Sandbox(isolation, at_once=1, slots_each=1)
         held.callback(alone.close)
         if sandbox is None:
-            sandbox = Sandbox(walls, at_once=default_slots())
+            sandbox = Sandbox(isolation, at_once=default_slots())
             held.callback(sandbox.close)
         pending = [(attack, _begun(attack, baits, alone if attack.before else sandbox)) for attack in attacks]
         return [_finding(attack, baits, rest) for attack, rest in pending] + _left_behind(baits)

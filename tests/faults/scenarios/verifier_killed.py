@@ -165,6 +165,6 @@ def _groups(lives: Sequence[int]) -> list[str]:
 
 
 def _mounts() -> list[str]:
-    """What bubblewrap mounts, where this process sees it; it is to be seen in boxes alone."""
+    """What bubblewrap mounts, where this process sees it; it must be visible only in guests."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    return [line for line in lines if any(place in line for place in ("/newroot", "/oldroot", "oubliette/box"))]
+    return [line for line in lines if any(place in line for place in ("/newroot", "/oldroot", "oubliette/guest"))]

@@ -78,7 +78,7 @@ def lay_out(bundle: Path, run: Run) -> None:
             ],
         },
         "root": {"path": str(root), "readonly": True},
-        "hostname": "box",
+        "hostname": "guest",
         "mounts": mounts,
         "linux": {
             "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipelinerl.verifiers.oubliette import control_groups, probe
 from pipelinerl.verifiers.oubliette.runs import SandboxLost, SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.sandbox import walls_of
+from pipelinerl.verifiers.oubliette.sandbox import isolation_of
 
 NOBODY = 65534
 
@@ -34,7 +34,7 @@ def main() -> None:
     os.setuid(NOBODY)
     os.environ["TMPDIR"] = "/tmp"
     try:
-        found = probe.attacked(lambda number: walls_of(Tier.STRONG, number), probe.ATTACKS)
+        found = probe.attacked(lambda number: isolation_of(Tier.STRONG, number), probe.ATTACKS)
     except (SandboxMissing, SandboxLost) as error:
         print(json.dumps({"missing": str(error)}))
         return

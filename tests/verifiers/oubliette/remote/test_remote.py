@@ -25,7 +25,7 @@ from pipelinerl.verifiers.oubliette.repository import ContentMissing, Link, Pers
 from pipelinerl.verifiers.oubliette.rules import CodeRules
 from pipelinerl.verifiers.oubliette.runner import Executed, LocalRunner, Program
 from pipelinerl.verifiers.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
 from pipelinerl.verifiers.oubliette.verifier import Oubliette
 from pipelinerl.verifiers.service.asking import ServicePatience
 from tests.fakes.served import in_thread
@@ -75,7 +75,7 @@ def recording(app: FastAPI, bodies: list[bytes]) -> Callable[..., Any]:
 def served(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve a real service with its own sandbox."""
     persistent, transient = PersistentRepository(tmp_path_factory.mktemp("repository")), TransientRepository(64 << 20)
-    own = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=2)
+    own = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=2)
     runner = LocalRunner(own, tier="default", at_once=2, repository=persistent, outputs=transient)
     service = OublietteService(runner, tier=Tier.DEFAULT, persistent=persistent, transient=transient)
     bodies: list[bytes] = []
@@ -224,7 +224,7 @@ async def test_unsuitable_service_is_rejected(changes: dict[str, Any], told: str
         ("no", "is not an Oubliette service"),
         ({"done": [{"type": "checked", "share": 7}]}, "is not an Oubliette service"),
         ({"done": [{"type": "checked", "share": 1}]}, "answered Checked, which was not requested"),
-        ({"done": [{"type": "not_done", "cause": "lost", "why": "a box"}]}, "a box"),
+        ({"done": [{"type": "not_done", "cause": "lost", "why": "a guest"}]}, "a guest"),
         (Response("x" * (1 << 20)), "answers with more than"),
         (Response("{}", status_code=500), "refuses .500."),
         (Response("{}", status_code=400), "refuses .400."),

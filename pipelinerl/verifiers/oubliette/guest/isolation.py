@@ -32,7 +32,7 @@ Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 @final
-class BoxWalls:
+class GuestIsolation:
     """Isolation of each run; `settings` are `Isolation` in `slot.py`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:

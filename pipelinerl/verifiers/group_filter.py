@@ -22,7 +22,7 @@ import msgspec
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.system.references import last_line, load_reference
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.asked_names import asked_names, lacking, parameters_of
+from pipelinerl.verifiers.signatures import accepted_names, lacking, parameters_of
 from pipelinerl.verifiers.user_code import limit_memory
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, correct, failed, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
@@ -72,7 +72,7 @@ def filter_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
         raise RecipeError(
             f"a filter takes by name any of {', '.join(OF_THE_GROUP)}; {', '.join(missing)} is none of them"
         )
-    return asked_names(parameters, OF_THE_GROUP)
+    return accepted_names(parameters, OF_THE_GROUP)
 
 
 def open_filter_function(reference: str) -> Callable[[Any], Any]:

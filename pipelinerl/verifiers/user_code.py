@@ -37,7 +37,7 @@ import msgspec
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.references import last_line, load_reference
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.asked_names import asked_names, lacking, parameters_of
+from pipelinerl.verifiers.signatures import accepted_names, lacking, parameters_of
 from pipelinerl.verifiers.verifier import (
     Judgement,
     SampledAnswer,
@@ -121,7 +121,7 @@ class RewardFunction:
                 f"group any of {', '.join(OF_A_GROUP)}; {', '.join(missing)} is none of them"
             )
         taken = {each.name for each in placed[: len(by_place)]} | set(by_place)
-        named = tuple(name for name in asked_names(rest, known) if name not in taken)
+        named = tuple(name for name in accepted_names(rest, known) if name not in taken)
         call = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         return cls(function, of, by_place, named, call)
 

@@ -39,7 +39,7 @@ from typing import Any, Final, final
 
 from pipelinerl.system import tied_process
 from pipelinerl.system.background import to_its_end
-from pipelinerl.verifiers.places import FairSemaphore
+from pipelinerl.verifiers.fair_semaphore import FairSemaphore
 
 _STARTUP_S: Final = 60.0
 #: The kernel ends a killed process as soon as it has a core for it.

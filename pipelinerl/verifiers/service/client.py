@@ -32,7 +32,7 @@ import msgspec
 from pipelinerl.system.http_client import hot_session
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.service import wire
-from pipelinerl.verifiers.service.asking import KEEP_ALIVE_S, ServiceFailed, ServicePatience, error_of, post
+from pipelinerl.verifiers.service.calls import KEEP_ALIVE_S, ServiceFailed, ServicePatience, error_of, post
 from pipelinerl.verifiers.service.wire import VerifierLease, VerifyAnswer, VerifyRequest
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, failed
 

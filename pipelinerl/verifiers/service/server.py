@@ -27,7 +27,7 @@ from starlette.routing import Route
 from pipelinerl.system.http_service import guard, refuse_in_one_shape
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.service import wire
-from pipelinerl.verifiers.service.beating import HeartbeatRoute, RequestRefused
+from pipelinerl.verifiers.service.heartbeat_route import HeartbeatRoute, RequestRefused
 from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.service.verdict_cache import VerdictCache, keys_of
 from pipelinerl.verifiers.service.wire import (

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.service import beating, wire
+from pipelinerl.verifiers.service import heartbeat_route, wire
 from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.service.server import VerifierService, create_app
 from pipelinerl.verifiers.service.wire import ServiceStatus, VerifyAnswer, VerifyRequest
@@ -188,7 +188,7 @@ async def test_disconnected_clients_work_is_cancelled(serving: VerifierService, 
 async def test_working_service_sends_heartbeats(
     serving: VerifierService, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beating, "BEAT_S", 0.01)
+    monkeypatch.setattr(heartbeat_route, "HEARTBEAT_S", 0.01)
     scripted.gate.clear()
     sent = list[dict[str, Any]]()
     asking = asyncio.create_task(asked_by_hand(create_app(serving, token=TOKEN), asyncio.Event(), sent))

@@ -29,7 +29,7 @@ from pipelinerl.verifiers.oubliette.repository import Content, ContentMissing, L
 from pipelinerl.verifiers.oubliette.runner import Check, Executed, Program
 from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
-from pipelinerl.verifiers.service.asking import KEEP_ALIVE_S, ServiceFailed, ServicePatience, at_most, error_of, post
+from pipelinerl.verifiers.service.calls import KEEP_ALIVE_S, ServiceFailed, ServicePatience, at_most, error_of, post
 
 if TYPE_CHECKING:
     import aiohttp

@@ -40,7 +40,7 @@ from pipelinerl.verifiers.oubliette.repository import (
 from pipelinerl.verifiers.oubliette.runner import Check, LocalRunner, Program
 from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLost, Tier
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
-from pipelinerl.verifiers.service.beating import HeartbeatRoute, RequestRefused
+from pipelinerl.verifiers.service.heartbeat_route import HeartbeatRoute, RequestRefused
 
 #: Maximum number of work items that a service holds.
 MOST_WAITING: Final = 65_536

@@ -27,7 +27,7 @@ from pipelinerl.verifiers.oubliette.runner import Executed, LocalRunner, Program
 from pipelinerl.verifiers.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
 from pipelinerl.verifiers.oubliette.verifier import Oubliette
-from pipelinerl.verifiers.service.asking import ServicePatience
+from pipelinerl.verifiers.service.calls import ServicePatience
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
 

@@ -1,4 +1,4 @@
-"""`post`: sends one request to a service with heartbeats (`beating.py`), within time and size limits."""
+"""`post`: sends one request to a service with heartbeats (`heartbeat_route.py`), within time and size limits."""
 
 from __future__ import annotations
 

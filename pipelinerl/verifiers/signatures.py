@@ -33,7 +33,7 @@ def lacking(parameters: Iterable[inspect.Parameter], known: Iterable[str]) -> li
     ]
 
 
-def asked_names(parameters: Sequence[inspect.Parameter], known: Iterable[str]) -> tuple[str, ...]:
+def accepted_names(parameters: Sequence[inspect.Parameter], known: Iterable[str]) -> tuple[str, ...]:
     """Return the names in `known` that the function takes: all of them, if it takes arbitrary keywords."""
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
     names = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}

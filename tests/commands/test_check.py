@@ -394,7 +394,7 @@ def test_prompt_and_answer_must_fit(overrides: list[str], sentence: str) -> None
         ({"source": "addition", "verifier": "zzz"}, "domains.d.verifier must be one of .*, got 'zzz'"),
         (
             {"source": "addition", "verifier": "reasoning_gym"},
-            "domains.d: d:[0-9a-f]+: this is no reasoning-gym problem: its metadata lacks 'task'",
+            "domains.d: d:[0-9a-f]+: not a reasoning-gym problem: its metadata lacks 'task'",
         ),
         (
             {"source": "reasoning_gym:countdown", "verifier": "reasoning_gym"},

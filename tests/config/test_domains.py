@@ -41,7 +41,10 @@ def test_domain_has_its_own_prompts_and_sampling() -> None:
 @pytest.mark.parametrize(
     ("domain", "sentence"),
     [
-        ({"prompt_template": "{{ x"}, r"domains\.d\.prompt_template: prompt_template is no Jinja template: line 1"),
+        (
+            {"prompt_template": "{{ x"},
+            r"domains\.d\.prompt_template: prompt_template is not a valid Jinja template: line 1",
+        ),
         ({"few_shot": SHOTS[:1]}, r"domains\.d: few_shot must end with the assistant's answer, got 'user' last"),
         ({"few_shot": [{"role": "bot", "content": ""}]}, r"domains\.d\.few_shot\.0\.role: .* got 'bot'"),
         (

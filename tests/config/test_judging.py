@@ -37,7 +37,7 @@ def refused(**domain: Any) -> str:
             {"url": URL, "rubric": "Is it good?"},
             "rubric: must be quality or reference, or a template that holds {{ answer",
         ),
-        ({"url": URL, "rubric": "{% if answer %}"}, "rubric is no Jinja template"),
+        ({"url": URL, "rubric": "{% if answer %}"}, "rubric is not a valid Jinja template"),
         ({"url": URL, "key_variable": "no such key"}, "key_variable: String should match pattern"),
         ({"url": URL, "key": "sk-1"}, "key: unknown key"),
         (

@@ -14,8 +14,8 @@ from pipelinerl.data.mixture import Mixture
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.verification import names_of, open_verifier
 from pipelinerl.types import Outcome, Problem
-from pipelinerl.verifiers.asked_names import parameters_of
 from pipelinerl.verifiers.group_filter import GroupFilter
+from pipelinerl.verifiers.signatures import parameters_of
 from pipelinerl.verifiers.user_code import RewardFunction
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, correct, wrong
 

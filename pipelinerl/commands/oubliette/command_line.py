@@ -33,7 +33,7 @@ def probe_(
 ) -> None:
     """Test the sandbox with every known attack from inside; exit status 1 if one succeeds."""
     from pipelinerl.verifiers.oubliette import control_groups, probe, toolchains
-    from pipelinerl.verifiers.oubliette.sandbox import walls_of
+    from pipelinerl.verifiers.oubliette.sandbox import isolation_of
 
     for each in Tier:
         typer.echo(f"{each:<10} {_availability(each)}")
@@ -41,10 +41,10 @@ def probe_(
     description = f"none: {groups}" if isinstance(groups, str) else f"version {groups.version}, one for each slot"
     typer.echo(f"{'groups':<10} {description}")
     typer.echo(f"{'languages':<10} {', '.join(toolchains.installed())}")
-    findings = probe.attacked(lambda number: walls_of(tier, number), probe.ATTACKS)
+    findings = probe.attacked(lambda number: isolation_of(tier, number), probe.ATTACKS)
     for finding in findings:
         if all_ or finding.defence is not probe.Defence.HELD:
-            typer.echo(f"{finding.defence.value:<10} {finding.name}: {finding.told}")
+            typer.echo(f"{finding.defence.value:<10} {finding.name}: {finding.detail}")
     held = sum(finding.defence is probe.Defence.HELD for finding in findings)
     left_out = sum(finding.defence is probe.Defence.LEFT_OUT for finding in findings)
     typer.echo(f"{tier} sandbox: {held} of {len(findings) - left_out} attacks withstood, {left_out} left out")

@@ -228,7 +228,7 @@ def from_wire(status: int, body: Any) -> ContractError:
     error = body["error"]
     classes = {cls.code: cls for cls in _tree(ContractError)}
     cls = classes.get(str(error.get("code")), ContractError)
-    told = error.get("known")
-    numbers = told.items() if isinstance(told, dict) else ()
+    reported = error.get("known")
+    numbers = reported.items() if isinstance(reported, dict) else ()
     known = {str(name): number for name, number in numbers if type(number) is int}
     return cls(str(error.get("message")), param=error.get("param"), known=known)

@@ -249,10 +249,10 @@ def can_be_looked_up(url: str) -> str:
     try:
         address = urlsplit(url)
         (address.hostname or "").encode("idna")
-        found = bool(address.hostname) and address.port != 0
+        is_valid = bool(address.hostname) and address.port != 0
     except ValueError:
-        found = False
-    if not found:
+        is_valid = False
+    if not is_valid:
         raise ValueError(
             "must name a host whose labels have 1 to 63 characters each, and a port from 1 to 65535 if any, such as "
             "http://gpu-1.lab:8001"

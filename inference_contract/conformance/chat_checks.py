@@ -91,8 +91,8 @@ def openai_logprobs_match(session: Session) -> None:
     """With `logprobs` each choice has OpenAI's records, equal to token_logprobs."""
     for choice in session.chat(n=2, logprobs=True).choices:
         assert choice.logprobs is not None, "logprobs=true must give choice.logprobs"
-        given = [record.logprob for record in choice.logprobs.content]
-        assert given == choice.token_logprobs, "logprobs.content must hold the log-probs of token_logprobs"
+        logprobs = [record.logprob for record in choice.logprobs.content]
+        assert logprobs == choice.token_logprobs, "logprobs.content must hold the log-probs of token_logprobs"
 
 
 def extras_only_on_request(session: Session) -> None:
@@ -174,9 +174,9 @@ def stop_string_ends_text(session: Session) -> None:
 
 def eos_is_ignored(session: Session) -> None:
     """With `ignore_eos` a sample continues to `max_tokens`, and is unchanged up to its normal end."""
-    ends = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0)
-    goes_on = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0, ignore_eos=True)
-    for one, two in zip(ends.choices, goes_on.choices, strict=True):
+    plain = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0)
+    ignoring = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0, ignore_eos=True)
+    for one, two in zip(plain.choices, ignoring.choices, strict=True):
         count = len(ids_of(two))
         assert (count, two.finish_reason) == (64, FinishReason.LENGTH), (
             f"with ignore_eos a sample must have all 64 tokens of max_tokens, got {count} and {two.finish_reason}"
@@ -188,12 +188,12 @@ def eos_is_ignored(session: Session) -> None:
 
 def prompt_ids_go_through(session: Session) -> None:
     """`prompt_token_ids` are returned unchanged and sample the same as the messages they came from."""
-    told = session.chat(n=2, seed=5)
-    prompt = told.prompt_token_ids
+    answer = session.chat(n=2, seed=5)
+    prompt = answer.prompt_token_ids
     assert prompt, "with return_token_ids the answer must have prompt_token_ids"
     again = session.chat(n=2, seed=5, prompt_token_ids=prompt)
     assert again.prompt_token_ids == prompt, "prompt_token_ids must come back unchanged"
-    for one, two in zip(told.choices, again.choices, strict=True):
+    for one, two in zip(answer.choices, again.choices, strict=True):
         assert ids_of(one) == ids_of(two), "the ids of a prompt must give the same samples as its messages"
 
 

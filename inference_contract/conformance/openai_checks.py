@@ -166,8 +166,8 @@ def penalties_are_kept_or_refused(session: Session) -> None:
     prompt = _prompt(session.chat())
     for penalty in ({"presence_penalty": 1.5}, {"frequency_penalty": 1.25}):
         penalized = _top(session, prompt_token_ids=prompt, max_tokens=2, **penalty)
-        begun = session.chat(prompt_token_ids=prompt, temperature=0.0, max_tokens=1, ignore_eos=True)
-        first = ids_of(begun.choices[0])
+        started = session.chat(prompt_token_ids=prompt, temperature=0.0, max_tokens=1, ignore_eos=True)
+        first = ids_of(started.choices[0])
         bias = {str(first[0]): -next(iter(penalty.values()))}
         biased = _top(session, prompt_token_ids=[*prompt, *first], max_tokens=1, logit_bias=bias)
         if penalized is None or biased is None:
@@ -190,12 +190,12 @@ def short_name_is_taken(session: Session) -> None:
 def texts_are_completed_or_refused(session: Session) -> None:
     """The older route completes token ids like the newer one, and several prompts in order; or it answers 404."""
     prompt = _prompt(session.chat())
-    asked: dict[str, Any] = {"max_tokens": 4, "seed": 5, "return_token_ids": True}
-    response = session.post(routes.COMPLETIONS, {"prompt": [prompt, prompt], "n": 2, "logprobs": 0, **asked})
+    fields: dict[str, Any] = {"max_tokens": 4, "seed": 5, "return_token_ids": True}
+    response = session.post(routes.COMPLETIONS, {"prompt": [prompt, prompt], "n": 2, "logprobs": 0, **fields})
     if response.status_code == 404:
         return
     completion = TextCompletion.model_validate(succeeded(response))
-    chat = session.chat(prompt_token_ids=prompt, n=2, **asked)
+    chat = session.chat(prompt_token_ids=prompt, n=2, **fields)
     assert [choice.index for choice in completion.choices] == [0, 1, 2, 3], "two prompts of n=2 must give four choices"
     for place, choice in enumerate(completion.choices):
         twin = chat.choices[place % 2]

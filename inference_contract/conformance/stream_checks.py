@@ -88,10 +88,10 @@ def leaving_a_stream_frees_it(session: Session) -> None:
     n, length = 8, min(256, session.card().context_length // 2)
     wasted: list[str] = []
     for seed in range(_LEAVINGS):
-        asked: dict[str, Any] = {"n": n, "max_tokens": length, "seed": seed}
-        whole = session.chat(**asked).usage.completion_tokens
+        fields: dict[str, Any] = {"n": n, "max_tokens": length, "seed": seed}
+        whole = session.chat(**fields).usage.completion_tokens
         before = session.generated_tokens()
-        stream = session.stream(**asked)
+        stream = session.stream(**fields)
         next(iter(stream))
         stream.close()  # type: ignore[attr-defined]
         at_leaving = session.generated_tokens() - before

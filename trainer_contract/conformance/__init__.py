@@ -32,7 +32,6 @@ from trainer_contract.conformance.probes import (
     gradient_of,
     norm_of,
     pack,
-    practised,
     require,
     require_equal,
     require_raises,
@@ -40,6 +39,7 @@ from trainer_contract.conformance.probes import (
     rollouts_of,
     started,
     stepped,
+    warmed_up,
     weights_of,
 )
 from trainer_contract.conformance.step_checks import reads_are_of_the_last_step, steps_may_stand_still
@@ -121,7 +121,7 @@ def forward_is_a_distribution(subject: TrainerUnderTest, _: Path) -> None:
 def forward_starts_at_zero(subject: TrainerUnderTest, _: Path) -> None:
     """Predictions are f32 [T], 0 at the first token of a segment and nonzero elsewhere."""
     batch = pack(rollouts_of(subject.vocab_size), prompt=2)
-    predictions = practised(subject).forward([batch])[0]
+    predictions = warmed_up(subject).forward([batch])[0]
     elsewhere = predictions[batch.position_ids > 0]
     require(str(getattr(predictions, "dtype", None)) == "float32", "forward must return a numpy f32 array")
     require(predictions.shape == (batch.num_tokens,), f"forward must return shape [T], got {predictions.shape}")
@@ -133,7 +133,7 @@ def forward_starts_at_zero(subject: TrainerUnderTest, _: Path) -> None:
 
 def segments_are_independent(subject: TrainerUnderTest, _: Path) -> None:
     """A rollout has the same predictions alone and packed with others."""
-    trainer, rollouts = practised(subject), rollouts_of(subject.vocab_size)
+    trainer, rollouts = warmed_up(subject), rollouts_of(subject.vocab_size)
     alone = np.concatenate([trainer.forward([pack([rollout])])[0] for rollout in rollouts])
     require_equal(
         trainer.forward([pack(rollouts)])[0],
@@ -145,7 +145,7 @@ def segments_are_independent(subject: TrainerUnderTest, _: Path) -> None:
 
 def forward_is_causal(subject: TrainerUnderTest, _: Path) -> None:
     """A token's prediction does not depend on later tokens."""
-    trainer, (rollout, *_rest) = practised(subject), rollouts_of(subject.vocab_size, lengths=(8,))
+    trainer, (rollout, *_rest) = warmed_up(subject), rollouts_of(subject.vocab_size, lengths=(8,))
     changed = [*rollout[:5], *((token + 1) % subject.vocab_size for token in rollout[5:])]
     before, after = trainer.forward([pack([rollout])])[0], trainer.forward([pack([changed])])[0]
     require_equal(after[:5], before[:5], _LOGPROB_TOLERANCE, "predictions before the first changed token")
@@ -167,7 +167,7 @@ def forward_leaves_no_trace(subject: TrainerUnderTest, _: Path) -> None:
 
 def loss_is_of_forward(subject: TrainerUnderTest, _: Path) -> None:
     """`backward` returns the objective's value for the predictions of `forward`."""
-    trainer, batch = practised(subject), pack(rollouts_of(subject.vocab_size), prompt=2, temperature=0.7)
+    trainer, batch = warmed_up(subject), pack(rollouts_of(subject.vocab_size), prompt=2, temperature=0.7)
     expected = -(trainer.forward([batch])[0] * batch.weights * batch.advantages).sum()
     stats = trainer.backward([batch], LINEAR)[0]
     require_equal(stats.loss, expected, _LOGPROB_TOLERANCE * batch.num_tokens, "the loss")

@@ -15,7 +15,6 @@ from trainer_contract.conformance.probes import (
     LINEAR,
     TrainerUnderTest,
     pack,
-    practised,
     require,
     require_equal,
     require_raises,
@@ -23,6 +22,7 @@ from trainer_contract.conformance.probes import (
     rollouts_of,
     started,
     stepped,
+    warmed_up,
     weights_of,
 )
 from trainer_contract.errors import BatchError, StateError
@@ -33,7 +33,7 @@ _TOLERANCE: Final = 2e-4
 
 def values_precede_their_tokens(subject: TrainerUnderTest, _: Path) -> None:
     """A value belongs to the state before its token: neither that token nor the temperature changes it."""
-    trainer, (rollout, *_rest) = practised(subject), rollouts_of(subject.vocab_size, lengths=(8,))
+    trainer, (rollout, *_rest) = warmed_up(subject), rollouts_of(subject.vocab_size, lengths=(8,))
     values = trainer.forward([pack([rollout])])[0]
     require(float(np.ptp(values[1:])) > 0, "three steps left the same value for every state")
     other = [*rollout[:-1], (rollout[-1] + 1) % subject.vocab_size]
@@ -67,7 +67,7 @@ def forward_at_leaves_no_trace(subject: TrainerUnderTest, _: Path) -> None:
     rollouts = rollouts_of(subject.vocab_size)
     batch = pack(rollouts)
 
-    def told(*, disturbed: bool) -> tuple[list[float], list[bytes], dict[str, np.ndarray]]:
+    def run_steps(*, disturbed: bool) -> tuple[list[float], list[bytes], dict[str, np.ndarray]]:
         trainer = started(subject)
         first = copied(trainer.gather_weights())
         numbers, predictions = [], []
@@ -80,7 +80,7 @@ def forward_at_leaves_no_trace(subject: TrainerUnderTest, _: Path) -> None:
             numbers.append(trainer.optimizer_step(learning_rate=0.1).grad_norm)
         return [*numbers, trainer.model_version], predictions, weights_of(trainer)
 
-    plain, after = told(disturbed=False), told(disturbed=True)
+    plain, after = run_steps(disturbed=False), run_steps(disturbed=True)
     require(after[0] == plain[0], f"losses, norms and version must be {plain[0]}, got {after[0]}")
     require(after[1] == plain[1], "predictions after forward_at must have the same bits as without it")
     require_same_weights(after[2], plain[2], 0.0, "weights after steps with forward_at between")

@@ -115,7 +115,7 @@ def started(subject: TrainerUnderTest, *, restore_from: Path | None = None, grad
     return trainer
 
 
-def practised(subject: TrainerUnderTest) -> Trainer:
+def warmed_up(subject: TrainerUnderTest) -> Trainer:
     """Create a trainer whose predictions differ between tokens; a value head may start at 0, so it takes a few steps
     first.
     """

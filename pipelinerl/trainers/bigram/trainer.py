@@ -225,8 +225,8 @@ def _measures(objective: Objective, distributions: Float64 | None) -> dict[str, 
     """Return the measures that the objective needs, from log-probs [N, V]; empty for a value head."""
     if distributions is None:
         return {}
-    asked = measures_of(objective)
-    return {str(measure): measured(measure, distributions).astype(np.float64, copy=False) for measure in asked}
+    measures = measures_of(objective)
+    return {str(measure): measured(measure, distributions).astype(np.float64, copy=False) for measure in measures}
 
 
 def _restored(fresh: BigramWorker, path: Path) -> BigramWorker:

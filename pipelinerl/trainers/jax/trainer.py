@@ -187,9 +187,9 @@ class JaxTrainer:
         """Run `own` here and `command` on every other rank; with one process, no command is created."""
         if self._ranks is None:
             return own()
-        told = command() if callable(command) else command
-        lane = Lane.READS if isinstance(told, Save) else Lane.PASSES  # gathering runs device programs
-        return self._ranks.together(lambda _: told, own, lane=lane).own
+        message = command() if callable(command) else command
+        lane = Lane.READS if isinstance(message, Save) else Lane.PASSES  # gathering runs device programs
+        return self._ranks.together(lambda _: message, own, lane=lane).own
 
 
 def read_spec(spec: TrainerSpec) -> tuple[JaxOptions, DecoderConfig]:

@@ -56,7 +56,7 @@ def _batches(command: ForwardCommand | ForwardAt | Backward) -> list[MicroBatch]
     return [decode_batch(columns) for columns in command.batches]
 
 
-def _result(found: Float32 | LossStats) -> RankResult:
-    if isinstance(found, LossStats):
-        return RankResult(found.predictions.tobytes(), found.loss)
-    return RankResult(found.tobytes())
+def _result(result: Float32 | LossStats) -> RankResult:
+    if isinstance(result, LossStats):
+        return RankResult(result.predictions.tobytes(), result.loss)
+    return RankResult(result.tobytes())

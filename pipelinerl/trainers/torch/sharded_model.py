@@ -153,7 +153,7 @@ class ShardedModel:
         return float(total)
 
     @contextmanager
-    def at_rest(self) -> Iterator[Mapping[str, Tensor]]:
+    def last_step_shards(self) -> Iterator[Mapping[str, Tensor]]:
         """Provide this process's rows as the last optimizer step left them, unchanged within the block; any thread."""
         with self._reading:
             yield self._lasting

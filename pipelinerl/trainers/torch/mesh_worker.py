@@ -5,6 +5,8 @@ micro-batch in a round computes two dummy tokens. Before each backward the ranks
 no loss is broken. A rank that skipped the round alone would leave the others waiting.
 
 `received` and `deliver` belong to the thread of reads, all other methods to the thread of passes.
+
+`MeshLeader` calls the worker on rank 0. On the other ranks `MeshFollower` executes rank 0's commands with it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,20 @@ import torch.distributed
 from torch import Tensor
 
 from pipelinerl.numerics.dither_torch import rounded
-from pipelinerl.trainers.ranks.commands import GatheredKind
+from pipelinerl.trainers.ranks.commands import (
+    Backward,
+    Command,
+    Discard,
+    ForwardAt,
+    ForwardCommand,
+    Gather,
+    GatheredKind,
+    RankResult,
+    Save,
+    StepCommand,
+    decode_batch,
+    decode_objective,
+)
 from pipelinerl.trainers.ranks.recycled import Block
 from pipelinerl.trainers.ranks.shared_block import Place, opened, write_at
 from pipelinerl.trainers.torch import state as torch_state
@@ -35,7 +50,7 @@ from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh, refuse_heads
 from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, dtype_of, restored_state
 from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions, optimizer_of
-from pipelinerl.trainers.torch.options import attention_of, experts_of, gradients_of
+from pipelinerl.trainers.torch.options import attention_of, experts_of, gradients_of, mesh_of
 from pipelinerl.trainers.torch.packed.planner import Planning, planning
 from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, predict, predicted
 from pipelinerl.trainers.torch.shard_files import VALUE, key_of, write_shard
@@ -353,6 +368,45 @@ class MeshWorker:
         numbers = torch.tensor(number, dtype=torch.int32)
         dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
         return int(numbers)
+
+
+@final
+class MeshFollower:
+    """Implements `ranks.follower.RankWorker`; it returns the results of its own micro-batches to rank 0."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._worker = MeshWorker.started(spec, mesh_of(spec.options))
+
+    def execute(self, command: Command) -> list[RankResult]:
+        """Run the same worker method as rank 0."""
+        worker = self._worker
+        match command:
+            case ForwardCommand():
+                return [_result(each) for each in worker.forward(_batches(command), command.rounds)]
+            case ForwardAt():
+                return [_result(each) for each in worker.forward_at(_batches(command), command.rounds, None)]
+            case Backward():
+                objective = decode_objective(command.objective)
+                return [_result(each) for each in worker.backward(_batches(command), command.rounds, objective)]
+            case StepCommand():
+                worker.optimizer_step(command.learning_rate)
+            case Discard():
+                worker.model.discard_gradient()
+            case Gather():
+                worker.deliver(range(command.place, command.place + command.count), command.kind, command.into)
+            case Save():
+                worker.save_shard(Path(command.path))
+        return []
+
+
+def _batches(command: ForwardCommand | ForwardAt | Backward) -> list[MicroBatch]:
+    return [decode_batch(columns) for columns in command.batches]
+
+
+def _result(result: Float32 | LossStats) -> RankResult:
+    if isinstance(result, LossStats):
+        return RankResult(result.predictions.tobytes(), result.loss)
+    return RankResult(result.tobytes())
 
 
 def _log_start(loaded: LoadedModel, attention: Planning) -> None:

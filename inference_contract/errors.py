@@ -146,8 +146,9 @@ class NotPrepared(Conflict):
 
 
 class LayoutMismatch(ContractError):
-    """The announced parameters differ from the model's in name, order or shape, or have a dtype that is not
-    converted.
+    """The announced parameters do not fit the model.
+
+    They differ from the model's in name, order or shape, or have a dtype that the engine does not convert.
     """
 
     status = 422
@@ -178,8 +179,9 @@ class DigestMismatch(ContractError):
 
 
 class PeerLost(ContractError):
-    """Another rank of the process group left or died; the old weights stay in service, and the group must be formed
-    again.
+    """Another rank of the process group left or died.
+
+    The old weights stay in service, and the group must be formed again.
     """
 
     status = 502

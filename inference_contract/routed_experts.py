@@ -66,8 +66,9 @@ class RoutedExperts(Wire):
 
     @classmethod
     def joined(cls, parts: Sequence[RoutedExperts]) -> RoutedExperts:
-        """Concatenate parts along the token axis; there must be at least one, all with the dtype and shape of the
-        first.
+        """Concatenate parts along the token axis.
+
+        There must be at least one part, and all must have the dtype and shape of the first.
         """
         first = parts[0]
         tokens = sum(part.num_tokens for part in parts)

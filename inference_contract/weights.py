@@ -177,18 +177,18 @@ class WeightLayout(Wire):
         return [piece for start, end in self.buckets(bucket_bytes) for piece in cut(start, end, bucket_bytes)]
 
     def agreement(self, bucket_bytes: int) -> str:
-        """Return the text that sender and receivers compare before a broadcast: it determines the length of all
-        `pieces`.
+        """Return the text that sender and receivers compare before a broadcast.
+
+        It determines the length of all `pieces`.
         """
         return f"{self.layout_id} {bucket_bytes}"
 
     def shards(self, count: int, bucket_bytes: int) -> list[list[tuple[int, int]]]:
-        """Return the byte ranges [start, end) that each of `count` servers holds, in order; together they cover the
-        model.
+        """Return the byte ranges [start, end) of each of `count` servers, in order; together they cover the model.
 
-        Buckets are assigned largest first (ties: the earlier one) to the shard with the fewest bytes so far (ties:
-        the first). So no parameter is cut, shards are about equal, and a sender that walks the layout in order
-        keeps all servers busy. Adjacent ranges are merged.
+        Buckets are assigned largest first (ties: the earlier one) to the shard with the fewest bytes so far (ties: the
+        first). So no parameter is cut, shards are about equal, and a sender that walks the layout in order keeps all
+        servers busy. Adjacent ranges are merged.
         """
         owned: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         least = [(0, number) for number in range(count)]

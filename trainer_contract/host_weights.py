@@ -49,8 +49,9 @@ def num_bytes(info: ParameterInfo) -> int:
 
 
 def bytes_of(array: Any) -> NDArray[np.uint8]:
-    """Return the flat bytes of a numpy array, a torch tensor on any device, or a DLPack array; host data is not
-    copied.
+    """Return the flat bytes of a numpy array, a torch tensor on any device, or a DLPack array.
+
+    Host data is not copied.
     """
     if hasattr(array, "detach"):
         flat = array.detach().cpu().contiguous().flatten()

@@ -182,9 +182,7 @@ class MemoryStream:
         return [Entry(stream, _text(entry_id), payload) for entry_id, payload in kept]
 
     def _abandoned(self, stream: str, group: _Group, count: int, idle_s: float) -> list[Entry]:
-        """Return entries pending for `idle_s` or longer; drop trimmed ones from the pending list, as the server
-        does.
-        """
+        """Return entries pending for `idle_s` or longer; forget trimmed ones, as the server does."""
         longest = time.monotonic() - idle_s
         idle = sorted(held for held, pending in group.pending.items() if pending.since <= longest)[:count]
         kept = self._kept(stream, idle)

@@ -124,8 +124,9 @@ class JaxTrainer:
         )
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Evaluate the objective and accumulate gradients; with several processes, `commands` must be able to encode
-        it.
+        """Evaluate the objective and accumulate gradients.
+
+        With several processes, `commands` must be able to encode the objective.
         """
         worker = self._worker
         check_measures(objective, Head.VALUE if worker.config.scalar_head else Head.POLICY)
@@ -172,8 +173,9 @@ class JaxTrainer:
             yield info.name, value
 
     def save_state(self, path: Path) -> None:
-        """Write weights and moments into the directory `path`; each process writes its parts, so all must see
-        `path`.
+        """Write weights and moments into the directory `path`.
+
+        Each process writes its parts, so all must see `path`.
         """
         worker = self._worker
         self._together(Save(self._number, str(path.absolute())), lambda: worker.save_parts(path))

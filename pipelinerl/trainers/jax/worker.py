@@ -212,8 +212,10 @@ def _devices(spec: TrainerSpec) -> list[Any]:
 
 
 def _attention(requested: PackedAttention | None, platform: str, compute: Any) -> PackedAttention:
-    """Return the requested attention, or the default for the platform. Raises SpecError if the kernel is
-    unavailable.
+    """Return the requested attention, or the default for the platform.
+
+    Raises:
+        SpecError: the requested kernel is unavailable.
     """
     if requested is PackedAttention.FLASH and platform != "tpu":
         raise SpecError(f'options.attention = "flash" is a kernel for TPUs, got {platform}; leave it out')

@@ -285,8 +285,9 @@ class MeshWorker:
         return dict(list(self.model.shapes.items())[places.start : places.stop])
 
     def save_shard(self, path: Path) -> None:
-        """Write this rank's rows of weights and moments into a state's directory; only the first copy of the model
-        writes.
+        """Write this rank's rows of weights and moments into a state's directory.
+
+        Only the first copy of the model writes.
         """
         if self.rank >= self.mesh.shards:
             return
@@ -324,8 +325,9 @@ class MeshWorker:
         return self.loaded.gather_dtype if kind is GatheredKind.WEIGHTS else torch.float32
 
     def _sent(self, weights: HostWeights | None) -> Callable[[str], Tensor]:
-        """Return a function that gives this rank's rows of each parameter; rank 0 holds the whole and sends them
-        out.
+        """Return a function that gives this rank's rows of each parameter.
+
+        Rank 0 holds the whole parameters and sends the rows.
         """
 
         def rows_of(name: str) -> Tensor:
@@ -355,8 +357,9 @@ class MeshWorker:
         saved.random.restore()
 
     def _abandon_sequence(self, *, is_first: bool) -> None:
-        """End a sequence whose last backward was skipped; reduce and discard the gradients that earlier ones
-        accumulated.
+        """End a sequence whose last backward was skipped.
+
+        Gradients that earlier passes accumulated are reduced and discarded.
         """
         self.model.abandon()
         if not is_first:

@@ -107,7 +107,7 @@ def prefix_counts_towards_max_tokens(session: Session) -> None:
         assert rest.finish_reason is FinishReason.LENGTH, f"finish_reason must be length, got {rest.finish_reason}"
 
 
-def stop_string_over_the_border(session: Session) -> None:
+def stop_string_may_span_the_prefix(session: Session) -> None:
     """A stop string that starts in the prefix and ends after it ends the answer and is not in its text."""
     # Fresh noise would give a different text. Greedy sampling gives one text per prompt, so vary the prompt instead.
     warmth = {"temperature": 0.0} if _offered(session) is Continuation.OWN_NOISE else {}
@@ -162,7 +162,7 @@ def unknown_prefix_is_refused(session: Session) -> None:
         refused(session.completed(seed=3, max_tokens=4, prefixes=prefixes), 400, code="invalid_request_error")
 
 
-def rare_chunks_are_the_whole(session: Session) -> None:
+def fewer_chunks_give_the_same_answer(session: Session) -> None:
     """`stream_options.interval_s` reduces the number of chunks and does not change the answer."""
     _offered(session)
     whole = session.chat(n=3, seed=9).choices
@@ -182,8 +182,8 @@ CHECKS = (
     greedy_answer_continues,
     sampled_answer_continues,
     prefix_counts_towards_max_tokens,
-    stop_string_over_the_border,
+    stop_string_may_span_the_prefix,
     ended_prefix_is_refused,
     unknown_prefix_is_refused,
-    rare_chunks_are_the_whole,
+    fewer_chunks_give_the_same_answer,
 )

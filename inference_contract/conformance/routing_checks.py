@@ -11,7 +11,7 @@ from inference_contract.routed_experts import RoutedExperts
 from inference_contract.schemas import Choice
 
 
-def routed_experts_come_or_are_refused(session: Session) -> None:
+def routed_experts_are_returned_or_refused(session: Session) -> None:
     """return_routed_experts gives each token the experts of the token before it; or the field is rejected by name."""
     fields: dict[str, Any] = {"n": 2, "seed": 3, "return_routed_experts": True}
     response = session.completed(**fields)
@@ -53,4 +53,4 @@ def _of_tokens(choice: Choice, like: RoutedExperts) -> None:
     )
 
 
-CHECKS = (routed_experts_come_or_are_refused,)
+CHECKS = (routed_experts_are_returned_or_refused,)

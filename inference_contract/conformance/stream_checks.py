@@ -83,7 +83,7 @@ def stream_carries_usage(session: Session) -> None:
     assert last.usage.completion_tokens == sampled, "the usage of a stream must count the tokens streamed"
 
 
-def leaving_a_stream_frees_it(session: Session) -> None:
+def disconnect_frees_a_stream(session: Session) -> None:
     """The engine stops sampling for a client that disconnects in the middle of a stream."""
     n, length = 8, min(256, session.card().context_length // 2)
     wasted: list[str] = []
@@ -127,4 +127,4 @@ def _only_its_own_tokens(session: Session) -> None:
     assert grown == own, f"no other request ran, but {grown:g} tokens were sampled for a request of {own}"
 
 
-CHECKS = (stream_equals_whole, stream_equals_whole_with_stop, stream_carries_usage, leaving_a_stream_frees_it)
+CHECKS = (stream_equals_whole, stream_equals_whole_with_stop, stream_carries_usage, disconnect_frees_a_stream)

@@ -63,13 +63,13 @@ SHORT_OF = {
         # As below.
         "same_seed_same_samples": "log-probs",
         "stream_equals_whole": "token_logprobs",
-        "rare_chunks_are_the_whole": "token_logprobs",
+        "fewer_chunks_give_the_same_answer": "token_logprobs",
     },
     "vllm_server": {
         # The server takes samples as they come: which of them share a step, and so the rounding, differs each time.
         "same_seed_same_samples": "log-probs",
         "stream_equals_whole": "token_logprobs",
-        "rare_chunks_are_the_whole": "token_logprobs",
+        "fewer_chunks_give_the_same_answer": "token_logprobs",
     },
 }
 

@@ -114,7 +114,7 @@ def drops_the_gradient(sound, batches, weights):
     return sound.forward_at(batches, weights)
 
 
-def loses_precision_on_the_way_back(sound, batches, weights):
+def loses_precision_afterwards(sound, batches, weights):
     sound._state.table = sound._state.table.astype(np.float32).astype(np.float64)
     return sound.forward_at(batches, weights)
 
@@ -131,7 +131,7 @@ def mean_over_the_micro_batch(sound, batch, objective):
     return sound.backward([replace(batch, weights=batch.weights * share)], objective)[0]
 
 
-def keeps_the_last_part_alone(sound, batches, objective):
+def keeps_only_the_last_part(sound, batches, objective):
     earlier = sound.backward(batches[:-1], objective)
     sound.discard_gradient()
     return [*earlier, *sound.backward(batches[-1:], objective)]
@@ -141,7 +141,7 @@ def answers_in_reverse(sound, batches, objective):
     return sound.backward(batches, objective)[::-1]
 
 
-def does_not_say_which(sound, batches, objective):
+def omits_the_number(sound, batches, objective):
     try:
         return sound.backward(batches, objective)
     except NonFiniteError as error:
@@ -263,7 +263,7 @@ def forgets_the_version(sound, spec):
         sound._state.model_version = 0
 
 
-def starts_anew_when_damaged(sound, spec):
+def restarts_when_damaged(sound, spec):
     try:
         sound.init_worker(spec)
     except Exception:
@@ -291,13 +291,13 @@ BROKEN = [
     ("forward_at_uses_the_given_weights", {"forward_at": rounds_the_weights}),
     ("forward_at_has_no_side_effect", {"forward_at": leaves_them_loaded}),
     ("forward_at_has_no_side_effect", {"forward_at": drops_the_gradient}),
-    ("forward_at_has_no_side_effect", {"forward_at": loses_precision_on_the_way_back}),
+    ("forward_at_has_no_side_effect", {"forward_at": loses_precision_afterwards}),
     ("forward_at_refuses_foreign_weights", {"forward_at": fits_anything}),
     ("loss_matches_forward", {"backward": mean_over_the_micro_batch}),
     ("parts_equal_the_whole", {"backward": mean_over_the_micro_batch}),
-    ("parts_equal_the_whole", {"whole_backward": keeps_the_last_part_alone}),
+    ("parts_equal_the_whole", {"whole_backward": keeps_only_the_last_part}),
     ("parts_equal_the_whole", {"whole_backward": answers_in_reverse}),
-    ("non_finite_is_refused", {"whole_backward": does_not_say_which}),
+    ("non_finite_is_refused", {"whole_backward": omits_the_number}),
     ("non_finite_is_refused", {"whole_backward": keeps_what_came_before}),
     ("parts_equal_the_whole", {"backward": overwrites_the_gradient}),
     ("gradient_matches_the_loss", {"backward": ascends}),
@@ -318,7 +318,7 @@ BROKEN = [
     ("state_continues_exactly", {"init_worker": restores_weights_in_half}),
     ("state_continues_exactly", {"init_worker": forgets_the_version}),
     ("concurrent_reads_see_the_last_step", {"forward_at": lends_its_table}),
-    ("broken_state_is_refused", {"init_worker": starts_anew_when_damaged}),
+    ("broken_state_is_refused", {"init_worker": restarts_when_damaged}),
     ("layout_matches_gathered_weights", {"gather_weights": half_precision}),
     ("layout_matches_gathered_weights", {"gather_weights": renamed}),
 ]

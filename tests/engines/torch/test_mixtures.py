@@ -34,7 +34,7 @@ from trainer_contract.types import Device
 
 PROMPT = [7, 8, 9, 10, 11]
 #: Checks of the conformance kit that depend on expert weights or their names.
-OF_EXPERTS = ["routed_experts_come_or_are_refused", "update_is_served"]
+OF_EXPERTS = ["routed_experts_are_returned_or_refused", "update_is_served"]
 
 
 @pytest.fixture(scope="session")

@@ -63,13 +63,13 @@ SHORT_OF = {
         # As below.
         "same_seed_same_samples": "log-probs",
         "stream_equals_whole": "token_logprobs",
-        "rare_chunks_are_the_whole": "token_logprobs",
+        "fewer_chunks_give_the_same_answer": "token_logprobs",
     },
     "vllm_server": {
         # The server starts samples as they arrive, so the samples in each step, and thus rounding, differ each time.
         "same_seed_same_samples": "log-probs",
         "stream_equals_whole": "token_logprobs",
-        "rare_chunks_are_the_whole": "token_logprobs",
+        "fewer_chunks_give_the_same_answer": "token_logprobs",
     },
 }
 

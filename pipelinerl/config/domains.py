@@ -106,7 +106,9 @@ class DomainSection(Section):
         if self.few_shot and self.few_shot[-1].role != "assistant":
             raise ValueError(f"few_shot must end with the assistant's answer, got {self.few_shot[-1].role!r} last")
         if self.system_prompt and any(shot.role == "system" for shot in self.few_shot):
-            raise ValueError("few_shot must not hold a system message beside system_prompt; leave one of them out")
+            raise ValueError(
+                "few_shot must not hold a system message together with system_prompt; leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -114,7 +116,9 @@ class DomainSection(Section):
         for sentence in contradictions(self.verifier, self.rewards):
             raise ValueError(sentence)
         if self.judge is not None and "judge" not in {self.verifier, *(part.function for part in self.rewards)}:
-            raise ValueError('judge is a table of the verifier judge, which this domain lacks; say verifier = "judge"')
+            raise ValueError(
+                'judge configures the verifier judge, which this domain does not use; set verifier = "judge"'
+            )
         return self
 
     @model_validator(mode="after")
@@ -126,7 +130,9 @@ class DomainSection(Section):
         if self.command and not self.names_verifier:
             raise ValueError("command needs verifier or rewards, which judge the last answer of the program's model")
         if self.episode != EpisodeSection() and not self.has_environment:
-            raise ValueError("episode is a table of domains with an environment or a command; name one of them")
+            raise ValueError(
+                "episode configures an environment or a command, and this domain has none; set one of them"
+            )
         return self
 
     @property

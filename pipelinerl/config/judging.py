@@ -113,7 +113,7 @@ class JudgeSection(Section):
         if self.low >= self.high:
             raise ValueError(f"judge.low must be below judge.high, got {self.low:g} and {self.high:g}")
         if self.votes > 1 and self.temperature == 0:
-            raise ValueError("judge.temperature must be above 0 where there are several votes: they would be one")
+            raise ValueError("judge.temperature must be above 0 with several votes, which would all be equal")
         return self
 
     @property

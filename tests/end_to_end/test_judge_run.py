@@ -87,7 +87,7 @@ def test_a_run_is_judged_by_an_engine_beside_it_and_ends_with_its_last_words(tmp
             steps = run.events("step")
             assert run.is_gone()
     assert re.fullmatch(
-        r"the verifier of domain divisors has given \d+ answers in a row no verdict; the last: verifier_error: .*",
+        r"the verifier of domain divisors has failed on \d+ answers in a row; the last error: verifier_error: .*",
         failed["reason"],
     )
     assert run.output.rstrip().splitlines()[-1] == f"failed: {failed['reason']}"

@@ -219,7 +219,7 @@ class ControllerService:
         except _UNDECIDABLE as error:
             if not isinstance(given, ReportReceived) or not await self._as_journaled():
                 raise
-            raise RecordError(f"nothing can be decided on it: {type(error).__name__}: {error}") from error
+            raise RecordError(f"it cannot be processed: {type(error).__name__}: {error}") from error
 
     async def _put_into_effect(self, given: AnyInput, effects: list[Effect]) -> None:
         number = await self._journal.record(Decision(given, self._next_entry, self._next_directive))
@@ -313,7 +313,7 @@ class ControllerService:
             told = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
             await self._carry_out(last_word(self.controller.state, self.controller.settings), found.number, told=told)
             return
-        log.warning("the controller is back and goes on at version %d", self.controller.state.version)
+        log.warning("the controller has restarted and continues at version %d", self.controller.state.version)
         self._record("controller_returned", {"model_version": self.controller.state.version})
 
     # --- loops -----------------------------------------------------------------------------------------------------
@@ -350,8 +350,8 @@ class ControllerService:
 
     async def _refuse(self, entry: Entry, report: Report, reason: str) -> None:
         """Ignore an implausible report, and make it visible in the log and the events."""
-        log.error("a report (%s) is refused: %s", type(report).__name__, reason)
-        await self._dead_letters.bury(entry, RecordError(f"a {type(report).__name__} is refused: {reason}"))
+        log.error("a report (%s) is rejected: %s", type(report).__name__, reason)
+        await self._dead_letters.bury(entry, RecordError(f"a {type(report).__name__} is rejected: {reason}"))
         self._record("report_refused", {"report": type(report).__name__, "reason": reason})
 
     async def _as_journaled(self) -> bool:
@@ -469,7 +469,7 @@ class ControllerService:
                 await self._stream.trim(DIRECTIVES, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
             case Record(kind, fields):
                 if kind == "stalled":
-                    log.warning("nothing has got on for %.0f s: waiting for %s", fields["still_s"], fields["waits_for"])
+                    log.warning("no progress for %.0f s: waiting for %s", fields["still_s"], fields["waits_for"])
                 if kind == "alarm":
                     log.warning("step %d: %s", fields["step"], fields["what"])
                 if not told:

@@ -148,7 +148,7 @@ def test_a_table_that_is_wrong_says_where(table: str, said: str, tmp_path: Path)
 
 def test_a_sweep_of_which_nothing_can_run_has_failed(table: str) -> None:
     result = simulate("tiny", "--hardware", table, "--sweep", "engine.slot=1,2")
-    assert result.exit_code == 2 and "engine.slot: unknown key; is slots meant?" in result.output
+    assert result.exit_code == 2 and "engine.slot: unknown key; did you mean slots?" in result.output
 
 
 @pytest.mark.parametrize("axis", ["engines=1,2", "engine.count", "engine.count=1,,2"])

@@ -7,15 +7,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from pipelinerl.config.curation import CooldownSection
-from pipelinerl.config.episodes import EpisodeSection
-from pipelinerl.config.judging import InstructionsSection, JudgeSection
+from pipelinerl.config.judging import InstructionsSection, JudgeSection, OublietteSection
 from pipelinerl.config.learning import RewardSection
-from pipelinerl.config.oubliette import OublietteSection
 from pipelinerl.config.sections import Section
 from pipelinerl.config.verification import RewardPartSection, contradictions
 from pipelinerl.data.prompts import Prompts
 from pipelinerl.data.templates import Template
 from pipelinerl.enums import COLDEST, HOTTEST
+from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.references import is_reference
 from pipelinerl.types import DomainSampling, Message
@@ -28,6 +27,26 @@ class FewShotSection(Section):
     """Author of the message."""
     content: str
     """Text of the message."""
+
+
+class EpisodeSection(Section):
+    """Limits of one episode in a domain with an environment."""
+
+    max_turns: int = Field(default=20, ge=1, le=10_000)
+    """The most model answers per episode, including those of sub-agents."""
+    timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    """Time limit of one episode; an episode that exceeds it is masked."""
+    turn_tokens: int | None = Field(default=None, ge=1)
+    """The most tokens of one answer; by default the domain's `max_tokens`."""
+    history: History = History.EXACT
+    """Continuation of a conversation: from its sampled tokens (`exact`), or by the chat template (`template`)."""
+
+    @property
+    def limits(self) -> EpisodeLimits:
+        """The limits in the actor's form."""
+        return EpisodeLimits(
+            max_turns=self.max_turns, timeout_s=self.timeout_s, turn_tokens=self.turn_tokens, history=self.history
+        )
 
 
 class DomainSection(Section):

@@ -127,8 +127,8 @@ def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
         return
     refusals = [record for record in records if record.refuses]
     if refusals and all(record.lifecycle is EngineLifecycle.EXPELLED for record in records):
-        said = "; ".join(f"{record.url} {record.last_error}" for record in refusals[:3])
-        yield f"no engine can serve this run: {said}"
+        reasons = "; ".join(f"{record.url} {record.last_error}" for record in refusals[:3])
+        yield f"no engine can serve this run: {reasons}"
 
 
 def _all_too_long(state: RunState) -> Iterator[str]:

@@ -93,8 +93,8 @@ def _untrained(state: RunState) -> str:
     ended = {fate: ledger[fate] - getattr(before, fate) for fate in _WHY}
     if sum(ended.values()) < state.knobs.groups_per_step:
         return ""
-    told = ", ".join(f"{number} {fate} ({_WHY[fate]})" for fate, number in ended.items() if number)
-    return f"; since the last step {sum(ended.values())} groups ended untrained: {told}"
+    causes = ", ".join(f"{number} {fate} ({_WHY[fate]})" for fate, number in ended.items() if number)
+    return f"; since the last step {sum(ended.values())} groups ended untrained: {causes}"
 
 
 def _outdated(state: RunState) -> str:

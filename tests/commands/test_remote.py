@@ -151,5 +151,5 @@ def test_another_server_on_the_port_of_a_dead_run_is_detected() -> None:
     app.get("/engines")(lambda: HTMLResponse(b'{"error": {"message": "\xff"}}', status_code=500))
     with in_thread(app) as url, ControllerClient(url, "secret") as remote:
         for ask in (remote.status, remote.knobs, remote.stop, remote.engines):
-            with pytest.raises(AddressError, match=r"what answers at .* is no controller"):
+            with pytest.raises(AddressError, match=r"the server at .* is not a controller"):
                 ask()

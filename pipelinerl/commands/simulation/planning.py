@@ -139,7 +139,7 @@ def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis
         return Trial(changes=changes, refusal=str(error))
 
 
-# --- hardware tables: TOML files with the time of each operation (docs/understand/simulation.md shows every key) --------
+# --- hardware tables: TOML files with the time of each operation (docs/understand/simulation.md shows every key) ---
 
 
 @final

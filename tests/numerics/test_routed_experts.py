@@ -25,8 +25,8 @@ def test_encoding_round_trips(dtype: Any) -> None:
     ("changes", "said"),
     [
         ({"data": "AAAA"}, "data must be 4 bytes in base64"),
-        ({"data": "AAAAA"}, "no base64"),
-        ({"data": "A~AAAA=="}, "no base64"),
+        ({"data": "AAAAA"}, "not base64"),
+        ({"data": "A~AAAA=="}, "not base64"),
         ({"shape": [2, 1]}, "shape"),
         ({"shape": [2, 1, -2]}, "shape"),
         ({"dtype": "uint32"}, "dtype"),

@@ -1,9 +1,8 @@
-"""The commands for runs on several hosts: `plan` and `node`; and the options that `run` shares with them.
+"""The commands for runs on several hosts, `plan` and `node`, and the options that `run` shares with them.
 
     add_cluster_commands(app, connect=…, claim=…, refuse=…)
 
-They read arguments and call what does the work. The controller's client is handed in, and what looks at a recipe: the
-launcher knows both by what it calls alone.
+The controller's client and the checks of a recipe are passed in, since the launcher does not import them.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -20,7 +20,7 @@ import typer
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import UserError
 
-if TYPE_CHECKING:  # `pipelinerl --help` need not wait for them
+if TYPE_CHECKING:  # `pipelinerl --help` does not need them
     from launch.cluster.launchers import ClusterTarget
     from launch.cluster.membership import Members
     from launch.plan import Launch
@@ -61,10 +61,10 @@ Image = Annotated[str | None, typer.Option("--image", help="Container image with
 
 
 def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | None, image: str | None) -> ClusterTarget:
-    """Where `--on` says that a run is to be.
+    """Return where a run is to start, as `--on` says.
 
     Raises:
-        UserError: it names nothing that is known, or how many hosts is not said.
+        UserError: the launcher is unknown, or the number of hosts is not given.
     """
     from launch.cluster.launchers import ClusterTarget, read_launcher
 
@@ -75,7 +75,7 @@ def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | No
 
 
 def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: int | None) -> None:
-    """Return when a run that goes on is given no hosts: it has its own. Raises UserError."""
+    """Return if the command line of a resumed run names no hosts: the run has its own. Raises UserError otherwise."""
     if on is not None or words or count is not None:
         raise UserError(
             f"--resume goes on where {resume} was begun: leave out --on, --host and --hosts. Begin its nodes on other "
@@ -86,7 +86,7 @@ def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: in
 def members_of(
     config: RunConfig, words: list[str] | None, count: int | None, gpus: int | None, first_port: int | None
 ) -> Members | None:
-    """The hosts that a command line names; None where it names none: this machine.
+    """Return the hosts that a command line names; None for this machine alone.
 
     Raises:
         UserError: they cannot be read.
@@ -100,9 +100,12 @@ def members_of(
 
 
 def add_cluster_commands(app: typer.Typer, *, connect: Connect, claim: _Claim, refuse: _Refuse) -> None:
-    """Add the commands to the command line; `connect` makes the client of a run's controller.
+    """Add the commands to the command line.
 
-    `claim` is `run_directory.create`'s; `refuse` raises UserError for a recipe that cannot run.
+    Args:
+        connect: makes the client of a run's controller.
+        claim: as in `run_directory.create`.
+        refuse: raises UserError for a recipe that cannot run.
     """
     _add_plan(app)
     _add_node(app, connect, claim, refuse)
@@ -122,9 +125,10 @@ def _add_plan(app: typer.Typer) -> None:
         image: Image = None,
         as_json: Annotated[bool, typer.Option("--json", help="The whole plan, for programs.")] = False,
     ) -> None:
-        """Who would run where: hosts, ports, devices, ranks, environment and restart rules. Starts nothing.
+        """Show where each process would run: hosts, ports, devices, ranks, environment and restart rules. Starts
+        nothing.
 
-        With --on, what that would be given to start it all.
+        With --on, show what that launcher would be given.
         """
         from launch.cluster.table import plan_json, plan_lines
 
@@ -159,7 +163,7 @@ def _add_node(app: typer.Typer, connect: Connect, claim: _Claim, refuse: _Refuse
             Path | None, typer.Option("--recipe", help="Recipe by which the head begins the run, if there is none yet.")
         ] = None,
     ) -> None:
-        """Run one host's share of a run, until the run is over. Every host runs one; the first is the head."""
+        """Run one host's share of a run until the run is over. Every host runs one node; the first is the head."""
         from launch.cluster.node import run_node
 
         raise typer.Exit(
@@ -176,24 +180,12 @@ def _add_node(app: typer.Typer, connect: Connect, claim: _Claim, refuse: _Refuse
 
 
 def _planned(config: RunConfig, members: Members | None) -> Launch:
-    from dataclasses import replace
-
     from launch.cluster.membership import FIRST_PORT
-    from launch.devices import devices_for
-    from launch.hosts import LOCALHOST
-    from launch.plan import Launch, Ports
-    from launch.spread import spread
+    from launch.plan import Launch
+    from launch.run import this_machine
 
-    here = (replace(LOCALHOST, devices=devices_for(config, os.environ)),) if members is None else members.hosts
-    homes, placement = spread(config, here)
-    first = FIRST_PORT if members is None else members.first_port
     run_dir = config.run_directory.resolve()
-    return Launch(
-        config=config,
-        run_dir=run_dir,
-        ports=Ports.of(config, range(first, first + Ports.count(config))),
-        token_file=run_dir / "tokens.json",
-        cores=sorted(os.sched_getaffinity(0)) if members is None else (),
-        placement=placement,
-        homes=homes,
-    )
+    if members is not None:
+        return members.launch(config, run_dir)
+    cores = sorted(os.sched_getaffinity(0))
+    return Launch.on([this_machine(config)], config, run_dir=run_dir, ports=count(FIRST_PORT), cores=cores)

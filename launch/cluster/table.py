@@ -1,6 +1,6 @@
-"""A plan for people and for programs: who runs where, with which ports, devices, environment and rules.
+"""A plan for people and for programs: which process runs where, with which ports, devices, environment and rules.
 
-What it shows holds no secret: tokens and passwords are named by their files.
+The output holds no secrets: tokens and passwords are named by their files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from launch.plan import Launch, OnExit, ProcessSpec, processes_of, rank_of
+from launch.plan import Launch, ProcessSpec, processes_of, rank_of
+from pipelinerl.roles.role import OnExit
 
 _ON_EXIT = {
     OnExit.RESTART: "",
@@ -20,7 +21,7 @@ _ON_EXIT = {
 
 
 def plan_lines(launch: Launch) -> Iterator[str]:
-    """Hosts with their processes, and below them what all processes have in common."""
+    """Yield each host with its processes, then what all processes have in common."""
     plan = processes_of(launch)
     shared = _shared_environment(plan.specs)
     name_width = max(len(spec.name) for spec in plan.specs)
@@ -43,7 +44,7 @@ def plan_lines(launch: Launch) -> Iterator[str]:
 
 
 def plan_json(launch: Launch) -> dict[str, Any]:
-    """The same, whole, with every process' argv."""
+    """Return the whole plan for programs, with every process's arguments."""
     plan = processes_of(launch)
     return {
         "run_dir": str(launch.run_dir),

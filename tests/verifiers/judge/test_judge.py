@@ -21,7 +21,7 @@ from pipelinerl.errors import EngineUnreachable, RecipeError
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.registry import ENGINES, load
-from pipelinerl.roles.judging import JudgeBudget, open_judge
+from pipelinerl.roles.verification import JudgeBudget, open_judge
 from pipelinerl.types import Message, Outcome, Problem, Sampling, Verdict
 from pipelinerl.verifiers.judge.judge import Judge, JudgeSettings
 from pipelinerl.verifiers.judge.scores import ScoreFormat

@@ -31,9 +31,12 @@ class EngineProcesses:
         self._supervisor = supervisor
         self._launch = launch
         self._give_up = give_up
-        self._ports = set(launch.ports.all)
-        self._devices = launch.placement_of_head.devices
-        self._held = dict(launch.placement_of_head.assignments)
+        placement = launch.placement
+        self._ports = set(launch.ports.values())
+        self._devices = placement.head.devices
+        self._held = {
+            name: on for name, on in placement.assignments.items() if placement.host_of(name) is placement.head
+        }
 
     def follow(self, status: RunStatus) -> None:
         """Start engines that were requested and do not run yet, and stop engines that are to stop."""

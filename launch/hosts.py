@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
@@ -72,54 +72,6 @@ class Host:
 
 #: This machine by its loopback address: the only host of a run on one machine.
 LOCALHOST: Final = Host(name="localhost", address="127.0.0.1")
-
-
-@dataclass(frozen=True, slots=True)
-class HostAssignment:
-    """The host of each process; a process that is not listed runs on the head."""
-
-    hosts: tuple[Host, ...] = (LOCALHOST,)
-    by_process: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def head(self) -> Host:
-        """The first host."""
-        return self.hosts[0]
-
-    @property
-    def are_several(self) -> bool:
-        """True if the run is on more than one machine."""
-        return len(self.hosts) > 1
-
-    def of(self, process: str) -> Host:
-        """Return the host of a process, by the name of the process."""
-        return self.named(self.by_process.get(process, self.head.name))
-
-    def named(self, name: str) -> Host:
-        """Return the host of that name.
-
-        Raises:
-            UserError: there is none.
-        """
-        for host in self.hosts:
-            if host.name == name:
-                return host
-        raise UserError(f"this run has no host {name!r}; its hosts are {', '.join(host.name for host in self.hosts)}")
-
-    def knowing(self, name: str, devices: Devices) -> HostAssignment:
-        """Return the assignment with the GPUs that a host has found in itself.
-
-        Raises:
-            UserError: it has fewer than the plan assigns to it.
-        """
-        planned = len(self.named(name).devices)
-        if len(devices) < planned:
-            raise UserError(
-                f"the plan gives host {name} {planned} GPU{'s' if planned > 1 else ''}, and it has "
-                f"{len(devices) or 'none'}; say --host {name}:gpus={len(devices)}, or start it on a host that has them"
-            )
-        own = Devices(devices.each[:planned], devices.origin)
-        return replace(self, hosts=tuple(replace(h, devices=own) if h.name == name else h for h in self.hosts))
 
 
 def numbered_devices(count: int) -> Devices:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 from launch.devices import Devices, Origin
-from launch.hosts import Host, HostAssignment, HostRole
+from launch.hosts import LOCALHOST, Host, HostRole
 from pipelinerl.config.recipe import RunConfig
-from pipelinerl.errors import RecipeError
+from pipelinerl.errors import RecipeError, UserError
 
 TRAINER: Final = "trainer"
 
@@ -43,40 +43,84 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The assignments of all processes that use a device, by name."""
+    """Where the processes of a run compute.
 
-    devices: Devices = field(default_factory=Devices)
+    Attributes:
+        hosts: the hosts of the run; the first is the head.
+        homes: the host of each process, by name; a process that is not listed runs on the head.
+        assignments: the devices of each process that uses some, by name.
+    """
+
+    hosts: tuple[Host, ...] = (LOCALHOST,)
+    homes: Mapping[str, str] = field(default_factory=dict)
     assignments: Mapping[str, Assignment] = field(default_factory=dict)
 
-    def of(self, name: str) -> Assignment:
-        """Return the assignment of a process; without devices if it uses none."""
-        return self.assignments.get(name, Assignment())
+    @property
+    def head(self) -> Host:
+        """The first host."""
+        return self.hosts[0]
+
+    def of(self, process: str) -> Assignment:
+        """Return the devices of a process; none if it uses none."""
+        return self.assignments.get(process, Assignment())
+
+    def host_of(self, process: str) -> Host:
+        """Return the host of a process."""
+        return self.host(self.homes.get(process, self.head.name))
+
+    def host(self, name: str) -> Host:
+        """Return the host of that name.
+
+        Raises:
+            UserError: there is none.
+        """
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        raise UserError(f"this run has no host {name!r}; its hosts are {', '.join(host.name for host in self.hosts)}")
+
+    def knowing(self, name: str, devices: Devices) -> Placement:
+        """Return the placement with the devices that a host has found in itself.
+
+        Raises:
+            UserError: there is no such host, or it has fewer devices than planned.
+        """
+        planned = len(self.host(name).devices)
+        if len(devices) < planned:
+            raise UserError(
+                f"the plan gives host {name} {planned} GPU{'s' if planned > 1 else ''}, and it has "
+                f"{len(devices) or 'none'}; pass --host {name}:gpus={len(devices)}, or use a host that has them"
+            )
+        own = Devices(devices.each[:planned], devices.origin)
+        return replace(self, hosts=tuple(replace(h, devices=own) if h.name == name else h for h in self.hosts))
 
     def bytes_of(self, name: str) -> int | None:
         """Return how much memory a process may use on each of its devices; None if it has none, or the size is
         unknown.
         """
-        assignment = self.of(name)
-        sizes = [self.devices.each[index].memory_mib for index in assignment.indices]
+        assignment, devices = self.of(name), self.host_of(name).devices
+        sizes = [devices.each[index].memory_mib for index in assignment.indices]
         known = [size for size in sizes if size is not None]
         return int(min(known) * 2**20 * (assignment.share or 1.0)) if known and len(known) == len(sizes) else None
 
     def describe(self) -> str:
-        """Describe in one line which process has which devices."""
+        """Describe in one line which process has which devices, in a run on one host."""
         if not self.assignments:
             return "everything computes on the CPU"
-        shared = [index for index in range(len(self.devices)) if len(list(_on(self.assignments, index))) > 1]
-        unused = [index for index in range(len(self.devices)) if not list(_on(self.assignments, index))]
+        devices = self.head.devices
+        shared = [index for index in range(len(devices)) if len(list(_on(self.assignments, index))) > 1]
+        unused = [index for index in range(len(devices)) if not list(_on(self.assignments, index))]
         parts = [", ".join(f"{name} on {self._where(each)}" for name, each in self.assignments.items())]
-        parts += [f"shared: {', '.join(map(self.devices.label, shared))}"] if shared else []
-        parts += [f"free: {', '.join(map(self.devices.label, unused))}"] if unused else []
+        parts += [f"shared: {', '.join(map(devices.label, shared))}"] if shared else []
+        parts += [f"free: {', '.join(map(devices.label, unused))}"] if unused else []
         return "; ".join(parts)
 
     def _where(self, assignment: Assignment) -> str:
-        labels = " + ".join(map(self.devices.label, assignment.indices))
+        devices = self.head.devices
+        labels = " + ".join(map(devices.label, assignment.indices))
         if assignment.share is None:
             return labels
-        memory = self.devices.each[assignment.indices[0]].memory_mib
+        memory = devices.each[assignment.indices[0]].memory_mib
         much = "" if memory is None else f", {assignment.share * memory / 1024:.1f} GiB"
         return f"{labels} ({assignment.share:g} of its memory{much})"
 
@@ -88,9 +132,10 @@ def place(config: RunConfig, devices: Devices) -> Placement:
         RecipeError: there are too few devices, or the recipe contradicts itself.
     """
     check_uses(config)
+    here = (replace(LOCALHOST, devices=devices),)
     if not devices.each:
         check_none_is_needed(config, devices)
-        return Placement(devices)
+        return Placement(here)
     _check_counts(config, devices)
     indices = _indices(config, devices)
     shares = _shares(config, indices, devices)
@@ -101,7 +146,7 @@ def place(config: RunConfig, devices: Devices) -> Placement:
                     'weights.backend = "nccl" needs a GPU for each engine and for the trainer, and '
                     f"{devices.label(index)} is that of {' and '.join(together)}; place them apart, or say gloo"
                 )
-    return Placement(devices, {name: Assignment(indices[name], shares[name]) for name in indices})
+    return Placement(here, assignments={name: Assignment(indices[name], shares[name]) for name in indices})
 
 
 def check_uses(config: RunConfig) -> None:
@@ -243,14 +288,14 @@ def _on(assignments: Mapping[str, Assignment], index: int) -> Iterator[str]:
     return (name for name, each in assignments.items() if index in each.indices)
 
 
-def spread(config: RunConfig, hosts: Sequence[Host]) -> tuple[HostAssignment, Placement]:
+def spread(config: RunConfig, hosts: Sequence[Host]) -> Placement:
     """Return the host of each process that the run begins with, and its GPUs there.
 
     Raises:
         RecipeError: the hosts have too few GPUs, or lack a role that the run needs.
     """
     if len(hosts) == 1:
-        return HostAssignment(tuple(hosts)), place(config, hosts[0].devices)
+        return replace(place(config, hosts[0].devices), hosts=tuple(hosts))
     check_uses(config)
     if config.launch.engine_devices or config.launch.trainer_devices:
         raise RecipeError(
@@ -259,13 +304,13 @@ def spread(config: RunConfig, hosts: Sequence[Host]) -> tuple[HostAssignment, Pl
         )
     if not any(len(host.devices) for host in hosts):
         check_none_is_needed(config, Devices())
-    dealer = _HostAllocator(config, hosts)
-    trainers = dealer.place_trainer()
-    engines = dealer.place_engines(after=trainers)
-    dealer.deal("actor", config.actor.count, HostRole.ACTOR, first=engines)
-    dealer.deal("verifier", config.verification.services, HostRole.ACTOR, first=engines)
-    dealer.homes |= {f"parameter-server-{number}": trainers[0] for number in range(config.servers_to_start)}
-    return HostAssignment(tuple(hosts), dealer.homes), Placement(hosts[0].devices, dealer.assignments)
+    allocator = _HostAllocator(config, hosts)
+    trainers = allocator.place_trainer()
+    engines = allocator.place_engines(after=trainers)
+    allocator.assign_in_turn("actor", config.actor.count, HostRole.ACTOR, first=engines)
+    allocator.assign_in_turn("verifier", config.verification.services, HostRole.ACTOR, first=engines)
+    allocator.homes |= {f"parameter-server-{number}": trainers[0] for number in range(config.servers_to_start)}
+    return Placement(tuple(hosts), allocator.homes, allocator.assignments)
 
 
 @final
@@ -304,7 +349,7 @@ class _HostAllocator:
         able = [name for name in able if name not in after] + [name for name in able if name in after]
         needs, count = config.gpus_of_engine() if self._computing else 0, config.engine.count
         if not needs:
-            return self.deal("engine", count, HostRole.ENGINE, first=able)
+            return self.assign_in_turn("engine", count, HostRole.ENGINE, first=able)
         for number in range(count):
             roomy = [name for name in able if len(self._free[name]) >= needs]
             if not roomy:
@@ -314,7 +359,7 @@ class _HostAllocator:
             self._take(f"engine-{number}", roomy[0], needs, config.engine.memory_share)
         return list(dict.fromkeys(self.homes[f"engine-{number}"] for number in range(count)))
 
-    def deal(self, kind: str, count: int, role: HostRole, *, first: Sequence[str]) -> list[str]:
+    def assign_in_turn(self, kind: str, count: int, role: HostRole, *, first: Sequence[str]) -> list[str]:
         """Assign `count` processes without GPUs in turn to hosts that have the role; return the hosts that got some."""
         able = self._able(role)
         order = [name for name in first if name in able] or able

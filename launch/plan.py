@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from launch.devices import Devices
-from launch.hosts import LOCALHOST, Host, HostAssignment
+from launch.hosts import LOCALHOST, Host
 from launch.placement import TRAINER, Assignment, Placement, spread
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.roles import catalogue as roles
@@ -118,115 +117,49 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """Ports of the services; `redis` is None if the recipe names the user's own server."""
-
-    controller: int
-    engines: tuple[int, ...]
-    redis: int | None = None
-    parameter_servers: tuple[int, ...] = ()
-    verifiers: tuple[int, ...] = ()
-    trainer: int | None = None
-    """Where the processes of a trainer with several processes meet."""
-
-    @property
-    def all(self) -> frozenset[int]:
-        """Every port of the run."""
-        single = (port for port in (self.redis, self.trainer) if port is not None)
-        return frozenset((self.controller, *self.engines, *single, *self.parameter_servers, *self.verifiers))
-
-    @staticmethod
-    def count(config: RunConfig) -> int:
-        """Return how many ports the run needs."""
-        redis, meeting = config.streams.redis_url is None, config.trainer_processes > 1
-        return 1 + config.engine.count + redis + config.servers_to_start + config.verification.services + meeting
-
-    @classmethod
-    def of(cls, config: RunConfig, free: Iterable[int]) -> Ports:
-        """Assign a port to each process that listens."""
-        left = iter(free)
-        return cls(
-            controller=next(left),
-            engines=tuple(islice(left, config.engine.count)),
-            redis=next(left) if config.streams.redis_url is None else None,
-            parameter_servers=tuple(islice(left, config.servers_to_start)),
-            verifiers=tuple(islice(left, config.verification.services)),
-            trainer=next(left) if config.trainer_processes > 1 else None,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """One launch of a run: what its processes need to know.
 
     Attributes:
+        ports: by name of the process; the trainer's is where its processes meet. Without an embedded stream server
+            there is none for `redis`.
+        placement: of the processes that the run begins with.
         cores: usable cores of this machine; none if the run is planned for other machines.
-        placement: devices of the processes that the run begins with.
-        homes: the host of each process; by default this machine.
     """
 
     config: RunConfig
     run_dir: Path
-    ports: Ports
-    cores: Sequence[int] = ()
+    ports: Mapping[str, int]
     placement: Placement = field(default_factory=Placement)
-    homes: HostAssignment = field(default_factory=HostAssignment)
+    cores: Sequence[int] = ()
     python: str = sys.executable
 
     @classmethod
-    def on(
-        cls,
-        hosts: Sequence[Host],
-        config: RunConfig,
-        *,
-        run_dir: Path,
-        ports: Iterable[int],
-        cores: Sequence[int] = (),
-        python: str = sys.executable,
-    ) -> Launch:
+    def on(cls, hosts: Sequence[Host], config: RunConfig, *, ports: Iterable[int], **rest: Any) -> Launch:
         """Place the run on these hosts; `ports` gives as many ports as the run needs.
 
         Raises:
             RecipeError: the recipe cannot be placed on the hosts.
         """
-        homes, placement = spread(config, hosts)
-        return cls(
-            config=config, run_dir=run_dir, ports=Ports.of(config, ports), cores=cores, placement=placement,
-            homes=homes, python=python,
-        )  # fmt: skip
-
-    def knowing(self, host: str, devices: Devices) -> Launch:
-        """Return the launch with the devices that a host has found in itself.
-
-        Raises:
-            UserError: there is no such host, or it has fewer devices than planned.
-        """
-        homes = self.homes.knowing(host, devices)
-        return replace(self, homes=homes, placement=replace(self.placement, devices=homes.head.devices))
+        by_name = dict(zip(listening(config), ports, strict=False))
+        return cls(config=config, ports=by_name, placement=spread(config, hosts), **rest)
 
     @property
     def token_file(self) -> Path:
         """The file with the run's bearer token."""
         return self.run_dir / "tokens.json"
 
-    def at(self, name: str, port: int | None) -> str:
+    def at(self, name: str) -> str:
         """Return `host:port` of a process that listens."""
-        return f"{self.homes.of(name).address}:{port}"
+        return f"{self.placement.host_of(name).address}:{self.ports[name]}"
 
     def assignment_of(self, name: str) -> Assignment:
         """Return the devices of a process; each rank of a trainer has one of its own, on its host."""
         on, rank = self.placement.of(name), rank_of(name)
-        if rank is None or self.ports.trainer is None or (rank and on.indices):
+        if rank is None or TRAINER not in self.ports or (rank and on.indices):
             return on
         whole = self.placement.of(TRAINER)
         return replace(whole, indices=whole.indices[rank : rank + 1])
-
-    @property
-    def placement_of_head(self) -> Placement:
-        """The placement of the processes on the head."""
-        head = self.homes.head
-        own = {name: on for name, on in self.placement.assignments.items() if self.homes.of(name) is head}
-        return replace(self.placement, assignments=own)
 
     def spec(
         self,
@@ -249,14 +182,16 @@ class Launch:
             after: processes that it waits for in addition to those of its role.
             rest: fields of `ProcessSpec` that differ from the role's.
         """
-        ports, home = self.ports, self.homes.of(name)
+        home, streams = self.placement.host_of(name), "redis" in self.ports
+        if role.port is not None:
+            port = port or self.ports[name]
         options = RoleOptions(
             recipe=str(self.run_dir / "recipe.toml"),
             name=name,
             run_dir=self.run_dir,
             # The address of the user's own server may hold a password, so processes read it from the recipe.
-            redis_url=None if ports.redis is None else f"redis://{self.at('redis', ports.redis)}/0",
-            controller_url=f"http://{self.at('controller', ports.controller)}",
+            redis_url=f"redis://{self.at('redis')}/0" if streams else None,
+            controller_url=f"http://{self.at('controller')}",
             token_file=self.token_file,
             host=home.address,
             port=port or 0,
@@ -264,7 +199,7 @@ class Launch:
         )
         fields = {
             "health": None if port is None else f"http://{home.address}:{port}/health",
-            "after": (*(each for each in role.after if each != "redis" or ports.redis is not None), *after),
+            "after": (*(each for each in role.after if each != "redis" or streams), *after),
             "on_exit": role.on_exit,
             "stop_order": role.stop_order,
             "restarts": self.config.launch.restarts,
@@ -274,9 +209,11 @@ class Launch:
         argv = (self.python, "-m", "pipelinerl.cli", *role.arguments(options, **(own or {})))
         return ProcessSpec(name=name, argv=argv, env=self._environment(shown or {}), **fields)  # type: ignore[arg-type]
 
-    def engine(self, name: str, *, port: int, type: str | None = None, on: Assignment = Assignment()) -> ProcessSpec:
-        """Return an engine on its devices. With a `type` it was requested of a live run, which survives its failure."""
-        config = self.config
+    def engine(
+        self, name: str, *, port: int | None = None, type: str | None = None, on: Assignment | None = None
+    ) -> ProcessSpec:
+        """Return an engine. With a type it was requested of a live run, which then continues if the engine fails."""
+        config, on = self.config, self.placement.of(name) if on is None else on
         engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])
         changes = _share_setting("engine.memory_share", on, config.engine.memory_share)
@@ -288,22 +225,23 @@ class Launch:
             port=port,
             changes=changes,
             own={"type": type},
-            shown=self._shown(self.homes.of(name), type or config.engine.type, config.engine.device, on),
+            shown=self._shown(name, type or config.engine.type, config.engine.device, on),
             cpu=engine_cores[number % len(engine_cores)] if engine_cores else None,
             on_exit=OnExit.RESTART if type is None else OnExit.SPARE,
         )
 
-    def trainer(self, *, servers: Mapping[str, int]) -> ProcessSpec:
-        """Return the trainer, or rank 0 of several processes; it waits for the parameter servers, given with ports."""
-        several = self.ports.trainer is not None
+    def trainer(self) -> ProcessSpec:
+        """Return the trainer, or rank 0 of several processes; it waits for the parameter servers."""
+        several = TRAINER in self.ports
         _, cpu = _pinning(self.config, self.cores)
-        urls = ", ".join(f'"http://{self.at(*server)}"' for server in servers.items())
+        servers = [roles.parameter_server.numbered(number) for number in range(self.config.servers_to_start)]
+        urls = ", ".join(f'"http://{self.at(server)}"' for server in servers)
         return self.spec(
             roles.trainer,
             TRAINER,
             changes=(*([f"parameter_server.urls=[{urls}]"] if servers else []), *self._trainer_settings),
             shown=self._trainer_shown(TRAINER),
-            after=tuple(servers),
+            after=servers,
             group=TRAINER if several else None,
             cpu=None if several else cpu,
         )
@@ -324,18 +262,18 @@ class Launch:
     def _trainer_settings(self) -> tuple[str, ...]:
         on = self.placement.of(TRAINER)
         share = _share_setting("trainer.memory_share", on, self.config.trainer.memory_share)
-        if self.ports.trainer is None:
+        if TRAINER not in self.ports:
             return share
-        meeting = f'coordinator="{self.at(TRAINER, self.ports.trainer)}",token_file={json.dumps(str(self.token_file))}'
+        meeting = f'coordinator="{self.at(TRAINER)}",token_file={json.dumps(str(self.token_file))}'
         return (*share, f"trainer.options.distributed={{{meeting}}}")
 
     def _trainer_shown(self, name: str) -> Mapping[str, str]:
         section = self.config.trainer
-        return self._shown(self.homes.of(name), section.type, section.device, self.assignment_of(name))
+        return self._shown(name, section.type, section.device, self.assignment_of(name))
 
     def _environment(self, shown: Mapping[str, str]) -> Mapping[str, str]:
         # A role looks for the embedded server's password by itself only at this machine's loopback address.
-        away = self.ports.redis is not None and self.homes.of("redis").address != LOCALHOST.address
+        away = "redis" in self.ports and self.placement.head.address != LOCALHOST.address
         return {
             "OMP_NUM_THREADS": str(self.config.launch.threads),
             **(_ONE_THREAD if self.config.launch.threads == 1 else _SEVERAL_THREADS),
@@ -346,18 +284,18 @@ class Launch:
             **shown,
         }
 
-    def redis(self, port: int) -> ProcessSpec:
+    def redis(self) -> ProcessSpec:
         """Return the embedded stream server."""
-        health = f"redis://{self.at('redis', port)}{quote(str(self._redis_password))}"
-        return self.spec(roles.redis, "redis", port=port, health=health)
+        health = f"redis://{self.at('redis')}{quote(str(self._redis_password))}"
+        return self.spec(roles.redis, "redis", health=health)
 
     @property
     def _redis_password(self) -> Path:
         return self.run_dir / "redis" / "password"
 
-    def _shown(self, home: Host, type: str, device: str, on: Assignment) -> Mapping[str, str]:
+    def _shown(self, name: str, type: str, device: str, on: Assignment) -> Mapping[str, str]:
         """Return the environment that shows a process its devices."""
-        devices = home.devices if self.homes.are_several else self.placement.devices
+        devices = self.placement.host_of(name).devices
         if type == "jax" and device == "cpu" and devices.each:
             return {"JAX_PLATFORMS": "cpu"}  # JAX takes memory of each GPU that it sees
         return devices.environment(on.indices)
@@ -369,26 +307,34 @@ def rank_of(name: str) -> int | None:
     return 0 if name == TRAINER else int(number) if number != name else None
 
 
+def listening(config: RunConfig) -> Iterator[str]:
+    """Yield the names of the processes that need a port, in the order in which they get theirs."""
+    yield "controller"
+    yield from map(roles.engine.numbered, range(config.engine.count))
+    yield from ["redis"] if config.streams.redis_url is None else []
+    yield from map(roles.parameter_server.numbered, range(config.servers_to_start))
+    yield from map(roles.verifier.numbered, range(config.verification.services))
+    yield from [TRAINER] if config.trainer_processes > 1 else []
+
+
 def processes_of(launch: Launch) -> Plan:
     """Return the processes that the run begins with."""
-    config, ports, spec = launch.config, launch.ports, launch.spec
-    servers = dict(_numbered(roles.parameter_server, ports.parameter_servers))
+    config = launch.config
+
+    def several(role: Role, count: int) -> Iterator[ProcessSpec]:
+        return (launch.spec(role, role.numbered(number)) for number in range(count))
+
     return Plan((
-        *([] if ports.redis is None else [launch.redis(ports.redis)]),
-        spec(roles.controller, "controller", port=ports.controller),
-        *(launch.engine(name, port=port, on=launch.placement.of(name))
-          for name, port in _numbered(roles.engine, ports.engines)),
-        *(spec(roles.parameter_server, name, port=port) for name, port in servers.items()),
-        launch.trainer(servers=servers),
+        *([launch.redis()] if "redis" in launch.ports else []),
+        launch.spec(roles.controller, "controller"),
+        *(launch.engine(roles.engine.numbered(number)) for number in range(config.engine.count)),
+        *several(roles.parameter_server, config.servers_to_start),
+        launch.trainer(),
         *(launch.trainer_rank(rank) for rank in range(1, config.trainer_processes)),
-        *(spec(roles.verifier, name, port=port) for name, port in _numbered(roles.verifier, ports.verifiers)),
-        *(spec(roles.actor, roles.actor.numbered(number)) for number in range(config.actor.count)),
-        *([spec(roles.tracker, "tracker")] if config.trackers.chosen else []),
+        *several(roles.verifier, config.verification.services),
+        *several(roles.actor, config.actor.count),
+        *([launch.spec(roles.tracker, "tracker")] if config.trackers.chosen else []),
     ))  # fmt: skip
-
-
-def _numbered(role: Role, ports: Sequence[int]) -> list[tuple[str, int]]:
-    return [(role.numbered(number), port) for number, port in enumerate(ports)]
 
 
 def _share_setting(key: str, on: Assignment, recipes: float | None) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from launch.devices import devices_for
 from launch.engine_processes import EngineProcesses
 from launch.hosts import LOCALHOST, Host
 from launch.placement import TRAINER, Placement, check_uses, place, spread
-from launch.plan import Launch, Ports, processes_of
+from launch.plan import Launch, listening, processes_of
 from launch.run_directory import RunDirectory
 from launch.supervisor import RunOutcome, RunResult, Supervisor
 from pipelinerl.config.recipe import RunConfig
@@ -89,7 +89,7 @@ def resume(path: Path, *, connect: Connect) -> int:
     if members is not None:
         return _launch(directory, launch_on(members, members.hosts[0].name, directory), connect)
     config, cores = directory.config, sorted(os.sched_getaffinity(0))
-    ports = free_ports(Ports.count(config))
+    ports = free_ports(len(list(listening(config))))
     launch = Launch.on([this_machine(config)], config, run_dir=directory.path, ports=ports, cores=cores)
     return _launch(directory, launch, connect)
 
@@ -101,7 +101,7 @@ def launch_on(members: Members, host: str, directory: RunDirectory) -> Launch:
         UserError: the run has no such host, or this machine has fewer GPUs than the plan assigns to it.
     """
     launch = members.launch(directory.config, directory.path, cores=sorted(os.sched_getaffinity(0)))
-    return launch.knowing(host, devices_for(directory.config, os.environ))
+    return replace(launch, placement=launch.placement.knowing(host, devices_for(directory.config, os.environ)))
 
 
 def this_machine(config: RunConfig) -> Host:
@@ -159,11 +159,11 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
     with directory.locked():
         config, before = directory.config, len(_events_of(directory))
         token = json.loads(directory.tokens.read_text())["token"]
-        controller = connect(f"http://{launch.at('controller', launch.ports.controller)}", token)
+        controller = connect(f"http://{launch.at('controller')}", token)
         console.print(f"run [bold]{config.run.name}[/] in {directory.path}", highlight=False)
         watch = f"in the browser: pipelinerl watch {directory.path}"
         console.print(watch, highlight=False, markup=False, soft_wrap=True)
-        if launch.placement.assignments and not launch.homes.are_several:
+        if launch.placement.assignments and len(launch.placement.hosts) == 1:
             console.print(launch.placement.describe(), highlight=False, markup=False)
         with ProgressDisplay(console) as progress, _StatusReader(controller) as reader:
 
@@ -179,7 +179,7 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
             head = HeadNode(launch, read_members(directory.path), announce)
             head.begin()
             supervisor = Supervisor(
-                processes_of(launch).of_host(launch.homes.head.name),
+                processes_of(launch).of_host(launch.placement.head.name),
                 directory.path,
                 start_timeout_s=config.launch.start_timeout_s,
                 grace_s=config.launch.grace_s,

@@ -53,7 +53,7 @@ class HeadNode:
             # Each launch has a new token. Its digest identifies the launch without revealing the token.
             id = hashlib.sha256(launch.token_file.read_bytes()).hexdigest()[:16]
             self._record = LaunchRecord(id=id, members=members)
-            self._own = NodeFile(launch.run_dir, launch.homes.head.name, id)
+            self._own = NodeFile(launch.run_dir, launch.placement.head.name, id)
             self._others = OtherNodes(launch.run_dir, id, [host.name for host in members.hosts[1:]])
 
     @property

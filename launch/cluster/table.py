@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from launch.placement import TRAINER
 from launch.plan import Launch, ProcessSpec, processes_of, rank_of
 from pipelinerl.roles.role import OnExit
 
@@ -26,7 +27,7 @@ def plan_lines(launch: Launch) -> Iterator[str]:
     shared = _shared_environment(plan.specs)
     name_width = max(len(spec.name) for spec in plan.specs)
     address_width = max(len(_address(spec)) for spec in plan.specs)
-    for host in launch.homes.hosts:
+    for host in launch.placement.hosts:
         here = [spec for spec in plan.specs if spec.host == host.name]
         named = host.name if host.name == host.address else f"{host.name} ({host.address})"
         yield f"host {named}: {len(host.devices) or 'no'} GPU{'' if len(host.devices) == 1 else 's'}"
@@ -49,7 +50,7 @@ def plan_json(launch: Launch) -> dict[str, Any]:
     return {
         "run_dir": str(launch.run_dir),
         "token_file": str(launch.token_file),
-        "hosts": [host.to_json() for host in launch.homes.hosts],
+        "hosts": [host.to_json() for host in launch.placement.hosts],
         "processes": [_process_json(launch, spec) for spec in plan.specs],
     }
 
@@ -89,18 +90,18 @@ def _devices(launch: Launch, name: str) -> str:
     on = launch.assignment_of(name)
     if not on.indices:
         return "CPU"
-    home = launch.homes.of(name)
+    home = launch.placement.host_of(name)
     return " + ".join(_labels(launch, home.name, on.indices)) + ("" if on.share is None else f" ({on.share:g} of it)")
 
 
 def _labels(launch: Launch, host: str, indices: tuple[int, ...]) -> Iterator[str]:
-    devices = launch.homes.named(host).devices
+    devices = launch.placement.host(host).devices
     return (devices.label(index) for index in indices)
 
 
 def _meeting(launch: Launch, spec: ProcessSpec) -> Iterator[str]:
-    if rank_of(spec.name) == 0 and launch.ports.trainer is not None:
-        yield f"its ranks meet at {launch.at(spec.name, launch.ports.trainer)}"
+    if rank_of(spec.name) == 0 and TRAINER in launch.ports:
+        yield f"its ranks meet at {launch.at(TRAINER)}"
 
 
 def _rules(spec: ProcessSpec) -> Iterator[str]:

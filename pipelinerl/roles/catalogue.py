@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from pipelinerl.config import recipe as recipes
-from pipelinerl.roles.role import RESTARTED_VARIABLE, OnExit, Role, RoleOptions, role
+from pipelinerl.roles.role import RESTARTED_VARIABLE, OnExit, Role, RoleOptions
 
 if TYPE_CHECKING:  # it imports the streams, which `pipelinerl --help` does not need
     from pipelinerl.roles.process import Identity
 
 
-@role(name="trainer-rank", takes=frozenset({"recipe", "changes"}), on_exit=OnExit.DONE, stop_order=2)
+@partial(Role, name="trainer-rank", takes=frozenset({"recipe", "changes"}), on_exit=OnExit.DONE, stop_order=2)
 def trainer_rank(
     options: RoleOptions,
     rank: Annotated[int, typer.Option(help="1 and above, below trainer.options.distributed.processes.")],
 ) -> None:
-    """A further process of a trainer of several (trainer.options.distributed); obeys `trainer`, which is rank 0."""
+    """Run a further process of a trainer with several (trainer.options.distributed); it follows `trainer`, rank 0."""
     from pipelinerl.roles import trainer_rank_role
 
     trainer_rank_role.run(recipes.load(options.recipe, options.changes or []), rank=rank)
 
 
-@role(name="redis", port=6379, after=(), stop_order=5)
+@partial(Role, name="redis", port=6379, after=(), stop_order=5)
 def redis(options: RoleOptions) -> None:
-    """The embedded stream server; its password is in <run>/redis/password."""
+    """Run the embedded stream server; its password is in <run>/redis/password."""
     from pipelinerl.roles.process import identity_of
     from pipelinerl.streams.embedded_redis import command
     from pipelinerl.system.http_service import listen
@@ -40,74 +40,74 @@ def redis(options: RoleOptions) -> None:
     os.execv(argv[0], argv)
 
 
-@role(name="controller", port=8000, after=("redis",), on_exit=OnExit.COMPLETE, stop_order=4)
+@partial(Role, name="controller", port=8000, after=("redis",), on_exit=OnExit.COMPLETE, stop_order=4)
 def controller(
     options: RoleOptions,
     go_on: Annotated[
         bool,
-        typer.Option("--continue", envvar=RESTARTED_VARIABLE, help="Go on where a controller of this live run died."),
+        typer.Option("--continue", envvar=RESTARTED_VARIABLE, help="Continue where a controller of this run died."),
     ] = False,
 ) -> None:
-    """Issues prompts, owns version, knobs and fleet; ends when the run is over."""
+    """Issue prompts, and own version, knobs and fleet, until the run is over."""
     from pipelinerl.controller.service.service import Start
     from pipelinerl.roles import controller_role
 
     _run(options, partial(controller_role.run, start=Start.FROM_JOURNAL if go_on else Start.AFRESH))
 
 
-@role(name="engine-0", port=8001, stop_order=2)
+@partial(Role, name="engine-0", port=8001, stop_order=2)
 def engine(
     options: RoleOptions,
     type: Annotated[str | None, typer.Option(help="Engine type (default: the recipe's).")] = None,
     model: Annotated[str | None, typer.Option(help="Model directory (default: the recipe's).")] = None,
 ) -> None:
-    """An inference server; joins the run of the controller, or serves alone with --controller-url ''."""
+    """Serve inference in the run of the controller, or alone with --controller-url ''."""
     from pipelinerl.roles import engine_role
 
     chosen = {"engine.type": type, "model.path": model}
     _run(options, engine_role.run, changes=[f"{key}={value}" for key, value in chosen.items() if value])
 
 
-@role(name="parameter-server-0", port=8100, stop_order=3)
+@partial(Role, name="parameter-server-0", port=8100, stop_order=3)
 def parameter_server(options: RoleOptions) -> None:
-    """Holds versions of the weights in memory, for engines to pull (weights.transport=pull)."""
+    """Hold versions of the weights in memory, for engines to pull (weights.transport=pull)."""
     from pipelinerl.roles import parameter_server_role
 
     _run(options, parameter_server_role.run)
 
 
-@role(name="verifier-0", port=8200, on_exit=OnExit.DONE, stop_order=2)
+@partial(Role, name="verifier-0", port=8200, on_exit=OnExit.DONE, stop_order=2)
 def verifier(
     options: RoleOptions,
-    domain: Annotated[
-        list[str] | None, typer.Option(help="Judge this domain, and others that are named so (default: all).")
-    ] = None,
+    domain: Annotated[list[str] | None, typer.Option(help="Judge only this domain; repeatable (default: all).")] = None,
 ) -> None:
-    """Judges answers for the actors of a run (verification.services); joins by the controller, on any machine."""
+    """Judge answers for the actors of a run (verification.services); joins through the controller, on any machine."""
     from pipelinerl.roles import verifier_role
 
     _run(options, partial(verifier_role.run, only=domain or ()))
 
 
-@role(name="actor-0", stop_order=0)
+@partial(Role, name="actor-0", stop_order=0)
 def actor(options: RoleOptions) -> None:
-    """Samples prompts at the engines, verifies the answers, streams the groups."""
+    """Sample answers from the engines, verify them, and stream the groups."""
     from pipelinerl.roles import actor_role
 
     _run(options, actor_role.run)
 
 
-@role(name="trainer", on_exit=OnExit.DONE, stop_order=1)
+@partial(Role, name="trainer", on_exit=OnExit.DONE, stop_order=1)
 def trainer(options: RoleOptions) -> None:
-    """Trains on the streamed groups and publishes weights; goes on from the newest checkpoint of the run."""
+    """Train on the streamed groups and publish weights, from the newest checkpoint of the run on."""
     from pipelinerl.roles import trainer_role
 
     _run(options, trainer_role.run)
 
 
-@role(name="tracker", on_exit=OnExit.SPARE, stop_order=5)  # after the controller, whose last events it forwards
+@partial(
+    Role, name="tracker", on_exit=OnExit.SPARE, stop_order=5
+)  # after the controller, whose last events it forwards
 def tracker(options: RoleOptions) -> None:
-    """Takes the run's figures to the recipe's trackers (TensorBoard, W&B, trackio); the run does not wait for it."""
+    """Forward the run's figures to the recipe's trackers (TensorBoard, W&B, trackio); the run does not wait for it."""
     from pipelinerl.roles import tracker_role
 
     _run(options, tracker_role.run)

@@ -1,6 +1,6 @@
 """`Role`: one kind of process, described once for the command line and for the launcher.
 
-    @role(name="engine-0", port=8001, stop_order=2)
+    @partial(Role, name="engine-0", port=8001, stop_order=2)
     def engine(options: RoleOptions, type: Annotated[str | None, typer.Option(help="…")] = None) -> None:
         from pipelinerl.roles import engine_role
         …
@@ -20,7 +20,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +37,7 @@ _REDIS_OPTION: Final = "--redis-url"
 REDIS_VARIABLE: Final = "PIPELINERL_REDIS_URL"
 #: File with the password of an embedded server that runs on another host than the role. The launcher sets it.
 REDIS_PASSWORD_VARIABLE: Final = "PIPELINERL_REDIS_PASSWORD_FILE"
-#: Set by the launcher for a process that it restarts while the run goes on.
+#: Set by the launcher for a process that it restarts while the run continues.
 RESTARTED_VARIABLE: Final = "PIPELINERL_RESTARTED"
 
 RoleRecipe = Annotated[str, typer.Option("--recipe", help="Recipe of the run; the same for every role.")]
@@ -50,11 +50,11 @@ class OnExit(StrEnum):
     RESTART = "restart"
     """Restart it, within its budget."""
     DONE = "done"
-    """Status 0 ends its work while the run goes on; any other status restarts it."""
+    """Status 0 ends its work while the run continues; any other status restarts it."""
     COMPLETE = "complete"
     """Status 0 completes the run; any other status restarts it."""
     SPARE = "spare"
-    """Restart it within its budget; after that the run goes on without it."""
+    """Restart it within its budget; after that the run continues without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,27 +89,30 @@ class RoleOptions:
     changes: Changes = None
 
 
+_COMMON: Final = {field.name: field.default for field in fields(RoleOptions)}
+
+
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Role:
     """One kind of process of a run.
 
     Attributes:
         main: runs the process; takes `RoleOptions`, then the role's own options. Its docstring is the command's help.
         name: default of `--name`.
+        stop_order: processes with a lower number are stopped earlier.
         port: default of `--port`; None for a role that does not listen, which has neither `--host` nor `--port`.
         takes: names of the fields of `RoleOptions` that are options of this role.
         after: processes that must be healthy before the launcher starts this one.
-        stop_order: processes with a lower number are stopped earlier.
     """
 
     main: Callable[..., None]
     name: str
-    port: int | None
-    takes: frozenset[str]
-    after: tuple[str, ...]
-    on_exit: OnExit
     stop_order: int
+    port: int | None = None
+    takes: frozenset[str] = frozenset(_COMMON)
+    after: tuple[str, ...] = ("controller",)
+    on_exit: OnExit = OnExit.RESTART
 
     @property
     def word(self) -> str:
@@ -124,16 +127,12 @@ class Role:
     def parameters(self) -> tuple[inspect.Parameter, ...]:
         """The options of the command: common ones, the role's own, then `changes`."""
         hints = get_type_hints(RoleOptions, include_extras=True)
-        defaults = {"name": self.name, **({} if self.port is None else {"port": self.port})}
+        taken = self.takes - ({"host", "port"} if self.port is None else set())
+        defaults = {**_COMMON, "name": self.name, "port": self.port}
         *common, changes = (
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=defaults.get(field.name, field.default),
-                annotation=hints[field.name],
-            )
-            for field in fields(RoleOptions)
-            if field.name in self.takes
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name])
+            for name in _COMMON
+            if name in taken
         )
         _, *own = inspect.signature(self.main, eval_str=True).parameters.values()
         return (*common, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own), changes)
@@ -141,12 +140,10 @@ class Role:
     @property
     def command(self) -> Callable[..., None]:
         """The function for typer, whose signature has the options and which runs the process."""
-        shared = {"name": self.name}
 
         def command(**values: Any) -> None:
-            common = {key: value for key, value in values.items() if key in self.takes}
-            own = {key: value for key, value in values.items() if key not in self.takes}
-            self.main(RoleOptions(**{**shared, **common}), **own)
+            common = {key: values.pop(key) for key in _COMMON if key in values}
+            self.main(RoleOptions(**{"name": self.name, **common}), **values)
 
         described: Any = command
         described.__doc__ = self.main.__doc__
@@ -155,39 +152,16 @@ class Role:
         return command
 
     def arguments(self, options: RoleOptions, **own: object) -> list[str]:
-        """Return the arguments of `pipelinerl` that start this role with these options, its own ones among them."""
-        common = {field.name: (getattr(options, field.name), field.default) for field in fields(RoleOptions)}
+        """Return the arguments of `pipelinerl` that start this role with these options; defaults are left out."""
         words = [self.word]
         for parameter in self.parameters:
-            value, default = common.get(parameter.name) or (own.get(parameter.name), parameter.default)
-            if value is None or (default is not MISSING and value == default):
+            name, default = parameter.name, _COMMON.get(parameter.name, parameter.default)
+            value = getattr(options, name) if name in _COMMON else own.get(name)
+            if value is None or value == default:
                 continue
-            flag = _flag(parameter)
-            if value is True:
-                words.append(flag)
-            else:
-                for each in value if isinstance(value, list) else [value]:
-                    words += [flag, str(each)]
+            for each in value if isinstance(value, list) else [value]:
+                words += [_flag(parameter)] if each is True else [_flag(parameter), str(each)]
         return words
-
-
-def role(
-    *,
-    name: str,
-    stop_order: int,
-    port: int | None = None,
-    takes: frozenset[str] | None = None,
-    after: tuple[str, ...] = ("controller",),
-    on_exit: OnExit = OnExit.RESTART,
-) -> Callable[[Callable[..., None]], Role]:
-    """Make the decorated function the `main` of a role. By default the role takes all common options that apply."""
-    if takes is None:
-        takes = frozenset(field.name for field in fields(RoleOptions)) - ({"host", "port"} if port is None else set())
-
-    def describe(main: Callable[..., None]) -> Role:
-        return Role(main=main, name=name, port=port, takes=takes, after=after, on_exit=on_exit, stop_order=stop_order)
-
-    return describe
 
 
 def _flag(parameter: inspect.Parameter) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count as ports_from
 from pathlib import Path
 
 from launch.devices import Devices, VisibleDevice
 from launch.engine_processes import EngineProcesses
 from launch.placement import place
-from launch.plan import Launch, Plan, Ports, processes_of
+from launch.plan import Launch, Plan, listening, processes_of
 from launch.process import State
 from launch.supervisor import Supervisor
 from pipelinerl.config.recipe import parse
@@ -19,7 +20,7 @@ from pipelinerl.system.ports import free_ports
 LAUNCH = Launch(
     config=parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}]}),
     run_dir=Path("/runs/x"),
-    ports=Ports(controller=5000, engines=(5001,), redis=5002),
+    ports={"controller": 5000, "engine-0": 5001, "redis": 5002},
     cores=(0, 1),
     python="py",
 )
@@ -61,11 +62,11 @@ def test_repeated_status_starts_each_engine_once(tmp_path: Path) -> None:
 
 def test_requested_engine_never_gets_the_port_of_a_dead_process(tmp_path: Path) -> None:
     """Nothing listens on the port for a moment, but the restarted process needs it again."""
-    ports = Ports.of(LAUNCH.config, free_ports(Ports.count(LAUNCH.config)))
+    ports = dict(zip(listening(LAUNCH.config), free_ports(3), strict=True))
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     EngineProcesses(supervisor, replace(LAUNCH, ports=ports), give_up=nobody).follow(status("engine-1", "engine-2"))
     given = {int(str(process.spec.health).split(":")[2].split("/")[0]) for process in supervisor._processes.values()}
-    assert len(given) == 2 and not given & ports.all
+    assert len(given) == 2 and not given & set(ports.values())
 
 
 def test_controller_is_told_of_a_failed_engine_while_it_requests_it(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, E
     sections = {"engine": {"type": "torch", **engine}, "trainer": {"memory_share": 0.4} if engine else {}}
     config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
     devices = Devices(tuple(VisibleDevice(str(index)) for index in range(count)))
-    ports = Ports.of(config, range(5000, 5000 + Ports.count(config)))
+    ports = dict(zip(listening(config), ports_from(5000), strict=False))
     launch = replace(LAUNCH, config=config, ports=ports, placement=place(config, devices))
     announced: list[str] = []
     given_up: list[str] = []

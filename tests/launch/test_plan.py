@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.hosts import LOCALHOST
-from launch.plan import Launch, Plan, Ports, ProcessSpec, processes_of
+from launch.plan import Launch, Plan, ProcessSpec, listening, processes_of
 from pipelinerl.config.recipe import RunConfig, parse
 from pipelinerl.roles.role import OnExit
 
@@ -42,7 +42,7 @@ def test_verifier_services_start_and_stop_with_the_engines() -> None:
     config = _config(verification={"services": 2})
     made = _plan(config)
     assert [spec.name for spec in made.specs][-3:] == ["verifier-0", "verifier-1", "actor-0"]
-    assert Ports.count(config) == Ports.count(_config()) + 2
+    assert len(list(listening(config))) == len(list(listening(_config()))) + 2
     spec = made.spec("verifier-1")
     assert (spec.health, spec.after, spec.on_exit) == ("http://127.0.0.1:5004/health", ("controller",), OnExit.DONE)
     assert spec.argv[3] == "verifier" and spec.stop_order > made.spec("actor-0").stop_order
@@ -70,7 +70,7 @@ def test_processes_with_several_threads_spin_before_they_sleep() -> None:
 
 def test_parameter_servers_start_before_the_trainer_and_are_named_to_it() -> None:
     config = _config(weights={"transport": "pull"}, parameter_server={"replicas": 2})
-    assert Ports.count(config) == 5
+    assert len(list(listening(config))) == 5
     made = _plan(config)
     names = [spec.name for spec in made.specs]
     assert names == [
@@ -95,7 +95,7 @@ def test_parameter_servers_of_the_recipe_are_used_and_none_started() -> None:
 
 def test_stream_server_of_the_recipe_is_used_and_none_started() -> None:
     config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
-    assert Ports.count(config) == 2
+    assert list(listening(config)) == ["controller", "engine-0"]
     made = _plan(config)
     assert "redis" not in [spec.name for spec in made.specs]
     assert made.spec("controller").after == ()
@@ -133,7 +133,7 @@ def test_plan_with_an_impossible_order_is_rejected() -> None:
 
 def test_trainer_of_several_processes_is_one_group_with_a_meeting_port() -> None:
     config = _config(trainer={"options": {"mesh": {"dp_replicate": 2, "dp_shard": 2}}})
-    assert Ports.count(config) == Ports.count(_config()) + 1
+    assert list(listening(config)) == [*listening(_config()), "trainer"]
     made = _plan(config)
     members = [spec for spec in made.specs if spec.group == "trainer"]
     assert [spec.name for spec in members] == ["trainer", "trainer-rank-1", "trainer-rank-2", "trainer-rank-3"]

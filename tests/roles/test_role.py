@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from pipelinerl.roles.catalogue import ROLES
-from pipelinerl.roles.role import Role, RoleOptions, role
+from pipelinerl.roles.role import Role, RoleOptions
 
 GIVEN = RoleOptions(
     name="judge-1",
@@ -25,15 +25,14 @@ GIVEN = RoleOptions(
 )
 
 
-def parsed(**described: object) -> tuple[Role, list[tuple[RoleOptions, object]]]:
+def parsed(**described: Any) -> tuple[Role, list[tuple[RoleOptions, object]]]:
     """Return a role with an option of its own, and the calls that its command line makes."""
     calls: list[tuple[RoleOptions, object]] = []
 
-    @role(name="judge-0", port=9000, stop_order=0, **described)  # type: ignore[arg-type]
     def judge(options: RoleOptions, domain: Annotated[list[str] | None, typer.Option()] = None) -> None:
         calls.append((options, domain))
 
-    return judge, calls
+    return Role(judge, name="judge-0", port=9000, stop_order=0, **described), calls
 
 
 def run(role: Role, words: list[str]) -> None:

@@ -142,14 +142,14 @@ def test_hosts_may_be_counted() -> None:
 
 
 def test_host_shows_its_own_devices_and_is_rejected_with_too_few() -> None:
-    homes, _ = spread(_config(), [Host(name=n, address=n, devices=numbered_devices(1)) for n in "ab"])
-    own = homes.knowing("b", Devices((VisibleDevice("GPU-1"), VisibleDevice("GPU-2")), Origin.VARIABLE))
-    assert own.named("b").devices == Devices((VisibleDevice("GPU-1"),), Origin.VARIABLE)
-    assert own.named("a") == homes.named("a")
-    with pytest.raises(UserError, match="host b 1 GPU, and it has none; say --host b:gpus=0"):
-        homes.knowing("b", Devices())
+    placement = spread(_config(), [Host(name=n, address=n, devices=numbered_devices(1)) for n in "ab"])
+    own = placement.knowing("b", Devices((VisibleDevice("GPU-1"), VisibleDevice("GPU-2")), Origin.VARIABLE))
+    assert own.host("b").devices == Devices((VisibleDevice("GPU-1"),), Origin.VARIABLE)
+    assert own.host("a") == placement.host("a")
+    with pytest.raises(UserError, match="host b 1 GPU, and it has none; pass --host b:gpus=0"):
+        placement.knowing("b", Devices())
     with pytest.raises(UserError, match="has no host 'c'; its hosts are a, b"):
-        homes.named("c")
+        placement.host("c")
 
 
 def test_hosts_survive_their_file() -> None:

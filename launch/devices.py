@@ -28,7 +28,7 @@ _PROC: Final = Path("/proc/driver/nvidia/gpus")
 
 
 class Origin(StrEnum):
-    """Where the list of devices comes from."""
+    """The source of the list of devices."""
 
     DRIVER = "driver"
     """The driver, which counts in the order of the PCI bus."""

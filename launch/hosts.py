@@ -92,14 +92,14 @@ def read_hosts(config: RunConfig, words: Sequence[str], *, count: int | None, gp
         RecipeError: the recipe could use GPUs, and the number of a host's GPUs is not given.
     """
     if words and count is not None:
-        raise UserError("say --hosts N or --host for each host, not both")
+        raise UserError("pass --hosts N or --host for each host, not both")
     if count is not None and count < 1:
         raise UserError(f"--hosts must be 1 or above, got {count}")
     words = words or [f"host-{number}" for number in range(count or 0)]
     hosts = tuple(_read(word, gpus, may_use=bool(config.gpus_of_engine() or config.gpus_of_trainer)) for word in words)
     names = [host.name for host in hosts]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"hosts must have names of their own, got {twice[0]} twice")
+        raise UserError(f"host names must be unique, got {twice[0]} twice")
     return hosts
 
 
@@ -109,15 +109,15 @@ def _read(word: str, gpus: int | None, *, may_use: bool) -> Host:
     if not _NAME.fullmatch(name) or (address and not _NAME.fullmatch(address)):
         raise UserError(f"--host must be {_EXAMPLE}, got {word!r}")
     options = dict(_option(part, word) for part in rest.split(",")) if rest else {}
-    said = options.get("gpus", gpus)
-    if said is None and may_use:
+    given = options.get("gpus", gpus)
+    if given is None and may_use:
         raise RecipeError(
-            f"engines or trainer of this recipe may use GPUs, and nothing says how many {name} has: say "
+            f"engines or trainer of this recipe may use GPUs, and the number of GPUs of {name} is not given; pass "
             f"--host {name}:gpus=8 (0 for none), or --gpus for all hosts"
         )
     try:
         roles = frozenset(HostRole(role) for role in options.get("roles", "+".join(HostRole)).split("+"))
-        if (count := int(said or 0)) < 0:
+        if (count := int(given or 0)) < 0:
             raise ValueError
         devices = numbered_devices(count)
     except ValueError:

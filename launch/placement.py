@@ -1,4 +1,4 @@
-"""Where each process of a run computes: its host, its devices, and its share of their memory. Pure.
+"""The place of each process of a run: its host, its devices, and its share of their memory. Pure.
 
 On one host with enough devices, each engine has its own, counted from the first, and the trainer has the last ones. All
 processes share a single device. With several devices, processes share one only if `launch.engine_devices` and
@@ -43,7 +43,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the processes of a run compute.
+    """The hosts and devices of the processes of a run.
 
     Attributes:
         hosts: the hosts of the run; the first is the head.
@@ -144,7 +144,7 @@ def place(config: RunConfig, devices: Devices) -> Placement:
             if len(together := [name for name in indices if index in indices[name]]) > 1:
                 raise RecipeError(
                     'weights.backend = "nccl" needs a GPU for each engine and for the trainer, and '
-                    f"{devices.label(index)} is that of {' and '.join(together)}; place them apart, or say gloo"
+                    f"{devices.label(index)} is that of {' and '.join(together)}; place them apart, or use gloo"
                 )
     return Placement(here, assignments={name: Assignment(indices[name], shares[name]) for name in indices})
 
@@ -161,9 +161,9 @@ def check_uses(config: RunConfig) -> None:
             continue
         why = f"{role}.device is cpu" if section.device == "cpu" else f"{role}.type {section.type} uses no GPU"
         if devices:
-            raise RecipeError(f"launch.{role}_devices: {why}; leave it out")
+            raise RecipeError(f"launch.{role}_devices: {why}; remove it")
         if section.memory_share is not None:
-            raise RecipeError(f"{role}.memory_share is of a GPU's memory, and {why}; leave it out")
+            raise RecipeError(f"{role}.memory_share is of a GPU's memory, and {why}; remove it")
 
 
 def _check_counts(config: RunConfig, devices: Devices) -> None:
@@ -186,14 +186,16 @@ def _check_counts(config: RunConfig, devices: Devices) -> None:
 
 def check_none_is_needed(config: RunConfig, devices: Devices) -> None:
     """Raise RecipeError if the recipe insists on GPUs and there are none."""
-    asked = list(dict.fromkeys(key for key, _ in _explicit(config)))
+    keys = list(dict.fromkeys(key for key, _ in _explicit(config)))
     for role, section, needs in (
         ("engine", config.engine, config.gpus_of_engine()),
         ("trainer", config.trainer, config.gpus_of_trainer),
     ):
-        asked += [f"{role}.device=cuda"] if section.device == "cuda" and needs else []
-    if asked:
-        raise RecipeError(f"{' and '.join(asked)} ask for GPUs, and there {_there(devices)}; leave that out")
+        keys += [f"{role}.device=cuda"] if section.device == "cuda" and needs else []
+    if keys:
+        raise RecipeError(
+            f"{' and '.join(keys)} require GPUs, and there {_there(devices)}; remove {'them' if keys[1:] else 'it'}"
+        )
 
 
 def _explicit(config: RunConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -233,9 +235,9 @@ def _too_few(config: RunConfig, devices: Devices, *, engines: int, trainer: int,
         remedies.append(
             "name the devices, which may then be shared, in launch.engine_devices and launch.trainer_devices"
         )
-    remedies.append("say engine.device=cpu or trainer.device=cpu")
-    asked = f"{wanted} GPU{'s are' if wanted > 1 else ' is'} asked for, {' and '.join(words)}"
-    return f"{asked}, and there {_there(devices)}{left}; {', or '.join(remedies)}"
+    remedies.append("set engine.device=cpu or trainer.device=cpu")
+    needed = f"{wanted} GPU{'s are' if wanted > 1 else ' is'} needed, {' and '.join(words)}"
+    return f"{needed}, and there {_there(devices)}{left}; {', or '.join(remedies)}"
 
 
 def _there(devices: Devices) -> str:
@@ -271,7 +273,7 @@ def _divided(here: Sequence[str], requested: Mapping[str, float | None], *, labe
         shares = " and ".join(f"{name} {share:g}" for name, share in stated.items())
         none = f", which leaves nothing for {' and '.join(still_open)}" if still_open else ", more than all of it"
         raise RecipeError(
-            f"of the memory of {label} {shares} is asked for{none}; lower engine.memory_share or trainer.memory_share"
+            f"shares of the memory of {label} are {shares}{none}; lower engine.memory_share or trainer.memory_share"
         )
     engines = [name for name in still_open if name != TRAINER]
     of_trainer = 0.0
@@ -300,7 +302,7 @@ def spread(config: RunConfig, hosts: Sequence[Host]) -> Placement:
     if config.launch.engine_devices or config.launch.trainer_devices:
         raise RecipeError(
             "launch.engine_devices and launch.trainer_devices name the GPUs of one host, and the run has "
-            f"{len(hosts)}; leave them out, and say how many each host has by --host NAME:gpus=8"
+            f"{len(hosts)}; remove them, and pass the number of each host with --host NAME:gpus=8"
         )
     if not any(len(host.devices) for host in hosts):
         check_none_is_needed(config, Devices())
@@ -336,7 +338,9 @@ class _HostAllocator:
             self._take(TRAINER, roomy[0], needs, config.trainer.memory_share, last=True)
             return [roomy[0]]
         if len(ranks) < needs or sum(len(self._free[name]) for name in able) < needs:
-            raise RecipeError(self._too_few("the trainer", needs, "say more by --host NAME:gpus=8, or lower its mesh"))
+            raise RecipeError(
+                self._too_few("the trainer", needs, "add some with --host NAME:gpus=8, or lower its mesh")
+            )
         slots = [name for name in able for _ in self._free[name]]
         for rank, name in zip(ranks, slots, strict=False):
             self.homes[rank] = name
@@ -353,7 +357,7 @@ class _HostAllocator:
         for number in range(count):
             roomy = [name for name in able if len(self._free[name]) >= needs]
             if not roomy:
-                remedy = "say more by --host NAME:gpus=8, or lower engine.count or engine.devices"
+                remedy = "add some with --host NAME:gpus=8, or lower engine.count or engine.devices"
                 raise RecipeError(self._too_few(f"engine-{number} of {count}", needs, remedy))
             self.homes[f"engine-{number}"] = roomy[0]
             self._take(f"engine-{number}", roomy[0], needs, config.engine.memory_share)
@@ -369,7 +373,9 @@ class _HostAllocator:
     def _able(self, role: HostRole) -> list[str]:
         able = [host.name for host in self._hosts if role in host.roles]
         if not able:
-            raise RecipeError(f"no host has the role {role}; say --host NAME:roles={role} for one of them, or no roles")
+            raise RecipeError(
+                f"no host has the role {role}; pass --host NAME:roles={role} for one of them, or no roles"
+            )
         return able
 
     def _take(self, process: str, host: str, count: int, share: float | None, *, last: bool = False) -> None:

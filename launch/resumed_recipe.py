@@ -99,13 +99,13 @@ def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
         )
     refused = [f"{key} cannot change on a resumed run: {reason}" for key in changed if (reason := _reason(key))]
     refused += [
-        f"{key} was changed while the run was live, and that holds: set it again once the run goes on: "
+        f"{key} was changed while the run was live, which takes precedence; set it once the run is live again: "
         f"pipelinerl knobs set {run_dir} {knob}=…"
         for knob, key in _live_knobs(run_dir).items()
         if key in changed
     ]
     if refused:
-        raise RecipeError("; ".join(refused) + "; leave it out, or start another run")
+        raise RecipeError("; ".join(refused) + "; remove it, or start another run")
     return after
 
 

@@ -198,9 +198,9 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
     return result.exit_status
 
 
-def show_end(result: RunResult, directory: RunDirectory, told: Sequence[Event], console: Console) -> None:
-    """Show how the run ended and how to resume it; `told` are the events of this launch, possibly none."""
-    kinds = {event["kind"] for event in told}
+def show_end(result: RunResult, directory: RunDirectory, events: Sequence[Event], console: Console) -> None:
+    """Show how the run ended and how to resume it; `events` are the events of this launch, possibly none."""
+    kinds = {event["kind"] for event in events}
     if kinds & {"step", "evaluation"}:  # otherwise there is nothing to draw, and drawing takes seconds
         try:
             _show_report(directory, console)
@@ -208,9 +208,9 @@ def show_end(result: RunResult, directory: RunDirectory, told: Sequence[Event], 
             console.print(str(error), highlight=False, soft_wrap=True, markup=False)
     # A run that failed before it trained would fail again; its message says what to fix.
     if result.outcome is RunOutcome.FAILED and "trainer_ready" in kinds:
-        console.print(f"to go on from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
+        console.print(f"to resume from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
     style = {RunOutcome.COMPLETED: "green", RunOutcome.STOPPED: "yellow", RunOutcome.FAILED: "red"}[result.outcome]
-    message = _why_it_ended(result.outcome, directory, told) or result.message
+    message = _why_it_ended(result.outcome, directory, events) or result.message
     console.print(f"[{style}]{result.outcome}[/]: {escape(message)}", highlight=False, soft_wrap=True)
 
 
@@ -229,7 +229,7 @@ def _tell_nodes(head: HeadNode, directory: RunDirectory, result: RunResult) -> N
         return
     last = tell(_events_of(directory)).finished or {}
     if result.outcome is RunOutcome.COMPLETED and last.get("kind") == "run_suspended":
-        result = RunResult(RunOutcome.STOPPED, f"suspended; go on with: pipelinerl run --resume {directory.path}")
+        result = RunResult(RunOutcome.STOPPED, f"suspended; resume with: pipelinerl run --resume {directory.path}")
     head.end(_judged(result, last))
 
 
@@ -248,12 +248,12 @@ def _events_of(directory: RunDirectory) -> list[Event]:
         return []
 
 
-def _why_it_ended(outcome: RunOutcome, directory: RunDirectory, told: Sequence[Event]) -> str:
+def _why_it_ended(outcome: RunOutcome, directory: RunDirectory, events: Sequence[Event]) -> str:
     """Return the reason that the controller recorded, if it ended the run; else an empty string."""
-    last = tell(told).finished or {}
+    last = tell(events).finished or {}
     match outcome, last.get("kind"):
         case RunOutcome.COMPLETED, "run_suspended":
-            return f"{last.get('reason', 'suspended')}; go on with: pipelinerl run --resume {directory.path}"
+            return f"{last.get('reason', 'suspended')}; resume with: pipelinerl run --resume {directory.path}"
         case (RunOutcome.COMPLETED, "run_finished") | (RunOutcome.FAILED, "run_failed"):
             return str(last.get("reason", ""))
     return ""

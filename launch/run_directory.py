@@ -121,8 +121,8 @@ def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> Non
         if runner:
             raise UserError(
                 f"a run of this name is live in {path} ({runner}): to look at it, pipelinerl top {path}; to end it, "
-                f"pipelinerl stop {path}; to go on with it once it has ended, pipelinerl run --resume {path}; to start "
-                "another one beside it on this machine, add --new"
+                f"pipelinerl stop {path}; to resume it once it has ended, pipelinerl run --resume {path}; to start "
+                "another run on this machine, add --new"
             )
 
 

@@ -49,7 +49,7 @@ _USER_ERROR = 2
 
 
 class RunOutcome(StrEnum):
-    """How a run ended for its launcher."""
+    """The outcome of a run for its launcher."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -167,7 +167,7 @@ class Supervisor:
 
     def refuse(self, spec: ProcessSpec, reason: str) -> None:
         """Record that the run continues without this process, and write the reason into its log."""
-        self._announce(f"the run goes on without {spec.name}: {reason}")
+        self._announce(f"the run continues without {spec.name}: {reason}")
         process = Process(spec, self._run_dir / "logs")
         process.note(f"pipelinerl: {reason}")
         process.state = State.ENDED
@@ -221,7 +221,7 @@ class Supervisor:
         return True
 
     def _stopped(self) -> None:
-        self.end(RunOutcome.STOPPED, f"go on with: pipelinerl run --resume {self._run_dir}")
+        self.end(RunOutcome.STOPPED, f"resume with: pipelinerl run --resume {self._run_dir}")
 
     def _advance(self, process: Process, now: float) -> None:
         """Advance one process by one transition of the table above."""
@@ -258,7 +258,7 @@ class Supervisor:
             self._fail(
                 waiting,
                 f"{waiting.spec.name} waits for {name}, which did not answer {self._elsewhere[name]} within "
-                f"{self._start_timeout_s:g} s; is its host up, and does the network let this one through?",
+                f"{self._start_timeout_s:g} s; check that its host is up and reachable",
             )
         self._probed_at[name] = time.monotonic()
         return name in self._reached
@@ -301,7 +301,7 @@ class Supervisor:
             return
         wait_s = budget.died(up_s)
         process.state, process.due = State.BACKING_OFF, now + wait_s
-        self._announce(f"{words}; starting it again in {wait_s:g} s ({budget.unforgiven:.0f} of {spec.restarts})")
+        self._announce(f"{words}; restarting it in {wait_s:g} s ({budget.unforgiven:.0f} of {spec.restarts})")
         self._restart_with(process)
         self._tell_restarts()
 
@@ -311,7 +311,7 @@ class Supervisor:
             if process is died or died.spec.group is None or process.spec.group != died.spec.group:
                 continue
             if process.pid is not None or process.state is State.ENDED:  # an ended one may not be done
-                self._announce(f"{process.spec.name} is started again with it")
+                self._announce(f"restarting {process.spec.name} with it")
                 self._forget(process)
                 process.state, process.due = State.BACKING_OFF, died.due
 
@@ -320,13 +320,13 @@ class Supervisor:
         try:
             self._write_restarts(tuple(died))
         except OSError as error:
-            self._announce(f"the restarts are not written to {self._run_dir}: {error.strerror}")
+            self._announce(f"cannot write the restarts to {self._run_dir}: {error.strerror}")
 
     def _fail(self, process: Process, words: str) -> None:
         """Give up on a process: end the run, unless it can continue without the process."""
         words = f"{words}; its log {process.log} ends:\n{process.last_lines()}"
         if process.spec.on_exit is OnExit.SPARE:
-            self._announce(f"the run goes on without {process.spec.name}: {words}")
+            self._announce(f"the run continues without {process.spec.name}: {words}")
             self._spared.add(process.spec.name)
             self._forget(process)
             process.state = State.ENDED

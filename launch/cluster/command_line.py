@@ -35,27 +35,26 @@ HostWords = Annotated[
     list[str] | None,
     typer.Option(
         "--host",
-        help="A host: NAME, NAME=ADDRESS or NAME=ADDRESS:gpus=8,roles=engine+actor; again for each. The first is the "
-        "head.",
+        help="A host: NAME, NAME=ADDRESS or NAME=ADDRESS:gpus=8,roles=engine+actor; repeatable. The first is the head.",
     ),
 ]
-HostCount = Annotated[int | None, typer.Option("--hosts", help="How many hosts, where something else names them.")]
-Gpus = Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs of each host that does not say so itself.")]
+HostCount = Annotated[int | None, typer.Option("--hosts", help="Number of hosts, if the launcher names them.")]
+Gpus = Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs of each host whose --host does not give them.")]
 FirstPort = Annotated[
     int | None,
-    typer.Option("--first-port", min=1024, max=65000, help="Ports of the run on several hosts, from here on."),
+    typer.Option("--first-port", min=1024, max=65000, help="First port of a run on several hosts."),
 ]
 
 On = Annotated[
     str | None,
     typer.Option(
         "--on",
-        help="What starts the nodes on the hosts: slurm, kubernetes, ray or ray://HOST:10001. By default you do.",
+        help="What starts the nodes: slurm, kubernetes, ray or ray://HOST:10001 (default: you do).",
     ),
 ]
 SlurmOptions = Annotated[
     list[str] | None,
-    typer.Option("--slurm", help="An option of sbatch, such as --slurm=--partition=gpu; again for each."),
+    typer.Option("--slurm", help="An option of sbatch, such as --slurm=--partition=gpu; repeatable."),
 ]
 Image = Annotated[str | None, typer.Option("--image", help="Container image with this project, for --on kubernetes.")]
 
@@ -70,7 +69,7 @@ def elsewhere_of(on: str, members: Members | None, slurm_options: list[str] | No
 
     by, address = read_launcher(on)
     if members is None:
-        raise UserError(f"--on {on} must know how many hosts the run is to have: say --hosts 2, or --host for each")
+        raise UserError(f"--on {on} needs the number of hosts; pass --hosts 2, or --host for each")
     return ClusterTarget(by=by, members=members, slurm_options=tuple(slurm_options or ()), image=image, address=address)
 
 
@@ -78,8 +77,8 @@ def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: in
     """Return if the command line of a resumed run names no hosts: the run has its own. Raises UserError otherwise."""
     if on is not None or words or count is not None:
         raise UserError(
-            f"--resume goes on where {resume} was begun: leave out --on, --host and --hosts. Begin its nodes on other "
-            "hosts with `pipelinerl node --host …`, a Slurm job with its slurm.sh (docs/clusters.md)"
+            f"--resume continues {resume} on its own hosts; remove --on, --host and --hosts. To use other hosts, start "
+            "its nodes with `pipelinerl node --host …`, or submit its slurm.sh (docs/clusters.md)"
         )
 
 
@@ -145,7 +144,7 @@ def _add_plan(app: typer.Typer) -> None:
         else:
             typer.echo("\n".join(plan_lines(launch)))
             if members is None:
-                typer.echo("ports: examples; a run on one machine takes some that are free when it begins")
+                typer.echo("ports are examples: a run on one machine takes free ports when it begins")
 
 
 def _add_node(app: typer.Typer, connect: Connect, claim: _Claim, refuse: _Refuse) -> None:
@@ -154,13 +153,14 @@ def _add_node(app: typer.Typer, connect: Connect, claim: _Claim, refuse: _Refuse
         run: Annotated[Path, typer.Argument(help="Directory of the run, which all its hosts see.")],
         name: Annotated[
             str | None,
-            typer.Option("--name", help="Which host of the run this machine is (default: as it calls itself)."),
+            typer.Option("--name", help="Name of this machine among the run's hosts (default: its host name)."),
         ] = None,
         host: HostWords = None,
         gpus: Gpus = None,
         first_port: FirstPort = None,
         recipe: Annotated[
-            Path | None, typer.Option("--recipe", help="Recipe by which the head begins the run, if there is none yet.")
+            Path | None,
+            typer.Option("--recipe", help="Recipe from which the head begins the run, if there is none yet."),
         ] = None,
     ) -> None:
         """Run one host's share of a run until the run is over. Every host runs one node; the first is the head."""

@@ -84,7 +84,7 @@ class HeadNode:
         for host in sorted(up - self._up):
             self._announce(f"host {host} is up")
         for host in sorted(self._up - up):
-            self._announce(f"host {host} is gone; the run goes on, and waits for it where it cannot do without")
+            self._announce(f"host {host} is gone; the run continues, and waits for it if it needs it")
         self._up = up
         if self._others.restarts() != before:
             with suppress(OSError):

@@ -55,7 +55,7 @@ def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str)
     for word in (name, *(host.name for host in members.hosts)):
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", word):
             raise UserError(
-                f"Kubernetes takes names of small letters, digits and dashes, up to 40, got {word!r}; change run.name "
+                f"Kubernetes names are up to 40 lower-case letters, digits and dashes, got {word!r}; change run.name "
                 "or --host"
             )
     hosts = tuple(_in_pods(host, name) for host in members.hosts)
@@ -64,8 +64,8 @@ def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str)
     recipe = tomli_w.dumps(to_table(config))
     if recipe != without_secrets(recipe):
         raise UserError(
-            "the recipe holds an address with a password beside streams.redis_url, and a ConfigMap would show it to "
-            "everybody who may read this namespace: leave it out, and give it to the pods in another way"
+            "the recipe holds a password outside streams.redis_url, and a ConfigMap would show it to every reader of "
+            "this namespace; remove it, and pass it to the pods in another way"
         )
     claim = {
         "accessModes": ["ReadWriteMany"],

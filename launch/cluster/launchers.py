@@ -28,7 +28,7 @@ class Launcher(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterTarget:
-    """Where a run starts: the launcher, the hosts, and options for the launcher."""
+    """The target of a run: the launcher, the hosts, and options for the launcher."""
 
     by: Launcher
     members: Members
@@ -58,9 +58,7 @@ def rendered(config: RunConfig, where: ClusterTarget, run_dir: Path) -> str:
     if where.by is Launcher.RAY:
         return ray.describe(config, where.members)
     if where.image is None:
-        raise UserError(
-            "--on kubernetes must know the container image: say --image REGISTRY/NAME:TAG, with this project"
-        )
+        raise UserError("--on kubernetes needs a container image with this project; pass --image REGISTRY/NAME:TAG")
     objects = kubernetes.manifests(config, where.members, run_dir=run_dir, image=where.image)
     return kubernetes.manifest_text(objects, kubernetes.notes_for(config))
 

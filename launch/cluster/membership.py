@@ -43,11 +43,11 @@ class NodeState(StrEnum):
 
     UP = "up"
     FAILED = "failed"
-    """One of its processes is beyond help, and with it the run."""
+    """One of its processes failed for good, and with it the run."""
     LEFT = "left"
-    """It was told to stop, while the run goes on."""
+    """It was stopped while the run continues."""
     ENDED = "ended"
-    """It has stopped its share, since the run is over."""
+    """It stopped its share, because the run is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def read_members(run_dir: Path) -> Members | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read: {error}; name the hosts anew by --host") from None
+        raise UserError(f"{path} cannot be read: {error}; pass the hosts again with --host") from None
 
 
 def write_launch(run_dir: Path, record: LaunchRecord) -> None:
@@ -196,7 +196,7 @@ class OtherNodes:
     run_dir: Path
     launch: str
     hosts: Sequence[str]
-    heard: dict[str, LastHeartbeat] = field(default_factory=dict)
+    heartbeats: dict[str, LastHeartbeat] = field(default_factory=dict)
 
     def read(self, now: float) -> None:
         """Read the other nodes' files."""
@@ -205,27 +205,27 @@ class OtherNodes:
                 record = msgspec.json.decode(node_path(self.run_dir, host).read_bytes(), type=NodeRecord)
             except (OSError, msgspec.MsgspecError):
                 continue
-            if record.launch == self.launch and (host not in self.heard or self.heard[host].record != record):
-                self.heard[host] = LastHeartbeat(record, now)
+            if record.launch == self.launch and (host not in self.heartbeats or self.heartbeats[host].record != record):
+                self.heartbeats[host] = LastHeartbeat(record, now)
 
     def up(self, now: float) -> frozenset[str]:
         """Return the hosts whose nodes serve this launch and sent a heartbeat recently."""
         return frozenset(
             host
-            for host, heard in self.heard.items()
-            if heard.record.state is NodeState.UP and now - heard.at <= SILENCE_S
+            for host, last in self.heartbeats.items()
+            if last.record.state is NodeState.UP and now - last.at <= SILENCE_S
         )
 
     def failure(self) -> str | None:
         """Return why a node reports that the run failed; None if no node does."""
-        for host, heard in self.heard.items():
-            if heard.record.state is NodeState.FAILED:
-                return f"on host {host}: {heard.record.message}"
+        for host, last in self.heartbeats.items():
+            if last.record.state is NodeState.FAILED:
+                return f"on host {host}: {last.record.message}"
         return None
 
     def restarts(self) -> tuple[RestartStatus, ...]:
         """Return the restarts of the nodes' processes."""
-        return tuple(each for heard in self.heard.values() for each in heard.record.restarts)
+        return tuple(each for last in self.heartbeats.values() for each in last.record.restarts)
 
 
 def ended(record: LaunchRecord, result: RunResult) -> LaunchRecord:

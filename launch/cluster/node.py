@@ -132,7 +132,7 @@ class _Share:
         self._head = OtherNodes(run_dir, record.id, [record.members.hosts[0].name])
         self._began_at = time.monotonic()
         self._looked_at = float("-inf")
-        self._told: RunResult | None = None
+        self._result: RunResult | None = None
         self.superseded = False
         directory = run_directory.open_run(run_dir)
         launch = launch_on(record.members, host, directory)
@@ -153,8 +153,8 @@ class _Share:
         """Run it until it ends or the launch does."""
         self._file.tell(NodeState.UP)
         result = self._supervisor.run()
-        if result.outcome is not RunOutcome.FAILED or self._told is not None:
-            self._file.tell(NodeState.LEFT if self._told is None else NodeState.ENDED)
+        if result.outcome is not RunOutcome.FAILED or self._result is not None:
+            self._file.tell(NodeState.LEFT if self._result is None else NodeState.ENDED)
         return result
 
     def _follow(self) -> None:
@@ -170,18 +170,18 @@ class _Share:
             self._end_with(RunResult(RunOutcome.STOPPED, "the head began another launch"))
         elif record is not None and record.result is not None:
             self._end_with(record.result)
-        elif now - max((heard.at for heard in self._head.heard.values()), default=self._began_at) > self._head_s:
+        elif now - max((last.at for last in self._head.heartbeats.values()), default=self._began_at) > self._head_s:
             head = self._record.members.hosts[0].name
-            words = f"host {head}, the head, was not heard for {self._head_s:g} s; start its node again"
+            words = f"host {head}, the head, sent no heartbeat for {self._head_s:g} s; restart its node"
             self._end_with(RunResult(RunOutcome.FAILED, words))
 
     def _end_with(self, result: RunResult) -> None:
-        self._told = result
+        self._result = result
         self._supervisor.end(result.outcome, result.message)
 
     def _end(self, result: RunResult) -> None:
         """Report a failure to the head before anything is stopped, since it ends the whole run."""
-        if self._told is None and result.outcome is RunOutcome.FAILED:
+        if self._result is None and result.outcome is RunOutcome.FAILED:
             self._file.tell(NodeState.FAILED, result.message)
 
 

@@ -96,7 +96,7 @@ def run_on_ray(
     except (ConnectionError, RuntimeError) as error:
         raise UserError(
             f"no Ray cluster answers at {address or 'this machine'}: {error}; start one with `ray start --head`, and "
-            "say --on ray://HOST:10001 from another machine"
+            "pass --on ray://HOST:10001 from another machine"
         ) from None
     try:
         return _Nodes(ray, config, members, run_dir, announce).run()
@@ -120,7 +120,7 @@ class _Nodes:
         self._left = dict.fromkeys((host.name for host in members.hosts), config.launch.restarts)
         self._actors: dict[str, Any] = {}
         self._hosts: dict[str, Host] = {}
-        self._asked: dict[Any, str] = {}
+        self._locating: dict[Any, str] = {}
         self._serving: dict[Any, str] = {}
         self._due: dict[str, float] = {}
         self._interrupts = 0
@@ -132,9 +132,9 @@ class _Nodes:
         try:
             self._begin_all()
             while True:
-                for reference in self._news():
-                    if reference in self._asked:
-                        self._answered(self._asked.pop(reference), reference)
+                for reference in self._ready():
+                    if reference in self._locating:
+                        self._located(self._locating.pop(reference), reference)
                     elif reference in self._serving:  # false if all nodes restarted meanwhile
                         status = self._ended(self._serving.pop(reference), reference)
                         if status is not None:
@@ -162,13 +162,13 @@ class _Nodes:
         there = "; ".join(f"CPU {each.get('CPU', 0):g}, GPU {each.get('GPU', 0):g}" for each in alive)
         raise UserError(
             f"Ray has no room for {len(bundles)} hosts, each on a machine of its own, within {PLACED_S:g} s:\n"
-            f"{describe(self._config, self._members)}\nits machines have: {there}; add machines, or say fewer "
+            f"{describe(self._config, self._members)}\nits machines have: {there}; add machines, or lower "
             "--hosts or --gpus"
         )
 
-    def _news(self) -> list[Any]:
+    def _ready(self) -> list[Any]:
         """Return the references that are ready, waiting up to `_LOOK_S` for one."""
-        awaited = [*self._asked, *self._serving]
+        awaited = [*self._locating, *self._serving]
         if not awaited:  # Ray refuses to wait for nothing
             time.sleep(_LOOK_S)
             return []
@@ -178,7 +178,7 @@ class _Nodes:
     def _begin_all(self) -> None:
         for actor in self._actors.values():
             self._ray.kill(actor)
-        self._actors, self._hosts, self._asked, self._serving, self._due = {}, {}, {}, {}, {}
+        self._actors, self._hosts, self._locating, self._serving, self._due = {}, {}, {}, {}, {}
         for host in self._members.hosts:
             self._begin(host.name)
 
@@ -191,9 +191,9 @@ class _Nodes:
         remote = self._ray.remote(NodeProcess)
         actor = remote.options(num_cpus=takes["CPU"], num_gpus=takes.get("GPU", 0), scheduling_strategy=where).remote()
         self._actors[name] = actor
-        self._asked[actor.address.remote()] = name
+        self._locating[actor.address.remote()] = name
 
-    def _answered(self, name: str, reference: Any) -> None:
+    def _located(self, name: str, reference: Any) -> None:
         """Handle an actor's address, or its failure: its machine was lost, and Ray had not noticed yet."""
         try:
             address = str(self._ray.get(reference, timeout=_ASK_S))
@@ -202,12 +202,12 @@ class _Nodes:
             return
         before = self._hosts.get(name)
         if before is not None and before.address != address:
-            self._announce(f"{name} is on another machine now: all nodes begin anew, from the checkpoint")
+            self._announce(f"{name} moved to another machine; restarting all nodes from the checkpoint")
             self._begin_all()
             return
         self._hosts[name] = replace(self._members.hosts[self._number(name)], address=address)
         if len(self._hosts) == len(self._members.hosts):  # each node needs the addresses of all
-            for each in set(self._actors) - {*self._serving.values(), *self._asked.values(), *self._due}:
+            for each in set(self._actors) - {*self._serving.values(), *self._locating.values(), *self._due}:
                 self._serve(each)
 
     def _number(self, name: str) -> int:
@@ -218,7 +218,7 @@ class _Nodes:
         hosts = [word for host in located for word in ("--host", host.word)]
         words = [str(self._run_dir), "--name", name, "--first-port", str(self._members.first_port), *hosts]
         output = self._run_dir / "cluster" / f"node-{name}.out"
-        self._announce(f"{name} is {self._hosts[name].address}; it writes to {output}")
+        self._announce(f"{name} is {self._hosts[name].address}; its output goes to {output}")
         self._serving[self._actors[name].serve.remote(words, str(output))] = name
 
     def _ended(self, name: str, reference: Any) -> int | None:
@@ -232,13 +232,13 @@ class _Nodes:
         if status <= 2 or status == 130:
             del self._actors[name]
             if status and name != head:
-                self._announce(f"{name} ended with status {status}; it says why in {self._run_dir / 'cluster'}")
+                self._announce(f"{name} ended with status {status}; see its output in {self._run_dir / 'cluster'}")
             return status if name == head else None
         self._left[name] -= 1
         if self._left[name] < 0:
-            self._announce(f"{name} died again and again; its output is in {self._run_dir / 'cluster'}")
+            self._announce(f"{name} died too often; its output is in {self._run_dir / 'cluster'}")
             return 1
-        self._announce(f"{name} died; beginning it again")
+        self._announce(f"{name} died; restarting it")
         self._ray.kill(self._actors[name])
         self._begin(name)
         return None

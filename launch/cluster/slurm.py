@@ -55,7 +55,7 @@ suspend() {{
 }}
 trap suspend TERM
 
-# The share of one host. One that dies without a word (killed: a status above 128) is begun again.
+# Run the share of one host. A node that was killed (status above 128) is restarted.
 serve() {{
     trap - TERM
     local status tries=0
@@ -64,7 +64,7 @@ serve() {{
             "${{pipelinerl[@]}}" node "$run" --name "$1" "${{hosts[@]}}"
         status=$?
         if (( status <= 128 || status == 130 || ++tries > {restarts} )); then return "$status"; fi
-        echo "the node of $1 ended with status $status; beginning it again ($tries of {restarts})"
+        echo "the node of $1 ended with status $status; restarting it ($tries of {restarts})"
         sleep 1
     done
 }}
@@ -79,9 +79,9 @@ while (( status > 128 )) && kill -0 "$head" 2> /dev/null; do  # a signal ended t
     wait "$head"
     status=$?
 done
-if (( status <= 1 )); then wait; fi  # the others stop by themselves, when the head has told them
+if (( status <= 1 )); then wait; fi  # the other nodes stop when the head tells them
 if [ -n "$suspended" ]; then
-    echo "suspended; the next life of this job goes on"
+    echo "suspended; the requeued job will resume"
     exec scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
@@ -100,7 +100,7 @@ def slurm_script(config: RunConfig, members: Members, *, run_dir: Path, extra: S
     hosts = members.hosts
     named = not all(re.fullmatch(r"host-\d+", host.name) for host in hosts)
     if not named and len({len(host.devices) for host in hosts}) > 1:
-        raise UserError("hosts that are not alike must be named as Slurm names them: say --host NAME:gpus=8 for each")
+        raise UserError("hosts with different numbers of GPUs need Slurm's names; pass --host NAME:gpus=8 for each")
     most = max(len(host.devices) for host in hosts)
     directives = [
         f"--job-name={config.run.name}",
@@ -148,7 +148,9 @@ def submit(script: str, run_dir: Path) -> str:
             f"sbatch did not answer within {_SUBMIT_S:g} s; is slurmctld up (scontrol ping)? Then: sbatch {path}"
         ) from None
     if done.returncode:
-        raise UserError(f"sbatch refused {path}: {done.stderr.strip()}; change it by --slurm, such as --partition=gpu")
+        raise UserError(
+            f"sbatch refused {path}: {done.stderr.strip()}; change it with --slurm, such as --slurm=--partition=gpu"
+        )
     job = done.stdout.strip().partition(";")[0]
     return f"submitted as job {job}; follow it with: tail -f {run_dir}/slurm-{job}.out, or pipelinerl status {run_dir}"
 

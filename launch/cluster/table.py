@@ -17,7 +17,7 @@ _ON_EXIT = {
     OnExit.RESTART: "",
     OnExit.DONE: "done with status 0",
     OnExit.COMPLETE: "status 0 completes the run",
-    OnExit.SPARE: "the run goes on without it",
+    OnExit.SPARE: "the run continues without it",
 }
 
 

@@ -78,9 +78,9 @@ async def run(identity: Identity) -> None:
     try:
         async with asyncio.TaskGroup() as group, gateway:
             starting = group.create_task(_start([*judges, *players]))
-            heard = asyncio.Event()
-            refresh = group.create_task(_follow_controller(identity, pool, actor, heard, services))
-            await heard.wait()
+            assigned = asyncio.Event()
+            refresh = group.create_task(_follow_controller(identity, pool, actor, assigned, services))
+            await assigned.wait()
             freeze_gc()
             await actor.run()
             refresh.cancel()
@@ -120,8 +120,8 @@ def _verifiers(identity: Identity, services: VerifierServices) -> dict[str, Grou
     judged = [domain for domain in config.domains if domain.has_verifier]
     if config.verification.uses_services:
         return {each.name: RemoteVerifier(services, domain=each.name, rules=rules_of(each)) for each in judged}
-    purse = JudgeBudget(identity.run_dir / "judging" / identity.name, config.actor.count)
-    return {domain.name: open_verifier(domain, purse=purse) for domain in judged}
+    budget = JudgeBudget(identity.run_dir / "judging" / identity.name, config.actor.count)
+    return {domain.name: open_verifier(domain, budget=budget) for domain in judged}
 
 
 async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None:
@@ -139,7 +139,7 @@ async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None
 
 
 async def _follow_controller(
-    identity: Identity, pool: EnginePool, actor: Actor, heard: asyncio.Event, services: VerifierServices
+    identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerifierServices
 ) -> None:
     """Follow the controller's assignment: engines, services, concurrency and freshness. Keep the last one if it is
     lost.
@@ -156,7 +156,7 @@ async def _follow_controller(
                 raise AddressError(f"the controller at {controller.url} refuses this actor's token") from None
             except UserError as error:
                 if reachable:
-                    until = "what it said last holds" if heard.is_set() else "this actor claims no orders"
+                    until = "the last assignment holds" if assigned.is_set() else "this actor claims no orders"
                     log.warning("%s; until one does, %s", error, until)
                 reachable = False
             else:
@@ -167,5 +167,5 @@ async def _follow_controller(
                 services.update(assignment.verifiers)
                 actor.resize(assignment.groups_in_flight)
                 actor.follow(model_version=assignment.model_version, k=assignment.staleness_bound)
-                heard.set()
+                assigned.set()
             await asyncio.sleep(REFRESH_S)

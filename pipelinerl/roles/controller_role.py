@@ -76,8 +76,8 @@ def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
     """Return a sentence for each knob that was changed while the run was live and differs from the recipe."""
     recipe = knobs_of(config).to_json()
     return [
-        f"{name} is {value}, as it was set while the run was live; the recipe says {recipe[name]}: "
-        "`pipelinerl knobs set` changes it"
+        f"{name} is {value}, set while the run was live; the recipe has {recipe[name]}; change it with "
+        "`pipelinerl knobs set`"
         for name, value in knobs.to_json().items()
         if value != recipe[name]
     ]
@@ -211,7 +211,7 @@ def _age(history: Path) -> float:
     except FileNotFoundError:
         return 0.0
     except ValueError as error:
-        raise UserError(f"{error}; remove that line to go on") from None
+        raise UserError(f"{error}; remove that line to continue") from None
 
 
 async def _refuse_namesake(identity: Identity, stream: Stream) -> None:
@@ -223,8 +223,8 @@ async def _refuse_namesake(identity: Identity, stream: Stream) -> None:
     if await Journal.is_being_written(stream, for_s=_LOOK_S):
         name = identity.config.run.name
         raise UserError(
-            f"a run named {name!r} is live at this stream server, and {identity.run_dir} is not its directory: give "
-            "this one another run.name; a controller that is to take over says --continue"
+            f"a run named {name!r} is live at this stream server, and {identity.run_dir} is not its directory; "
+            "choose another run.name, or take over with --continue"
         )
 
 
@@ -253,11 +253,11 @@ def _leave_recipe(identity: Identity, *, begins: bool) -> None:
     try:
         taken = not claim(config)
     except (OSError, UserError) as error:  # perhaps only the trainer may write there
-        log.warning("%s cannot be resumed from yet, the recipe is not there: %s", url, error)
+        log.warning("%s cannot be resumed from yet, because the recipe cannot be written there: %s", url, error)
     if taken and begins:
         raise UserError(
-            f"{url} holds the copies of a run, and {identity.run_dir} is not its directory: give this one another "
-            f"run.name, or go on with that one: pipelinerl run --resume {url}"
+            f"{url} holds the copies of a run, and {identity.run_dir} is not its directory; choose another "
+            f"run.name, or resume that run: pipelinerl run --resume {url}"
         )
     write_layout(identity.run_dir)
     save(config, path)

@@ -95,7 +95,7 @@ async def run(identity: Identity) -> None:
         try:
             await serve_until(app, listener, over=stopped)
             if stopped.done():
-                raise EngineUnreachable("the engine has stopped by itself; what ended it is said above")
+                raise EngineUnreachable("the engine stopped by itself; the log above says why")
         finally:
             for task in (stopped, offer, follows):
                 if task is not None:
@@ -117,8 +117,8 @@ def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "eng
         host = facing
     if ip_address(host).is_loopback and not ip_address(facing).is_loopback:
         raise UserError(
-            f"the controller at {controller_url} is not at this machine's loopback address, but this {what} is, at "
-            f"{host}, where nobody else reaches it; start it with --host {facing}"
+            f"the controller at {controller_url} is on another machine, but this {what} listens at {host} only, "
+            f"which that machine cannot reach; start it with --host {facing}"
         )
     return url_of(host, port)
 
@@ -131,7 +131,7 @@ def _address_towards(controller_url: str) -> str:
     except ValueError as error:
         raise UserError(f"the controller's URL must be like http://host:8000, got {controller_url}: {error}") from None
     except OSError as error:
-        raise AddressError(f"no way leads to the controller at {controller_url}: {error.strerror or error}") from error
+        raise AddressError(f"no route to the controller at {controller_url}: {error.strerror or error}") from error
 
 
 async def _stopped(engine: Engine) -> None:
@@ -165,7 +165,7 @@ async def _follow(identity: Identity, engine: Engine, url: str) -> None:
             finally:
                 await stream.close()
         except AddressError as error:
-            log.warning("this engine hears no announcements of weights, and is asked instead: %s", error)
+            log.warning("this engine receives no announcements of weights and is updated by requests: %s", error)
         await asyncio.sleep(_AGAIN_S)
 
 

@@ -102,7 +102,7 @@ def read_token(token_file: Path | None) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         token = None
     if not isinstance(token, str) or not token:
-        raise UserError(f'{token_file} must hold {{"token": "…"}}; the launcher makes it as runs/<name>/tokens.json')
+        raise UserError(f'{token_file} must hold {{"token": "…"}}; the launcher writes it to runs/<name>/tokens.json')
     return token
 
 
@@ -123,14 +123,14 @@ def token_of(token_file: Path | None, run_dir: Path) -> str:
         run_dir.mkdir(parents=True, exist_ok=True)
         if make_private(shared, json.dumps({"token": secrets.token_urlsafe(32)})):
             print(
-                f"pipelinerl: no token was given, so one was made: {shared}. Roles in this directory find it there; "
-                f"others take it by --token-file or ${TOKEN_VARIABLE}",
+                f"pipelinerl: no token was given, so one was made: {shared}. Roles with this directory find it there; "
+                f"pass it to others with --token-file or ${TOKEN_VARIABLE}",
                 file=sys.stderr,
             )
     except OSError as error:
         raise UserError(
-            f"no token was given, and none can be left at {shared}: {error.strerror}; say --token-file, "
-            f"${TOKEN_VARIABLE}, or --no-token to serve whatever program asks on this machine"
+            f"no token was given, and none can be written to {shared}: {error.strerror}; pass --token-file, set "
+            f"${TOKEN_VARIABLE}, or pass --no-token to serve every program on this machine"
         ) from None
     return str(read_token(shared))
 
@@ -172,11 +172,11 @@ def run_until_signalled(role: Callable[[Identity], Coroutine[Any, Any, None]], i
             signal.signal(number, _cancel_here)
         task = asyncio.ensure_future(role(identity))
 
-        def hear() -> None:
+        def handle_signals() -> None:
             for number in _ENDING:
                 loop.add_signal_handler(number, task.cancel)
 
-        loop.call_soon(hear)  # after the first turn of the task
+        loop.call_soon(handle_signals)  # after the first turn of the task
         await task
 
     try:

@@ -77,13 +77,13 @@ def _brought(url: str) -> Path:
         raise RecipeError(f"{url}/{_RECIPE}: not valid TOML: {error}") from None
     if run_dir.exists():
         raise UserError(
-            f"{run_dir} exists, and {url} is to be brought there: go on with what is there by --resume {run_dir}, or "
+            f"{run_dir} exists, and {url} would be restored there; resume what is there with --resume {run_dir}, or "
             "move it away"
         )
     draft = run_dir.with_name(f".{run_dir.name}-arriving")
     checkpoint = _fetched(CheckpointCopies(url, retention=Retention(1)), draft)
     if checkpoint is None:
-        log.warning("%s holds no whole checkpoint: the run begins again", url)
+        log.warning("%s holds no complete checkpoint; the run begins again", url)
     if not (draft / _RECIPE).is_file():  # a trainer with a directory of its own copies no recipe
         (draft / _RECIPE).write_bytes(recipe)
     if checkpoint is not None:
@@ -124,9 +124,13 @@ def _bring_model(checkpoint: Path, draft: Path, run_dir: Path) -> None:
     if config.model.resolved.is_dir():
         return
     if "ref_logprobs" in objective_of(config).passes and (config.reference is None or config.reference.path is None):
-        raise UserError(f"{config.model.resolved} is not on this machine, and is the reference of this run: bring it")
+        raise UserError(
+            f"{config.model.resolved} is not on this machine, and is the reference of this run; copy it here"
+        )
     if config.trainer.options.get("lora") is not None:
-        raise UserError(f"{config.model.resolved} is not on this machine, and is the base of this run's LoRA: bring it")
+        raise UserError(
+            f"{config.model.resolved} is not on this machine, and is the base of this run's LoRA; copy it here"
+        )
     (draft / "model").mkdir()
     for file in checkpoint.iterdir():
         if file.is_file() and file.name != MANIFEST:
@@ -144,8 +148,8 @@ def _refuse_older(config: RunConfig, run_dir: Path) -> None:
     here = newest_step(config, run_dir)
     if here < _step(there.name):
         raise UserError(
-            f"this run went on elsewhere: its newest checkpoint in {run_dir} is of step {here}, in {copies.url} of "
-            f"step {_step(there.name)}; move {run_dir} away and go on by --resume {copies.url}"
+            f"this run continued elsewhere: its newest checkpoint in {run_dir} is of step {here}, in {copies.url} of "
+            f"step {_step(there.name)}; move {run_dir} away and use --resume {copies.url}"
         )
 
 

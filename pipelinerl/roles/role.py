@@ -45,7 +45,7 @@ Changes = Annotated[list[str] | None, typer.Option("--set", help="Change of the 
 
 
 class OnExit(StrEnum):
-    """What the launcher does when a process ends. It never restarts one with exit status 2, a user error."""
+    """The launcher's reaction to the end of a process. It never restarts one with exit status 2, a user error."""
 
     RESTART = "restart"
     """Restart it, within its budget."""
@@ -62,7 +62,7 @@ class RoleOptions:
     """The options that all roles have: which run, the process's name, its peers, and where it listens."""
 
     recipe: RoleRecipe = "tiny"
-    name: Annotated[str, typer.Option("--name", help="This process' name; unique within the run.")]
+    name: Annotated[str, typer.Option("--name", help="Name of this process, unique within the run.")]
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="The run's directory (default: by the recipe).")] = (
         None
     )
@@ -71,10 +71,10 @@ class RoleOptions:
         typer.Option(
             _REDIS_OPTION,
             envvar=REDIS_VARIABLE,
-            help="Where the streams are (default: by the recipe, else redis://127.0.0.1:6379/0).",
+            help="Address of the streams (default: by the recipe, else redis://127.0.0.1:6379/0).",
         ),
     ] = None
-    controller_url: Annotated[str, typer.Option("--controller-url", help="Where the controller is.")] = (
+    controller_url: Annotated[str, typer.Option("--controller-url", help="URL of the controller.")] = (
         "http://127.0.0.1:8000"
     )
     token_file: Annotated[
@@ -82,7 +82,7 @@ class RoleOptions:
         typer.Option("--token-file", help="Bearer token (default: $PIPELINERL_TOKEN, else the run directory's)."),
     ] = None
     no_token: Annotated[
-        bool, typer.Option("--no-token", help="Serve every program of this machine, without a token.")
+        bool, typer.Option("--no-token", help="Serve every program on this machine without a token.")
     ] = False
     host: Annotated[str, typer.Option("--host", help="Address to bind.")] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", help="Port to bind.")] = 0

@@ -86,7 +86,7 @@ def feed_until(
                         return
                     stop.wait(_POLL_S)
         except Exception as error:  # third-party packages raise anything; this is the main of the tracker's thread
-            log.warning("%s: %s: %s; the run goes on, tried again in %g s", name, type(error).__name__, error, pause_s)
+            log.warning("%s: %s: %s; the run continues, retrying in %g s", name, type(error).__name__, error, pause_s)
         if stop.wait(pause_s):
             return
         pause_s = min(2 * pause_s, _RETRY_S)

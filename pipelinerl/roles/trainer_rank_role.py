@@ -54,13 +54,13 @@ def outlast_notice(save_s: float) -> None:
     Rank 0 ends them when it ends. This process ends by itself after `save_s`; a second SIGTERM ends it at once.
     """
 
-    def told(number: int, _frame: object) -> None:
+    def start_deadline(number: int, _frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         timer = threading.Timer(save_s, os._exit, (128 + number,))
         timer.daemon = True
         timer.start()
 
-    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGTERM, start_deadline)
 
 
 def _follow_jax(options: Mapping[str, Any]) -> None:

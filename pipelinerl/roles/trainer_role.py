@@ -105,7 +105,7 @@ class SigtermHandler:
         if self.was_given:
             self._task.cancel()
             return
-        log.info("told to end: the state is saved first, within %g s", self._save_s)
+        log.info("stopping: saving the state first, within %g s", self._save_s)
         self.was_given = True
         self._training.leave()
         self._events.call_later(self._save_s, self._task.cancel)
@@ -123,12 +123,12 @@ def publisher_of(identity: Identity, control: EngineControl, stream: Stream) -> 
     weights = identity.config.weights
     if weights.transport is Transport.BROADCAST:
         if not offers(weights.backend):
-            raise RecipeError(f"weights.backend is {weights.backend}, which torch cannot use here; say gloo")
+            raise RecipeError(f"weights.backend is {weights.backend}, which torch cannot use here; use gloo")
         return BroadcastPublisher(control, host=weights.host, backend=weights.backend)
     servers = identity.config.parameter_server
     if not servers.urls:
         raise RecipeError(
-            "weights.transport is pull, and the trainer was told of no parameter server: name them with --set "
+            "weights.transport is pull, and no parameter server is named; name them with --set "
             "'parameter_server.urls=[\"http://host:port\"]', as the launcher does"
         )
     announcer = StreamAnnouncer(stream) if weights.announced_to(identity.config.engine.count) else None

@@ -44,24 +44,24 @@ _LONGEST_PAUSE_S: Final = 5.0
 
 
 class JudgeBudget(NamedTuple):
-    """Where a process records what judging has used, and how many processes share the run's budget."""
+    """A process's part of a run's budget for judging: the folder of its account, and how many processes share it."""
 
     folder: Path
     sharers: int
 
 
-def open_verifier(domain: DomainSection, *, purse: JudgeBudget | None = None) -> GroupVerifier:
+def open_verifier(domain: DomainSection, *, budget: JudgeBudget | None = None) -> GroupVerifier:
     """Open what judges the domain's answers, to be closed; nothing starts before the first answer.
 
     The domain must have a verifier (`has_verifier`).
 
     Args:
-        purse: the share of the run's budget, for an LLM judge.
+        budget: the share of the run's budget, for an LLM judge.
 
     Raises:
         RecipeError: a name is unknown, or user code cannot be loaded or called.
     """
-    opened = {where: _opened(domain, where, name, purse) for where, name in names_of(domain)}
+    opened = {where: _opened(domain, where, name, budget) for where, name in names_of(domain)}
     if not domain.rewards:
         return next(iter(opened.values()))
     parts = [
@@ -88,11 +88,11 @@ def rules_of(domain: DomainSection) -> str:
     return hashlib.sha256(json.dumps(judging, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def served_domain(domain: DomainSection, *, purse: JudgeBudget | None) -> ServedDomain:
+def served_domain(domain: DomainSection, *, budget: JudgeBudget | None) -> ServedDomain:
     """Return the domain as a verifier service judges it. Raises like `open_verifier`."""
     names = {name for _, name in names_of(domain)}
     return ServedDomain(
-        verifier=open_verifier(domain, purse=purse),
+        verifier=open_verifier(domain, budget=budget),
         rules=rules_of(domain),
         kept=names <= _DETERMINISTIC,
         tier=_sandbox_of(domain) if "oubliette" in names else "",
@@ -151,7 +151,7 @@ def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield where, name
 
 
-def _opened(domain: DomainSection, where: str, name: str, purse: JudgeBudget | None) -> GroupVerifier:
+def _opened(domain: DomainSection, where: str, name: str, budget: JudgeBudget | None) -> GroupVerifier:
     thing = registry.load(where, registry.VERIFIERS, name)
     deadline_s, workers = domain.verifier_timeout_s, domain.verifier_workers
     if name == "instruction_following":
@@ -160,7 +160,7 @@ def _opened(domain: DomainSection, where: str, name: str, purse: JudgeBudget | N
             thing(score=section.score, matching=section.matching, deadline_s=deadline_s, workers=workers)
         )
     if name == "judge":
-        return open_judge(domain, purse=purse)
+        return open_judge(domain, budget=budget)
     if name == "oubliette":
         return PerAnswerVerifier(thing(domain.oubliette.rules, deadline_s=deadline_s, workers=workers))
     if name in _POOLED:
@@ -188,27 +188,27 @@ def _made(where: str, thing: Any) -> Any:
         raise RecipeError(f"{where}: {thing.__name__}() failed: {type(error).__name__}: {error}") from None
 
 
-def open_judge(domain: DomainSection, *, purse: JudgeBudget | None) -> Judge:
-    """Open the domain's judge. Without a `purse` its account starts at 0 and it has the whole budget.
+def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
+    """Open the domain's judge. Without a `budget` its account starts at 0 and it has the whole budget.
 
     Raises:
         RecipeError: the domain names no server, or its key is missing.
     """
     where, section = f"domains.{domain.name}", domain.judge
     if section is None:
-        raise RecipeError(f'{where}.judge must say whom to ask: judge = {{ url = "http://host:port" }}')
+        raise RecipeError(f'{where}.judge must name a server: judge = {{ url = "http://host:port" }}')
     try:
         key = section.key
     except RecipeError as error:
         raise RecipeError(f"{where}.{error}") from None
     token = None if key is None else key.get_secret_value()
-    sharers = 1 if purse is None else purse.sharers
+    sharers = 1 if budget is None else budget.sharers
     bounded = section.most_calls is not None or section.most_tokens is not None
     spending = Spending(
         where=where,
         most_calls=_share(section.most_calls, sharers),
         most_tokens=_share(section.most_tokens, sharers),
-        file=purse.folder / f"{quote(domain.name, safe='')}.json" if purse is not None and bounded else None,
+        file=budget.folder / f"{quote(domain.name, safe='')}.json" if budget is not None and bounded else None,
     )
     return Judge(
         _judge_settings(section, domain.correct_at),

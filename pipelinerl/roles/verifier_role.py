@@ -47,14 +47,14 @@ async def run(identity: Identity, *, only: Sequence[str] = ()) -> None:
     """
     config = identity.config
     domains = _chosen(config.domains, only)
-    purse = JudgeBudget(identity.run_dir / "judging" / identity.name, max(1, config.verification.services))
+    budget = JudgeBudget(identity.run_dir / "judging" / identity.name, max(1, config.verification.services))
     with listen(identity.host, identity.port) as listener:
         url = ""
         if identity.controller_url:
             url = offered_url(listener.getsockname(), identity.controller_url, what="verifier service")
         await _try_sandboxes(domains)
         service = VerifierService(
-            {domain.name: served_domain(domain, purse=purse) for domain in domains if domain.has_verifier},
+            {domain.name: served_domain(domain, budget=budget) for domain in domains if domain.has_verifier},
             cache=VerdictCache(config.verification.cache_mb << 20),
         )
         drained = asyncio.create_task(service.drained.wait())

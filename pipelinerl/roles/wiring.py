@@ -80,18 +80,18 @@ def routing_of(config: RunConfig) -> RoutingShape | None:
     replay = config.trainer.routing_replay
     if replay is RoutingReplay.OFF:
         return None
-    said = f'trainer.routing_replay = "{replay}"'
+    setting = f'trainer.routing_replay = "{replay}"'
     if config.engine.type not in registry.TELLS_ROUTING and not is_reference(config.engine.type):
         raise RecipeError(
-            f"{said} needs an engine that tells which experts computed each token, which is "
+            f"{setting} needs an engine that reports which experts computed each token: "
             f"{' or '.join(sorted(registry.TELLS_ROUTING))}; engine.type is {config.engine.type!r}"
         )
     if config.trainer.type not in registry.REPLAYS_ROUTING and not is_reference(config.trainer.type):
-        raise RecipeError(f"{said} needs trainer.type torch, got {config.trainer.type!r}")
+        raise RecipeError(f"{setting} needs trainer.type torch, got {config.trainer.type!r}")
     try:
         return replayed_routing(config.model.resolved)
     except ModelError as error:
-        raise RecipeError(f"{said}: {error}") from None
+        raise RecipeError(f"{setting}: {error}") from None
 
 
 def mini_batching_of(config: RunConfig) -> MiniBatching:
@@ -120,7 +120,7 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
         ):
             yield (
                 f"domains.{domain.name}.reward.mean group needs groups, and {config.key_of_group_size(domain)} is 1: "
-                'every reward would be 0; raise it, or take mean = "batch"'
+                'every reward would be 0; raise it, or use mean = "batch"'
             )
     if config.critic is not None and "values" not in passes:
         yield "critic: the objective reads no values; remove the section, or take an objective such as ppo"
@@ -130,12 +130,12 @@ def _unsupported(config: RunConfig, objective: PolicyObjective) -> Iterator[str]
         yield 'kl_control: the objective has no KL term to control; remove the section, or set objective.grad2 = "kl"'
     read = "old_logprobs" in passes or config.training.target_kl is not None
     if config.training.old_logprobs is not OldLogprobs.RECOMPUTE and not read:
-        yield "training.old_logprobs: the objective reads none; leave it out"
+        yield "training.old_logprobs: the objective reads none; remove it"
     pair = {getattr(weight, name, None) for name in ("numerator", "denominator")}
     if config.training.old_logprobs is OldLogprobs.BEHAVIOR and pair == {Policy.OLD, Policy.BEHAVIOR}:
         yield (
-            "training.old_logprobs must not be behavior beside is_weight, which divides old by behavior and would "
-            "always be 1; take recompute or sampling_weights"
+            "training.old_logprobs must not be behavior with an is_weight that divides old by behavior, which would "
+            "always be 1; use recompute or sampling_weights"
         )
 
 
@@ -191,12 +191,12 @@ def servers_of(config: RunConfig) -> tuple[str, ...]:
         if section.servers:
             raise RecipeError(
                 f"engine.servers are for the types {' and '.join(sorted(registry.SERVER_ENGINES))}, got engine.type "
-                f"{section.type}; leave them out"
+                f"{section.type}; remove them"
             )
     elif len(section.servers) < section.count:
         raise RecipeError(
             f"engine.servers must name one server for each of the {section.count} engines, got {len(section.servers)}; "
-            'say engine.servers=["http://host:port"]'
+            'set engine.servers=["http://host:port"]'
         )
     return section.servers
 
@@ -213,7 +213,7 @@ def check_engine_options(config: RunConfig) -> None:
     if chosen in registry.SERVER_ENGINES:
         raise RecipeError(
             f"engine.options {', '.join(options)} would not reach a server that runs already; start the server with "
-            "them, and leave them out"
+            "them, and remove them here"
         )
     if registry.is_user_code(registry.ENGINES, chosen):
         return  # it checks its own options
@@ -243,15 +243,15 @@ def held_out_problems(config: RunConfig, *sets: HeldOutSet) -> dict[str, Mixture
     """
     opened: dict[tuple[str, str], ProblemSource] = {}
     mixtures: dict[str, Mixture] = {}
-    for asked in sets or config.evaluation_sets:
-        domains = [domain for domain in config.domains if domain.name in asked.domains]
+    for held_out in sets or config.evaluation_sets:
+        domains = [domain for domain in config.domains if domain.name in held_out.domains]
         for domain in domains:
-            if (domain.name, asked.split) not in opened:
-                opened[domain.name, asked.split] = _source_of(domain, Split(asked.split), seed=0)
+            if (domain.name, held_out.split) not in opened:
+                opened[domain.name, held_out.split] = _source_of(domain, Split(held_out.split), seed=0)
         # Shares hold for any number of problems, so a smaller evaluation is the beginning of a larger one.
-        mixtures[asked.name] = Mixture(
+        mixtures[held_out.name] = Mixture(
             [
-                Domain(name=each.name, weight=each.weight or 1.0, source=opened[each.name, asked.split])
+                Domain(name=each.name, weight=each.weight or 1.0, source=opened[each.name, held_out.split])
                 for each in domains
             ],
             seed=0,

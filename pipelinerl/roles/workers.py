@@ -156,10 +156,10 @@ def _unfit(name: str, spec: TrainerSpec, error: StateError) -> str:
     state = spec.restore_from
     if spec.head is Head.VALUE and state is not None and not state.is_dir():
         return (
-            f"objective: it needs a {name}, and the checkpoint {state.parent} has none, for the run went without so "
-            f"far; go on with the objective that it had, or begin another run from the model in {state.parent}"
+            f"objective: it needs a {name}, and the checkpoint {state.parent} has none, because the run used none; "
+            f"resume with its objective, or start another run from the model in {state.parent}"
         )
     return (
-        f"trainer.type, model.path: the {name}'s state in the checkpoint is of others ({error}); go on with those that "
-        "the run had, or begin another run"
+        f"trainer.type, model.path: the {name}'s state in the checkpoint belongs to others ({error}); resume with "
+        "those of the run, or start another run"
     )

@@ -51,9 +51,9 @@ def test_what_makes_no_sense_is_refused_by_name(judge: dict[str, Any], sentence:
 
 
 def test_a_judge_and_its_table_come_together() -> None:
-    assert "domains.d.judge must say whom to ask" in refused(verifier="judge")
+    assert "domains.d.judge must name a server" in refused(verifier="judge")
     assert "judge is a table of the verifier judge, which this domain lacks" in refused(judge={"url": URL})
-    assert "domains.d.judge must say whom to ask" in refused(rewards=[{"function": "judge"}])
+    assert "domains.d.judge must name a server" in refused(rewards=[{"function": "judge"}])
 
 
 @pytest.mark.parametrize("url", [f"{URL}", f"{URL}/", f"{URL}/v1", f"{URL}/v1/"])

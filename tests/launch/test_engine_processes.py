@@ -135,7 +135,7 @@ def test_engine_without_a_free_device_is_refused_in_its_log(tmp_path: Path) -> N
     for _ in range(2):
         staff.follow(wants("engine-1"))
     sentence = "engine-1 takes 1 GPU, and too few are free (GPU 0: engine-0; GPU 1: trainer); take an engine out first"
-    assert [text.startswith(f"the run goes on without engine-1: {sentence}") for text in announced] == [True]
+    assert [text.startswith(f"the run continues without engine-1: {sentence}") for text in announced] == [True]
     assert (tmp_path / "logs" / "engine-1.log").read_text().startswith(f"pipelinerl: {sentence}")
     assert given_up == ["engine-1"], "the controller is told until it wants it no more"
     staff.follow(wants("engine-2", type="bigram"))

@@ -124,12 +124,12 @@ def test_memory_limit_is_the_share_of_the_smallest_device() -> None:
         (
             {"engine": {"memory_share": 0.6}, "trainer": {"memory_share": 0.6}},
             1,
-            "engine-0 0.6 and trainer 0.6 is asked",
+            "engine-0 0.6 and trainer 0.6, more than all",
         ),
         (
             {"engine": {"memory_share": 0.95}},
             1,
-            "of GPU 0 engine-0 0.95 is asked for, which leaves nothing for trainer",
+            "of GPU 0 are engine-0 0.95, which leaves nothing for trainer",
         ),
         ({"launch": {"engine_devices": [[0], [1]]}}, 4, "a list for each of the 1 engines, got 2"),
         ({"launch": {"engine_devices": [[0, 1]]}}, 4, r"each engine takes 1 different devices by engine\.devices, got"),
@@ -145,8 +145,8 @@ def test_memory_limit_is_the_share_of_the_smallest_device() -> None:
             4,
             "trainer_devices: trainer.device is cpu",
         ),
-        ({"engine": {"type": "bigram", "memory_share": 0.5}}, 4, "and engine.type bigram uses no GPU; leave it out"),
-        ({"launch": {"trainer_devices": [0]}}, 0, "launch.trainer_devices ask for GPUs, and there is none"),
+        ({"engine": {"type": "bigram", "memory_share": 0.5}}, 4, "and engine.type bigram uses no GPU; remove it"),
+        ({"launch": {"trainer_devices": [0]}}, 0, "launch.trainer_devices require GPUs, and there is none"),
     ],
 )
 def test_impossible_placements_are_refused(sections: dict[str, dict[str, object]], count: int, sentence: str) -> None:
@@ -166,5 +166,5 @@ def test_names_and_order_of_cuda_visible_devices_reach_the_processes() -> None:
         "trainer      CUDA_VISIBLE_DEVICES=MIG-bb",
         "actor-0",
     ]
-    with pytest.raises(RecipeError, match=r"5 GPUs are asked for, .*, and there are 3, as CUDA_VISIBLE_DEVICES says"):
+    with pytest.raises(RecipeError, match=r"5 GPUs are needed, .*, and there are 3, as CUDA_VISIBLE_DEVICES says"):
         place(config_of({"engine": {"count": 4}}), devices)

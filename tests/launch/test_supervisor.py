@@ -90,8 +90,8 @@ def test_exhausted_restart_budget_fails_the_run_with_the_log(tmp_path: Path) -> 
     assert "    no luck" in result.message
     assert (tmp_path / "starts").read_text() == "xxx"
     assert said == [
-        "flaky ended (exit status 3); starting it again in 0.5 s (1 of 2)",
-        "flaky ended (exit status 3); starting it again in 1 s (2 of 2)",
+        "flaky ended (exit status 3); restarting it in 0.5 s (1 of 2)",
+        "flaky ended (exit status 3); restarting it in 1 s (2 of 2)",
     ]
 
 
@@ -104,7 +104,7 @@ def test_killed_process_is_restarted(tmp_path: Path) -> None:
     )
     result, said = _run([_spec("main", code, on_exit=OnExit.COMPLETE)], tmp_path)
     assert result.outcome is RunOutcome.COMPLETED
-    assert said == ["main ended (killed by SIGKILL); starting it again in 0.5 s (1 of 3)"]
+    assert said == ["main ended (killed by SIGKILL); restarting it in 0.5 s (1 of 3)"]
 
 
 def test_group_is_restarted_together(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_group_is_restarted_together(tmp_path: Path) -> None:
     ]
     result, said = _run(specs, tmp_path)
     assert result.outcome is RunOutcome.COMPLETED
-    died = "rank-1 ended (exit status 1); starting it again in 0.5 s (1 of 3)"
-    assert said == [died, "rank-0 is started again with it"]
+    died = "rank-1 ended (exit status 1); restarting it in 0.5 s (1 of 3)"
+    assert said == [died, "restarting rank-0 with it"]
     assert (tmp_path / "apart").read_text() == "x"
 
 
@@ -148,8 +148,8 @@ def test_finished_process_restarts_with_its_group(tmp_path: Path) -> None:
     ]
     result, said = _run(specs, tmp_path)
     assert result.outcome is RunOutcome.COMPLETED
-    died = "rank-0 ended (exit status 1); starting it again in 0.5 s (1 of 3)"
-    assert said == [died, "rank-1 is started again with it"]
+    died = "rank-0 ended (exit status 1); restarting it in 0.5 s (1 of 3)"
+    assert said == [died, "restarting rank-1 with it"]
 
 
 def test_finished_process_is_not_restarted(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_ctrl_c_stops_in_order_and_says_how_to_resume(tmp_path: Path) -> None:
     specs = [polite("c", 2), polite("a", 0), polite("b", 1)]
     result, said = _run(specs, tmp_path, on_tick=interrupt_when_ready, tick_every_s=0.5)
     assert (result.outcome, result.exit_status) == (RunOutcome.STOPPED, 130)
-    assert result.message == f"go on with: pipelinerl run --resume {tmp_path}"
+    assert result.message == f"resume with: pipelinerl run --resume {tmp_path}"
     assert order.read_text() == "abc"
     assert said == ["stopping; press Ctrl-C again to kill at once"]
 
@@ -241,7 +241,7 @@ def test_ctrl_c_lets_the_run_save_before_it_stops(tmp_path: Path) -> None:
 
     result, said = _interrupted_run(tmp_path, main, suspend=suspend)
     assert (result.outcome, result.exit_status) == (RunOutcome.STOPPED, 130)
-    assert result.message == f"go on with: pipelinerl run --resume {tmp_path}"
+    assert result.message == f"resume with: pipelinerl run --resume {tmp_path}"
     assert said[0].startswith("saving; press Ctrl-C again to kill at once")
 
 
@@ -435,7 +435,7 @@ def test_run_continues_without_a_failed_spare_process(tmp_path: Path) -> None:
 
     result, said = _changing(tmp_path, script)
     assert result.outcome is RunOutcome.COMPLETED
-    assert said[1].startswith("the run goes on without spare: spare ended (exit status 2); its log")
+    assert said[1].startswith("the run continues without spare: spare ended (exit status 2); its log")
     assert "no such type" in said[1]
 
 

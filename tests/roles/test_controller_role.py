@@ -35,8 +35,7 @@ def test_knobs_that_an_edited_recipe_does_not_change_are_named() -> None:
     assert overruled(config, knobs) == []
     (sentence,) = overruled(config, knobs.patched({"learning_rate": 0.5}))
     assert sentence == (
-        "learning_rate is 0.5, as it was set while the run was live; the recipe says 1e-05: `pipelinerl knobs set` "
-        "changes it"
+        "learning_rate is 0.5, set while the run was live; the recipe has 1e-05; change it with `pipelinerl knobs set`"
     )
 
 

@@ -100,7 +100,7 @@ def test_wire_follows_the_directory_unless_engines_keep_float32(
         (["engine.type=bigram"], "engine.type 'bigram' computes in float32, got engine.dtype bfloat16"),
         (
             ["model.head_precision=fp32", "weights.dtype=float32"],
-            "model.head_precision=fp32 has the trainer compute .* say weights.dtype=bfloat16 or engine.dtype=float32",
+            "model.head_precision=fp32 has the trainer compute .* set weights.dtype=bfloat16 or engine.dtype=float32",
         ),
     ],
 )

@@ -54,7 +54,7 @@ async def test_process_ends_when_the_engine_stops_by_itself(tmp_path: Path, monk
             httpx.post(f"{stock}/update_weight_version", json=theirs).raise_for_status()
             answer = await http.post("/v1/chat/completions", json={"prompt_token_ids": [7, 9], "max_tokens": 4})
             assert answer.status_code == 503
-        with pytest.raises(EngineUnreachable, match="has stopped by itself"):
+        with pytest.raises(EngineUnreachable, match="stopped by itself"):
             await asyncio.wait_for(role, READY_S)
 
 
@@ -70,7 +70,7 @@ def test_engine_offers_an_address_that_others_can_reach(outward: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_unknown_controller_host_is_left_to_the_next_process(host: str) -> None:
     """The address that faces it is unknown, and a loopback address would be refused forever."""
-    with pytest.raises(AddressError, match=r"no way leads to the controller at http://nowhere\.invalid:8000"):
+    with pytest.raises(AddressError, match=r"no route to the controller at http://nowhere\.invalid:8000"):
         offered_url((host, 8001), "http://nowhere.invalid:8000")
 
 

@@ -97,5 +97,5 @@ async def test_trainer_publishes_as_the_recipe_says() -> None:
         assert isinstance(
             publisher_of(identity("weights.transport=pull", pulled), client, MemoryStream()), PullPublisher
         )
-        with pytest.raises(RecipeError, match="the trainer was told of no parameter server"):
+        with pytest.raises(RecipeError, match="no parameter server is named"):
             publisher_of(identity("weights.transport=pull"), client, MemoryStream())

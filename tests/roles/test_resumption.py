@@ -140,7 +140,7 @@ def test_missing_reference_is_rejected(config: RunConfig) -> None:
     store.copy(save(store, 3))
     shutil.rmtree(path)
     shutil.rmtree(config.model.resolved)
-    with pytest.raises(UserError, match="is the reference of this run: bring it"):
+    with pytest.raises(UserError, match="is the reference of this run; copy it here"):
         resumption.directory_of(url_of(config))
     assert not path.exists()
 
@@ -159,7 +159,7 @@ def test_two_places_to_resume_from_are_rejected(config: RunConfig) -> None:
         resumption.directory_of(url_of(config))
     store.copy(save(store, 6))  # as another machine would have done
     shutil.rmtree(path / "checkpoints" / "step-000006")
-    with pytest.raises(UserError, match=r"went on elsewhere: .* of step 3, .* of step 6"):
+    with pytest.raises(UserError, match=r"continued elsewhere: .* of step 3, .* of step 6"):
         resumption.directory_of(str(path))
 
 

@@ -70,5 +70,5 @@ def test_exact_entropy_interval_follows_the_recipe(overrides: list[str], interva
 def test_nccl_without_cuda_is_rejected_before_anything_is_published(tmp_path: Path) -> None:
     config = load("tiny", ["weights.backend=nccl"])
     identity = Identity(config=config, run_dir=tmp_path, name="trainer", redis_url="", controller_url="", token=None)
-    with pytest.raises(RecipeError, match=r"weights.backend is nccl, which torch cannot use here; say gloo"):
+    with pytest.raises(RecipeError, match=r"weights.backend is nccl, which torch cannot use here; use gloo"):
         publisher_of(identity, EngineClient(), MemoryStream())

@@ -144,6 +144,6 @@ def test_rules_are_equal_exactly_if_verdicts_are(tmp_path: Path) -> None:
 )
 async def test_verdicts_of_deterministic_verifiers_are_cached(tmp_path: Path, verifier: str | None, kept: bool) -> None:
     (section,) = identity(tmp_path, "", verifier=verifier).config.domains
-    served = served_domain(section, purse=None)
+    served = served_domain(section, budget=None)
     await served.verifier.close()
     assert (served.kept, served.tier) == (kept, "default" if verifier == "oubliette" else "")

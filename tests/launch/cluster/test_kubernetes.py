@@ -92,14 +92,14 @@ def test_password_of_the_streams_comes_from_a_secret() -> None:
 
 def test_recipe_with_another_password_is_rejected() -> None:
     places = {"path": "https://u:s3cret@data.lab/x"}
-    with pytest.raises(UserError, match="an address with a password") as refused:
+    with pytest.raises(UserError, match="a password outside streams") as refused:
         _manifests(domains=[{"name": "d", "source": "s", "parameters": places}])
     assert "s3cret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("words", [("Head:gpus=1", "b:gpus=1"), ("a.b:gpus=1", "c:gpus=1")])
 def test_names_that_kubernetes_does_not_accept_are_rejected(words: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="small letters, digits and dashes"):
+    with pytest.raises(UserError, match="lower-case letters, digits and dashes"):
         _manifests(words)
 
 

@@ -52,7 +52,7 @@ def test_members_and_launches_survive_their_files(tmp_path: Path) -> None:
 def test_damaged_file_is_named(tmp_path: Path) -> None:
     write_members(tmp_path, MEMBERS)
     (folder_of(tmp_path) / "hosts.json").write_text('{"hosts": []')
-    with pytest.raises(UserError, match=r"hosts\.json cannot be read.*by --host"):
+    with pytest.raises(UserError, match=r"hosts\.json cannot be read.*with --host"):
         read_members(tmp_path)
     (folder_of(tmp_path) / "launch.json").write_text("{")
     assert read_launch(tmp_path) is None, "it may be under way on a file system that shows files late"

@@ -105,8 +105,8 @@ def test_ranks_of_one_trainer_are_one_group_with_a_device_each() -> None:
 @pytest.mark.parametrize(
     ("words", "sections", "refusal"),
     [
-        (("a", "b"), {}, "nothing says how many a has: say --host a:gpus=8"),
-        (("a:gpus=1", "b:gpus=1"), {"engine": {"count": 2}}, "engine-1 of 2 takes 1 GPU .* a none, b none; say more"),
+        (("a", "b"), {}, "number of GPUs of a is not given; pass --host a:gpus=8"),
+        (("a:gpus=1", "b:gpus=1"), {"engine": {"count": 2}}, "engine-1 of 2 takes 1 GPU .* a none, b none; add some"),
         (
             ("a:gpus=4", "b:gpus=1"),
             {"engine": {"devices": 2, "type": "vllm", "count": 2}},
@@ -115,7 +115,7 @@ def test_ranks_of_one_trainer_are_one_group_with_a_device_each() -> None:
         (("a:gpus=1", "b:gpus=1"), {"trainer": {"options": MESH}}, "the trainer takes 4 GPUs"),
         (("a:gpus=2,roles=engine", "b:gpus=2,roles=actor"), {}, "no host has the role trainer"),
         (TWO, {"launch": {"trainer_devices": [0]}}, "name the GPUs of one host, and the run has 2"),
-        (("a:gpus=0", "b:gpus=0"), {"trainer": {"device": "cuda"}}, "trainer.device=cuda ask for GPUs"),
+        (("a:gpus=0", "b:gpus=0"), {"trainer": {"device": "cuda"}}, "trainer.device=cuda require GPUs"),
         (("a", "a"), {}, "got a twice"),
         (("a:gpu=8",), {}, "--host knows gpus and roles"),
         (("a:gpus=many",), {}, "with a number of gpus"),

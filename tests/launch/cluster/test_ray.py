@@ -115,7 +115,7 @@ def test_lost_machine_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
         run.until(lambda run: _served(run) == 2, "an engine on both machines")
         run.until_step(3)
         cluster.lose()
-        run.until(lambda run: "died; beginning it again" in run.output, "the loss to be noticed")
+        run.until(lambda run: "died; restarting it" in run.output, "the loss to be noticed")
         cluster.replace()
         verified = _served(run)
         run.until(lambda run: _served(run) > verified, "an engine on the other machine")

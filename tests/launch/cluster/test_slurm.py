@@ -57,7 +57,7 @@ def test_named_hosts_keep_their_order_and_options() -> None:
 
 
 def test_hosts_with_different_gpus_need_names() -> None:
-    with pytest.raises(UserError, match="must be named as Slurm names them"):
+    with pytest.raises(UserError, match="need Slurm's names"):
         _script(("host-0:gpus=1", "host-1:gpus=2"))
 
 

@@ -44,7 +44,7 @@ async def judging(
 ) -> AsyncIterator[Judge]:
     section = {"url": f"{url}/v1", "timeout_s": PATIENCE_S, **judge}
     domain = DomainSection(name="d/e", source="addition", verifier="judge", correct_at=correct_at, judge=section)  # type: ignore[arg-type]
-    opened = open_judge(domain, purse=purse)
+    opened = open_judge(domain, budget=purse)
     try:
         yield opened
     finally:

@@ -1,7 +1,8 @@
 """The GPUs that a run may use, as a value: those that the NVIDIA driver lists, narrowed by CUDA_VISIBLE_DEVICES.
 
 No CUDA library is loaded: the list comes from `nvidia-smi`, or from /proc/driver/nvidia if that program is missing.
-`read_devices` is pure. TPUs and other accelerators are not detected; the user assigns them to processes (docs/tpu.md).
+`read_devices` is pure. TPUs and other accelerators are not detected; the user assigns them to processes
+(docs/understand/tpu.md).
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: in
     if on is not None or words or count is not None:
         raise UserError(
             f"--resume continues {resume} on its own hosts; remove --on, --host and --hosts. To use other hosts, start "
-            "its nodes with `pipelinerl node --host …`, or submit its slurm.sh (docs/clusters.md)"
+            "its nodes with `pipelinerl node --host …`, or submit its slurm.sh (docs/use/clusters.md)"
         )
 
 

@@ -1,4 +1,4 @@
-"""The table of predicted memory in docs/trainers.md is what `check` predicts today."""
+"""The table of predicted memory in docs/understand/trainers.md is what `check` predicts today."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import model_sizes
 
-DOCS = Path(__file__).parents[2] / "docs" / "trainers.md"
+DOCS = Path(__file__).parents[2] / "docs" / "understand" / "trainers.md"
 
 
 def test_the_table_of_the_docs_is_what_is_predicted() -> None:

@@ -47,12 +47,12 @@ class Placement:
 
     Attributes:
         hosts: the hosts of the run; the first is the head.
-        homes: the host of each process, by name; a process that is not listed runs on the head.
+        host_by_process: the host of each process, by name; a process that is not listed runs on the head.
         assignments: the devices of each process that uses some, by name.
     """
 
     hosts: tuple[Host, ...] = (LOCALHOST,)
-    homes: Mapping[str, str] = field(default_factory=dict)
+    host_by_process: Mapping[str, str] = field(default_factory=dict)
     assignments: Mapping[str, Assignment] = field(default_factory=dict)
 
     @property
@@ -66,7 +66,7 @@ class Placement:
 
     def host_of(self, process: str) -> Host:
         """Return the host of a process."""
-        return self.host(self.homes.get(process, self.head.name))
+        return self.host(self.host_by_process.get(process, self.head.name))
 
     def host(self, name: str) -> Host:
         """Return the host of that name.
@@ -311,8 +311,10 @@ def spread(config: RunConfig, hosts: Sequence[Host]) -> Placement:
     engines = allocator.place_engines(after=trainers)
     allocator.assign_in_turn("actor", config.actor.count, HostRole.ACTOR, first=engines)
     allocator.assign_in_turn("verifier", config.verification.services, HostRole.ACTOR, first=engines)
-    allocator.homes |= {f"parameter-server-{number}": trainers[0] for number in range(config.servers_to_start)}
-    return Placement(tuple(hosts), allocator.homes, allocator.assignments)
+    allocator.host_by_process |= {
+        f"parameter-server-{number}": trainers[0] for number in range(config.servers_to_start)
+    }
+    return Placement(tuple(hosts), allocator.host_by_process, allocator.assignments)
 
 
 @final
@@ -324,7 +326,7 @@ class _HostAllocator:
         self._hosts = hosts
         self._computing = any(len(host.devices) for host in hosts)
         self._free = {host.name: list(range(len(host.devices))) for host in hosts}
-        self.homes: dict[str, str] = {}
+        self.host_by_process: dict[str, str] = {}
         self.assignments: dict[str, Assignment] = {}
 
     def place_trainer(self) -> list[str]:
@@ -334,7 +336,7 @@ class _HostAllocator:
         ranks = [TRAINER, *(f"{TRAINER}-rank-{rank}" for rank in range(1, config.trainer_processes))]
         roomy = [name for name in able if len(self._free[name]) >= needs]
         if roomy:
-            self.homes |= dict.fromkeys(ranks, roomy[0])
+            self.host_by_process |= dict.fromkeys(ranks, roomy[0])
             self._take(TRAINER, roomy[0], needs, config.trainer.memory_share, last=True)
             return [roomy[0]]
         if len(ranks) < needs or sum(len(self._free[name]) for name in able) < needs:
@@ -343,9 +345,9 @@ class _HostAllocator:
             )
         slots = [name for name in able for _ in self._free[name]]
         for rank, name in zip(ranks, slots, strict=False):
-            self.homes[rank] = name
+            self.host_by_process[rank] = name
             self._take(rank, name, 1, config.trainer.memory_share)
-        return list(dict.fromkeys(self.homes[rank] for rank in ranks))
+        return list(dict.fromkeys(self.host_by_process[rank] for rank in ranks))
 
     def place_engines(self, *, after: Sequence[str]) -> list[str]:
         """Assign hosts to the engines, preferring hosts without the trainer (`after`); return these hosts."""
@@ -359,15 +361,15 @@ class _HostAllocator:
             if not roomy:
                 remedy = "add some with --host NAME:gpus=8, or lower engine.count or engine.devices"
                 raise RecipeError(self._too_few(f"engine-{number} of {count}", needs, remedy))
-            self.homes[f"engine-{number}"] = roomy[0]
+            self.host_by_process[f"engine-{number}"] = roomy[0]
             self._take(f"engine-{number}", roomy[0], needs, config.engine.memory_share)
-        return list(dict.fromkeys(self.homes[f"engine-{number}"] for number in range(count)))
+        return list(dict.fromkeys(self.host_by_process[f"engine-{number}"] for number in range(count)))
 
     def assign_in_turn(self, kind: str, count: int, role: HostRole, *, first: Sequence[str]) -> list[str]:
         """Assign `count` processes without GPUs in turn to hosts that have the role; return the hosts that got some."""
         able = self._able(role)
         order = [name for name in first if name in able] or able
-        self.homes |= {f"{kind}-{number}": order[number % len(order)] for number in range(count)}
+        self.host_by_process |= {f"{kind}-{number}": order[number % len(order)] for number in range(count)}
         return order[:count]
 
     def _able(self, role: HostRole) -> list[str]:

@@ -459,7 +459,7 @@ def _refuse(config: recipes.RunConfig) -> None:
 
 add_cluster_commands(app, connect=_connect, claim=_claim, refuse=_refuse)
 for _role in ROLES:
-    app.command(_role.word, rich_help_panel="Roles (each is one process; `run` starts them all)")(_role.command)
+    app.command(_role.subcommand, rich_help_panel="Roles (each is one process; `run` starts them all)")(_role.command)
 
 
 def _knob_lines(knobs: Mapping[str, Any], within: str = "") -> Iterator[str]:

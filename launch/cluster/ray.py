@@ -116,7 +116,7 @@ class _Nodes:
         self._members = members
         self._run_dir = run_dir
         self._announce = announce
-        self._group = self._placed()
+        self._group = self._place_group()
         self._left = dict.fromkeys((host.name for host in members.hosts), config.launch.restarts)
         self._actors: dict[str, Any] = {}
         self._hosts: dict[str, Host] = {}
@@ -152,7 +152,7 @@ class _Nodes:
                 signal.signal(number, handler)
             self._ray.util.remove_placement_group(self._group)
 
-    def _placed(self) -> Any:
+    def _place_group(self) -> Any:
         bundles = bundles_of(self._members)
         group = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD", name=self._config.run.name)
         if group.wait(timeout_seconds=PLACED_S):

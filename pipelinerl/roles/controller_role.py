@@ -50,7 +50,7 @@ from pipelinerl.training.checkpoints.manifest import TrainingState
 #: How long to look for a live controller: at least one heartbeat of an actor that works for it.
 _LOOK_S: Final = 5.0
 #: Hosts of a stream server that mean the local machine; None is a socket in the file system.
-_HERE: Final = (None, "127.0.0.1", "::1", "localhost")
+_LOCAL_HOSTS: Final = (None, "127.0.0.1", "::1", "localhost")
 
 log = logging.getLogger("pipelinerl")
 
@@ -153,7 +153,7 @@ async def run(identity: Identity, *, start: Start) -> None:
             if begins:
                 await _refuse_namesake(identity, stream)
                 await _drop_rollouts(stream)
-            _leave_recipe(identity, begins=begins)
+            _write_recipe(identity, begins=begins)
             controller = build_controller(identity.config, latest[1] if latest else None)
             for sentence in overruled(identity.config, controller.state.knobs) if start is Start.AFRESH else ():
                 log.warning(sentence)
@@ -235,7 +235,7 @@ async def _drop_rollouts(stream: Stream) -> None:
         await stream.trim(partition, before=f"{time_ms}-{number + 1}")
 
 
-def _leave_recipe(identity: Identity, *, begins: bool) -> None:
+def _write_recipe(identity: Identity, *, begins: bool) -> None:
     """Write the recipe and the address of the streams, which resuming needs, if no launcher has written them.
 
     A stream server on this machine is left out: the run may be resumed on another machine, which starts its own.
@@ -246,7 +246,7 @@ def _leave_recipe(identity: Identity, *, begins: bool) -> None:
     path, config = identity.run_dir / "recipe.toml", identity.config
     if path.exists():
         return
-    if urlsplit(identity.redis_url).hostname not in _HERE:
+    if urlsplit(identity.redis_url).hostname not in _LOCAL_HOSTS:
         streams = config.streams.model_copy(update={"redis_url": SecretStr(identity.redis_url)})
         config = config.model_copy(update={"streams": streams})
     url, taken = config.checkpoint.url_of(config.run.name), False

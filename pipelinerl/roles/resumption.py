@@ -40,7 +40,7 @@ def directory_of(where: str) -> Path:
         UserError: there is no run, there are two places to resume from, or the run has another layout.
     """
     if _SCHEME in where:
-        return _brought(where.rstrip("/"))
+        return _restored(where.rstrip("/"))
     run_dir = Path(where)
     check_layout(run_dir)
     if (run_dir / _RECIPE).is_file():
@@ -65,7 +65,7 @@ def claim(config: RunConfig) -> bool:
     return True
 
 
-def _brought(url: str) -> Path:
+def _restored(url: str) -> Path:
     """Restore the run's directory from its location, completely or not at all."""
     try:
         recipe = Storage(url).read(_RECIPE)
@@ -81,7 +81,7 @@ def _brought(url: str) -> Path:
             "move it away"
         )
     draft = run_dir.with_name(f".{run_dir.name}-arriving")
-    checkpoint = _fetched(CheckpointCopies(url, retention=Retention(1)), draft)
+    checkpoint = _fetch_newest(CheckpointCopies(url, retention=Retention(1)), draft)
     if checkpoint is None:
         log.warning("%s holds no complete checkpoint; the run begins again", url)
     if not (draft / _RECIPE).is_file():  # a trainer with a directory of its own copies no recipe
@@ -94,7 +94,7 @@ def _brought(url: str) -> Path:
     return run_dir
 
 
-def _fetched(copies: CheckpointCopies, draft: Path) -> Path | None:
+def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
     """Download the newest complete checkpoint, if there is one, and the files copied with it to `draft`."""
     for copy in copies.newest():
         shutil.rmtree(draft, ignore_errors=True)

@@ -115,13 +115,13 @@ class Role:
     on_exit: OnExit = OnExit.RESTART
 
     @property
-    def word(self) -> str:
+    def subcommand(self) -> str:
         """The subcommand of `pipelinerl` that runs this role."""
         return self.main.__name__.replace("_", "-")
 
     def numbered(self, number: int) -> str:
         """Return the name of one of several processes in this role."""
-        return f"{self.word}-{number}"
+        return f"{self.subcommand}-{number}"
 
     @cached_property
     def parameters(self) -> tuple[inspect.Parameter, ...]:
@@ -153,7 +153,7 @@ class Role:
 
     def arguments(self, options: RoleOptions, **own: object) -> list[str]:
         """Return the arguments of `pipelinerl` that start this role with these options; defaults are left out."""
-        words = [self.word]
+        words = [self.subcommand]
         for parameter in self.parameters:
             name, default = parameter.name, _COMMON.get(parameter.name, parameter.default)
             value = getattr(options, name) if name in _COMMON else own.get(name)

@@ -61,7 +61,7 @@ def open_verifier(domain: DomainSection, *, budget: JudgeBudget | None = None) -
     Raises:
         RecipeError: a name is unknown, or user code cannot be loaded or called.
     """
-    opened = {where: _opened(domain, where, name, budget) for where, name in names_of(domain)}
+    opened = {where: _open(domain, where, name, budget) for where, name in names_of(domain)}
     if not domain.rewards:
         return next(iter(opened.values()))
     parts = [
@@ -151,7 +151,7 @@ def user_code(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield where, name
 
 
-def _opened(domain: DomainSection, where: str, name: str, budget: JudgeBudget | None) -> GroupVerifier:
+def _open(domain: DomainSection, where: str, name: str, budget: JudgeBudget | None) -> GroupVerifier:
     thing = registry.load(where, registry.VERIFIERS, name)
     deadline_s, workers = domain.verifier_timeout_s, domain.verifier_workers
     if name == "instruction_following":
@@ -168,7 +168,7 @@ def _opened(domain: DomainSection, where: str, name: str, budget: JudgeBudget | 
     if not registry.is_user_code(registry.VERIFIERS, name):
         return PerAnswerVerifier(thing(), deadline_s=deadline_s)
     if hasattr(thing, "verify"):
-        return PerAnswerVerifier(Shielded(_made(where, thing)), deadline_s=deadline_s)
+        return PerAnswerVerifier(Shielded(_instance_of(where, thing)), deadline_s=deadline_s)
     try:
         reward = RewardFunction.of_callable(thing)
     except RecipeError as error:
@@ -178,7 +178,7 @@ def _opened(domain: DomainSection, where: str, name: str, budget: JudgeBudget | 
     return PooledReward(name, reward, correct_at=domain.correct_at, deadline_s=deadline_s, workers=workers)
 
 
-def _made(where: str, thing: Any) -> Any:
+def _instance_of(where: str, thing: Any) -> Any:
     """Return a user's verifier: the object itself, or an instance of the class."""
     if not inspect.isclass(thing):
         return thing
@@ -212,12 +212,12 @@ def open_judge(domain: DomainSection, *, budget: JudgeBudget | None) -> Judge:
     )
     return Judge(
         _judge_settings(section, domain.correct_at),
-        open_server=lambda: _opened_server(section, token),
+        open_server=lambda: _open_server(section, token),
         spending=spending,
     )
 
 
-async def _opened_server(section: JudgeSection, token: str | None) -> JudgeServer:
+async def _open_server(section: JudgeSection, token: str | None) -> JudgeServer:
     """Connect to the server. If the recipe names no model, ask for one until the timeout of a vote."""
     model, deadline, pause_s = section.model, time.monotonic() + section.timeout_s, _FIRST_PAUSE_S
     while model is None:

@@ -117,7 +117,7 @@ async def test_existing_recipe_is_kept(tmp_path: Path, redis_url: str) -> None:
 def test_recipe_names_a_stream_server_on_another_machine(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     config.run_directory.mkdir()
-    controller_role._leave_recipe(identity(config, "redis://:secret@db.lab:6379/0"), begins=True)
+    controller_role._write_recipe(identity(config, "redis://:secret@db.lab:6379/0"), begins=True)
     address = open_run(config.run_directory).config.streams.redis_url
     assert address is not None and address.get_secret_value() == "redis://:secret@db.lab:6379/0"
 
@@ -125,7 +125,7 @@ def test_recipe_names_a_stream_server_on_another_machine(tmp_path: Path) -> None
 def test_unwritable_location_does_not_stop_a_new_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = config_in(tmp_path, "checkpoint.location=nosuchscheme://bucket")
     config.run_directory.mkdir()
-    controller_role._leave_recipe(identity(config, "redis://127.0.0.1:6379/0"), begins=True)
+    controller_role._write_recipe(identity(config, "redis://127.0.0.1:6379/0"), begins=True)
     assert "nosuchscheme://bucket/tiny cannot be resumed from yet" in caplog.text
 
 
@@ -135,11 +135,11 @@ def test_new_run_does_not_replace_copies_of_another_of_its_name(tmp_path: Path) 
     first, second = (identity(config_in(tmp_path / place, location), "redis://") for place in ("here", "there"))
     for each in (first, second):
         each.run_dir.mkdir(parents=True)
-    controller_role._leave_recipe(first, begins=True)
+    controller_role._write_recipe(first, begins=True)
     with pytest.raises(UserError, match=r"holds the copies of a run, .* is not its directory: give this one another"):
-        controller_role._leave_recipe(second, begins=True)
+        controller_role._write_recipe(second, begins=True)
     assert not (second.run_dir / "recipe.toml").exists(), "it is asked again when it is started again"
-    controller_role._leave_recipe(second, begins=False)  # a controller that continues the same run elsewhere
+    controller_role._write_recipe(second, begins=False)  # a controller that continues the same run elsewhere
     assert (second.run_dir / "recipe.toml").exists()
 
 

@@ -37,7 +37,7 @@ def parsed(**described: Any) -> tuple[Role, list[tuple[RoleOptions, object]]]:
 
 def run(role: Role, words: list[str]) -> None:
     app = typer.Typer()
-    app.command(role.word)(role.command)
+    app.command(role.subcommand)(role.command)
     result = CliRunner().invoke(app, words[1:])
     assert result.exit_code == 0, result.output
 
@@ -61,7 +61,7 @@ def test_options_that_a_role_does_not_take_are_no_arguments() -> None:
     assert words == ["judge", "--set", "run.steps=2", "--set", "engine.options={}"]
 
 
-@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.word)
+@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.subcommand)
 def test_every_role_has_a_command_with_help(role: Role) -> None:
     assert role.main.__doc__ and role.parameters[-1].name == "changes"
-    assert role.arguments(RoleOptions(name="x"))[0] == role.word
+    assert role.arguments(RoleOptions(name="x"))[0] == role.subcommand

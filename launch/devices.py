@@ -159,9 +159,7 @@ def _answer(command: Sequence[str]) -> str:
 
 
 def _from_proc(gpus: Path) -> Iterator[str]:
-    """Yield lines like those of `nvidia-smi` from the driver's own files, which contain neither memory nor
-    instances.
-    """
+    """Yield lines like those of `nvidia-smi` from the driver's own files, without memory and instances."""
     folders = sorted(gpus.iterdir()) if gpus.is_dir() else []
     for index, folder in enumerate(folders):  # named for their PCI address
         uuid = re.search(r"GPU UUID:\s*(\S+)", (folder / "information").read_text())

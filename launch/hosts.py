@@ -25,9 +25,7 @@ _EXAMPLE: Final = "NAME, NAME=ADDRESS or NAME=ADDRESS:gpus=8,roles=engine+actor"
 
 
 class HostRole(StrEnum):
-    """A kind of process that a host may run. Streams, controller and parameter servers are not listed: they follow from
-    the rest.
-    """
+    """A kind of process that a host may run; the others follow the head or the trainer."""
 
     ENGINE = "engine"
     TRAINER = "trainer"

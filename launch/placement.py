@@ -95,9 +95,7 @@ class Placement:
         return replace(self, hosts=tuple(replace(h, devices=own) if h.name == name else h for h in self.hosts))
 
     def bytes_of(self, name: str) -> int | None:
-        """Return how much memory a process may use on each of its devices; None if it has none, or the size is
-        unknown.
-        """
+        """Return the bytes that a process may use on each of its devices; None without devices or if unknown."""
         assignment, devices = self.of(name), self.host_of(name).devices
         sizes = [devices.each[index].memory_mib for index in assignment.indices]
         known = [size for size in sizes if size is not None]

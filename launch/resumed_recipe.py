@@ -110,8 +110,7 @@ def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def record_change(run_dir: Path, after: RunConfig, *, step: int) -> list[str]:
-    """Make `after` the run's recipe from `step` on; return a description of each change, as the file's comments have
-    them.
+    """Make `after` the run's recipe from `step` on; return a description of each change.
 
     Raises:
         UserError: the run is live.

@@ -51,9 +51,7 @@ class ControllerCalls(Protocol):
         ...
 
     def remove_engine(self, engine: str) -> None:
-        """Remove an engine that cannot start. Raises UserError if the controller does not answer or knows no such
-        engine.
-        """
+        """Remove an engine that cannot start. Raises UserError, also if the controller knows no such engine."""
         ...
 
     def suspend(self) -> None:

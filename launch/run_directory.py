@@ -97,9 +97,7 @@ def holder_of(path: Path) -> str | None:
 
 
 def namesakes(config: RunConfig) -> Iterator[Path]:
-    """Yield the directories of earlier runs of this name, as far as they exist without a gap: tiny, tiny-2,
-    tiny-3, …
-    """
+    """Yield the directories of earlier runs of this name, without a gap: tiny, tiny-2, tiny-3, …"""
     for number in count(1):
         path = _numbered(config, number).run_directory
         if not os.path.lexists(path):

@@ -243,9 +243,7 @@ class Supervisor:
             self._await_health(process, now)
 
     def _is_healthy(self, name: str, waiting: Process, now: float) -> bool:
-        """Return whether `waiting` may start as far as the process `name` is concerned, which may be on another
-        host.
-        """
+        """Return whether the process `name`, perhaps on another host, is ready for `waiting` to start."""
         if name in self._processes:
             return self._processes[name].state is State.HEALTHY
         if name in self._reached:

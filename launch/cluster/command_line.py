@@ -124,10 +124,9 @@ def _add_plan(app: typer.Typer) -> None:
         image: Image = None,
         as_json: Annotated[bool, typer.Option("--json", help="The whole plan, for programs.")] = False,
     ) -> None:
-        """Show where each process would run: hosts, ports, devices, ranks, environment and restart rules. Starts
-        nothing.
+        """Show where each process would run: hosts, ports, devices, ranks, environment and restart rules.
 
-        With --on, show what that launcher would be given.
+        Starts nothing. With --on, show what that launcher would be given.
         """
         from launch.cluster.table import plan_json, plan_lines
 

@@ -211,9 +211,7 @@ def _job(
 
 
 def _environment(config: RunConfig) -> list[dict[str, Any]]:
-    """Return the environment of a pod. The address of the user's own streams holds a password, so it comes from a
-    secret.
-    """
+    """Return the environment of a pod; the address of the user's own streams comes from a secret."""
     always: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
     if config.streams.redis_url is None:
         return always

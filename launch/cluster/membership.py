@@ -76,9 +76,7 @@ class LaunchRecord:
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's record: the launch that it serves, its state, its restarts, and a counter (`beat`) that always
-    changes.
-    """
+    """A node's record: its launch, its state, its restarts, and a counter (`beat`) that always changes."""
 
     launch: str
     beat: int
@@ -144,9 +142,7 @@ def _members_of(table: Any) -> Members:
 
 @final
 class NodeFile:
-    """Writes one node's record. A record that cannot be written, say on a full disk, is written with the next
-    heartbeat.
-    """
+    """Writes one node's record; a record that cannot be written is written with the next heartbeat."""
 
     def __init__(self, run_dir: Path, host: str, launch: str) -> None:
         self._path = node_path(run_dir, host)

@@ -96,9 +96,7 @@ async def run(identity: Identity) -> None:
 def _with_gateway(
     pool: EnginePool, domains: Mapping[str, EpisodeDomain], *, attempts: int
 ) -> tuple[AbstractAsyncContextManager[None], Episodes | None]:
-    """Return what plays episodes, and the gateway that it needs, to be entered; nothing if no domain has an
-    environment.
-    """
+    """Return the gateway of episodes, to be entered, and their player; nothing without environments."""
     if not domains:
         return nullcontext(), None
     from pipelinerl.environments.gateway import Gateway  # imports a server's libraries, which other actors do not need
@@ -141,8 +139,9 @@ async def _start(judges: Sequence[GroupVerifier | GroupFilter | Player]) -> None
 async def _follow_controller(
     identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerifierServices
 ) -> None:
-    """Follow the controller's assignment: engines, services, concurrency and freshness. Keep the last one if it is
-    lost.
+    """Follow the controller's assignment: engines, services, concurrency and freshness.
+
+    An assignment holds until the next one.
 
     Raises:
         AddressError: the controller refuses the token.

@@ -31,9 +31,7 @@ class Dtypes:
     engine: WeightDType
 
     def coarsest(self, config: RunConfig) -> str:
-        """Return the coarsest format of `TOLERANCES` that weights have or are computed with between trainer and
-        engine.
-        """
+        """Return the coarsest format of `TOLERANCES` that weights pass through from trainer to engine."""
         trainer = "float32" if config.trainer.precision is Precision.FP32 else "bfloat16"
         formats = [trainer, self.wire.value, self.engine.value, config.engine.weights.value]
         return max((each for each in formats if each in TOLERANCES), key=list(TOLERANCES).index)

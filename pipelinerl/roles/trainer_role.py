@@ -88,9 +88,7 @@ async def run(identity: Identity) -> None:
 
 @final
 class SigtermHandler:
-    """Handles SIGTERM: the trainer may save its state within `save_s`. A second SIGTERM, like SIGINT, cancels it at
-    once.
-    """
+    """Handles SIGTERM: the trainer may save its state within `save_s`. A second SIGTERM cancels it."""
 
     def __init__(self, training: TrainingLoop, *, save_s: float) -> None:
         self.was_given = False

@@ -1,5 +1,6 @@
-"""Parts of a recipe that several processes read, as the values they stand for. Imports no array library except
-numpy.
+"""Parts of a recipe that several processes read, as the values they stand for.
+
+Imports no array library except numpy.
 """
 
 from __future__ import annotations
@@ -56,8 +57,7 @@ def copies_of(config: RunConfig, run_dir: Path) -> CheckpointCopies | None:
 
 
 def objective_of(config: RunConfig) -> PolicyObjective:
-    """Return the recipe's objective, after checking that the trainer can compute it and that all its slots have an
-    effect.
+    """Return the recipe's objective, which the trainer can compute and whose slots all have an effect.
 
     Raises:
         RecipeError: the trainer cannot make a forward pass that the objective needs, a section configures a pass that

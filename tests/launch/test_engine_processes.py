@@ -81,9 +81,7 @@ def test_controller_is_told_of_a_failed_engine_while_it_requests_it(tmp_path: Pa
 
 
 def on_gpus(count: int, tmp_path: Path, **engine: object) -> tuple[Supervisor, EngineProcesses, list[str], list[str]]:
-    """Return a launch on `count` GPUs whose supervisor has started nothing, with its announcements and given-up
-    engines.
-    """
+    """Return an idle launch on `count` GPUs, with its announcements and its given-up engines."""
     sections = {"engine": {"type": "torch", **engine}, "trainer": {"memory_share": 0.4} if engine else {}}
     config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
     devices = Devices(tuple(VisibleDevice(str(index)) for index in range(count)))

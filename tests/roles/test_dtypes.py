@@ -22,8 +22,9 @@ SHIPPED = MODELS / "tiny_speller"
 
 
 def directory(path: Path, dtype: torch.dtype, *, config: str | None = None, keep: str = " ") -> Path:
-    """Write the shipped model in `dtype`, except for parameters whose name contains `keep`; config.json may name
-    `config`.
+    """Write the shipped model in `dtype`, except parameters whose name contains `keep`.
+
+    config.json names the dtype `config`, if given.
     """
     shutil.copytree(SHIPPED, path)
     table = json.loads((path / "config.json").read_text())

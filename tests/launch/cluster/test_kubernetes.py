@@ -1,6 +1,4 @@
-"""Kubernetes: manifests checked against the published schemas, and pods that run as processes until the run
-completes.
-"""
+"""Kubernetes: manifests checked against the published schemas, and pods that run as processes."""
 
 from __future__ import annotations
 

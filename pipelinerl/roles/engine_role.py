@@ -117,8 +117,8 @@ def offered_url(bound: tuple[Any, ...], controller_url: str, *, what: str = "eng
         host = facing
     if ip_address(host).is_loopback and not ip_address(facing).is_loopback:
         raise UserError(
-            f"the controller at {controller_url} is on another machine, but this {what} listens at {host} only, "
-            f"which that machine cannot reach; start it with --host {facing}"
+            f"the controller at {controller_url} is not on loopback, but this {what} listens at {host} only, "
+            f"where other machines cannot reach it; start it with --host {facing}"
         )
     return url_of(host, port)
 

@@ -136,7 +136,7 @@ def test_new_run_does_not_replace_copies_of_another_of_its_name(tmp_path: Path) 
     for each in (first, second):
         each.run_dir.mkdir(parents=True)
     controller_role._write_recipe(first, begins=True)
-    with pytest.raises(UserError, match=r"holds the copies of a run, .* is not its directory: give this one another"):
+    with pytest.raises(UserError, match=r"holds the copies of a run, .* is not its directory; choose another"):
         controller_role._write_recipe(second, begins=True)
     assert not (second.run_dir / "recipe.toml").exists(), "it is asked again when it is started again"
     controller_role._write_recipe(second, begins=False)  # a controller that continues the same run elsewhere

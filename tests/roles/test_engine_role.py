@@ -81,7 +81,9 @@ def test_invalid_controller_url_is_reported() -> None:
 
 @pytest.mark.parametrize("loopback", ["127.0.0.1", "127.0.1.1"])
 def test_unreachable_engine_is_rejected_before_its_model_loads(loopback: str, outward: str) -> None:
-    with pytest.raises(UserError, match=f"at {loopback}, where nobody else reaches it; start it with --host "):
+    with pytest.raises(
+        UserError, match=f"at {loopback} only, where other machines cannot reach it; start it with --host "
+    ):
         offered_url((loopback, 8001), f"http://{outward}:8000")
 
 

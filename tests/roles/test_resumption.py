@@ -155,7 +155,7 @@ def test_run_without_a_checkpoint_begins_again(config: RunConfig) -> None:
 def test_two_places_to_resume_from_are_rejected(config: RunConfig) -> None:
     path, store = begun(config)
     store.copy(save(store, 3))
-    with pytest.raises(UserError, match=f"go on with what is there by --resume {path}"):
+    with pytest.raises(UserError, match=f"resume what is there with --resume {path}"):
         resumption.directory_of(url_of(config))
     store.copy(save(store, 6))  # as another machine would have done
     shutil.rmtree(path / "checkpoints" / "step-000006")

@@ -36,7 +36,7 @@ def test_publisher_follows_the_recipe(tmp_path: Path) -> None:
     stream = MemoryStream()
     assert isinstance(publisher_of(identity, EngineClient(), stream), BroadcastPublisher)
     pulled = replace(identity, config=load("tiny", ["weights.transport=pull"]))
-    with pytest.raises(RecipeError, match="the trainer was told of no parameter server"):
+    with pytest.raises(RecipeError, match="no parameter server is named"):
         publisher_of(pulled, EngineClient(), stream)
 
 

@@ -77,7 +77,7 @@ def _losses(trainer: TorchTrainer, batch: MicroBatch) -> np.ndarray[Any, np.dtyp
 
 def _gathered_beside(trainer: TorchTrainer, batch: MicroBatch) -> int:
     """How many parameters differ that are gathered while passes run from those gathered while none does."""
-    at_rest = copied(trainer.gather_weights())
+    last_step_shards = copied(trainer.gather_weights())
     ended = threading.Event()
 
     def passes() -> None:
@@ -92,4 +92,4 @@ def _gathered_beside(trainer: TorchTrainer, batch: MicroBatch) -> int:
     finally:
         ended.set()
         beside.join()
-    return sum(not np.array_equal(array, found[name]) for name, array in at_rest.items())
+    return sum(not np.array_equal(array, found[name]) for name, array in last_step_shards.items())

@@ -27,7 +27,7 @@ from benchmarks.measure import Row, print_table, write_record
 from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.torch.leader import bunches_of
+from pipelinerl.trainers.torch.leader import grouped_parameters
 from pipelinerl.trainers.torch.loading import load
 from pipelinerl.trainers.torch.mesh import ProcessMesh
 from pipelinerl.trainers.torch.passes import PassSetting, evaluate
@@ -110,7 +110,7 @@ def _gather_plan(model: ShardedModel) -> int:
     layout = [ParameterInfo(name, tuple(shape), "float32") for name, shape in model.shapes.items()]
     return sum(
         1
-        for bunch in bunches_of(layout, model.at_once)
+        for bunch in grouped_parameters(layout, model.at_once)
         for info in bunch
         for rank in range(1, _MESH.shards)
         if (rows := _MESH.rows_of(rank, info.shape[0])).stop > rows.start

@@ -74,7 +74,7 @@ def test_index_names_the_files_of_the_model(tmp_path: Path) -> None:
 def test_pickled_weights_are_rejected(tmp_path: Path) -> None:
     path = directory(tmp_path / "model", torch.float32)
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"in pytorch_model\.bin alone, a pickle, which may run code and is not read"):
+    with pytest.raises(ModelError, match=r"only in pytorch_model\.bin, a pickle, which may run code and is not loaded"):
         check_directory(path)
 
 

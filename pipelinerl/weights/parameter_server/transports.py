@@ -141,6 +141,6 @@ def watch(streams: Sequence[Future[None]], order: PullOrder) -> None:
 def check_wanted(order: PullOrder) -> None:
     """Raise `UpdateError` if the pull was cancelled, `DeadlineError` if its deadline has passed."""
     if order.given_up.is_set():
-        raise UpdateError("the pull was given up")
+        raise UpdateError("the pull was cancelled")
     if time.monotonic() > order.deadline:
-        raise DeadlineError("the weights did not come in time")
+        raise DeadlineError("the weights did not arrive in time")

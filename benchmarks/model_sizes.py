@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pipelinerl.commands.memory.trainer_memory import TrainerMemory
 from pipelinerl.models.model_shape import ModelShape, read_shape
+from pipelinerl.roles.memory.trainer_memory import TrainerMemory
 from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
 from trainer_contract.types import Precision, WeightDType

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-from pipelinerl.commands.memory.trainer_memory import TrainerMemory
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.models import bigram
 from pipelinerl.models.checkpoint import model_type
 from pipelinerl.models.model_shape import BYTES, ModelShape, read_shape
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.memory.trainer_memory import TrainerMemory
 from pipelinerl.trainers.torch.lora.lora_options import LoraOptions, lora_of, share_of
 from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace, optimizer_of

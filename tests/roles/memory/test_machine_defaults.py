@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.commands.memory import disk, machine_defaults
-from pipelinerl.commands.memory.machine_defaults import settled
-from pipelinerl.commands.memory.prediction import fits, lines, predict
 from pipelinerl.config.recipe import RunConfig, load
 from pipelinerl.errors import UserError
+from pipelinerl.roles.memory import disk, machine_defaults
+from pipelinerl.roles.memory.machine_defaults import settled
+from pipelinerl.roles.memory.prediction import fits, lines, predict
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.system.accelerators import has_accelerator
 from tests.roles.test_dtypes import directory

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from benchmarks.memory_prediction import MemoryCase, measured
-from pipelinerl.commands.memory.prediction import EngineMemory, MemoryPrediction, fits, lines, predict, trainable
-from pipelinerl.commands.memory.trainer_memory import LOGITS_AT_ONCE, TrainerMemory
 from pipelinerl.config.recipe import load
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.numerics import torch_logprobs
+from pipelinerl.roles.memory.prediction import EngineMemory, MemoryPrediction, fits, lines, predict, trainable
+from pipelinerl.roles.memory.trainer_memory import LOGITS_AT_ONCE, TrainerMemory
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
 from trainer_contract.types import Precision, WeightDType

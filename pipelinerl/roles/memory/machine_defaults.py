@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import Final
 
 from pipelinerl import registry
-from pipelinerl.commands.memory.prediction import fits, predict
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import MOST_TOKENS
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.checkpoint import model_dtype
+from pipelinerl.roles.memory.prediction import fits, predict
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.system.accelerators import has_accelerator
 from trainer_contract.errors import SpecError

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from pipelinerl.commands.memory.prediction import MemoryPrediction, gib
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.enums import OldLogprobs
 from pipelinerl.errors import UserError
 from pipelinerl.models.checkpoint import weight_files
 from pipelinerl.models.model_shape import BYTES
 from pipelinerl.roles.dtypes import dtypes_of
+from pipelinerl.roles.memory.prediction import MemoryPrediction, gib
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType
 
 #: Events, logs and the stream server's files of a run of usual length.

@@ -11,7 +11,6 @@ Targets: at least 1 with equal lengths, at least 2 with heavy tails, hoped for 4
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -182,7 +181,3 @@ def run(quick: bool = False) -> None:
                     record[name] = {"ratio": ratio.as_dict(), **facts, **timings.as_dict()}
     print_table("engine: tokens/s over Hugging Face generate", rows)
     write_record("engine", {"quick": quick, "loads": record})
-
-
-if __name__ == "__main__":
-    run(quick="--quick" in sys.argv)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -263,7 +262,3 @@ def run(quick: bool = False) -> dict[str, Any]:
     payload = measure(rounds=3 if quick else 10, window_s=1.0 if quick else 3.0)
     write_record("engine_busy", {"quick": quick, **payload})
     return payload
-
-
-if __name__ == "__main__":
-    run(quick="--quick" in sys.argv)

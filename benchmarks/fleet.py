@@ -21,7 +21,6 @@ import asyncio
 import multiprocessing
 import os
 import resource
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -338,7 +337,3 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     if not quick:
         write_record("fleet", payload)
     return payload
-
-
-if __name__ == "__main__":
-    run(quick="--quick" in sys.argv)

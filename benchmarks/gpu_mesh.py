@@ -7,7 +7,13 @@ gather            weights gathered beside a backward pass are those gathered whi
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +23,6 @@ import torch
 from benchmarks.gpu_device import Scale
 from benchmarks.gpu_trainer import random_batch
 from benchmarks.measure import Row
-from benchmarks.mesh_gather import other_rank
 from pipelinerl.objective.presets import resolve
 from pipelinerl.system.ports import free_ports
 from pipelinerl.trainers.torch.trainer import TorchTrainer
@@ -28,6 +33,20 @@ from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 _ALLOWED: Final = {Precision.FP32: 1e-4, Precision.BF16: 2e-2}
 _MESHES: Final = ({"dp_shard": 2}, {"cp": 2})
 _RATE: Final = 1e-5
+
+
+@contextmanager
+def other_rank(coordinator: str) -> Iterator[None]:
+    """Start rank 1 of two as a user does, on the second GPU."""
+    options = ["--set", "trainer.options.mesh.dp_shard=2"]
+    options += ["--set", f"trainer.options.distributed.coordinator={json.dumps(coordinator)}"]
+    argv = [sys.executable, "-m", "pipelinerl.cli", "trainer-rank", "--rank", "1", *options]
+    rank = subprocess.Popen(argv, env=os.environ | {"CUDA_VISIBLE_DEVICES": "1"})
+    try:
+        yield
+    finally:
+        rank.kill()
+        rank.wait()
 
 
 def check_mesh(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
@@ -43,7 +62,7 @@ def compared(folder: Path, batch: MicroBatch, device: torch.device) -> tuple[lis
     coordinator = f"127.0.0.1:{free_ports(1)[0]}"
     distributed = {"distributed": {"coordinator": coordinator}}
     rows, found = [], {}
-    with other_rank(coordinator, {"CUDA_VISIBLE_DEVICES": "1"}):
+    with other_rank(coordinator):
         for mesh in _MESHES:
             for precision, allowed in _ALLOWED.items():
                 trainer = _started(folder, device, precision, {"mesh": mesh, **distributed})

@@ -266,7 +266,3 @@ def _row(found: Mapping[str, Any]) -> Row:
         "0.85 to 1.15",
         abs(ratio - 1) <= _TOLERANCE,
     )
-
-
-if __name__ == "__main__":
-    run(quick="--quick" in sys.argv)

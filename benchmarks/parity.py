@@ -8,7 +8,6 @@ real trainer recomputes every token with the weights that sampled it. fp32 must 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import tempfile
@@ -245,9 +244,3 @@ def run(quick: bool = False) -> None:
             }
     print_table("parity of engine and trainer, tiny_speller on the CPU", rows)
     write_record("parity", {"arms": record, "temperatures": TEMPERATURES, "group_size": GROUP})
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer prompts")
-    run(quick=parser.parse_args().quick)

@@ -257,7 +257,3 @@ def run(quick: bool = False) -> dict[str, Any]:
             }
     write_record("queue", payload)
     return payload
-
-
-if __name__ == "__main__":
-    run()

@@ -13,7 +13,6 @@ That the launcher waits half a second before it starts again what died is not pa
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import signal
@@ -324,9 +323,3 @@ def run(quick: bool = False) -> None:
     print_table("recovery", rows)
     if not quick:
         write_record("recovery", record)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, small checkpoints")
-    run(quick=parser.parse_args().quick)

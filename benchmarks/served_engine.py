@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -81,6 +82,29 @@ def served(order: EngineOrder) -> Iterator[ServedEngine]:
         process.join(10)
 
 
+@final
+class Stopwatch:
+    """A model runner that notes when each of its steps ends."""
+
+    def __init__(self, runner: Any, ends: list[float]) -> None:
+        self._runner = runner
+        self._ends = ends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
+        """Run one step and note its end."""
+        answer: tuple[list[int], list[float]] = self._runner.decode(num_rows)
+        self._ends.append(time.monotonic())
+        return answer
+
+    def swap(self) -> None:
+        """Swap weights and note the time as a negative number."""
+        self._runner.swap()
+        self._ends.append(-time.monotonic())
+
+
 def _serve(order: EngineOrder, port: Connection) -> None:
     """The process: sends its port once the engine is loaded."""
     if order.core is not None:
@@ -88,7 +112,6 @@ def _serve(order: EngineOrder, port: Connection) -> None:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from benchmarks.update_pause import Stopwatch
     from pipelinerl.engines.batching.batching_engine import BatchingEngine
     from pipelinerl.engines.http.server import create_app
     from pipelinerl.engines.options import EngineOptions

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -178,9 +177,3 @@ def run(quick: bool = False) -> None:
             "seconds": {"step": overhead.as_dict(), "packing": packing.as_dict()},
         },
     )
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    run(quick=parser.parse_args().quick)

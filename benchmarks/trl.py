@@ -21,7 +21,6 @@ are few.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -30,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -240,11 +239,16 @@ def _shown(crossing: Crossing) -> str:
     return f"{crossing.step} @ {crossing.seconds:.0f}" + ("" if crossing.reached else " (not reached)")
 
 
-def run(quick: bool = False, *, seeds: Sequence[int] = ()) -> None:
-    """Measure, print, record; given `seeds`, these alone, beside what the record has of the others."""
-    known = recorded(RESULTS / "trl.json", TINY.recipe) if seeds else {}
-    for payload in on_two_cores(TINY, seeds or range(1 if quick else 3), overrides=(), known=known):
-        write_record("trl", {"quick": quick, **payload})
+def run(quick: bool = False, *, seeds: Sequence[int] = (), changes: Sequence[str] = ()) -> None:
+    """Measure, print and record.
+
+    Given `seeds`, only these run, and the record's other seeds are kept. With `changes` of the recipe, which both arms
+    get, nothing is recorded.
+    """
+    known = recorded(RESULTS / "trl.json", TINY.recipe) if seeds and not changes else {}
+    for payload in on_two_cores(TINY, seeds or range(1 if quick or changes else 3), overrides=changes, known=known):
+        if not changes:
+            write_record("trl", {"quick": quick, **payload})
 
 
 def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
@@ -295,25 +299,3 @@ def _portable(table: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps(table).replace(f"{Path(__file__).parents[1]}/", ""))
 
 
-def main() -> None:
-    """The command line: the benchmark, or with overrides a closer look at one seed, which leaves no record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "overrides", nargs="*", metavar="SECTION.KEY=VALUE", help="changes of the recipe, for both arms"
-    )
-    parser.add_argument("--quick", action="store_true", help="one seed")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=(), help="run these again, and keep the record's others"
-    )
-    parser.add_argument("--targets", type=float, nargs="+", default=TINY.targets)
-    given = parser.parse_args()
-    if given.overrides or given.targets != TINY.targets:
-        task = replace(TINY, targets=given.targets)
-        for _ in on_two_cores(task, given.seeds or [0], overrides=given.overrides, known={}):
-            pass
-    else:
-        run(quick=given.quick, seeds=given.seeds)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,85 +20,29 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
 import torch
-from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from benchmarks.measure import Interval, Row, bootstrap_median, print_table, write_record
+from benchmarks.served_engine import EngineOrder, served
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import WeightLayout
-from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.engines.http.server import create_app
-from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch.engine import load_runner
-from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
-from pipelinerl.models.tokenizer import ChatTokenizer
+from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
 from pipelinerl.system import http_client
-from pipelinerl.system.http_service import listen, serve
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
 
 SLOTS: Final = 4
 CONTEXT: Final = 2048
-
-
-@final
-class Stopwatch:
-    """A runner that notes when each of its steps ended; everything else is the runner's own."""
-
-    def __init__(self, runner: ModelRunner, ends: list[float]) -> None:
-        self._runner = runner
-        self._ends = ends
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        """One step."""
-        answer = self._runner.decode(num_rows)
-        self._ends.append(time.monotonic())
-        return answer
-
-    def swap(self) -> None:
-        """The swap, noted as a negative time."""
-        self._runner.swap()
-        self._ends.append(-time.monotonic())
-
-
-def _engine(folder: str, port: Connection) -> None:
-    """The engine's process: sends its port; GET /notes gives what was noted since the last time."""
-    torch.set_num_threads(1)
-    options = EngineOptions(
-        model_path=Path(folder), model_id="debug", slots=SLOTS, max_waiting=4096, context_length=CONTEXT, threads=1
-    )
-    ends: list[float] = []
-    watched: Any = lambda: Stopwatch(load_runner(options), ends)  # noqa: E731
-    # No token ends a sample: lengths are what is asked for.
-    tokenizer = ChatTokenizer(char_tokenizer(), ())
-    engine = BatchingEngine(options, load=watched, tokenizer=tokenizer)
-
-    async def notes(_: Request) -> JSONResponse:
-        taken, ends[:] = list(ends), []
-        return JSONResponse(taken)
-
-    app = create_app(engine, token=None)
-    app.add_route("/notes", notes)
-    listener = listen("127.0.0.1", 0)
-    port.send(listener.getsockname()[1])
-    serve(app, listener)
 
 
 @final
@@ -211,16 +155,11 @@ def _size(size: DebugSize, rounds: int) -> tuple[Samples, int]:
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         random_decoder(size).save_pretrained(folder)
-        char_tokenizer().save_pretrained(folder, save_jinja_files=False)
-        ours, theirs = spawn.Pipe()
-        engine = spawn.Process(target=_engine, args=(folder, theirs), daemon=True)
-        engine.start()
-        try:
-            with ProcessPoolExecutor(1, mp_context=spawn, initializer=os.nice, initargs=(10,)) as apart:
-                return apart.submit(_trainer, f"http://127.0.0.1:{ours.recv()}", rounds).result(timeout=600)
-        finally:
-            engine.terminate()
-            engine.join(10)
+        with (
+            served(EngineOrder(folder=Path(folder), slots=SLOTS, context=CONTEXT)) as engine,
+            ProcessPoolExecutor(1, mp_context=spawn, initializer=os.nice, initargs=(10,)) as apart,
+        ):
+            return apart.submit(_trainer, engine.url, rounds).result(timeout=600)
 
 
 def run(quick: bool = False) -> dict[str, Any]:
@@ -277,7 +216,3 @@ def _columns(samples: Samples) -> dict[str, list[float]]:
 
 def _listed(median: dict[str, float], *names: str) -> str:
     return " / ".join(f"{median[name]:.2f}" for name in names)
-
-
-if __name__ == "__main__":
-    run(quick="--quick" in sys.argv)

@@ -48,7 +48,7 @@ def run(quick: bool) -> None:
     steps = 10_000 if quick else 100_000
     with tempfile.TemporaryDirectory(prefix="pipelinerl-watch-") as folder:
         run_dir = _long_run(Path(folder), steps)
-        with served(run_dir) as (_, link):
+        with served(run_dir) as link:
             figures = _measured(link)
     opened, charts, timeline = figures["opened_s"], _rate(figures["charts_ms"]), _rate(figures["timeline_ms"])
     rows = [

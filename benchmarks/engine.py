@@ -10,9 +10,7 @@ Targets: at least 1 with equal lengths, at least 2 with heavy tails, hoped for 4
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +18,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import Paired, Row, paired, print_table, write_record
+from benchmarks.measure import Paired, Row, paired, print_table, seconds_of, write_record
+from benchmarks.served_engine import EngineOrder, LocalEngine, local
+from benchmarks.torch_step import load_model
 from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl import rng
-from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch.engine import load_runner
-from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, char_tokenizer, random_decoder
-from pipelinerl.models.tokenizer import ChatTokenizer
-from trainer_contract.types import Device
+from pipelinerl.models.tiny_decoder import DebugSize, DecoderShape, random_decoder
 
 TINY = DecoderShape(hidden=64, layers=2, heads=4, kv_heads=4, intermediate=128, vocab=56, max_positions=2048)
 CONTEXT = 320
@@ -79,15 +74,14 @@ class Job:
         return sum(self.lengths)
 
 
-async def ours(engine: BatchingEngine, job: Job) -> None:
-    """All requests at once."""
-    answers = await asyncio.gather(
-        *(
-            engine.complete(
-                ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=length, seed=index, return_token_ids=True)
-            )
-            for index, (prompt, length) in enumerate(zip(job.prompts, job.lengths, strict=True))
-        )
+def ours(engine: LocalEngine, job: Job) -> None:
+    """Send all requests at once."""
+    pairs = zip(job.prompts, job.lengths, strict=True)
+    answers = engine.complete(
+        [
+            ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=length, seed=seed, return_token_ids=True)
+            for seed, (prompt, length) in enumerate(pairs)
+        ]
     )
     assert [answer.usage.completion_tokens for answer in answers] == job.lengths
 
@@ -116,48 +110,22 @@ def generate(model: Any, job: Job, concurrency: int) -> None:
 
 
 def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: int) -> tuple[Paired, dict[str, float]]:
-    """Tokens/s of both arms, and the engine's occupancy over all rounds."""
-    loop = asyncio.new_event_loop()
-    options = EngineOptions(
-        model_path=path,
-        model_id="m",
-        max_waiting=65536,
-        slots=concurrency,
-        context_length=CONTEXT,
-        device=Device.CPU,
-        threads=1,
-    )
-    tokenizer = ChatTokenizer(char_tokenizer(), ())  # no token ends an answer
-    engine = BatchingEngine(options, load=lambda: load_runner(options), tokenizer=tokenizer)
-    loop.run_until_complete(engine.start())
-    model = random_decoder_at(path)
+    """Return tokens/s of both arms, and the engine's occupancy over all rounds."""
+    model = load_model(path, torch.device("cpu"), torch.float32)
     job = Job.of(load, batches * concurrency, vocab=56)
 
     def rate(work: Callable[[], object]) -> Callable[[], float]:
-        def arm() -> float:
-            start = time.perf_counter()
-            work()
-            return job.num_tokens / (time.perf_counter() - start)
+        seconds = seconds_of(work)
+        return lambda: job.num_tokens / seconds()
 
-        return arm
-
-    arms = {
-        "ours": rate(lambda: loop.run_until_complete(ours(engine, job))),
-        "generate": rate(lambda: generate(model, job, concurrency)),
-    }
-    timings = paired(arms, rounds)
-    metrics = engine.metrics()
-    loop.run_until_complete(engine.close())
-    loop.close()
+    with local(EngineOrder(folder=path, slots=concurrency, context=CONTEXT)) as engine:
+        arms = {
+            "ours": rate(lambda: ours(engine, job)),
+            "generate": rate(lambda: generate(model, job, concurrency)),
+        }
+        timings, metrics = paired(arms, rounds), engine.engine.metrics()
     occupancy = metrics.occupied_slot_steps_total / (metrics.decode_steps_total * metrics.slots)
     return timings, {"occupancy": occupancy, "tokens": float(job.num_tokens)}
-
-
-def random_decoder_at(path: Path) -> Any:
-    """The model in `path` as transformers loads it."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()
 
 
 def run(quick: bool = False) -> None:

@@ -18,7 +18,6 @@ beside the figures, not in place of them. Target 0.90, hoped for 0.98.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import tempfile
 import time
@@ -27,19 +26,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
-import psutil
 
-from benchmarks.measure import Interval, Paired, Row, paired, print_table, write_record
+from benchmarks.measure import Row, paired, print_table, write_record
+from benchmarks.processes import Child, spawned
 from benchmarks.served_engine import EngineOrder, Load, ServedEngine, served
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.models.tiny_decoder import DebugSize, random_decoder
 
 _LOAD: Final = Load(samples=8, tokens=256)
 _SETTLE_S: Final = 0.3
-_ANSWER_TIMEOUT_S: Final = 120.0
 
 
 class Mode(StrEnum):
@@ -60,40 +58,7 @@ class TrainerOrder:
     url: str
 
 
-@final
-class Beside:
-    """The trainer's process, told from here what to do."""
-
-    def __init__(self, order: TrainerOrder) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_beside, args=(order, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.rounds: dict[Mode, list[int]] = {mode: [] for mode in Mode}
-        self._mode = Mode.ALONE
-        self._answer()  # it is ready
-
-    def tell(self, mode: Mode) -> None:
-        """Do this from now on; returns when it is being done. What the last mode got done is added to `rounds`."""
-        self._pipe.send(mode)
-        done = self._answer()
-        if self._mode is not Mode.ALONE:
-            self.rounds[self._mode].append(done)
-        self._mode = mode
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.terminate()
-        self._process.join(10)
-
-    def _answer(self) -> int:
-        if not self._pipe.poll(_ANSWER_TIMEOUT_S):
-            raise TimeoutError(f"the trainer's process was silent for {_ANSWER_TIMEOUT_S:g} s")
-        return int(self._pipe.recv())
-
-
-def _beside(order: TrainerOrder, pipe: Connection) -> None:
+def _trainer(order: TrainerOrder, pipe: Connection) -> None:
     os.sched_setaffinity(0, {order.core})
     asyncio.run(_follow(order, pipe))
 
@@ -162,103 +127,62 @@ async def _work(order: TrainerOrder, client: EngineClient) -> dict[Mode, Callabl
     return {Mode.SPIN: spin, Mode.TRAINING: step, Mode.PUBLISHING: step_and_publish}
 
 
-@final
-class Meter:
-    """Reads the engine's own counter over a window."""
+def _arm(mode: Mode, engine: ServedEngine, trainer: Child, window_s: float, done: list[int]) -> Callable[[], float]:
+    """Return an arm that measures the engine's tokens/s during one window of `mode`."""
 
-    def __init__(self, engine: ServedEngine, beside: Beside, window_s: float) -> None:
-        self._engine = engine
-        self._process = psutil.Process(engine.pid)
-        self._beside = beside
-        self._window_s = window_s
-        self.per_cpu_second: dict[Mode, list[float]] = {mode: [] for mode in Mode}
+    def tokens_per_s() -> float:
+        trainer.call(mode)
+        time.sleep(_SETTLE_S)
+        first, began = _tokens(engine.url), time.monotonic()
+        time.sleep(window_s)
+        rate = (_tokens(engine.url) - first) / (time.monotonic() - began)
+        done.append(trainer.call(Mode.ALONE))
+        return rate
 
-    def arm(self, mode: Mode) -> Callable[[], float]:
-        """An arm: tokens/s of the engine during one window of `mode`."""
-
-        def tokens_per_s() -> float:
-            self._beside.tell(mode)
-            time.sleep(_SETTLE_S)
-            first, began, used = self._tokens(), time.monotonic(), self._cpu_seconds()
-            time.sleep(self._window_s)
-            tokens = self._tokens() - first
-            seconds, cpu_seconds = time.monotonic() - began, self._cpu_seconds() - used
-            self._beside.tell(Mode.ALONE)
-            self.per_cpu_second[mode].append(tokens / cpu_seconds)
-            return tokens / seconds
-
-        return tokens_per_s
-
-    def _tokens(self) -> float:
-        return asyncio.run(_metrics(self._engine.url))["generated_tokens_total"]
-
-    def _cpu_seconds(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
+    return tokens_per_s
 
 
-async def _metrics(url: str) -> dict[str, float]:
-    async with EngineClient(state_timeout_s=60.0) as client:
-        return await client.metrics(url)
+def _tokens(url: str) -> float:
+    async def generated() -> float:
+        async with EngineClient(state_timeout_s=60.0) as client:
+            return (await client.metrics(url))["generated_tokens_total"]
+
+    return asyncio.run(generated())
 
 
 def measure(*, rounds: int, window_s: float) -> dict[str, Any]:
-    """All windows, the table, and the record's payload."""
+    """Measure all windows, print the table and return the record's payload."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise RuntimeError(f"expected two cores, one for the engine and one for the trainer, got {len(cores)}")
+    done: dict[str, list[int]] = {mode.value: [] for mode in Mode}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         random_decoder(DebugSize.MB_3).save_pretrained(folder)
         order = EngineOrder(folder=folder, slots=_LOAD.samples, context=512, load=_LOAD, core=cores[0])
-        with served(order) as engine:
-            beside = Beside(TrainerOrder(folder, cores[1], engine.url))
-            try:
-                meter = Meter(engine, beside, window_s)
-                timings = paired({mode.value: meter.arm(mode) for mode in Mode}, rounds)
-            finally:
-                beside.close()
-    own = Paired({mode.value: tuple(meter.per_cpu_second[mode][-rounds:]) for mode in Mode})
-    per_window = {mode.value: float(np.median(done)) for mode, done in beside.rounds.items() if done}
-    print_table("engine_busy: tokens/s while the trainer trains beside it", _rows(timings, own, per_window))
+        with served(order) as engine, spawned(_trainer, TrainerOrder(folder, cores[1], engine.url)) as trainer:
+            arms = {mode.value: _arm(mode, engine, trainer, window_s, done[mode.value]) for mode in Mode}
+            timings = paired(arms, rounds)
+    per_window = {mode: float(np.median(counts)) for mode, counts in done.items()}
+    pairs = [(mode, base) for base in (Mode.ALONE, Mode.SPIN) for mode in (Mode.TRAINING, Mode.PUBLISHING)]
+    ratios = {f"{mode} / {base}": timings.ratio(mode, base) for mode, base in [*pairs, (Mode.SPIN, Mode.ALONE)]}
+    rows = [
+        Row(name, ratio, ">= 0.90 (goal 0.98)", ratio.median >= 0.90) if place < 2 else Row(name, ratio)
+        for place, (name, ratio) in enumerate(ratios.items())
+    ]
+    rows += [Row(f"    tokens/s, {mode}", timings.median(mode)) for mode in Mode]
+    rows += [Row(f"    steps per window, {mode}", per_window[mode]) for mode in (Mode.TRAINING, Mode.PUBLISHING)]
+    print_table("engine_busy: tokens/s of the engine while the trainer trains on another core", rows)
     return {
-        "ratios": {name: ratio.as_dict() for name, ratio in _ratios(timings).items()},
-        "ratios_per_cpu_second": {name: ratio.as_dict() for name, ratio in _ratios(own).items()},
+        "ratios": {name: ratio.as_dict() for name, ratio in ratios.items()},
         "tokens_per_s": timings.as_dict(),
-        "tokens_per_cpu_s": own.as_dict(),
         "rounds_per_window": per_window,
-        "cores": {"engine": cores[0], "trainer": cores[1], "siblings": _siblings(cores[0])},
         "load_average": os.getloadavg()[0],
         "window_s": window_s,
     }
 
 
-def _ratios(measured: Paired) -> dict[str, Interval]:
-    """The figures first."""
-    pairs = [(mode, base) for base in (Mode.ALONE, Mode.SPIN) for mode in (Mode.TRAINING, Mode.PUBLISHING)]
-    return {f"{mode} / {base}": measured.ratio(mode, base) for mode, base in [*pairs, (Mode.SPIN, Mode.ALONE)]}
-
-
-def _rows(timings: Paired, own: Paired, per_window: dict[str, float]) -> list[Row]:
-    figures = {f"{mode} / {Mode.ALONE}" for mode in (Mode.TRAINING, Mode.PUBLISHING)}
-    rows = []
-    for name, ratio in _ratios(timings).items():
-        met = ratio.median >= 0.90 if name in figures else None
-        rows.append(Row(name, ratio, ">= 0.90 (goal 0.98)" if name in figures else "", met))
-    rows += [Row(f"{name}, per cpu second", ratio) for name, ratio in _ratios(own).items()]
-    rows += [Row(f"    tokens/s {mode}", timings.median(mode)) for mode in Mode]
-    done = f"{per_window[Mode.TRAINING]:g} / {per_window[Mode.PUBLISHING]:g}"
-    return [*rows, Row("    steps per window, training / publishing", done)]
-
-
-def _siblings(core: int) -> str:
-    """The hardware threads that share a core with this one, as Linux writes them."""
-    file = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
-    return file.read_text().strip() if file.is_file() else "unknown"
-
-
-def run(quick: bool = False) -> dict[str, Any]:
-    """Measure, print, record."""
+def run(quick: bool = False) -> None:
+    """Measure, print and record."""
     payload = measure(rounds=3 if quick else 10, window_s=1.0 if quick else 3.0)
     write_record("engine_busy", {"quick": quick, **payload})
-    return payload

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
-import resource
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,6 +22,7 @@ from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from benchmarks.measure import Row, bootstrap_median, print_table, write_record
+from benchmarks.processes import Child, open_many_files, spawned
 from inference_contract.schemas import (
     AssistantMessage,
     ChatCompletion,
@@ -53,13 +52,10 @@ _APART_S: Final = 0.02
 
 def run(quick: bool) -> None:
     """Measure, print and record."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    agents = _Agents()
-    try:
+    open_many_files()
+    with spawned(_agents) as agents:
         turns, plain = asyncio.run(_cost(agents, 2 if quick else ROUNDS))
         mib = asyncio.run(_memory(agents))
-    finally:
-        agents.close()
     gateway, server = bootstrap_median(turns), bootstrap_median(plain)
     print_table(
         "gateway",
@@ -143,7 +139,7 @@ async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncItera
         yield opened
 
 
-async def _cost(agents: _Agents, rounds: int) -> tuple[list[float], list[float]]:
+async def _cost(agents: Child, rounds: int) -> tuple[list[float], list[float]]:
     """Milliseconds of processor time of a request, by round: of the gateway, and of a server that does nothing."""
     gateway, sample = Gateway(), _Sampler()
     async with gateway.serve(), _opened(gateway, sample, 0) as opened, _nothing() as nothing:
@@ -152,12 +148,12 @@ async def _cost(agents: _Agents, rounds: int) -> tuple[list[float], list[float]]
         for number in range(rounds):
             for name in sorted(urls, reverse=bool(number % 2)):
                 began = time.process_time()
-                await agents.ask([urls[name]] * REQUESTS, at_once=1)
+                await asyncio.to_thread(agents.call, ([urls[name]] * REQUESTS, 1, 0.0))
                 took[name].append((time.process_time() - began) / REQUESTS * 1000)
     return took["gateway"], took["nothing"]
 
 
-async def _memory(agents: _Agents) -> float:
+async def _memory(agents: Child) -> float:
     """MiB that the open episodes take."""
     gateway, sample, process = Gateway(), _Sampler(), psutil.Process()
     sample.gate.clear()
@@ -166,7 +162,7 @@ async def _memory(agents: _Agents) -> float:
         before = process.memory_info().rss
         opened = [await stack.enter_async_context(_opened(gateway, sample, number)) for number in range(OPEN)]
         urls = [f"{each.base_url()}/chat/completions" for each in opened]
-        asking = asyncio.create_task(agents.ask(urls, at_once=OPEN, apart_s=_APART_S))
+        asking = asyncio.create_task(asyncio.to_thread(agents.call, (urls, OPEN, _APART_S), timeout_s=_DEADLINE_S))
         while sample.waiting < OPEN:
             await asyncio.sleep(0.1)
         taken = process.memory_info().rss - before
@@ -194,34 +190,14 @@ async def _nothing() -> AsyncIterator[str]:
         yield url_of("127.0.0.1", listener.getsockname()[1])
 
 
-@final
-class _Agents:
-    """A process that asks on demand, so that its processor time is not the gateway's."""
-
-    def __init__(self) -> None:
-        self._ours, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(target=_obey, args=(theirs,), daemon=True)
-        self._process.start()
-        assert self._ours.poll(_DEADLINE_S) and self._ours.recv() == "ready"
-
-    async def ask(self, urls: Sequence[str], *, at_once: int, apart_s: float = 0.0) -> None:
-        """Ask at these URLs, and wait until all have answered."""
-        self._ours.send((list(urls), at_once, apart_s))
-        assert await asyncio.to_thread(self._ours.poll, _DEADLINE_S) and self._ours.recv() == "done"
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.join(_DEADLINE_S)
-
-
-def _obey(connection: Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    connection.send("ready")
+def _agents(pipe: Connection) -> None:
+    """Send requests on demand from a process of its own, so that their processor time is not the gateway's."""
+    open_many_files()
+    pipe.send("ready")
     while True:
-        urls, at_once, apart_s = connection.recv()
+        urls, at_once, apart_s = pipe.recv()
         asyncio.run(_ask(urls, at_once=at_once, apart_s=apart_s))
-        connection.send("done")
+        pipe.send("done")
 
 
 async def _ask(urls: Sequence[str], *, at_once: int, apart_s: float) -> None:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_device import Scale, wait
-from benchmarks.gpu_trainer import packed, random_batch, trainer_of
+from benchmarks.gpu_trainer import random_batch, trainer_of
 from benchmarks.measure import Paired, Row, paired, seconds_of
+from benchmarks.torch_step import packed
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
 from pipelinerl.trainers.torch.packed.attention import AttentionPlan
@@ -125,7 +126,9 @@ def _shared(scale: Scale) -> MicroBatch:
         asked = draw.integers(0, scale.shape.vocab, prompt)
         for length in draw.integers(scale.segment // 4, scale.segment * 3 // 4, _ANSWERS):
             sequences.append([*asked.tolist(), *draw.integers(0, scale.shape.vocab, length).tolist()])
-    return packed(sequences, prompt, [np.zeros(len(each) - prompt, np.float32) for each in sequences])
+    return packed(
+        sequences, [prompt] * len(sequences), [np.zeros(len(each) - prompt, np.float32) for each in sequences]
+    )
 
 
 def _drawn(scale: Scale, tokens: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

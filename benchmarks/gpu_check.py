@@ -104,8 +104,8 @@ def _part(part: str, folder: Path, scale: Scale, device: torch.device, result: C
 
 
 def check(
-    device: torch.device, scale: Scale, chosen: Sequence[str], done: Callable[[Mapping[str, Any]], None] = lambda _: None
-) -> tuple[list[Row], dict[str, Any]]:
+    device: torch.device, scale: Scale, chosen: Sequence[str], done: Callable[[Mapping[str, Any]], None]
+) -> Found:
     """Run the parts one after the other on one model directory; `done` receives the results after each."""
     rows: list[Row] = []
     results: dict[str, Any] = {}
@@ -137,7 +137,7 @@ def run(
 
     def record(found: Mapping[str, Any]) -> None:
         if where:
-            payload = {"quick": quick, "device": describe(kind), "checks": known | found}
+            payload = {"quick": quick, "device": describe(kind), "checks": {**known, **found}}
             write_record("gpu_check", payload, folder=where)
 
     rows, found = check(kind, QUICK if quick else FULL, only, record)

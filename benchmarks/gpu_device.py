@@ -121,14 +121,6 @@ def save_model(scale: Scale, folder: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
-def load_model(folder: Path, device: torch.device, dtype: torch.dtype, **options: Any) -> Any:
-    """The decoder as transformers loads it, in eval mode."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype, **options)
-    return model.eval().to(device)
-
-
 def describe(device: torch.device) -> str:
     """Its name and memory."""
     if device.type != "cuda":

@@ -22,23 +22,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.gpu_device import Scale, bytes_per_second, copy_seconds, load_model, wait
+from benchmarks import served_engine
+from benchmarks.gpu_device import Scale, bytes_per_second, copy_seconds, wait
 from benchmarks.measure import Row
-from benchmarks.served_engine import EngineOrder, Load, served
+from benchmarks.served_engine import EngineOrder, Load, LocalEngine, served
+from benchmarks.torch_step import load_model
 from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import Backend
 from pipelinerl import rng
-from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.engines.options import EngineOptions
-from pipelinerl.engines.torch.engine import load_runner
-from pipelinerl.models.tiny_decoder import char_tokenizer
-from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.numerics.mismatch import mismatch
 from pipelinerl.system import http_client
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.publisher import Publication
-from trainer_contract.types import Device, WeightDType
+from trainer_contract.types import WeightDType
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,62 +53,34 @@ def prompts(scale: Scale, count: int, *path: str | int) -> list[list[int]]:
     return draw.integers(6, scale.shape.vocab, (count, scale.prompt)).tolist()
 
 
-class _Local:
-    """An engine in this process, driven from synchronous code."""
-
-    def __init__(self, folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) -> None:
-        options = EngineOptions(
-            model_path=folder,
-            model_id="gpu",
-            max_waiting=4096,
-            slots=scale.slots,
-            context_length=scale.prompt + scale.answer,
-            device=Device(device.type),
-            dtype=dtype,
-        )
-        tokenizer = ChatTokenizer(char_tokenizer(), ())  # no token ends a sample
-        self.engine = BatchingEngine(
-            options,
-            load=lambda: load_runner(options),
-            tokenizer=tokenizer,
-            prefill_tokens=scale.slots * scale.prompt,
-        )
-        self._runner = asyncio.Runner()
-        self._runner.run(self.engine.start())
-
-    def sample(self, asked: Sequence[list[int]], tokens: int) -> list[SampledAnswer]:
-        """One sample of `tokens` tokens for each prompt."""
-        return self._runner.run(self._sample(asked, tokens))
-
-    async def _sample(self, asked: Sequence[list[int]], tokens: int) -> list[SampledAnswer]:
-        answers = await asyncio.gather(
-            *(
-                self.engine.complete(
-                    ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=tokens, seed=seed, return_token_ids=True)
-                )
-                for seed, prompt in enumerate(asked)
-            )
-        )
-        choices = [answer.choices[0] for answer in answers]
-        return [
-            SampledAnswer(prompt, list(choice.token_ids or ()), np.array(choice.token_logprobs, np.float32))
-            for prompt, choice in zip(asked, choices, strict=True)
-        ]
-
-    def close(self) -> None:
-        """Stop the engine and free its memory."""
-        self._runner.run(self.engine.close())
-        self._runner.close()
-
-
 @contextmanager
-def local(folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) -> Iterator[_Local]:
-    """An engine for as long as the context lasts."""
-    engine = _Local(folder, scale, device, dtype)
-    try:
+def local(folder: Path, scale: Scale, device: torch.device, dtype: WeightDType) -> Iterator[LocalEngine]:
+    """Start an engine of the scale's size in this process."""
+    order = EngineOrder(
+        folder=folder,
+        slots=scale.slots,
+        context=scale.prompt + scale.answer,
+        device=device.type,
+        dtype=dtype.value,
+        prefill_tokens=scale.slots * scale.prompt,
+    )
+    with served_engine.local(order) as engine:
         yield engine
-    finally:
-        engine.close()
+
+
+def sample(engine: LocalEngine, token_ids: Sequence[list[int]], tokens: int) -> list[SampledAnswer]:
+    """Return one sample of `tokens` tokens for each prompt."""
+    answers = engine.complete(
+        [
+            ChatCompletionRequest(prompt_token_ids=prompt, max_tokens=tokens, seed=seed, return_token_ids=True)
+            for seed, prompt in enumerate(token_ids)
+        ]
+    )
+    return [
+        SampledAnswer(prompt, list(choice.token_ids or ()), np.array(choice.token_logprobs, np.float32))
+        for prompt, answer in zip(token_ids, answers, strict=True)
+        for choice in answer.choices
+    ]
 
 
 @torch.inference_mode()
@@ -131,11 +100,11 @@ def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple
     asked = prompts(scale, scale.parity_sequences, "correctness")
     exact = load_model(folder, device, torch.float32)
     with local(folder, scale, device, WeightDType.FLOAT32) as engine:
-        sampled = engine.sample(asked, scale.answer // 4)
+        sampled = sample(engine, asked, scale.answer // 4)
     ours = np.concatenate([each.logprobs for each in sampled])
     full = mismatch(ours, forward_logprobs(exact, sampled, device))
     with local(folder, scale, device, WeightDType.BFLOAT16) as engine:
-        sampled = engine.sample(asked, scale.answer // 4)
+        sampled = sample(engine, asked, scale.answer // 4)
     ours, truth = np.concatenate([each.logprobs for each in sampled]), forward_logprobs(exact, sampled, device)
     del exact
     half = mismatch(ours, truth)
@@ -159,7 +128,7 @@ def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list
             for tokens in seconds:
                 wait(device)
                 began = time.perf_counter()
-                engine.sample(asked, tokens)
+                sample(engine, asked, tokens)
                 if number:
                     seconds[tokens].append(time.perf_counter() - began)
         metrics = engine.engine.metrics()

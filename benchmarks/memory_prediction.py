@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.gpu_device import Scale
 from benchmarks.measure import Row, print_table, write_record
+from benchmarks.torch_step import random_batch
 from pipelinerl.commands.memory.trainer_memory import TrainerMemory
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.objective.presets import resolve
@@ -52,8 +53,7 @@ _STATES: Final = (
     (Precision.BF16, OptimizerOptions(place=StatePlace.HOST)),
     (Precision.BF16, OptimizerOptions(moments=MomentDType.BF16, place=StatePlace.HOST)),
 )
-#: Those that a CPU makes within minutes.
-_OF_SMOLLM2: Final = _VARIANTS[:3]
+_PLAIN: Final = OptimizerOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,19 +91,11 @@ def run(quick: bool) -> list[dict[str, Any]]:
 def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """`gpu_check`'s part: its own model, on the device; a rehearsal on a CPU counts allocations."""
     cases = [
-        MemoryCase(
-            name="decoder",
-            path=folder,
-            precision=Precision.BF16,
-            rank=rank,
-            checkpointing=checkpointing,
-            tokens=scale.trained_tokens,
-            optimizer=optimizer,
-        )
-        for rank, checkpointing, optimizer in (
-            (0, False, OptimizerOptions()),
-            (0, True, OptimizerOptions()),
-            (16, False, OptimizerOptions()),
+        _case("decoder", folder, scale.trained_tokens, Precision.BF16, *each)
+        for each in (
+            (0, False),
+            (0, True),
+            (16, False),
             (0, True, OptimizerOptions(moments=MomentDType.BF16)),
             (0, True, OptimizerOptions(place=StatePlace.HOST)),
         )
@@ -114,7 +106,8 @@ def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
     """Bytes of the case, predicted and measured."""
-    trainer, batch = TorchTrainer(), _ragged(case.tokens, _vocab(case.path))
+    trainer, shape = TorchTrainer(), read_shape(case.path)
+    batch = _ragged(case.tokens, shape.vocab)
     trainer.init_worker(
         TrainerSpec(
             model_path=case.path,
@@ -124,7 +117,6 @@ def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
             options={"optimizer": asdict(case.optimizer)} | ({"lora": {"rank": case.rank}} if case.rank else {}),
         )
     )
-    shape = read_shape(case.path)
     memory = TrainerMemory(
         shape=shape,
         precision=case.precision,
@@ -185,62 +177,42 @@ def _standing(trainer: TorchTrainer) -> int:
 
 
 def _ragged(tokens: int, vocab: int) -> MicroBatch:
-    """Rollouts of uneven lengths, a quarter of each a prompt."""
-    draw = generator(0, "memory_prediction", tokens)
-    lengths = draw.integers(64, 448, max(2, tokens // 256))
-    positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
-    mask = positions >= np.repeat(np.maximum(lengths // 4, 1), lengths)
-    count = len(positions)
-    return MicroBatch(
-        token_ids=draw.integers(0, vocab, count).astype(np.int32),
-        position_ids=positions,
-        segment_ids=np.repeat(np.arange(len(lengths)), lengths).astype(np.int32),
-        loss_mask=mask,
-        advantages=mask.astype(np.float32),
-        weights=(mask / count).astype(np.float32),
-        behavior_logprobs=np.where(mask, -np.log(vocab), 0.0).astype(np.float32),
-        temperatures=np.ones(count, np.float32),
-        num_segments=len(lengths),
-    )
-
-
-def _vocab(path: Path) -> int:
-    return read_shape(path).vocab
+    """Return rollouts of uneven lengths, a quarter of each a prompt."""
+    lengths = generator(0, "memory_prediction", tokens).integers(64, 448, max(2, tokens // 256))
+    return random_batch(lengths.tolist(), (lengths // 4).tolist(), vocab=vocab)
 
 
 def _cases(folder: Path, *, quick: bool) -> Iterator[MemoryCase]:
+    tokens = 1024 if quick else 2048
+    whole = [(*each, OptimizerOptions()) for each in _VARIANTS[: 3 if quick else None]]
+    states = [(precision, 0, False, optimizer) for precision, optimizer in _STATES]
     for name, config in _configs().items():
-        path = folder / name
-        AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(path)
-        for precision, rank, checkpointing in _VARIANTS[: 3 if quick else None]:
-            yield MemoryCase(
-                name=name,
-                path=path,
-                precision=precision,
-                rank=rank,
-                checkpointing=checkpointing,
-                tokens=1024 if quick else 2048,
-            )
-        for precision, optimizer in _STATES:
-            yield MemoryCase(
-                name=name,
-                path=path,
-                precision=precision,
-                rank=0,
-                checkpointing=False,
-                tokens=1024 if quick else 2048,
-                optimizer=optimizer,
-            )
+        AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder / name)
+        for case in (*whole, *states):
+            yield _case(name, folder / name, tokens, *case)
     if not quick and (SMOLLM2 / "model.safetensors").is_file():
-        for precision, rank, checkpointing in _OF_SMOLLM2:
-            yield MemoryCase(
-                name="SmolLM2-135M",
-                path=SMOLLM2,
-                precision=precision,
-                rank=rank,
-                checkpointing=checkpointing,
-                tokens=512,
-            )
+        for precision, rank, checkpointing in _VARIANTS[:3]:  # the ones that a CPU computes within minutes
+            yield _case("SmolLM2-135M", SMOLLM2, 512, precision, rank, checkpointing)
+
+
+def _case(
+    name: str,
+    path: Path,
+    tokens: int,
+    precision: Precision,
+    rank: int,
+    checkpointing: bool,
+    optimizer: OptimizerOptions = _PLAIN,
+) -> MemoryCase:
+    return MemoryCase(
+        name=name,
+        path=path,
+        precision=precision,
+        rank=rank,
+        checkpointing=checkpointing,
+        tokens=tokens,
+        optimizer=optimizer,
+    )
 
 
 def _configs() -> Mapping[str, PreTrainedConfig]:

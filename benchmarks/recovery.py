@@ -2,7 +2,6 @@
 
     trainer    kill -9 of the trainer of a live run: from the start of its next process to the controller's directive
     run        kill -9 of everything: from the start of `run --resume` to the controller's directive
-    restore    of larger checkpoints than those of that run: the trainer's process alone, until it could ask
 
 Each against the same processes, started in the same order on the same cores, which import what those of the run import,
 module by module; the trainer's then reads the bytes of the newest checkpoint. Neither arm has other work beside it: the
@@ -26,16 +25,9 @@ from pathlib import Path
 from typing import Final, TypeVar, final
 
 import psutil
-import torch
 
 from benchmarks.measure import Paired, Row, paired, print_table, write_record
-from pipelinerl.models.tiny_decoder import DebugSize, char_tokenizer, random_decoder
 from pipelinerl.observability.events import read_events
-from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.trainers.torch.worker import TorchWorker
-from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
-from pipelinerl.training.checkpoints.manifest import TrainingState
-from trainer_contract.types import Device, TrainerSpec
 
 _TARGET: Final = 1.5
 _PATIENCE_S: Final = 300.0
@@ -67,20 +59,6 @@ if directory:
         if file.is_file():
             file.read_bytes()
 """
-#: What the trainer's role does before it asks what to do.
-_RESTORE: Final = """
-import os, sys
-from pathlib import Path
-from pipelinerl.config.recipe import load
-from pipelinerl.roles.wiring import checkpoints_of, objective_of
-from pipelinerl.roles import trainer_role
-from pipelinerl.roles.workers import started
-config = load("tiny", ["model.path=" + sys.argv[1]])
-path, state = checkpoints_of(config, Path(sys.argv[2])).latest()
-started(config, objective_of(config), checkpoint=path)
-"""
-
-
 T = TypeVar("T")
 
 
@@ -261,48 +239,6 @@ def killed_runs(live: Live, bare: Bare, *, rounds: int) -> Paired:
     return paired({"bare": lambda: bare.run(live.newest_checkpoint()), "recovery": recovery}, rounds=rounds, warmup=1)
 
 
-def restores(size: DebugSize, folder: Path, *, rounds: int) -> tuple[Paired, int]:
-    """Both arms for a trainer's process with a checkpoint of a larger model; and the bytes of that."""
-    model = folder / "model"
-    random_decoder(size).save_pretrained(model)
-    char_tokenizer().save_pretrained(str(model))
-    trainer = TorchTrainer()
-    trainer.init_worker(TrainerSpec(model_path=model, device=Device.CPU))
-    worker = trainer._worker
-    assert isinstance(worker, TorchWorker)
-    for parameter in worker.model.parameters():  # no gradient is worth computing here
-        parameter.grad = torch.zeros_like(parameter)
-    worker.has_gradient = True
-    trainer.optimizer_step(learning_rate=0.0)
-    store = CheckpointStore(folder / "checkpoints", keep=1, model_directory=model)
-    captured = store.capture(
-        TrainingState(model_version=1, epoch=1, offsets={}, ledger={}, controller={}),
-        layout=trainer.weight_layout(),
-        weights=trainer.gather_weights(),
-        parts={"trainer": trainer.save_state},
-    )
-    checkpoint = store.commit(captured)
-    trainer.close()
-    command = [sys.executable, "-c", _RESTORE, str(model), str(folder)]
-    told = subprocess.run(
-        [command[0], "-X", "importtime", *command[1:]], capture_output=True, text=True, check=True, timeout=_PATIENCE_S
-    )
-    matches = (_IMPORTED.match(line) for line in told.stderr.splitlines())
-    (folder / "modules").write_text("\n".join(match[1] for match in matches if match))
-    plain = [sys.executable, "-c", _BARE, "", str(folder / "modules"), str(checkpoint)]
-    arms = {name: _seconds_of(words) for name, words in (("bare", plain), ("recovery", command))}
-    return paired(arms, rounds=rounds, warmup=1), sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file())
-
-
-def _seconds_of(words: Sequence[str]) -> Callable[[], float]:
-    def arm() -> float:
-        began = time.perf_counter()
-        subprocess.run(words, check=True, timeout=_PATIENCE_S, capture_output=True)
-        return time.perf_counter() - began
-
-    return arm
-
-
 def run(quick: bool = False) -> None:
     """Measure, print, record."""
     rounds = 2 if quick else 9
@@ -310,10 +246,6 @@ def run(quick: bool = False) -> None:
     with tempfile.TemporaryDirectory(prefix="pipelinerl-recovery-") as folder, _live(Path(folder)) as (live, bare):
         measured["trainer killed"] = killed_trainers(live, bare, rounds=rounds)
         measured["run killed"] = killed_runs(live, bare, rounds=rounds)
-    for size in (DebugSize.MB_24,) if quick else (DebugSize.MB_24, DebugSize.MB_310):
-        with tempfile.TemporaryDirectory(prefix="pipelinerl-recovery-") as folder:
-            timings, num_bytes = restores(size, Path(folder), rounds=rounds)
-            measured[f"restore of {num_bytes / 1e6:.0f} MB"] = timings
     rows, record = [], {}
     for name, timings in measured.items():
         ratio = timings.ratio("recovery", "bare")

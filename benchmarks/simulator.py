@@ -157,7 +157,8 @@ def run(quick: bool = False, *, only: Sequence[str] = PARTS) -> None:
         arms, steps = (_QUICK, 12) if quick else (tuple(ARMS), 30)
         with tempfile.TemporaryDirectory(prefix="simulator-") as folder, ThreadPoolExecutor(len(arms)) as pool:
             folders = [Path(folder) / str(place) for place in range(len(arms))]
-            runs = dict(zip(arms, pool.map(paced_run, folders, (changes_of(arm, steps=steps) for arm in arms)), strict=True))
+            observed = pool.map(paced_run, folders, (changes_of(arm, steps=steps) for arm in arms))
+            runs = dict(zip(arms, observed, strict=True))
         cells, hardware = predicted_cells(runs)
         print_table("simulator: paced runs, measured / simulated", [cell.row for cell in cells])
         record["paced"] = {

@@ -297,5 +297,3 @@ def on_two_cores(
 def _portable(table: Mapping[str, Any]) -> Any:
     """A recipe as a record has it, without where this checkout lies."""
     return json.loads(json.dumps(table).replace(f"{Path(__file__).parents[1]}/", ""))
-
-

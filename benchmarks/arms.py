@@ -127,8 +127,7 @@ def measured(
             name = ", ".join(part for part in (f"seed {job.seed}", job.cell, job.arm) if part)
             print(f"{benchmark}: {name}: {seconds[-1]:.0f} s; at most {left:.0f} min left", file=sys.stderr, flush=True)
         rows.append(row)
-        if not quick:
-            write_record(benchmark, {**summary(rows), "runs": rows})
+        write_record(benchmark, {**summary(rows), "runs": rows}, quick=quick)
     return rows
 
 

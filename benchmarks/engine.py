@@ -1,11 +1,11 @@
-"""Tokens/s of the torch engine over Hugging Face `generate` in static batches, on one thread.
+"""Compare tokens/s of the torch engine with Hugging Face `generate` in static batches, on one thread.
 
-    ours       every request at once to the engine, which has `concurrency` rows and fills a row as soon as it is free
-    generate   batches of `concurrency` in the order of incoming, each as long as its longest answer
+    ours       all requests at once; the engine has `concurrency` rows and refills a row as soon as it is free
+    generate   batches of `concurrency` requests in order, each as long as its longest answer
 
-Same model, prompts, sampling and answer lengths; only the tokens asked for count. Ours also returns log-probs. Loads:
-all answers equally long, and heavy tails (Pareto), where a static batch waits for its longest answer.
-Targets: at least 1 with equal lengths, at least 2 with heavy tails, hoped for 4.
+Both have the same model, prompts, sampling and answer lengths; only requested tokens count. Ours also returns
+log-probs. In one load all answers have equal length; in the other lengths are heavy-tailed (Pareto), and a static batch
+waits for its longest answer. Targets: at least 1 with equal lengths; at least 2 with heavy tails, goal 4.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTEXT = 320
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Answer lengths: at least `shortest`, Pareto with exponent `tail`, cut at `longest`; `tail` 0: all `shortest`."""
+    """A law of answer lengths: Pareto with exponent `tail` from `shortest`, cut at `longest`; tail 0 is constant."""
 
     name: str
     shortest: int
@@ -40,7 +40,7 @@ class Load:
     least_ratio: float
 
     def lengths(self, count: int) -> list[int]:
-        """One length for each request."""
+        """Return one length per request."""
         if self.tail == 0:
             return [self.shortest] * count
         random = rng.generator(0, "engine benchmark", self.name)
@@ -56,21 +56,21 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Prompts and how many tokens must follow each."""
+    """Prompts, and the number of tokens to sample after each."""
 
     prompts: list[list[int]]
     lengths: list[int]
 
     @classmethod
     def of(cls, load: Load, count: int, vocab: int) -> Job:
-        """`count` requests with prompts of 8 to 24 tokens."""
+        """Return `count` requests with prompts of 8 to 24 tokens."""
         random = rng.generator(1, "engine benchmark", load.name)
         sizes = random.integers(8, 25, count)
         return cls([random.integers(6, vocab, size).tolist() for size in sizes], load.lengths(count))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens asked for."""
+        """The number of requested tokens."""
         return sum(self.lengths)
 
 
@@ -87,7 +87,7 @@ def ours(engine: LocalEngine, job: Job) -> None:
 
 
 def generate(model: Any, job: Job, concurrency: int) -> None:
-    """Static batches, padded on the left."""
+    """Generate in static batches, padded on the left."""
     for start in range(0, len(job.prompts), concurrency):
         prompts = job.prompts[start : start + concurrency]
         longest = max(map(len, prompts))
@@ -129,7 +129,7 @@ def measure(path: Path, load: Load, concurrency: int, *, rounds: int, batches: i
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print, record."""
+    """Measure, print and record."""
     torch.set_num_threads(1)
     shapes: dict[str, DecoderShape | DebugSize] = {"0.3 MB": TINY}
     if not quick:
@@ -148,4 +148,4 @@ def run(quick: bool = False) -> None:
                     rows.append(Row("    tokens/s of ours", timings.median("ours")))
                     record[name] = {"ratio": ratio.as_dict(), **facts, **timings.as_dict()}
     print_table("engine: tokens/s over Hugging Face generate", rows)
-    write_record("engine", {"quick": quick, "loads": record})
+    write_record("engine", {"loads": record}, quick=quick)

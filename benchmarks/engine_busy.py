@@ -1,18 +1,16 @@
-"""What the engine loses while the trainer trains beside it: tokens/s busy over tokens/s alone, at least 0.90.
+"""Measure how much of its speed the engine loses while the trainer trains on another core.
 
-The engine's process is pinned to one core, the trainer's to another; both belong to their owner alone. The engine
-decodes eight samples of a 3 MB decoder all the time, asked from within its own process (`served_engine.Load`): a client
-would disturb one of the two. Windows of some seconds follow one another, in turn forwards and backwards:
+The engine and the trainer are each pinned to a core of their own. The engine constantly decodes eight samples of a 3 MB
+decoder; the requests come from within its process (`served_engine.Load`), because a client would take part of a core.
+Windows of a few seconds alternate between four modes of the trainer's process:
 
-    alone       the trainer's process sleeps
-    spin        it runs a bare loop that touches no memory: what this machine itself takes when its other core works
-    training    it does RL steps through `TorchTrainer` (forward, backward, AdamW), one after the other
-    publishing  the same, and after every step it broadcasts the weights in flight, over HTTP and gloo
+    alone       it sleeps
+    spin        it runs a loop that touches no memory, which shows what the machine itself costs
+    training    it takes RL steps through `TorchTrainer` (forward, backward, AdamW)
+    publishing  the same, and it broadcasts the weights after every step, over HTTP and gloo
 
-`training` and `publishing` over `alone` are the figures. Over `spin` they say what is ours and what is the machine's:
-two threads of one core, or cores that others use too, slow one another whatever runs. Tokens are counted by the engine.
-Tokens for a second of the engine's own processor time leave out what other programs take of its core, and are shown
-beside the figures, not in place of them. Target 0.90, hoped for 0.98.
+The figures are `training` and `publishing` over `alone`: target 0.90, goal 0.98. Ratios to `spin` leave out what the
+machine costs: hardware threads of one core, or cores that others use, slow each other down.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ _SETTLE_S: Final = 0.3
 
 
 class Mode(StrEnum):
-    """What the trainer's process does during a window."""
+    """The trainer's work during a window."""
 
     ALONE = "alone"
     SPIN = "spin"
@@ -51,7 +49,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TrainerOrder:
-    """The trainer's process: its model, its core, the engine that it publishes to."""
+    """The trainer's model, its core, and the engine that it publishes to."""
 
     folder: Path
     core: int
@@ -64,10 +62,10 @@ def _trainer(order: TrainerOrder, pipe: Connection) -> None:
 
 
 async def _follow(order: TrainerOrder, pipe: Connection) -> None:
-    """Do what the pipe says, round after round; a new order is answered with the number of rounds of the last."""
+    """Work as the pipe says; answer each new mode with the number of rounds of the last one."""
     async with EngineClient(state_timeout_s=60.0) as client:
         work = await _work(order, client)
-        for mode in (Mode.TRAINING, Mode.PUBLISHING):  # everything is warm and joined before it is measured
+        for mode in (Mode.TRAINING, Mode.PUBLISHING):  # Warm up and join the group before anything is measured.
             await work[mode]()
         pipe.send(0)
         mode, rounds = Mode.ALONE, 0
@@ -85,7 +83,7 @@ async def _follow(order: TrainerOrder, pipe: Connection) -> None:
 
 
 async def _work(order: TrainerOrder, client: EngineClient) -> dict[Mode, Callable[[], Any]]:
-    """One round of each mode."""
+    """Return the work of one round of each mode."""
     import torch
 
     from benchmarks.trainer import RATE, ragged_batch
@@ -185,4 +183,4 @@ def measure(*, rounds: int, window_s: float) -> dict[str, Any]:
 def run(quick: bool = False) -> None:
     """Measure, print and record."""
     payload = measure(rounds=3 if quick else 10, window_s=1.0 if quick else 3.0)
-    write_record("engine_busy", {"quick": quick, **payload})
+    write_record("engine_busy", payload, quick=quick)

@@ -76,8 +76,6 @@ def _layout(tensors: int, *, real: bool) -> WeightLayout:
 
 @final
 class _Engine:
-    """Satisfies `Engine`, as far as updates go, and `WeightTarget`."""
-
     def __init__(self, layout: WeightLayout) -> None:
         self.layout = layout
         self._buffers = [np.zeros(layout.num_bytes, np.uint8) for _ in range(2)]
@@ -115,7 +113,7 @@ class _Engine:
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         raise InvalidRequest("this engine has no model")
-        yield  # a stream by its type
+        yield  # makes it an async generator
 
     def model_card(self) -> ModelCard:
         epoch, version = self._serving
@@ -162,7 +160,7 @@ def _engines(count: int, tensors: int, real: bool, ports: Connection) -> None:
 
 @contextmanager
 def _fleet(engines: int, tensors: int, *, real: bool) -> Iterator[list[str]]:
-    """Start so many engines and yield their base URLs."""
+    """Start a fleet and yield its base URLs."""
     with ExitStack() as stack:
         ports: list[int] = []
         for first in range(0, engines, _PER_PROCESS):
@@ -173,8 +171,6 @@ def _fleet(engines: int, tensors: int, *, real: bool) -> Iterator[list[str]]:
 
 @final
 class _Trainer:
-    """The trainer of one fleet."""
-
     def __init__(self, control: EngineClient, layout: WeightLayout, engines: list[str]) -> None:
         self._publisher = BroadcastPublisher(control)
         self._layout = layout
@@ -187,7 +183,9 @@ class _Trainer:
             at += parameter.num_bytes
 
     async def update(self) -> tuple[float, float, float]:
-        """Publish the next version: seconds in all, seconds beside the broadcast, and of this process's processor."""
+        """Publish the next version; return seconds in all, seconds outside the broadcast, and processor seconds
+        here.
+        """
         self._version += 1
         publication = Publication(
             version=self._version,
@@ -205,7 +203,7 @@ class _Trainer:
         return report.total_s, report.total_s - report.send_s, time.process_time() - spent
 
     async def form(self) -> float:
-        """Publish to a new group: seconds until it has formed, by what this update took beyond another."""
+        """Return the seconds that an update to a new group takes longer than the next one."""
         self._membership += 1
         _, with_forming, _ = await self.update()
         _, without, _ = await self.update()
@@ -276,5 +274,4 @@ def run(quick: bool = False) -> None:
             Row(f"{name}: real ÷ 1-byte", fleet["real_over_tiny"]["median"]),
         ]
     print_table("fleet: the control part of an update", rows)
-    if not quick:
-        write_record("fleet", {"fleets": fleets})
+    write_record("fleet", {"fleets": fleets}, quick=quick)

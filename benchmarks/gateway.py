@@ -1,10 +1,10 @@
 """Measure the cost of an actor's gateway: processor time of a turn, and memory of open episodes.
 
-    turn      an agent in another process sends a conversation of `CONTEXT` tokens in `MESSAGES` messages again and
-              again: processor time of the gateway's process for each request, and of a server that does nothing
-    memory    `OPEN` episodes of `CONTEXT` tokens each, all waiting for their next answer, each over a connection
+    turn      an agent in another process repeats a conversation of `CONTEXT` tokens in `MESSAGES` messages; measured
+              is the processor time of the gateway's process per request, and that of a server that does nothing
+    memory    `OPEN` episodes of `CONTEXT` tokens each, all waiting for an answer on a connection of their own
 
-No engine takes part: the sampler answers at once, and its completions are made beforehand.
+No engine takes part: the sampler answers at once with completions made beforehand.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ROUNDS: Final = 7
 OPEN: Final = 2000
 _WORDS: Final = "the quick brown fox jumps over a lazy dog and then goes home "
 _DEADLINE_S: Final = 300.0
-#: Between two agents that connect: all at once would find the listener's queue full.
+#: Seconds between connections of agents; all at once would overflow the listener's queue.
 _APART_S: Final = 0.02
 
 
@@ -65,11 +65,12 @@ def run(quick: bool) -> None:
             Row(f"{OPEN} open episodes, MiB", mib, "<= 400", mib <= 400),
         ],
     )
-    write_record("gateway", {"turn_ms": gateway.as_dict(), "server_ms": server.as_dict(), "open_mib": mib})
+    payload = {"turn_ms": gateway.as_dict(), "server_ms": server.as_dict(), "open_mib": mib}
+    write_record("gateway", payload, quick=quick)
 
 
 def conversation() -> list[dict[str, str]]:
-    """A conversation of about `CONTEXT` tokens, four characters each, which ends with a user's message."""
+    """Return a conversation of about `CONTEXT` tokens, four characters each, that ends with a user's message."""
     length = CONTEXT * 4 // MESSAGES
     text = (_WORDS * (length // len(_WORDS) + 1))[:length]
     roles = ["user", "assistant"] * (MESSAGES // 2)
@@ -77,7 +78,7 @@ def conversation() -> list[dict[str, str]]:
 
 
 def completion(prompt: Sequence[int], text: str) -> ChatCompletion:
-    """An answer of an engine."""
+    """Return an engine's answer."""
     choice = Choice(
         index=0,
         message=AssistantMessage(content=text),
@@ -101,7 +102,7 @@ def completion(prompt: Sequence[int], text: str) -> ChatCompletion:
 
 @final
 class _Sampler:
-    """Continues what it is given by tokens of its own making; holds answers back while `gate` is closed."""
+    """A sampler that answers at once, or holds its answers back while `gate` is closed."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -119,7 +120,7 @@ class _Sampler:
 
 @asynccontextmanager
 async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncIterator[OpenEpisode]:
-    """An episode that knows the whole conversation but for its last message."""
+    """Open an episode that knows the whole conversation except its last message."""
     problem = Problem(problem_id="p", domain="d", messages=(Message("user", "a"),), ground_truth="")
     order = PromptOrder(
         order_id=f"o{number}",
@@ -140,7 +141,9 @@ async def _opened(gateway: Gateway, sample: _Sampler, number: int) -> AsyncItera
 
 
 async def _cost(agents: Child, rounds: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of processor time of a request, by round: of the gateway, and of a server that does nothing."""
+    """Return milliseconds of processor time per request by round, for the gateway and for a server that does
+    nothing.
+    """
     gateway, sample = Gateway(), _Sampler()
     async with gateway.serve(), _opened(gateway, sample, 0) as opened, _nothing() as nothing:
         urls = {"gateway": f"{opened.base_url()}/chat/completions", "nothing": f"{nothing}/chat/completions"}
@@ -154,7 +157,7 @@ async def _cost(agents: Child, rounds: int) -> tuple[list[float], list[float]]:
 
 
 async def _memory(agents: Child) -> float:
-    """MiB that the open episodes take."""
+    """Return the MiB that the open episodes take."""
     gateway, sample, process = Gateway(), _Sampler(), psutil.Process()
     sample.gate.clear()
     async with asyncio.timeout(_DEADLINE_S), AsyncExitStack() as stack:
@@ -173,7 +176,7 @@ async def _memory(agents: Child) -> float:
 
 @asynccontextmanager
 async def _nothing() -> AsyncIterator[str]:
-    """A server on the same stack that reads a request and answers as many bytes."""
+    """Serve a fixed answer on the gateway's stack; yield the base URL."""
     body = json.dumps({"choices": [{"message": {"content": "an answer"}}], "usage": {}}).encode()
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

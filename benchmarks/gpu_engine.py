@@ -1,9 +1,9 @@
-"""`gpu_check`'s questions about the torch engine: are its numbers right, is it fast, what does an update cost?
+"""`gpu_check`'s parts on the torch engine: correctness, decode rate, and the cost of an update.
 
 correctness  log-probs of sampled tokens against a plain transformers forward of the same tokens: fp32 against fp32,
-             and bf16 against fp32 no worse than transformers' own bf16 is
-decode       tokens/s of full batches over what the memory allows: a step must read the weights and the cache once
-update       weights broadcast in flight to an engine in another process while it decodes, through the contract
+             and bf16 against fp32, no worse than transformers' own bf16
+decode       tokens/s of full batches over what memory allows: a step reads the weights and the cache once
+update       weights broadcast through the contract to an engine in another process while it decodes
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from trainer_contract.types import WeightDType
 
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
-    """A prompt, what the engine sampled after it, and the engine's log-probs f32 of that."""
+    """A prompt, the tokens that the engine sampled after it, and their log-probs as f32."""
 
     prompt: list[int]
     token_ids: list[int]
@@ -48,7 +48,7 @@ class SampledAnswer:
 
 
 def prompts(scale: Scale, count: int, *path: str | int) -> list[list[int]]:
-    """Random ones, of the scale's length."""
+    """Return random prompts of the scale's length."""
     draw = rng.generator(0, "gpu_check", *path)
     return draw.integers(6, scale.shape.vocab, (count, scale.prompt)).tolist()
 
@@ -85,7 +85,7 @@ def sample(engine: LocalEngine, token_ids: Sequence[list[int]], tokens: int) -> 
 
 @torch.inference_mode()
 def forward_logprobs(model: Any, sampled: Sequence[SampledAnswer], device: torch.device) -> NDArray[np.float32]:
-    """What transformers says of the sampled tokens, [all of them], one plain forward for each sequence."""
+    """Return transformers' log-probs of all sampled tokens, from one plain forward per sequence."""
     found = []
     for each in sampled:
         tokens = torch.tensor([each.prompt + each.token_ids], device=device)
@@ -96,7 +96,7 @@ def forward_logprobs(model: Any, sampled: Sequence[SampledAnswer], device: torch
 
 
 def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Engine against transformers."""
+    """Compare the engine with transformers."""
     asked = prompts(scale, scale.parity_sequences, "correctness")
     exact = load_model(folder, device, torch.float32)
     with local(folder, scale, device, WeightDType.FLOAT32) as engine:
@@ -119,7 +119,7 @@ def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple
 
 
 def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Decode rate of a full batch, by the difference of a long and a short answer, over the roofline."""
+    """Compare the decode rate of a full batch, from the difference of a long and a short answer, with the roofline."""
     asked, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
     bandwidth = bytes_per_second(scale.copy_bytes, device)
     seconds: dict[int, list[float]] = {short: [], scale.answer: []}
@@ -165,8 +165,10 @@ class _Updates:
 
 
 def check_update(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Weights in flight. With two GPUs over NCCL, each side its own; with one they share it, and gloo goes by the host,
-    since NCCL refuses two ranks on one device."""
+    """Measure in-flight updates: over NCCL with two GPUs, else over gloo through the host.
+
+    NCCL refuses two ranks on one device.
+    """
     apart = device.type == "cuda" and torch.cuda.device_count() > 1
     backend = Backend.NCCL if apart else Backend.GLOO
     order = EngineOrder(
@@ -208,7 +210,7 @@ async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Upda
         layout = (await client.models(url)).data[0].layout
         publisher = BroadcastPublisher(client, backend=backend)
         done = _Updates([], [], [], [], [], layout.num_bytes)
-        for version in range(1, count + 2):  # the first joins the group and is forgotten
+        for version in range(1, count + 2):  # the first joins the group and is discarded
             await plain.get("/notes")
             report = await publisher.publish(
                 Publication(
@@ -237,7 +239,7 @@ async def _updates(url: str, source: Any, backend: Backend, count: int) -> _Upda
 
 
 def _gaps(notes: Sequence[float]) -> list[float]:
-    """Times between consecutive decode steps."""
+    """Return the times between consecutive decode steps."""
     return np.diff([note for note in notes if note > 0]).tolist()
 
 
@@ -247,7 +249,7 @@ def _ms(*seconds: float) -> str:
 
 @contextmanager
 def _visible(device: str | None) -> Iterator[None]:
-    """Processes started in this context see this GPU alone; None: all of them."""
+    """Let processes started in this context see only this GPU; None: all of them."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if device is not None:
         seen = before.split(",") if before else []

@@ -1,8 +1,8 @@
-"""`gpu_check`'s questions about a torch trainer of two processes, each on a GPU of its own, with NCCL between.
+"""`gpu_check`'s part on a torch trainer of two processes, each on a GPU of its own, connected by NCCL.
 
-shards, tokens    losses of three steps with the model divided (`dp_shard`), and with tokens shared (`cp`), against
-                  one process: fp32, which is the code that gloo tests, and bf16
-gather            weights gathered beside a backward pass are those gathered while nothing runs, to the bit
+shards, tokens    losses of three steps with the model divided (`dp_shard`) and with tokens shared (`cp`), against
+                  one process, in fp32 and bf16
+gather            weights gathered during a backward pass equal those gathered while nothing runs, to the bit
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 
-#: Largest difference of a loss from one process', by precision.
+#: Largest difference of a loss from one process, by precision.
 _ALLOWED: Final = {Precision.FP32: 1e-4, Precision.BF16: 2e-2}
 _MESHES: Final = ({"dp_shard": 2}, {"cp": 2})
 _RATE: Final = 1e-5
@@ -50,14 +50,14 @@ def other_rank(coordinator: str) -> Iterator[None]:
 
 
 def check_mesh(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Nothing where there are fewer than two GPUs, which is said."""
+    """Compare two processes with one; with fewer than two GPUs report that nothing was checked."""
     if device.type != "cuda" or torch.cuda.device_count() < 2:
         return [Row("trainer of two processes", "not checked: it needs two GPUs")], {"checked": False}
     return compared(folder, random_batch(scale), device)
 
 
 def compared(folder: Path, batch: MicroBatch, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Two processes against this one, which becomes their rank 0."""
+    """Compare two processes with this one, which becomes their rank 0."""
     alone = {precision: _losses(_started(folder, device, precision, {}), batch) for precision in _ALLOWED}
     coordinator = f"127.0.0.1:{free_ports(1)[0]}"
     distributed = {"distributed": {"coordinator": coordinator}}
@@ -95,7 +95,7 @@ def _losses(trainer: TorchTrainer, batch: MicroBatch) -> np.ndarray[Any, np.dtyp
 
 
 def _gathered_beside(trainer: TorchTrainer, batch: MicroBatch) -> int:
-    """How many parameters differ that are gathered while passes run from those gathered while none does."""
+    """Return the number of parameters that differ when gathered during passes."""
     at_rest = copied(trainer.gather_weights())
     ended = threading.Event()
 

@@ -1,13 +1,11 @@
-"""`gpu_check`'s questions about the torch trainer: what does it cost over bare torch, how much of the device does it
-use, and does it agree with the engine?
+"""`gpu_check`'s parts on the torch trainer: cost over bare torch, utilisation, and agreement with the engine.
 
-    throughput  an RL step (forward, backward, clipping, AdamW) in bf16 through `TorchTrainer` over the same step in
-                plain torch on tensors made ready beforehand, packed alike
-    MFU         the step's floating-point operations, over its time, over the measured peak of a bf16 matrix product
-    parity      log-probs of what the engine sampled, against the trainer's forward of the same tokens: the importance
-                weights of on-policy data, which should be 1
-    state       the optimizer's state on the host, or in bf16: losses of three steps against those with neither, and the
-                time of a step over that of one with neither (pinned memory, copied on the stream that steps)
+throughput  an RL step (forward, backward, clipping, AdamW) in bf16 through `TorchTrainer`, over the same step in
+            plain torch on tensors made beforehand
+MFU         the step's floating-point operations, over its time, over the measured peak of a bf16 matrix product
+parity      log-probs of the engine's samples against the trainer's forward of the same tokens
+state       the optimizer's state on the host, or in bf16: losses of three steps, and the time of a step, against
+            fp32 state on the device
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec, WeightDType
 
 _RATE = 1e-6
-#: Options of the optimizer's state that are tried, and by how much losses may differ in bf16.
+#: Options of the optimizer's state that are tried, and how much losses may differ in bf16.
 _STATES: Final[Sequence[Mapping[str, str]]] = (
     {"place": "host"},
     {"moments": "bf16"},
@@ -54,8 +52,11 @@ def random_batch(scale: Scale) -> MicroBatch:
 
 
 def step_flops(scale: Scale, batch: MicroBatch) -> float:
-    """Floating-point operations of forward and backward: 6 for each weight of a product and token (the output layer for
-    trained tokens only), and causal attention's two products of half of length² x width each."""
+    """Return the floating-point operations of forward and backward.
+
+    Each weight of a product costs 6 per token (the output layer for trained tokens only), and causal attention has two
+    products of half of length² x width each.
+    """
     shape = scale.shape
     kv = (shape.kv_heads or shape.heads) / shape.heads
     layer = shape.hidden**2 * (2 + 2 * kv) + 3 * shape.hidden * shape.intermediate
@@ -69,7 +70,7 @@ def step_flops(scale: Scale, batch: MicroBatch) -> float:
 def trainer_of(
     folder: Path, device: torch.device, precision: Precision, options: Mapping[str, Any] = MappingProxyType({})
 ) -> TorchTrainer:
-    """The trainer under test."""
+    """Start the trainer under test."""
     trainer = TorchTrainer()
     trainer.init_worker(
         TrainerSpec(model_path=folder, device=Device(device.type), precision=precision, options=options)
@@ -89,7 +90,7 @@ def bare_step(folder: Path, batch: MicroBatch, device: torch.device) -> Callable
 
 
 def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Trainer over bare loop, and MFU."""
+    """Compare the trainer with a bare loop, and measure MFU."""
     batch, objective = random_batch(scale), resolve("pipelinerl")
     peak = flops_per_second(scale.matmul, device)
     trainer, bare = trainer_of(folder, device, Precision.BF16), bare_step(folder, batch, device)
@@ -129,7 +130,7 @@ def check_throughput(folder: Path, scale: Scale, device: torch.device) -> tuple[
 
 
 def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Where the optimizer's state lies, and in what, against fp32 on the device."""
+    """Compare the places and dtypes of the optimizer's state with fp32 on the device."""
     batch, objective = random_batch(scale), resolve("pipelinerl")
     rows: list[Row] = []
     found: dict[str, Any] = {}
@@ -160,7 +161,7 @@ def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[
 
 
 def check_parity(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """Engine against trainer, fp32 and bf16."""
+    """Compare engine and trainer in fp32 and bf16."""
     full, half = (
         _disagreement(folder, scale, device, dtype, precision)
         for dtype, precision in ((WeightDType.FLOAT32, Precision.FP32), (WeightDType.BFLOAT16, Precision.BF16))

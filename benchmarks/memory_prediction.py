@@ -1,10 +1,10 @@
-"""`pipelinerl check`'s prediction of the torch trainer's peak memory over what it takes: within 15 %.
+"""Compare the torch trainer's peak memory with the prediction of `pipelinerl check`: within 15 %.
 
-Of several decoders, and SmolLM2-135M where models/smollm2 has it; each whole and by LoRA, in fp32 and bf16, with and
-without checkpointing. On a CPU every allocation and release of a step is counted (torch's profiler), on CUDA it is
-`torch.cuda.max_memory_allocated`: so library workspaces and Python are not in it, as they are not in the prediction. A
-step is two micro-batches, so that the second finds the first one's gradient, after a step that has made the moments.
-The largest parameter lies beside it as it is gathered.
+Several decoders, and SmolLM2-135M if models/smollm2 has it, are trained whole and by LoRA, in fp32 and bf16, with and
+without checkpointing. On a CPU torch's profiler counts every allocation of a step; on CUDA the peak is
+`torch.cuda.max_memory_allocated`. Neither includes library workspaces and Python, and the prediction does not either. A
+step has two micro-batches, so that the second meets the first one's gradient, and follows a step that makes the
+moments. The largest parameter is kept as it is gathered.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
 SMOLLM2: Final = Path(__file__).parents[1] / "models" / "smollm2"
 _TOLERANCE: Final = 0.15
 _RATE: Final = 1e-6
-#: Precision, LoRA's rank (0: whole), checkpointing.
+#: Precision, LoRA's rank (0: none), checkpointing.
 _VARIANTS: Final = (
     (Precision.FP32, 0, False),
     (Precision.FP32, 0, True),
@@ -47,7 +47,7 @@ _VARIANTS: Final = (
     (Precision.BF16, 16, False),
     (Precision.BF16, 16, True),
 )
-#: Of the optimizer's state, on a CPU of that on the host, too: whole models without checkpointing.
+#: Optimizer states to try on whole models without checkpointing; on a CPU, the host's memory counts as well.
 _STATES: Final = (
     (Precision.FP32, OptimizerOptions(moments=MomentDType.BF16)),
     (Precision.BF16, OptimizerOptions(place=StatePlace.HOST)),
@@ -70,7 +70,7 @@ class MemoryCase:
 
     @property
     def label(self) -> str:
-        """For the table."""
+        """The case's name in tables."""
         kind = f"LoRA {self.rank}" if self.rank else "whole"
         further = [", checkpointing"] if self.checkpointing else []
         if self.optimizer != OptimizerOptions():
@@ -79,17 +79,17 @@ class MemoryCase:
 
 
 def run(quick: bool) -> list[dict[str, Any]]:
-    """Every case; prints predicted over measured, and writes the record."""
+    """Measure every case, print and record."""
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="pipelinerl-memory-") as folder:
         found = [measured(case, torch.device("cpu")) for case in _cases(Path(folder), quick=quick)]
     print_table("trainer's peak memory, predicted / measured (and measured)", [_row(each) for each in found])
-    write_record("memory_prediction", {"quick": quick, "tolerance": _TOLERANCE, "cases": found})
+    write_record("memory_prediction", {"tolerance": _TOLERANCE, "cases": found}, quick=quick)
     return found
 
 
 def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
-    """`gpu_check`'s part: its own model, on the device; a rehearsal on a CPU counts allocations."""
+    """Check the scale's own model on the device; a rehearsal on a CPU counts allocations."""
     cases = [
         _case("decoder", folder, scale.trained_tokens, Precision.BF16, *each)
         for each in (
@@ -105,7 +105,7 @@ def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list
 
 
 def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
-    """Bytes of the case, predicted and measured."""
+    """Return the bytes of the case, predicted and measured."""
     trainer, shape = TorchTrainer(), read_shape(case.path)
     batch = _ragged(case.tokens, shape.vocab)
     trainer.init_worker(
@@ -153,7 +153,7 @@ def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int
         held.clear()
 
     largest = max(int(np.prod(info.shape)) for info in trainer.weight_layout())
-    step()  # which makes the moments
+    step()  # makes the moments
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -168,7 +168,7 @@ def _peak(trainer: TorchTrainer, batch: MicroBatch, device: torch.device) -> int
 
 
 def _standing(trainer: TorchTrainer) -> int:
-    """Bytes that are there between two steps: what a profiler that starts now does not see allocated."""
+    """Return the bytes allocated between two steps, which a profiler that starts now does not see."""
     worker: Any = trainer._worker
     moments = [each for state in worker.optimizer.state.values() for each in state.values()]
     tensors = [*worker.own.values(), *worker.masters.values(), *worker.trained.values(), *moments]

@@ -47,8 +47,9 @@ def run(quick: bool = False) -> None:
     rows.append(Row("plumbing: all but engine and trainer", plumbing, f"<= {_MOST}", plumbing.median <= _MOST))
     rows.append(Row("actor's processor time of a rollout, ms", actor, f"<= {_ACTOR_MS}", actor.median <= _ACTOR_MS))
     print_table("plumbing", rows)
-    payload: dict[str, Any] = {"quick": quick, "plumbing": plumbing.as_dict(), "actor_ms": actor.as_dict()}
-    write_record("plumbing", payload | {"shares": {part: share.as_dict() for part, share in shares.items()}})
+    payload: dict[str, Any] = {"plumbing": plumbing.as_dict(), "actor_ms": actor.as_dict()}
+    payload["shares"] = {part: share.as_dict() for part, share in shares.items()}
+    write_record("plumbing", payload, quick=quick)
 
 
 @final

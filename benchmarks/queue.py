@@ -36,7 +36,7 @@ DEPTH = 32
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent: groups of `group_size` rollouts, a prompt, responses of `shortest` to `longest` tokens."""
+    """A workload: groups of `group_size` rollouts with a prompt and responses of `shortest` to `longest` tokens."""
 
     name: str
     num_groups: int
@@ -46,7 +46,7 @@ class Load:
     group_size: int = 16
 
     def groups(self) -> list[RolloutGroup]:
-        """The groups, drawn from the load's name. Long responses are sampled by up to three versions."""
+        """Return the groups, seeded by the load's name. Up to three versions sample a long response."""
         random = generator(0, "queue benchmark", self.name)
         return [self._group(random, number) for number in range(self.num_groups)]
 
@@ -78,7 +78,7 @@ LOADS = (
 
 
 async def ours(streams: RedisStream, groups: list[RolloutGroup]) -> None:
-    """Encode, append `DEPTH` groups at a time, read as many, decode."""
+    """Encode, append `DEPTH` groups at a time, read as many, and decode."""
     for start in range(0, len(groups), DEPTH):
         batch = [encode_group(group) for group in groups[start : start + DEPTH]]
         await streams.append("ours", batch, first_id=start + 1)
@@ -90,22 +90,22 @@ async def ours(streams: RedisStream, groups: list[RolloutGroup]) -> None:
 
 
 def pickled(client: Redis, records: Sequence[object]) -> None:
-    """One XADD for each pickled record, then one XREAD for each, with redis-py's own blocking client."""
+    """Send one XADD per pickled record, then one XREAD per record, with redis-py's blocking client."""
     for record in records:
         client.xadd("pickled", {"p": pickle.dumps(record)})
     offset: bytes = START.encode()
     for _ in records:
         answer: Any = client.xread({"pickled": offset}, count=1, block=5000)
         ((offset, fields),) = answer[0][1]
-        pickle.loads(fields[b"p"])  # the baseline's own bytes
+        pickle.loads(fields[b"p"])
 
 
 def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, dict[str, float]]:
-    """Rollouts/s of each arm, and bytes for each sampled token."""
+    """Return rollouts/s of each arm, and bytes per token."""
     groups = load.groups()
     payloads = [encode_group(group) for group in groups]
     num_rollouts = load.num_groups * load.group_size
-    # One pickled rollout at a time is slow; a part of the load is enough to know its rate.
+    # One pickled rollout at a time is slow; a part of the load suffices for its rate.
     few = groups[: max(8, load.num_groups // 8)]
     few_rollouts = len(few) * load.group_size
     admin = Redis.from_url(url, protocol=2)
@@ -149,7 +149,7 @@ def measure(load: Load, url: str, *, rounds: int) -> tuple[Paired, dict[str, flo
 
 
 def rows(load: Load, timings: Paired, sizes: dict[str, float]) -> list[Row]:
-    """The table of one load."""
+    """Return the table of one load."""
     speed_up, of_groups = timings.ratio("ours", "pickled"), timings.ratio("ours", "pickled groups")
     size = sizes["bytes_per_sampled_token"]
     return [
@@ -166,7 +166,7 @@ def _short(ratio: Interval) -> str:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Measure each load, print, and write the record."""
+    """Measure each load, print and record."""
     payload: dict[str, Any] = {"depth": DEPTH}
     with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder) / "server") as server:
         for load in LOADS:
@@ -178,5 +178,5 @@ def run(quick: bool = False) -> dict[str, Any]:
                 **sizes,
                 **timings.as_dict(),
             }
-    write_record("queue", payload)
+    write_record("queue", payload, quick=quick)
     return payload

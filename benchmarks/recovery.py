@@ -1,13 +1,12 @@
-"""How long a killed trainer, and a killed run, take until training may go on, against what nobody can do without.
+"""Measure how long a killed trainer and a killed run take to recover, against bare processes that import and read.
 
-    trainer    kill -9 of the trainer of a live run: from the start of its next process to the controller's directive
+    trainer    kill -9 of a live run's trainer: from the start of its next process to the controller's directive
     run        kill -9 of everything: from the start of `run --resume` to the controller's directive
 
-Each against the same processes, started in the same order on the same cores, which import what those of the run import,
-module by module; the trainer's then reads the bytes of the newest checkpoint. Neither arm has other work beside it: the
-launcher is stopped while the bare trainer starts, so that the run waits for a trainer in both.
-
-That the launcher waits half a second before it starts again what died is not part of either.
+Each is compared with the same processes, started in the same order on the same cores. They import the modules that the
+run's processes import, and the trainer's then reads the bytes of the newest checkpoint. The launcher is stopped while
+the bare trainer starts, so that the run waits for a trainer in both arms. The launcher's restart delay of half a second
+counts in neither.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ _RECIPE: Final = (
     "training.rollouts_per_step=64",
     "checkpoint.interval_steps=2",
 )
-#: A module's name in a line that Python writes when PYTHONPROFILEIMPORTTIME is set.
+#: Matches the module's name in a line that Python writes with PYTHONPROFILEIMPORTTIME.
 _IMPORTED: Final = re.compile(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)$")
-#: Pins itself, imports what it is told to, in that order, and reads the files of a directory if it is given one.
+#: Pins itself to cores, imports modules in order, and reads the files of a directory if given one.
 _BARE: Final = """
 import importlib, os, pathlib, sys
 cores, modules, directory = sys.argv[1:]
@@ -64,14 +63,14 @@ T = TypeVar("T")
 
 @final
 class Live:
-    """A run in processes of its own, which may be killed."""
+    """A run in processes of its own that can be killed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._launcher: subprocess.Popen[bytes] | None = None
 
     def start(self, arguments: Sequence[str], **environment: str) -> float:
-        """Launch; returns when (Unix seconds)."""
+        """Start the launcher and return the time in Unix seconds."""
         began = time.time()
         with (self.directory.parent / "launcher.log").open("ab") as log:
             self._launcher = subprocess.Popen(
@@ -80,7 +79,7 @@ class Live:
         return began
 
     def kill(self) -> None:
-        """Everything at once."""
+        """Kill all processes at once."""
         if self._launcher is not None:
             processes = [psutil.Process(self._launcher.pid), *self._children()]
             for process in processes:
@@ -90,12 +89,12 @@ class Live:
             self._launcher = None
 
     def signal_launcher(self, number: signal.Signals) -> None:
-        """Stop it, or let it go on."""
+        """Send the launcher a signal."""
         assert self._launcher is not None
         self._launcher.send_signal(number)
 
     def trainer(self, *, other_than: int = 0) -> psutil.Process:
-        """The trainer's process, waited for."""
+        """Return the trainer's process once it exists."""
 
         def found() -> psutil.Process | None:
             for process in self._children():
@@ -110,16 +109,16 @@ class Live:
         return waited(found, "a trainer")
 
     def times(self, kind: str) -> list[float]:
-        """Of the events of a kind, in Unix seconds."""
+        """Return the times of all events of a kind, in Unix seconds."""
         path = self.directory / "events.jsonl"
         return [event["time"] for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
 
     def next(self, kind: str, *, after: float) -> float:
-        """When the next event of this kind came, waited for."""
+        """Return the time of the next event of this kind once it exists."""
         return waited(lambda: next((at for at in self.times(kind) if at > after), None), kind)
 
     def newest_checkpoint(self) -> Path:
-        """Its directory."""
+        """Return the directory of the newest checkpoint."""
         return max((self.directory / "checkpoints").glob("step-*"))
 
     def _children(self) -> list[psutil.Process]:
@@ -128,7 +127,7 @@ class Live:
 
 
 def waited(look: Callable[[], T | None], what: str) -> T:
-    """What `look` finds in the end."""
+    """Return the first result of `look` that is not None."""
     deadline = time.monotonic() + _PATIENCE_S
     while (found := look()) is None:
         if time.monotonic() > deadline:
@@ -138,7 +137,7 @@ def waited(look: Callable[[], T | None], what: str) -> T:
 
 
 def started_at(process: psutil.Process) -> float:
-    """In Unix seconds, to a hundredth: psutil's own answer rests on a boot time in whole seconds."""
+    """Return when a process started, in Unix seconds; psutil's answer is only precise to a second."""
     ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
@@ -146,10 +145,10 @@ def started_at(process: psutil.Process) -> float:
 
 @final
 class Bare:
-    """Processes that import what a run's import."""
+    """Processes that import the modules that a run's processes import."""
 
     def __init__(self, live: Live, folder: Path) -> None:
-        """`live` was started with PYTHONPROFILEIMPORTTIME."""
+        """Read the modules from the logs of `live`, which was started with PYTHONPROFILEIMPORTTIME."""
         self._folder = folder
         logs = {"launcher": live.directory.parent / "launcher.log"}
         logs |= {log.stem: log for log in (live.directory / "logs").glob("*.log")}
@@ -160,13 +159,13 @@ class Bare:
         self._cores = {"engine-0": cores[0], "trainer": cores[-1]} if len(cores) > 1 else {}  # as `launch.plan` does
 
     def trainer(self, checkpoint: Path) -> float:
-        """Seconds of a trainer's process that imports and reads."""
+        """Return the seconds of a trainer's process that imports and reads."""
         began = time.perf_counter()
         _end(self._start("trainer", checkpoint))
         return time.perf_counter() - began
 
     def run(self, checkpoint: Path) -> float:
-        """Seconds of a run's, each after those that it needs, until the trainer's and the engine's have ended."""
+        """Return the seconds of all processes, until the trainer's and the engine's have ended."""
         began = time.perf_counter()
         for role in ("launcher", "redis", "controller"):
             _end(self._start(role))
@@ -193,7 +192,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _live(folder: Path) -> Iterator[tuple[Live, Bare]]:
-    """A run that has a checkpoint, and its bare counterpart."""
+    """Yield a run that has a checkpoint, and its bare counterpart."""
     live = Live(folder / "run")
     where = [f"run.directory={folder}", "run.name=run"]
     try:
@@ -207,7 +206,7 @@ def _live(folder: Path) -> Iterator[tuple[Live, Bare]]:
 
 
 def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
-    """Both arms for a trainer, after one kill each round."""
+    """Measure both arms for the trainer, with one kill per round."""
     began = live.start(["--resume", str(live.directory)])
     live.next("checkpoint", after=began)
     samples: dict[str, list[float]] = {"bare": [], "recovery": []}
@@ -217,7 +216,7 @@ def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
         live.signal_launcher(signal.SIGSTOP)
         killed = time.time()
         trainer.kill()
-        time.sleep(1.0)  # what the others still had to do is done
+        time.sleep(1.0)  # lets the other processes finish their work
         samples["bare"].append(bare.trainer(live.newest_checkpoint()))
         live.signal_launcher(signal.SIGCONT)
         begins = started_at(live.trainer(other_than=trainer.pid))
@@ -227,7 +226,7 @@ def killed_trainers(live: Live, bare: Bare, *, rounds: int) -> Paired:
 
 
 def killed_runs(live: Live, bare: Bare, *, rounds: int) -> Paired:
-    """Both arms for a whole run."""
+    """Measure both arms for a whole run."""
 
     def recovery() -> float:
         began = live.start(["--resume", str(live.directory)])
@@ -240,7 +239,7 @@ def killed_runs(live: Live, bare: Bare, *, rounds: int) -> Paired:
 
 
 def run(quick: bool = False) -> None:
-    """Measure, print, record."""
+    """Measure, print and record."""
     rounds = 2 if quick else 9
     measured: dict[str, Paired] = {}
     with tempfile.TemporaryDirectory(prefix="pipelinerl-recovery-") as folder, _live(Path(folder)) as (live, bare):
@@ -253,5 +252,4 @@ def run(quick: bool = False) -> None:
         rows.append(Row("    seconds", f"{timings.median('recovery'):.3g} / {timings.median('bare'):.3g}"))
         record[name] = {"recovery_over_bare": ratio.as_dict(), **timings.as_dict()}
     print_table("recovery", rows)
-    if not quick:
-        write_record("recovery", record)
+    write_record("recovery", record, quick=quick)

@@ -152,7 +152,7 @@ def fleet(*, steps: int, sizes: Sequence[int] = (128, 256, 512, 1024)) -> list[d
 
 def run(quick: bool = False, *, only: Sequence[str] = PARTS) -> None:
     """Measure, simulate, print and record."""
-    record: dict[str, Any] = {"quick": quick, "trusted": TRUSTED}
+    record: dict[str, Any] = {"trusted": TRUSTED}
     if "paced" in only:
         arms, steps = (_QUICK, 12) if quick else (tuple(ARMS), 30)
         with tempfile.TemporaryDirectory(prefix="simulator-") as folder, ThreadPoolExecutor(len(arms)) as pool:
@@ -173,5 +173,4 @@ def run(quick: bool = False, *, only: Sequence[str] = PARTS) -> None:
             for each in record["fleet"]
         ]  # fmt: skip
         print_table("simulator: fleets", rows)
-    if not quick and set(only) == set(PARTS):
-        write_record("simulator", record)
+    write_record("simulator", record, quick=quick or set(only) != set(PARTS))

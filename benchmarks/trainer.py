@@ -81,4 +81,4 @@ def run(quick: bool = False) -> None:
         "tokens": {"step": short.num_tokens, "packing": long.num_tokens},
         "seconds": {"step": overhead.as_dict(), "packing": packing.as_dict()},
     }
-    write_record("trainer", payload)
+    write_record("trainer", payload, quick=quick)

@@ -1,18 +1,18 @@
-"""How long tokens stop while an engine takes new weights, against the time of copying as many bytes.
+"""Measure how long tokens stop while an engine takes new weights, against a memcpy of as many bytes.
 
-A torch engine with a random decoder runs in a process of its own and decodes; another process is the trainer, which
-publishes through HTTP and gloo, and steps back (nice) where both share a core, as a trainer has a machine of its own.
-The end of each decode step is noted inside the engine's decode thread, on the system's monotonic clock. Per update:
+A torch engine with a random decoder decodes in a process of its own. The trainer is another process, which publishes
+through HTTP and gloo, at a lower priority (nice) because the two share cores. The engine's decode thread notes the end
+of each step. Per update:
 
     longest   the longest time between two steps from PREPARE to the answer to COMMIT
-    swap      the time between the two steps around the swap itself
-    control   the longest time between two steps in as long a while without an update
-    step      the median step of that while
-    memcpy    copying the model's bytes once, the engine idle: what an update in place would stop decoding for, at least
+    swap      the time between the two steps around the swap
+    control   the longest time between two steps in an equally long period without an update
+    step      the median step of that period
+    memcpy    one copy of the model's bytes while the engine is idle: the least that an in-place update would stop for
 
-`extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which is in
-`longest` and would not be with a core for each; `swap` is what the design itself costs.
-Targets: at 24 MB no gap longer by more than one step than any without an update; at 310 MB extra/memcpy at most 0.1.
+`extra` is longest − step. On one core the trainer, the receiving thread and the decode thread take turns, which adds to
+`longest`; `swap` is the cost of the design itself. Targets: at 24 MB, (longest − control) / step at most 1; at 310 MB,
+extra / memcpy at most 0.1.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ class Samples:
     total: list[float] = field(default_factory=list)
 
     def ratio(self, above: Sequence[float], minus: Sequence[float], below: Sequence[float]) -> Interval:
-        """Median of (above − minus) / below."""
+        """Return the median of (above − minus) / below."""
         rows = zip(above, minus, below, strict=True)
         return bootstrap_median([(a - m) / b for a, m, b in rows])
 
 
 def _gaps(notes: Sequence[float], start: float, end: float) -> list[float]:
-    """Times between consecutive steps that touch [start, end]."""
+    """Return the times between consecutive steps that touch [start, end]."""
     steps = [note for note in notes if note > 0]
     return [b - a for a, b in zip(steps, steps[1:], strict=False) if b >= start and a <= end]  # noqa: RUF007
 
 
 def _around_swap(notes: Sequence[float]) -> float:
-    """The time between the steps before and after the last swap."""
+    """Return the time between the steps before and after the last swap."""
     at = max(row for row, note in enumerate(notes) if note < 0)
     before = next(note for note in reversed(notes[:at]) if note > 0)
     after = next(note for note in notes[at:] if note > 0)
@@ -79,7 +79,7 @@ def _around_swap(notes: Sequence[float]) -> float:
 
 
 def _trainer(url: str, rounds: int) -> tuple[Samples, int]:
-    """The trainer's process: every round with the engine at `url`."""
+    """Run every round against the engine at `url`, in the trainer's process."""
     torch.set_num_threads(1)
     return asyncio.run(_measure(url, rounds))
 
@@ -90,7 +90,7 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
         publisher = BroadcastPublisher(client)
         samples, source = Samples(), _parameters(layout)
         spare = np.empty(layout.num_bytes, np.uint8)
-        for number in range(-1, rounds):  # the first touches every page once and is forgotten
+        for number in range(-1, rounds):  # the first touches every page and is discarded
             memcpy = _copy_seconds(spare)
             asking = asyncio.create_task(_keep_busy(client, url))
             await _steps(client, url, 8)
@@ -119,7 +119,7 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
 
 
 def _parameters(layout: WeightLayout) -> list[tuple[str, Any]]:
-    """Small constant weights: what they are does not matter to time."""
+    """Return small constant weights: their values do not affect time."""
     return [(p.name, torch.full(p.shape, 0.01, dtype=getattr(torch, p.dtype.value))) for p in layout.parameters]
 
 
@@ -132,14 +132,13 @@ async def _steps(client: EngineClient, url: str, count: int, *, timeout_s: float
 
 
 async def _keep_busy(client: EngineClient, url: str) -> None:
-    """Keep every slot decoding."""
     request = ChatCompletionRequest(prompt_token_ids=[6, 7, 8], n=SLOTS, max_tokens=CONTEXT - 8, seed=1)
     while True:
         await client.chat(url, request)
 
 
 def _copy_seconds(target: np.ndarray[Any, Any]) -> float:
-    """Best of three copies of as many bytes."""
+    """Return the best of three copies of as many bytes."""
     origin = np.zeros_like(target)
     origin[::4096] = 1
     took = []
@@ -151,7 +150,7 @@ def _copy_seconds(target: np.ndarray[Any, Any]) -> float:
 
 
 def _size(size: DebugSize, rounds: int) -> tuple[Samples, int]:
-    """All rounds with a model of this size."""
+    """Run all rounds with a model of this size."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         random_decoder(size).save_pretrained(folder)
@@ -163,7 +162,7 @@ def _size(size: DebugSize, rounds: int) -> tuple[Samples, int]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Measure, print, record."""
+    """Measure, print and record."""
     sizes = (DebugSize.MB_3,) if quick else (DebugSize.MB_3, DebugSize.MB_24, DebugSize.MB_310)
     payload: dict[str, Any] = {}
     rows: list[Row] = []
@@ -204,8 +203,7 @@ def run(quick: bool = False) -> dict[str, Any]:
             "samples_s": _columns(samples),
         }
     print_table("update_pause: how long tokens stop for new weights", rows)
-    if not quick:
-        write_record("update_pause", payload)
+    write_record("update_pause", payload, quick=quick)
     return payload
 
 

@@ -50,7 +50,7 @@ _DEADLINE_S: Final = 300.0
 _APART_S: Final = 0.02
 
 
-def run(quick: bool) -> None:
+def run(quick: bool = False) -> None:
     """Measure, print and record."""
     open_many_files()
     with spawned(_agents) as agents:

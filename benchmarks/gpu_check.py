@@ -74,16 +74,16 @@ def failure(part: str, text: str) -> Found:
     return [Row(f"{part} failed", (text.splitlines() or [""])[0][:100], "", False)], {"failed": text}
 
 
-def apart(part: str, folder: Path, scale: Scale, device: torch.device, *, limit_s: float = LIMIT_S) -> Found:
-    """Run one part in a process of its own, which is killed with its children after `limit_s`."""
+def apart(part: str, folder: Path, scale: Scale, device: torch.device) -> Found:
+    """Run one part in a process of its own, which is killed with its children after `LIMIT_S`."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe(duplex=False)
     process = spawn.Process(target=_part, args=(part, folder, scale, device, theirs))
     process.start()
     theirs.close()
     try:
-        if not ours.poll(limit_s):
-            return failure(part, f"no result after {limit_s:g} s; its output is above")
+        if not ours.poll(LIMIT_S):
+            return failure(part, f"no result after {LIMIT_S:g} s; its output is above")
         found: Found = ours.recv()
         return found
     except EOFError:

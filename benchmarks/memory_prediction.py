@@ -53,19 +53,18 @@ _STATES: Final = (
     (Precision.BF16, OptimizerOptions(place=StatePlace.HOST)),
     (Precision.BF16, OptimizerOptions(moments=MomentDType.BF16, place=StatePlace.HOST)),
 )
-_PLAIN: Final = OptimizerOptions()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemoryCase:
-    """A model, how it is trained, and the tokens of a micro-batch."""
+    """A model, the tokens of a micro-batch, and how the model is trained."""
 
     name: str
     path: Path
+    tokens: int
     precision: Precision
     rank: int
     checkpointing: bool
-    tokens: int
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
 
     @property
@@ -78,7 +77,7 @@ class MemoryCase:
         return f"{self.name}, {kind}, {self.precision}{''.join(further)}, {self.tokens}"
 
 
-def run(quick: bool) -> list[dict[str, Any]]:
+def run(quick: bool = False) -> list[dict[str, Any]]:
     """Measure every case, print and record."""
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="pipelinerl-memory-") as folder:
@@ -90,16 +89,9 @@ def run(quick: bool) -> list[dict[str, Any]]:
 
 def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Check the scale's own model on the device; a rehearsal on a CPU counts allocations."""
-    cases = [
-        _case("decoder", folder, scale.trained_tokens, Precision.BF16, *each)
-        for each in (
-            (0, False),
-            (0, True),
-            (16, False),
-            (0, True, OptimizerOptions(moments=MomentDType.BF16)),
-            (0, True, OptimizerOptions(place=StatePlace.HOST)),
-        )
-    ]
+    bf16, host = OptimizerOptions(moments=MomentDType.BF16), OptimizerOptions(place=StatePlace.HOST)
+    variants = ((0, False), (0, True), (16, False), (0, True, bf16), (0, True, host))
+    cases = [MemoryCase("decoder", folder, scale.trained_tokens, Precision.BF16, *each) for each in variants]
     found = [measured(case, device) for case in cases]
     return [_row(each) for each in found], {"cases": found}
 
@@ -184,35 +176,15 @@ def _ragged(tokens: int, vocab: int) -> MicroBatch:
 
 def _cases(folder: Path, *, quick: bool) -> Iterator[MemoryCase]:
     tokens = 1024 if quick else 2048
-    whole = [(*each, OptimizerOptions()) for each in _VARIANTS[: 3 if quick else None]]
-    states = [(precision, 0, False, optimizer) for precision, optimizer in _STATES]
     for name, config in _configs().items():
         AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder / name)
-        for case in (*whole, *states):
-            yield _case(name, folder / name, tokens, *case)
+        for variant in _VARIANTS[: 3 if quick else None]:
+            yield MemoryCase(name, folder / name, tokens, *variant)
+        for precision, optimizer in _STATES:
+            yield MemoryCase(name, folder / name, tokens, precision, 0, False, optimizer)
     if not quick and (SMOLLM2 / "model.safetensors").is_file():
         for precision, rank, checkpointing in _VARIANTS[:3]:  # the ones that a CPU computes within minutes
-            yield _case("SmolLM2-135M", SMOLLM2, 512, precision, rank, checkpointing)
-
-
-def _case(
-    name: str,
-    path: Path,
-    tokens: int,
-    precision: Precision,
-    rank: int,
-    checkpointing: bool,
-    optimizer: OptimizerOptions = _PLAIN,
-) -> MemoryCase:
-    return MemoryCase(
-        name=name,
-        path=path,
-        precision=precision,
-        rank=rank,
-        checkpointing=checkpointing,
-        tokens=tokens,
-        optimizer=optimizer,
-    )
+            yield MemoryCase("SmolLM2-135M", SMOLLM2, 512, precision, rank, checkpointing)
 
 
 def _configs() -> Mapping[str, PreTrainedConfig]:

@@ -84,7 +84,7 @@ def arms(tokens: int) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def run(quick: bool) -> None:
+def run(quick: bool = False) -> None:
     """Time all arms at each size, print and record."""
     torch.set_num_threads(1)
     rows, record = [], {}

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from redis import Redis
 
-from benchmarks.measure import Interval, Paired, Row, paired, print_table, write_record
+from benchmarks.measure import Paired, Row, paired, print_table, write_record
 from pipelinerl.rng import generator
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.records import decode_group, encode_group
@@ -154,18 +154,14 @@ def rows(load: Load, timings: Paired, sizes: dict[str, float]) -> list[Row]:
     size = sizes["bytes_per_sampled_token"]
     return [
         *(Row(f"{arm}, rollouts/s", timings.median(arm)) for arm in timings.samples),
-        Row("ours / pickled groups", _short(of_groups)),
-        Row("ours / pickled", _short(speed_up), f">= {MIN_SPEED_UP:g}", speed_up.low >= MIN_SPEED_UP),
+        Row("ours / pickled groups", of_groups),
+        Row("ours / pickled", speed_up, f">= {MIN_SPEED_UP:g}", speed_up.low >= MIN_SPEED_UP),
         Row("bytes per sampled token", size, f"<= {MAX_BYTES_PER_TOKEN:g}", size <= MAX_BYTES_PER_TOKEN),
         Row("the same, pickled", sizes["pickled_bytes_per_sampled_token"]),
     ]
 
 
-def _short(ratio: Interval) -> str:
-    return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-
-
-def run(quick: bool = False) -> dict[str, Any]:
+def run(quick: bool = False) -> None:
     """Measure each load, print and record."""
     payload: dict[str, Any] = {"depth": DEPTH}
     with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder) / "server") as server:
@@ -179,4 +175,3 @@ def run(quick: bool = False) -> dict[str, Any]:
                 **timings.as_dict(),
             }
     write_record("queue", payload, quick=quick)
-    return payload

@@ -255,8 +255,6 @@ def recorded(record: Path, recipe: str, overrides: Sequence[str] = ()) -> Pairs:
     table = json.loads(record.read_text())
     if table["recipe"] != _portable(to_table(load(recipe, overrides))):
         raise ValueError(f"{record} is of another recipe than {recipe} is now: measure all seeds again")
-    if any("ends" not in entry for entry in table["ours"]):
-        raise ValueError(f"{record} does not say when each step ended: measure all seeds again")
 
     def arm(entry: dict[str, Any]) -> Arm:
         points = [(step, seconds, accuracy) for step, seconds, accuracy in entry["curve"]]

@@ -175,11 +175,11 @@ def grpo_arguments(config: RunConfig, *, steps: int, folder: str) -> dict[str, A
         plain and isinstance(objective.agg, agg.Sequences) and isinstance(term, grad1.ClippedRatio | grad1.LogProb)
     ):
         raise ValueError(
-            f"expected the aggregation `sequences`, `clipped_ratio` or `logprob` and no second term, for which TRL has "
-            f"words; got {config.objective!r}"
+            "expected an objective that TRL can express (aggregation `sequences`; `clipped_ratio` or `logprob`; no "
+            f"second term), got {config.objective!r}"
         )
     length = objective.agg.length
-    assert not isinstance(length, agg.Length), "the recipe says the most tokens of an answer"
+    assert not isinstance(length, agg.Length), "max_tokens resolves the length"
     scale = getattr(objective.adv, "scale", None)
     if scale not in _SCALES:
         raise ValueError(f"expected advantages scaled by {', '.join(_SCALES)}, got {objective.adv!r}")

@@ -24,9 +24,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -43,25 +42,18 @@ from pipelinerl.weights.publisher import Publication
 
 SLOTS: Final = 4
 CONTEXT: Final = 2048
+_NAMES: Final = ("longest", "swap", "control", "step", "memcpy", "pause", "total")
 
 
-@final
-@dataclass(slots=True)
-class Samples:
-    """Seconds, one of each per update."""
+#: Seconds of each update, by name.
+Samples = dict[str, list[float]]
 
-    longest: list[float] = field(default_factory=list)
-    swap: list[float] = field(default_factory=list)
-    control: list[float] = field(default_factory=list)
-    step: list[float] = field(default_factory=list)
-    memcpy: list[float] = field(default_factory=list)
-    pause: list[float] = field(default_factory=list)
-    total: list[float] = field(default_factory=list)
 
-    def ratio(self, above: Sequence[float], minus: Sequence[float], below: Sequence[float]) -> Interval:
-        """Return the median of (above − minus) / below."""
-        rows = zip(above, minus, below, strict=True)
-        return bootstrap_median([(a - m) / b for a, m, b in rows])
+def _ratio(samples: Samples, above: str, minus: str | None, below: str) -> Interval:
+    """Return the median of (above − minus) / below."""
+    subtracted = samples[minus] if minus else [0.0] * len(samples[above])
+    rows = zip(samples[above], subtracted, samples[below], strict=True)
+    return bootstrap_median([(a - m) / b for a, m, b in rows])
 
 
 def _gaps(notes: Sequence[float], start: float, end: float) -> list[float]:
@@ -88,7 +80,8 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
     async with EngineClient(state_timeout_s=60.0) as client, http_client.async_session(url) as plain:
         layout = (await client.models(url)).data[0].layout
         publisher = BroadcastPublisher(client)
-        samples, source = Samples(), _parameters(layout)
+        source = _parameters(layout)
+        samples: Samples = {name: [] for name in _NAMES}
         spare = np.empty(layout.num_bytes, np.uint8)
         for number in range(-1, rounds):  # the first touches every page and is discarded
             memcpy = _copy_seconds(spare)
@@ -107,13 +100,9 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
             if number < 0:
                 continue
             during, after = _gaps(notes, began, ended), _gaps(notes, ended + 0.05, ended + 0.05 + ended - began)
-            samples.longest.append(max(during))
-            samples.control.append(max(after))
-            samples.step.append(float(np.median(after)))
-            samples.swap.append(_around_swap(notes))
-            samples.memcpy.append(memcpy)
-            samples.pause.append(report.pauses_s[url])
-            samples.total.append(report.total_s)
+            row = (max(during), _around_swap(notes), max(after), float(np.median(after)), memcpy)
+            for name, seconds in zip(_NAMES, (*row, report.pauses_s[url], report.total_s), strict=True):
+                samples[name].append(seconds)
         await publisher.close()
     return samples, layout.num_bytes
 
@@ -161,35 +150,22 @@ def _size(size: DebugSize, rounds: int) -> tuple[Samples, int]:
             return apart.submit(_trainer, engine.url, rounds).result(timeout=600)
 
 
-def run(quick: bool = False) -> dict[str, Any]:
+def run(quick: bool = False) -> None:
     """Measure, print and record."""
     sizes = (DebugSize.MB_3,) if quick else (DebugSize.MB_3, DebugSize.MB_24, DebugSize.MB_310)
     payload: dict[str, Any] = {}
     rows: list[Row] = []
     for size in sizes:
         samples, num_bytes = _size(size, rounds=3 if quick else 9)
-        none = [0.0] * len(samples.step)
-        in_steps = samples.ratio(samples.longest, samples.control, samples.step)
-        extra = samples.ratio(samples.longest, samples.step, samples.memcpy)
-        swap = samples.ratio(samples.swap, samples.step, samples.memcpy)
-        pause = samples.ratio(samples.pause, none, samples.memcpy)
-        name = f"{num_bytes / 1e6:.1f} MB"
-        median = {key: float(np.median(values)) * 1e3 for key, values in _columns(samples).items()}
+        in_steps, extra = _ratio(samples, "longest", "control", "step"), _ratio(samples, "longest", "step", "memcpy")
+        swap, pause = _ratio(samples, "swap", "step", "memcpy"), _ratio(samples, "pause", None, "memcpy")
+        name, middle, large = f"{num_bytes / 1e6:.1f} MB", size is DebugSize.MB_24, size is DebugSize.MB_310
+        median = {key: float(np.median(values)) * 1e3 for key, values in samples.items()}
         rows += [
             Row(f"{name}: step / longest / control / swap [ms]", _listed(median, "step", "longest", "control", "swap")),
             Row(f"{name}: memcpy / pause / whole update [ms]", _listed(median, "memcpy", "pause", "total")),
-            Row(
-                f"{name}: (longest - control) / step",
-                in_steps,
-                "<= 1" if size is DebugSize.MB_24 else "",
-                in_steps.median <= 1 if size is DebugSize.MB_24 else None,
-            ),
-            Row(
-                f"{name}: extra / memcpy",
-                extra,
-                "<= 0.1" if size is DebugSize.MB_310 else "",
-                extra.median <= 0.1 if size is DebugSize.MB_310 else None,
-            ),
+            Row(f"{name}: (longest - control) / step", in_steps, *(("<= 1", in_steps.median <= 1) if middle else ())),
+            Row(f"{name}: extra / memcpy", extra, *(("<= 0.1", extra.median <= 0.1) if large else ())),
             Row(f"{name}: (swap - step) / memcpy", swap),
             Row(f"{name}: engine's own pause / memcpy", pause),
         ]
@@ -200,16 +176,10 @@ def run(quick: bool = False) -> dict[str, Any]:
             "swap_over_memcpy": swap.as_dict(),
             "pause_over_memcpy": pause.as_dict(),
             "median_ms": median,
-            "samples_s": _columns(samples),
+            "samples_s": samples,
         }
     print_table("update_pause: how long tokens stop for new weights", rows)
     write_record("update_pause", payload, quick=quick)
-    return payload
-
-
-def _columns(samples: Samples) -> dict[str, list[float]]:
-    names = ("longest", "swap", "control", "step", "memcpy", "pause", "total")
-    return {name: list(getattr(samples, name)) for name in names}
 
 
 def _listed(median: dict[str, float], *names: str) -> str:

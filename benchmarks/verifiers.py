@@ -72,7 +72,7 @@ def hostile_texts(count: int) -> list[str]:
     return [_HOSTILE[number % len(_HOSTILE)].format(n=number) for number in range(count)]
 
 
-def run(quick: bool) -> None:
+def run(quick: bool = False) -> None:
     """Measure, print and record."""
     texts = hostile_texts(100 if quick else 1000)
     ratio, rates = throughput(pairs=60 if quick else 600, rounds=2 if quick else 9)

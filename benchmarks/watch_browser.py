@@ -43,7 +43,7 @@ _ZOOMING: Final = """([selector, frames, ctrlKey]) => new Promise((done) => {
 })"""
 
 
-def run(quick: bool) -> None:
+def run(quick: bool = False) -> None:
     """Measure, print and record."""
     steps = 10_000 if quick else 100_000
     with tempfile.TemporaryDirectory(prefix="pipelinerl-watch-") as folder:

@@ -1,4 +1,4 @@
-"""Measure how long a killed trainer and a killed run take to recover, against bare processes that import and read.
+"""Measure how long a killed trainer and a killed run take to recover, against bare processes.
 
     trainer    kill -9 of a live run's trainer: from the start of its next process to the controller's directive
     run        kill -9 of everything: from the start of `run --resume` to the controller's directive

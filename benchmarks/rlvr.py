@@ -1,4 +1,4 @@
-"""Measure whether the reward of each of the three domains of the shipped recipe `rlvr` rises, with three seeds.
+"""Measure whether the reward of each domain of the shipped recipe `rlvr` rises, with three seeds.
 
 The rewards of a domain's first and last steps are compared, as the run's events report them: answers to training
 problems, sampled at temperature 1. Each window is the median over its steps with a bootstrap interval; a reward rises

@@ -38,7 +38,7 @@ _WORDS: Final[Mapping[str, tuple[tuple[int, int, float], ...]]] = {
     "heavy-tailed": ((3, 3, 6.0), (5, 6, 2.0), (10, 12, 1.0)),
 }
 #: The held-out split has few distinct words of three letters.
-_HELD_OUT: Final = "evaluation.problems=160"
+_HELD_OUT: Final = "evaluation.problems=96"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

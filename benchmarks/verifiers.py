@@ -1,4 +1,4 @@
-"""Measure the cost of verification: math answers/s, an actor's processor time, and the effect of hostile answers.
+"""Measure the cost of verification: math answers/s, an actor's processor time, and hostile answers.
 
     throughput   answers/s that need `math-verify`, compared with the bare library in one process per core
     actor        processor time of the verifying process per rollout, in groups of 8

@@ -82,10 +82,11 @@ def test_whole_rehearsal_runs_to_the_end_and_records_each_part(
     assert gpu_check.main(["--device", "cpu", "--quick", "--results", str(tmp_path)]) == 0
     checks = json.loads((tmp_path / "gpu_check.json").read_text())["checks"]
     assert list(checks) == list(gpu_check.CHECKS)
-    assert all(f"gpu_check: {part} …" in capsys.readouterr().err or part in checks for part in checks)
+    messages = capsys.readouterr().err
+    assert all(f"gpu_check: {part} …" in messages for part in checks)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, TypeError, AttributeError, ImportError, KeyError, AssertionError])
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, AttributeError, ImportError, AssertionError])
 def test_part_that_raises_is_a_missed_row(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise error("no kernel image is available\nlong story")
@@ -94,7 +95,7 @@ def test_part_that_raises_is_a_missed_row(error: type[Exception], monkeypatch: p
     ((row,), result) = gpu_check.attempt("decode", Path(), SMALL, CPU)
     assert (row.name, row.met) == ("decode failed", False)
     assert str(row.value).startswith(f"{error.__name__}: ") and "long story" not in str(row.value)
-    assert "long story" in result["failed"] or error is KeyError
+    assert "long story" in result["failed"]
 
 
 def test_hanging_part_is_killed_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +109,7 @@ def test_hanging_part_is_killed_and_the_next_one_runs(tmp_path: Path, monkeypatc
 
 def test_record_keeps_other_parts_of_the_same_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "apart", lambda part, *_: ([Row(part, 1.0)], {"figure": part}))
+    monkeypatch.setattr(gpu_check, "save_model", lambda *_: None)
     for part in ("decode", "memory"):
         gpu_check.main(["--device", "cpu", "--quick", "--only", part, "--results", str(tmp_path)])
     checks = json.loads((tmp_path / "gpu_check.json").read_text())["checks"]

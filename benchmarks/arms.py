@@ -29,7 +29,7 @@ from pipelinerl.observability.events import read_events
 from pipelinerl.observability.run_history import RunHistory, Series, tell
 from pipelinerl.roles.wiring import checkpoints_of
 
-DOCS: Final = Path(__file__).parents[1] / "docs"
+PICTURES: Final = Path(__file__).parents[1] / "docs" / "pictures"
 _DEADLINE_S: Final = 7200.0
 #: Points of a curve in a record.
 _POINTS: Final = 200

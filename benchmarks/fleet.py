@@ -257,7 +257,7 @@ async def _plain(client: EngineClient, urls: list[str]) -> float:
 def run(quick: bool = False) -> None:
     """Measure every fleet, print and record."""
     torch.set_num_threads(1)
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")  # as the launcher sets it: see docs/clusters.md
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")  # as the launcher sets it: see docs/use/clusters.md
     open_many_files()
     fleets = [uvloop.run(_measure(*fleet, rounds=3 if quick else 31)) for fleet in (QUICK if quick else FLEETS)]
     rows = []

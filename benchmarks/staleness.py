@@ -9,7 +9,7 @@
 
 The objective is REINFORCE on the group's mean, token by token, so that only the weight sees how old a token is:
 `plain` is 1, `TIS-2` is min(π / μ, 2) (Yao et al. 2025; RLAX's ClipHigher row). No target is set. `--plot` draws
-docs/staleness.png. `--only waste` reports what pacing wastes instead: shares of tokens and groups dropped as stale, of
+docs/pictures/staleness.png. `--only waste` reports what pacing wastes instead: shares of tokens and groups dropped as stale, of
 the trainer's time spent waiting, and alarms. Rewards are best compared by samples: seconds depend on the machine.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.arms import (
-    DOCS,
+    PICTURES,
     Column,
     Figures,
     FinishedRun,
@@ -107,7 +107,7 @@ def wasted(_: Job, run: FinishedRun) -> Figures:
     }
 
 
-def plot(runs: Sequence[Figures] | None = None, path: Path = DOCS / "staleness.png") -> Path:
+def plot(runs: Sequence[Figures] | None = None, path: Path = PICTURES / "staleness.png") -> Path:
     """Draw reward against samples without and with weights, against seconds with them, and ESS."""
     rows = recorded("staleness") if runs is None else runs
     colours = ["#1f2430", "#2f6fed", "#18a999", "#f2a541", "#d1495b", "#8f5bd6"]

@@ -11,7 +11,7 @@ et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Trai
 
 PPO-IS on native weights is the recipe unchanged. PPO on native weights shows what ignoring the sampler costs when it
 differs by its age alone. Each batch takes one optimizer step, so π = π_old in value and PPO never clips. No target is
-set. `--plot` draws docs/tis.png.
+set. `--plot` draws docs/pictures/tis.png.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from benchmarks.arms import (
-    DOCS,
+    PICTURES,
     Column,
     Figures,
     FinishedRun,
@@ -106,7 +106,7 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
     print(table(runs, COLUMNS))
 
 
-def plot(runs: Sequence[Figures] | None = None, path: Path = DOCS / "tis.png") -> Path:
+def plot(runs: Sequence[Figures] | None = None, path: Path = PICTURES / "tis.png") -> Path:
     """Draw accuracy as served, final accuracy of the trained weights, ESS and mismatch, in one colour per arm."""
     arms = by_arm(recorded("tis") if runs is None else runs)
 

@@ -26,7 +26,7 @@ SMOLLM2: Final = Task(
     probe_steps=1,
     probe_tries=1,  # a step takes most of a minute
 )
-PICTURE: Final = Path(__file__).parents[1] / "docs" / "smollm2.png"
+PICTURE: Final = Path(__file__).parents[1] / "docs" / "pictures" / "smollm2.png"
 STEPS: Final = 30
 HALF_AN_HOUR_S: Final = 1800.0
 GAIN: Final = 0.25

@@ -1,8 +1,8 @@
-"""The inference contract: what an engine must serve so that anybody can drive it.
+"""The inference contract: the HTTP routes that an engine serves, and their types.
 
-Three POSTs (`/init_process_group`, `/request_weight_update`, `/v1/chat/completions`) and three GETs
-(`/health`, `/v1/models`, `/metrics`). The package needs pydantic only; the conformance kit, which drives an engine
-over HTTP, needs httpx and torch besides and is imported on demand.
+An engine serves three POST routes (`/init_process_group`, `/request_weight_update`, `/v1/chat/completions`) and three
+GET routes (`/health`, `/v1/models`, `/metrics`). The package needs only pydantic. The conformance kit tests an engine
+over HTTP; it also needs httpx and torch, and is imported on demand.
 
 Source: PipelineRL's post, section "inference contract".
 """

@@ -1,6 +1,7 @@
-"""`/v1/completions`: OpenAI's older route, for prompts that no chat template renders, by way of chat requests.
+"""Types of `/v1/completions`, OpenAI's older route for prompts without a chat template.
 
-Each prompt is one `ChatCompletionRequest`, so that every field but the few here means the same on both routes.
+Each prompt is converted to one `ChatCompletionRequest`. All fields not listed in `CompletionRequest` therefore mean the
+same on both routes.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ _PROMPTS: Final = "must be a text, a list of texts, token ids, or a list of toke
 
 
 class CompletionRequest(BaseModel):
-    """OpenAI's completion request. All fields but these are those of `ChatCompletionRequest`.
+    """OpenAI's completion request; all other fields are those of `ChatCompletionRequest`.
 
-    `logprobs` is how many of the likeliest tokens are reported beside the sampled one. A control token spelled in a
-    prompt stays text; token ids say what they like. What a chat has and a prompt has not must be null.
+    `logprobs` is the number of likeliest tokens to report for each sampled token. A control token spelled out in a text
+    prompt is tokenised as plain text; send token ids to use control tokens. Fields that apply only to chats
+    (`messages`, `tools`, …) must be null.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
@@ -71,7 +73,11 @@ class CompletionRequest(BaseModel):
         return stream
 
     def chats(self) -> list[ChatCompletionRequest]:
-        """Return one request for each prompt. Raises pydantic's `ValidationError` for a field that is wrong."""
+        """Return one chat request per prompt.
+
+        Raises:
+            pydantic.ValidationError: a field is invalid.
+        """
         fields: dict[str, Any] = {"max_tokens": self.max_tokens, "stream": self.stream} | (self.model_extra or {})
         if self.logprobs is not None:
             fields |= {"logprobs": True, "top_logprobs": self.logprobs}
@@ -88,7 +94,7 @@ def _are_ids(value: Any) -> bool:
 
 
 class TextLogprobs(Wire):
-    """OpenAI's older form of log-probs: a column each."""
+    """OpenAI's older form of log-probs: one list per quantity, one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -97,7 +103,7 @@ class TextLogprobs(Wire):
 
 
 class TextChoice(Wire):
-    """Sample i of prompt p has the index p * n + i."""
+    """One sample; sample i of prompt p has the index p * n + i."""
 
     index: int
     text: str
@@ -110,7 +116,7 @@ class TextChoice(Wire):
 
 
 class TextCompletion(Wire):
-    """The whole answer, or one server-sent event of a streamed one."""
+    """The complete answer, or one server-sent event of a streamed answer."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -123,7 +129,7 @@ class TextCompletion(Wire):
 
 
 def whole_text(answers: Sequence[ChatCompletion]) -> TextCompletion:
-    """The answer to all prompts, from the answer to each."""
+    """Merge the answers to all prompts into one."""
     first, n = answers[0], len(answers[0].choices)
     return TextCompletion(
         id=first.id,
@@ -145,7 +151,7 @@ def whole_text(answers: Sequence[ChatCompletion]) -> TextCompletion:
 
 
 def part_of_text(chunk: ChatCompletionChunk) -> TextCompletion:
-    """What a chunk adds to the answer to one prompt."""
+    """Convert one chat chunk to a chunk of the answer to a single prompt."""
     return TextCompletion(
         id=chunk.id,
         created=chunk.created,

@@ -1,7 +1,10 @@
-"""`Engine`: what stands behind the routes. `pipelinerl.engines.http.server` serves anything that satisfies it.
+"""`Engine`, the interface behind the routes; `pipelinerl.engines.http.server` serves any class that satisfies it.
 
-An engine promises: a request accepted is answered or refused with a `ContractError`, also across weight updates; an
-update is all or nothing; log-probs and version spans are those of the weights that really sampled each token.
+An engine guarantees that:
+
+- every accepted request is answered or fails with a `ContractError`, also across weight updates;
+- a weight update is applied completely or not at all;
+- log-probs and version spans belong to the weights that sampled each token.
 """
 
 from __future__ import annotations
@@ -26,18 +29,18 @@ from inference_contract.weights import (
 
 
 class Engine(Protocol):
-    """An inference engine. Every coroutine raises `inference_contract.errors.ContractError` and nothing else."""
+    """An inference engine. Its coroutines raise only `inference_contract.errors.ContractError`."""
 
     async def start(self) -> None:
-        """Load what is needed and begin to serve; returns when ready."""
+        """Load the model and start serving; return when ready."""
         ...
 
     async def close(self) -> None:
-        """Stop; running requests are answered with `EngineStopped`."""
+        """Stop; running requests fail with `EngineStopped`."""
         ...
 
     async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        """Join the weight group; returns once every rank has joined."""
+        """Join the weight group; return once every rank has joined."""
         ...
 
     async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
@@ -45,21 +48,23 @@ class Engine(Protocol):
         ...
 
     async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """Sample all choices and answer when the last has ended. Cancelling it frees what it held."""
+        """Sample all choices and return when the last has finished. Cancellation frees the request's resources."""
         ...
 
     def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        """Sample all choices and yield what is new as it comes. Closing the iterator frees what it held."""
+        """Sample all choices and yield new tokens as they arrive. Closing the iterator frees the request's
+        resources.
+        """
         ...
 
     def model_card(self) -> ModelCard:
-        """The served model, its version and layout."""
+        """Return the served model, its version and its weight layout."""
         ...
 
     def health(self) -> Health:
-        """State without waiting."""
+        """Return the engine's state without waiting."""
         ...
 
     def metrics(self) -> EngineMetrics:
-        """Load and totals without waiting."""
+        """Return load and totals without waiting."""
         ...

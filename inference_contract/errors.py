@@ -1,10 +1,10 @@
-"""The errors an engine may answer with, as one tree.
+"""The tree of errors that an engine may answer with.
 
     ContractError                 500 internal_error
     ├── NotFinite                 500 not_finite              NaN or infinity in the logits for this prompt
-    ├── InvalidRequest            400 invalid_request_error   the body is wrong; `param` names the field
+    ├── InvalidRequest            400 invalid_request_error   the body is invalid; `param` names the field
     │   └── ContextExceeded       400 context_length_exceeded the prompt leaves no room for a token; OpenAI's code
-    ├── Unauthorized              401 unauthorized            no token, or the wrong one
+    ├── Unauthorized              401 unauthorized            the bearer token is missing or wrong
     ├── UnknownModel              404 model_not_found
     ├── Conflict                  409
     │   ├── StaleGeneration       409 stale_generation        a process group older than the one joined
@@ -13,21 +13,21 @@
     │   └── NotPrepared           409 not_prepared            commit or broadcast without its prepare
     ├── LayoutMismatch            422 layout_mismatch         names, order or shapes differ from the model's, or a dtype
     │                                                         that the engine does not convert
-    ├── OutOfRange                422 out_of_range            a value that the engine's own dtype cannot hold
+    ├── OutOfRange                422 out_of_range            a value exceeds the range of the engine's dtype
     ├── Overloaded                429 overloaded              the waiting queue is full
-    ├── Dirty                     503 dirty                   a half-received update; a full one mends it
+    ├── Dirty                     503 dirty                   partly received weights; a full update repairs this
     ├── EngineStopped             503 engine_stopped          the engine is closing
-    ├── DigestMismatch            502 digest_mismatch         what arrived is not what was sent
+    ├── DigestMismatch            502 digest_mismatch         the received bytes differ from those sent
     ├── PeerLost                  502 peer_lost               another rank left or died during a join or a broadcast
-    └── DeadlineExceeded          504 deadline_exceeded       a peer did not come in time
+    └── DeadlineExceeded          504 deadline_exceeded       a peer did not respond in time
 
-Each says whether the same request may be answered later (`persistence`): nobody has to guess it from a status. What is
-PERMANENT comes of how engine and client were started, and so no retry mends it: InvalidRequest, Unauthorized,
-UnknownModel, LayoutMismatch, OutOfRange. All else is TRANSIENT.
+Each class states in `persistence` if a retry of the same request can succeed, so that clients need not infer it from
+the status. PERMANENT errors come from how the engine or the client was started, and no retry helps: InvalidRequest,
+Unauthorized, UnknownModel, LayoutMismatch, OutOfRange. All others are TRANSIENT.
 
-To add one: subclass the nearest parent, set `status`, `code` and, where no retry mends it, `persistence`; add the line
-above. On the wire an error is OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`; `from_wire` gives the
-client the same class back. Some tell numbers besides, as `known`.
+To add an error, subclass the nearest parent and set `status`, `code` and, if no retry helps, `persistence`; then add a
+line above. On the wire an error has OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`. `from_wire`
+restores the same class on the client. Some errors also carry numbers, in `known`.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ from typing import Any, ClassVar
 
 
 class Persistence(StrEnum):
-    """Does a refusal last?"""
+    """The persistence of an error: transient or permanent."""
 
     TRANSIENT = "transient"
-    """The same request may be answered later, or by another life of the engine."""
+    """The same request may succeed later, or after a restart of the engine."""
     PERMANENT = "permanent"
-    """Neither time nor another try changes it: something has to be started differently."""
+    """No retry succeeds: the engine or the client must be started differently."""
 
 
 class ContractError(Exception):
-    """Base of the tree. `message` says what was expected, what came, and what to do; `param` names the field.
+    """Base class of all contract errors.
 
-    `known` are numbers of the engine's that the refusal is about, by name: a client can go on from them.
+    `message` states what was expected, what arrived, and the remedy. `param` names the offending field. `known` holds
+    numbers from the engine that the error is about, by name, so that a client can continue from them.
     """
 
     status: ClassVar[int] = 500
@@ -66,14 +67,14 @@ class ContractError(Exception):
         self.known = dict(known)
 
     def to_wire(self) -> dict[str, Any]:
-        """The JSON body for this error."""
+        """Return the JSON body for this error."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error | ({"known": self.known} if self.known else {})}
 
 
 class InvalidRequest(ContractError):
-    """The body is malformed or asks for what the engine cannot do."""
+    """The body is malformed or requests something the engine does not support."""
 
     status = 400
     code = "invalid_request_error"
@@ -81,13 +82,13 @@ class InvalidRequest(ContractError):
 
 
 class ContextExceeded(InvalidRequest):
-    """The prompt leaves no room for a token: a fault of this one prompt, not of the client."""
+    """The prompt leaves no room for a token; only this prompt is at fault, not the client."""
 
     code = "context_length_exceeded"
 
 
 class NotFinite(ContractError):
-    """The model's logits for this request are NaN or infinite; an engine of the same weights would say the same."""
+    """The model's logits for this request are NaN or infinite; any engine with the same weights would fail as well."""
 
     status = 500
     code = "not_finite"
@@ -102,7 +103,7 @@ class Unauthorized(ContractError):
 
 
 class UnknownModel(ContractError):
-    """The request names a model this engine does not serve."""
+    """The request names a model that this engine does not serve."""
 
     status = 404
     code = "model_not_found"
@@ -110,24 +111,24 @@ class UnknownModel(ContractError):
 
 
 class Conflict(ContractError):
-    """The request is well formed but does not fit the engine's state."""
+    """The request is well formed but conflicts with the engine's state."""
 
     status = 409
     code = "conflict"
 
 
 class StaleGeneration(Conflict):
-    """A process group older than the one already joined.
+    """The process group is older than the one already joined.
 
-    `known` tells the `generation` joined, and the latest `epoch` that this engine has taken weights of: a trainer of
-    that epoch or a later one goes on above that generation.
+    `known` holds the joined `generation`, and the latest `epoch` whose weights this engine has accepted. A trainer of
+    that epoch or a later one continues with a higher generation.
     """
 
     code = "stale_generation"
 
 
 class StaleVersion(Conflict):
-    """A weight version that does not come after the one served."""
+    """The weight version is not newer than the one served."""
 
     code = "stale_version"
 
@@ -139,13 +140,15 @@ class UpdateInProgress(Conflict):
 
 
 class NotPrepared(Conflict):
-    """A commit, or an abort, for an update that was not prepared, or a broadcast without a process group."""
+    """A commit or abort without its prepare, or a broadcast without a process group."""
 
     code = "not_prepared"
 
 
 class LayoutMismatch(ContractError):
-    """The announced parameters differ from the model's in name, order or shape, or in a dtype that is not converted."""
+    """The announced parameters differ from the model's in name, order or shape, or have a dtype that is not
+    converted.
+    """
 
     status = 422
     code = "layout_mismatch"
@@ -153,7 +156,7 @@ class LayoutMismatch(ContractError):
 
 
 class OutOfRange(ContractError):
-    """A value that came, which is finite, is too large for the dtype that the engine keeps; the old weights serve."""
+    """A finite value is too large for the engine's dtype; the old weights stay in service."""
 
     status = 422
     code = "out_of_range"
@@ -161,28 +164,30 @@ class OutOfRange(ContractError):
 
 
 class Overloaded(ContractError):
-    """The waiting queue is full; retry elsewhere or later."""
+    """The waiting queue is full; retry later or on another engine."""
 
     status = 429
     code = "overloaded"
 
 
 class DigestMismatch(ContractError):
-    """The bytes that arrived do not have the digest that was announced; the old weights still serve."""
+    """The received bytes do not match the announced digest; the old weights stay in service."""
 
     status = 502
     code = "digest_mismatch"
 
 
 class PeerLost(ContractError):
-    """Another rank of the process group left or died; the old weights still serve, a new membership is needed."""
+    """Another rank of the process group left or died; the old weights stay in service, and the group must be formed
+    again.
+    """
 
     status = 502
     code = "peer_lost"
 
 
 class Dirty(ContractError):
-    """The engine holds half-received weights and serves only after a full update."""
+    """The engine holds partly received weights and serves again only after a full update."""
 
     status = 503
     code = "dirty"
@@ -196,7 +201,7 @@ class EngineStopped(ContractError):
 
 
 class DeadlineExceeded(ContractError):
-    """Something this request waited for did not come in time; the message names it."""
+    """A peer that this request waited for did not respond in time; the message names it."""
 
     status = 504
     code = "deadline_exceeded"
@@ -207,16 +212,16 @@ def _tree(root: type[ContractError]) -> list[type[ContractError]]:
 
 
 def has_error_shape(body: Any) -> bool:
-    """Returns whether this decoded JSON body is an engine's own error, not one of what stands in front of it."""
+    """Return True if this decoded JSON body is an engine's error, not the error of a proxy in front of it."""
     return isinstance(body, dict) and isinstance(body.get("error"), dict)
 
 
 def from_wire(status: int, body: Any) -> ContractError:
-    """The error an engine answered with, as the class it was raised as.
+    """Return the error that an engine answered with, as an instance of its original class.
 
     Args:
         status: HTTP status of the answer.
-        body: decoded JSON body; anything that is not the error shape gives a plain `ContractError`.
+        body: decoded JSON body; a body without the error shape gives a plain `ContractError`.
     """
     if not has_error_shape(body):
         return ContractError(f"expected a contract error body, got HTTP {status} with another body")

@@ -1,8 +1,9 @@
-"""Fields that clients send without meaning anything by them, at the values that change no answer.
+"""Fields that clients send by default, with the values that do not change the answer.
 
-OpenAI's and vLLM's clients, and the libraries around them, fill in what a request or a message could have. Each field
-below is taken and dropped at these values, and at `null`. At any other value it would be ignored, so it is refused by
-name, as is every field that stands nowhere. Tags that only OpenAI's own bookkeeping reads are taken at any value.
+OpenAI's and vLLM's clients, and libraries built on them, fill in optional fields of requests and messages. Each field
+below is accepted and dropped at the listed values and at `null`. At any other value it is rejected by name, because the
+engine would otherwise ignore it; fields that are listed nowhere are rejected too. Tags that serve only OpenAI's own
+bookkeeping are accepted at any value.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any, Final
 
-#: At any value: the answer does not depend on it, at OpenAI either.
+#: Accepted at any value: they do not change the answer at OpenAI either.
 TAGS: Final = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
 
-#: Of a chat request.
+#: Fields of a chat request.
 OF_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
-    # OpenAI's
+    # OpenAI's fields
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -28,7 +29,7 @@ OF_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
     "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
-    # vLLM's
+    # vLLM's fields
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "allowed_token_ids": (),
@@ -50,18 +51,18 @@ OF_REQUEST: Final[Mapping[str, tuple[Any, ...]]] = {
     "use_beam_search": (False,),
 }
 
-#: Of a message: what clients keep of the answer that they send back as a part of the conversation.
+#: Fields of a message: parts of an answer that clients send back within the conversation.
 OF_MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "provider_specific_fields": ({}, {"refusal": None}),  # litellm's
+    "provider_specific_fields": ({}, {"refusal": None}),  # from litellm
     "reasoning": (),
     "refusal": (),
     "tool_calls": ([],),
 }
 
-#: Of `stream_options`.
+#: Fields of `stream_options`.
 OF_STREAM: Final[Mapping[str, tuple[Any, ...]]] = {
     "continuous_usage_stats": (False,),
     "include_obfuscation": (False,),
@@ -69,9 +70,9 @@ OF_STREAM: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def without_idle(fields: Any, known: Container[str], idle: Mapping[str, tuple[Any, ...]]) -> Any:
-    """`fields` without those that change nothing: a null one of the `known`, and an idle one at an idle value.
+    """Return `fields` without null `known` fields and without idle fields at an idle value.
 
-    What is no mapping is left to the schema to refuse.
+    A value that is no mapping is returned unchanged; the schema rejects it.
     """
     if not isinstance(fields, dict):
         return fields

@@ -1,4 +1,4 @@
-"""`ResponseFormat`: OpenAI's request for an answer that is JSON, or JSON of a given schema."""
+"""`ResponseFormat`, OpenAI's request for a JSON answer or for JSON that satisfies a schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inference_contract.wire import Wire
 
 
 class NamedSchema(Wire):
-    """A JSON schema with a name. An engine that takes it enforces it, whether `strict` says so or not."""
+    """A named JSON schema. An engine that accepts it enforces it, whatever `strict` says."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -21,7 +21,7 @@ class NamedSchema(Wire):
 
 
 class ResponseFormat(Wire):
-    """How the answer must look. Only an engine with structured output takes it; others reject it by name."""
+    """The required format of the answer. Engines without structured output reject it by name."""
 
     type: Literal["json_object", "json_schema"]
     json_schema: NamedSchema | None = None

@@ -1,7 +1,7 @@
-"""`RoutedExperts`: which experts a mixture-of-experts model sent tokens to, as it goes over the wire.
+"""`RoutedExperts`, the wire format of the experts that a mixture-of-experts model chose for each token.
 
-An extension of ours, after vLLM's and SGLang's `routed_experts`: an engine that does not tell refuses
-`return_routed_experts` by name, and is an engine all the same.
+This extension follows `routed_experts` of vLLM and SGLang. It is optional: an engine that does not support it rejects
+`return_routed_experts` by name.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _Size = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class RoutedExperts(Wire):
-    """Numbers of experts [tokens, layers, top_k], in the order in which the router chose them.
+    """Expert indices [tokens, layers, top_k], in the order in which the router chose them.
 
-    `layers` are those with a router, from the first to the last. `data` is base64 of the numbers, little endian, in C
-    order: one byte for each where a layer has at most 256 experts, else two.
+    `layers` counts the layers with a router, from first to last. `data` is the base64 encoding of the indices, little
+    endian, in C order. Each index takes one byte if a layer has at most 256 experts, else two.
     """
 
     dtype: Literal["uint8", "uint16"]
@@ -38,33 +38,35 @@ class RoutedExperts(Wire):
         try:
             came = len(self.content)
         except binascii.Error as error:
-            raise ValueError(f"data is no base64: {error}") from None
+            raise ValueError(f"data is not base64: {error}") from None
         if came != wanted:
             raise ValueError(f"data must be {wanted} bytes in base64 for {self.dtype} {list(self.shape)}, got {came}")
         return self
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it speaks of."""
+        """The number of tokens covered."""
         return self.shape[0]
 
     @property
     def content(self) -> bytes:
-        """The numbers as bytes."""
+        """The expert indices as bytes."""
         return b64decode(self.data, validate=True)
 
     def is_like(self, other: RoutedExperts) -> bool:
-        """May both be of one model?"""
+        """Return True if both can belong to the same model: same dtype, layers and top_k."""
         return self.dtype == other.dtype and self.shape[1:] == other.shape[1:]
 
     @classmethod
     def of(cls, dtype: Literal["uint8", "uint16"], shape: tuple[int, int, int], content: bytes) -> Self:
-        """What these bytes are on the wire."""
+        """Encode raw bytes for the wire."""
         return cls.model_construct(dtype=dtype, shape=shape, data=b64encode(content).decode())
 
     @classmethod
     def joined(cls, parts: Sequence[RoutedExperts]) -> RoutedExperts:
-        """The parts, at least one and all like the first, one after another."""
+        """Concatenate parts along the token axis; there must be at least one, all with the dtype and shape of the
+        first.
+        """
         first = parts[0]
         tokens = sum(part.num_tokens for part in parts)
         return cls.of(first.dtype, (tokens, *first.shape[1:]), b"".join(part.content for part in parts))

@@ -1,7 +1,8 @@
-"""Wire types of chat completions and of an engine's state: frozen, validated, closed. `weights` has those of updates.
+"""Wire types of chat completions and of engine state; `weights` has those of weight updates.
 
-A field that would be ignored is refused by name, never dropped in silence; one that clients send by default, and that
-changes nothing at this value, is taken (`idle_fields`). Shapes are in elements, times in seconds, sizes in bytes.
+All types are immutable, validated and closed. A field that an engine would ignore is rejected by name. A field that
+clients send by default, at a value that changes nothing, is accepted (`idle_fields`). Shapes are in elements, times in
+seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -20,28 +21,29 @@ from inference_contract.wire import Wire
 
 # --- chat completions --------------------------------------------------------------------------------------------
 
-#: Engines sample in float32 and count in int32: what lies between these bounds and zero, or above, has no place there.
+#: Engines sample in float32 and count in int32. Values outside these bounds cannot be represented there (0 is special).
 LEAST_TEMPERATURE: Final = 1e-5
 LEAST_TOP_P: Final = 1e-6
 MOST_TOP_K: Final = 2**31 - 1
-#: Of one request.
+#: The most samples of one request.
 MOST_SAMPLES: Final = 1024
-#: Of `priority`, to either side.
+#: The largest absolute value of `priority`.
 MOST_PRIORITY: Final = 2**31 - 1
-#: Of one request, or of one token.
+#: Limits of one request, or of one token.
 MOST_TOOLS: Final = 1024
 MOST_BIASED_TOKENS: Final = 1024
 MOST_TOP_LOGPROBS: Final = 20
-#: Limits of a token's bias and of the two penalties, to either side.
+#: The largest absolute values of a token's bias and of the two penalties.
 MOST_BIAS: Final = 100.0
 MOST_PENALTY: Final = 2.0
 
 
 class ChatMessage(Wire):
-    """One message of a conversation. Text parts, OpenAI's other form of `content`, become lines of one text.
+    """One message of a conversation.
 
-    An assistant's `content` may be null beside `tool_calls`, and is then empty. A `tool` message is the result of the
-    call that `tool_call_id` names. `reasoning_content` is an assistant's thinking, which the chat template may show.
+    A `content` that is a list of text parts, OpenAI's other form, is joined to one text with newlines. An assistant's
+    `content` may be null if it has `tool_calls`, and becomes empty. A `tool` message holds the result of the call that
+    `tool_call_id` names. `reasoning_content` is an assistant's thinking, which the chat template may render.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -74,13 +76,13 @@ class ChatMessage(Wire):
             return content
         for part in content:
             if not (isinstance(part, dict) and part.keys() == {"type", "text"} and isinstance(part["text"], str)):
-                raise ValueError("each part must be {'type': 'text', 'text': …}; this engine reads nothing but text")
+                raise ValueError("each part must be {'type': 'text', 'text': …}; this engine accepts only text")
             if part["type"] != "text":
-                raise ValueError("each part must be of the type 'text'; this engine reads nothing but text")
+                raise ValueError("each part must be of the type 'text'; this engine accepts only text")
         return "\n".join(part["text"] for part in content)
 
 
-#: Fields that only messages of one role have.
+#: Fields that are valid only in messages of one role.
 _ROLE_OF_FIELD: Final = {
     "reasoning_content": "assistant",
     "tool_calls": "assistant",
@@ -91,11 +93,12 @@ _MAY_BE_NULL: Final = frozenset(_ROLE_OF_FIELD)
 
 
 class StreamOptions(Wire):
-    """OpenAI's `stream_options`, plus how rarely a chunk comes.
+    """OpenAI's `stream_options`, plus a minimum interval between chunks.
 
-    With `interval_s`, that many seconds lie between two chunks, but for the last; each has what was sampled meanwhile,
-    of every choice. A chunk then costs the engine what a chunk costs, not what a token does; the text of a choice may
-    wait for its end, and so may its newest token, until it is known not to end it.
+    With `interval_s`, chunks are at least that many seconds apart, except the last. Each chunk carries everything
+    sampled since the previous one, for all choices. The engine then pays the cost of a chunk once per interval, not
+    once per token. The text of a choice may be held back until the choice ends. Its newest token is held back until it
+    is known not to end the choice.
     """
 
     include_usage: bool = False
@@ -108,59 +111,64 @@ class StreamOptions(Wire):
 
 
 class AnswerPrefix(Wire):
-    """What is sampled already of sample `index` of an answer that another engine began, maybe nothing."""
+    """The tokens already sampled for sample `index` of an answer that another engine started; may be empty."""
 
     index: int = Field(ge=0, lt=MOST_SAMPLES)
     token_ids: list[int]
 
 
 class Continuation(StrEnum):
-    """What an engine makes of `prefixes`, and of `stream_options.interval_s`, which it knows if it knows them."""
+    """An engine's support for `prefixes` and `stream_options.interval_s`; an engine supports both or neither."""
 
     NONE = "none"
-    """It knows neither: who asks begins anew."""
+    """Neither field is supported: the client restarts the answer."""
     OWN_NOISE = "own_noise"
-    """It goes on, with noise that the sample would not have had: an answer as good, but another."""
+    """Continues with fresh noise: a valid sample, but not the one that the first engine would have given."""
     SAME_NOISE = "same_noise"
-    """It goes on with the noise of the positions that are left: the same weights give the undisturbed answer."""
+    """Continues with the noise of the remaining positions: with the same weights, the uninterrupted answer."""
 
 
 class ChatCompletionRequest(Wire):
-    """OpenAI's chat completion, plus token ids in and out.
+    """OpenAI's chat completion request, plus token ids in and out.
 
-    `prompt_token_ids` replaces the tokenised `messages`. With `return_token_ids` each choice carries `token_ids`,
-    `token_logprobs` and `version_spans`. Log-probs are those of the distribution sampled from, after temperature,
-    top-k and top-p. The noise of sample i at position t is a function of (`seed`, i, t) alone. A `temperature` of 0 is
-    greedy; a `top_k` beyond the vocabulary keeps every token. Of requests that wait at the engine those of the lowest
-    `priority` begin first; an engine that cannot order what waits takes it for 0.
+    `prompt_token_ids` replaces the tokenised `messages`; `prompt` replaces `messages` by text that no template renders.
+    With `return_token_ids` each choice carries `token_ids`, `token_logprobs` and `version_spans`. `model` may be the
+    last part of the model's directory.
 
-    With `ignore_eos`, vLLM's word, no token ends a sample: it goes on to `max_tokens`, the context's end or a stop
-    string, and is the sample without it up to where that ends.
+    Sampling: log-probs are those of the distribution sampled from, after temperature, top-k and top-p. The noise of
+    sample i at position t depends only on (`seed`, i, t). A `temperature` of 0 is greedy; a `top_k` beyond the
+    vocabulary keeps every token. `logit_bias`, `presence_penalty` and `frequency_penalty` change the logits before the
+    temperature is applied; a penalty counts the tokens that the choice has sampled. `min_p` drops tokens whose
+    probability is below that share of the likeliest token's. It is applied together with `top_k`, before `top_p`.
 
-    `prefixes` asks for the rest of an answer: `n` samples, each by its index, with the tokens that are sampled already
-    and count towards `max_tokens`. What comes is new tokens with their log-probs and spans; the text is that of the
-    whole answer, and a stop string may lie across the border. A prefix that has ended already is refused.
+    `priority`: among queued requests, those with the lowest value start first. An engine that cannot order its queue
+    treats every priority as 0.
 
-    `return_routed_experts` (vLLM's word) asks a mixture-of-experts model which experts each token was computed by. Row
-    i of a choice's `routed_experts` is of the token before its i-th new one, at the step that sampled the latter; the
-    answer's `prompt_routed_experts` are of the prompt's tokens but the last. An engine that does not tell refuses it.
+    `ignore_eos` (vLLM's name): no token ends a sample. The sample continues to `max_tokens`, to the end of the context
+    or to a stop string. It equals the sample without `ignore_eos` up to the end of the latter.
 
-    `continue_token_ids` continues a conversation to the token: they are its tokens up to the end of the assistant's
-    answer `messages[continue_from - 1]`, and the messages from `continue_from` on are new. The prompt is these ids, and
-    what the chat template writes after that answer. Where the template does not append, the prompt is the rendering of
-    all `messages`; `prompt_token_ids` of the answer show which of the two it was.
+    `prefixes` requests the rest of an answer: `n` samples, each by its index, with the tokens that were sampled
+    already. Those tokens count towards `max_tokens`. The answer contains the new tokens with their log-probs and spans.
+    Its text is that of the whole answer, and a stop string may span old and new tokens. A prefix that has already ended
+    is rejected.
 
-    `chat_template_kwargs` are names that the chat template may look up beside the messages (Qwen3's `enable_thinking`),
-    as vLLM's; a template that looks up no such name is not changed by it, nor is an engine without templates. What the
-    engine itself gives its template may not be set.
+    `return_routed_experts` (vLLM's name) requests the experts that a mixture-of-experts model chose for each token. Row
+    i of a choice's `routed_experts` belongs to the token before the i-th new token, at the step that sampled the
+    latter. The answer's `prompt_routed_experts` cover all prompt tokens except the last. An engine without support
+    rejects the field.
+
+    `continue_token_ids` extends a conversation exactly at the token level. They are the tokens of the conversation up
+    to the end of the assistant message `messages[continue_from - 1]`; the messages from `continue_from` on are new. The
+    prompt is these ids, followed by what the chat template writes after that answer. If the template does not simply
+    append, the prompt is the rendering of all `messages`. `prompt_token_ids` of the answer shows which of the two was
+    used.
+
+    `chat_template_kwargs` are variables for the chat template, as in vLLM (Qwen3's `enable_thinking`). Templates that
+    do not use a variable, and engines without templates, ignore it. Variables that the engine sets itself cannot be
+    overridden.
 
     `tools` are rendered by the chat template, unless `tool_choice` is "none"; no engine can force a call. An engine
-    whose template has no place for tools, for calls or for thinking rejects them by name. `prompt` replaces `messages`
-    by a text that no template renders.
-
-    `logit_bias`, `presence_penalty` and `frequency_penalty` change the logits before the temperature does; a penalty
-    counts the tokens that the choice has sampled. `min_p` then drops tokens less likely than that share of the
-    likeliest, beside `top_k` and before `top_p`. The model may be named by the last part of its directory.
+    whose template does not support tools, calls or thinking rejects them by name.
     """
 
     model: str | None = None
@@ -207,7 +215,7 @@ class ChatCompletionRequest(Wire):
     @field_validator("top_k", mode="before")
     @classmethod
     def _every_token(cls, top_k: Any) -> Any:
-        return 0 if top_k == -1 else top_k  # as vLLM says it
+        return 0 if top_k == -1 else top_k  # vLLM's value for all tokens
 
     @field_validator("temperature")
     @classmethod
@@ -220,14 +228,14 @@ class ChatCompletionRequest(Wire):
     @classmethod
     def _stops_somewhere(cls, stop: str | list[str] | None) -> str | list[str] | None:
         if stop == "" or (isinstance(stop, list) and "" in stop):
-            raise ValueError("a stop string must have a character; an empty one would end every text at its first")
+            raise ValueError("a stop string must not be empty; it would end every text at once")
         return stop
 
     @field_validator("tool_choice", mode="before")
     @classmethod
     def _forces_no_call(cls, choice: Any) -> Any:
         if choice not in ("none", "auto"):
-            raise ValueError("this engine cannot force the model to call a tool; say 'auto' or 'none'")
+            raise ValueError("this engine cannot force the model to call a tool; use 'auto' or 'none'")
         return choice
 
     @field_validator("parallel_tool_calls")
@@ -241,13 +249,13 @@ class ChatCompletionRequest(Wire):
     @classmethod
     def _beside_logprobs(cls, count: int | None, info: ValidationInfo) -> int | None:
         if count and not info.data.get("logprobs"):
-            raise ValueError("the likeliest tokens are part of logprobs; say logprobs=true, too")
+            raise ValueError("top_logprobs is part of logprobs; set logprobs=true too")
         return count
 
     @model_validator(mode="after")
     def _prompt_given(self) -> Self:
         if not self.messages and not self.prompt and not self.prompt_token_ids:
-            raise ValueError("one of messages and prompt_token_ids must be given and not empty")
+            raise ValueError("one of messages, prompt and prompt_token_ids must be given and not empty")
         return self
 
     @model_validator(mode="after")
@@ -257,17 +265,17 @@ class ChatCompletionRequest(Wire):
             return self
         if not ids or start is None or self.prompt_token_ids:
             raise ValueError(
-                "continue_token_ids and continue_from must be given together, beside messages and without "
+                "continue_token_ids and continue_from must be given together, with messages and without "
                 "prompt_token_ids"
             )
         if start > len(messages) or messages[start - 1].role != "assistant":
-            raise ValueError("continue_from must be the place after a message of the assistant")
+            raise ValueError("continue_from must be the position after an assistant message")
         return self
 
     @model_validator(mode="after")
     def _experts_of_known_tokens(self) -> Self:
         if self.return_routed_experts and not self.return_token_ids:
-            raise ValueError("return_routed_experts speaks of tokens, which return_token_ids must ask for, too")
+            raise ValueError("return_routed_experts needs the token ids; set return_token_ids=true too")
         return self
 
     @model_validator(mode="after")
@@ -278,24 +286,24 @@ class ChatCompletionRequest(Wire):
         if len(indices) != self.n:
             raise ValueError(f"n must be the number of prefixes, {len(indices)}, got {self.n}")
         if indices != sorted(set(indices)):
-            raise ValueError("the indices of prefixes must rise")
+            raise ValueError("the indices of prefixes must increase")
         return self
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens to sample per choice; None means up to the context's end."""
+        """The most tokens to sample per choice; None means up to the end of the context."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Texts that end a choice; the text is cut before the first of them."""
+        """Texts that end a choice; the answer is cut before the first of them."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended."""
+    """The reason that a choice ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -303,12 +311,12 @@ class FinishReason(StrEnum):
     TOOL_CALLS = "tool_calls"
 
 
-#: (model_version, num_tokens), run-length, oldest first: which weights sampled which tokens.
+#: (model_version, num_tokens), run-length encoded, oldest first: the weights that sampled each token.
 Span = tuple[int, int]
 
 
 class TopLogprob(Wire):
-    """One of the likeliest tokens."""
+    """One of the likeliest tokens at a position."""
 
     token: str
     logprob: float
@@ -316,7 +324,7 @@ class TopLogprob(Wire):
 
 
 class TokenLogprob(Wire):
-    """OpenAI's per-token record. `top_logprobs` has the likeliest tokens first, fewer where fewer can be sampled."""
+    """OpenAI's record of one token. `top_logprobs` lists the likeliest first, fewer if fewer can be sampled."""
 
     token: str
     logprob: float
@@ -331,7 +339,7 @@ class ChoiceLogprobs(Wire):
 
 
 class AssistantMessage(Wire):
-    """The answer's text, and what was parsed out of it."""
+    """The answer's text, and the reasoning and tool calls parsed from it."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -353,7 +361,7 @@ class Choice(Wire):
 
 
 class Usage(Wire):
-    """Token counts; the prompt is counted once however many samples share it."""
+    """Token counts; a prompt shared by several samples counts once."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -361,7 +369,7 @@ class Usage(Wire):
 
 
 class ChatCompletion(Wire):
-    """The whole answer. `epoch` is the trainer epoch whose weights began to sample it."""
+    """The complete answer. `epoch` is the trainer epoch of the weights that started sampling it."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -376,7 +384,7 @@ class ChatCompletion(Wire):
 
 
 class Delta(Wire):
-    """What a chunk adds to a choice."""
+    """The part of a choice that one chunk adds."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -385,7 +393,7 @@ class Delta(Wire):
 
 
 class ChunkChoice(Wire):
-    """One choice's part of a chunk."""
+    """One choice within a chunk."""
 
     index: int
     delta: Delta
@@ -398,7 +406,7 @@ class ChunkChoice(Wire):
 
 
 class ChatCompletionChunk(Wire):
-    """One server-sent event of a streamed answer; `data: [DONE]` follows the last. All have the same `epoch`."""
+    """One server-sent event of a streamed answer; `data: [DONE]` follows the last. All chunks have the same `epoch`."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -416,10 +424,10 @@ class ChatCompletionChunk(Wire):
 
 
 class ModelCard(Wire):
-    """A served model: OpenAI's card plus what a trainer must know to update it.
+    """A served model: OpenAI's card plus the facts that a trainer needs to update it.
 
-    `layout` is how the engine keeps its parameters. An update may carry any of them in a dtype of `converts`, too: the
-    engine makes its own of it. `digest` is of the bytes that came.
+    `layout` describes the parameters as the engine stores them. An update may also send any parameter in a dtype of
+    `converts`; the engine casts it. `digest` is that of the received bytes.
     """
 
     id: str
@@ -443,7 +451,7 @@ class ModelList(Wire):
 
 
 class EngineState(StrEnum):
-    """May the engine be given work?"""
+    """The engine's readiness for work."""
 
     READY = "ready"
     DIRTY = "dirty"
@@ -451,7 +459,7 @@ class EngineState(StrEnum):
 
 
 class Health(Wire):
-    """Liveness, and what may be asked; answered without a token, so it carries nothing that is worth one."""
+    """Liveness and supported features. Served without authentication, so it must not contain anything confidential."""
 
     state: EngineState
     model_version: int
@@ -460,7 +468,7 @@ class Health(Wire):
 
 
 class EngineMetrics(Wire):
-    """Load and totals since the engine started; `/metrics` prints them in Prometheus' text form."""
+    """Current load, and totals since the engine started; `/metrics` prints them in Prometheus' text format."""
 
     running_sequences: int = 0
     waiting_sequences: int = 0

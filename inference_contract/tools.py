@@ -1,6 +1,6 @@
-"""Tools on the wire: functions that a request offers, and calls that a model has made of them.
+"""Wire types of tools: functions that a request offers, and calls that the model made.
 
-The shapes are OpenAI's. Tools are rendered into the prompt by the model's own chat template.
+The shapes are OpenAI's. The model's chat template renders tools into the prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from inference_contract.wire import Wire
 
-#: A JSON object, of a depth that templates can walk through.
+#: Validate a JSON object, at a nesting depth that templates can handle.
 _ARGUMENTS: Final = TypeAdapter(dict[str, Any])
 
 
@@ -29,27 +29,27 @@ class FunctionDefinition(Wire):
 
 
 class ToolDefinition(Wire):
-    """One of the tools offered by a request."""
+    """One of the tools that a request offers."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """Return the definition as chat templates expect it."""
+        """Return the definition in the form that chat templates expect."""
         function = self.function
         described = {"name": function.name, "description": function.description, "parameters": function.parameters}
         return {"type": self.type, "function": {name: value for name, value in described.items() if value is not None}}
 
 
 class FunctionCall(Wire):
-    """The name of the called function, and its arguments as the text of a JSON object."""
+    """The called function's name, and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Wire):
-    """A call in an assistant's message. The `tool` message that answers the call names its `id`."""
+    """A call in an assistant message. The `tool` message with its result refers to `id`."""
 
     id: str
     type: Literal["function"] = "function"
@@ -58,28 +58,30 @@ class ToolCall(Wire):
     @model_validator(mode="before")
     @classmethod
     def _without_index(cls, fields: Any) -> Any:
-        """Drop the position that clients keep from a stream's parts: the list already has that order."""
+        """Drop `index`, which clients keep from stream chunks; the list already has that order."""
         return (
             {name: value for name, value in fields.items() if name != "index"} if isinstance(fields, dict) else fields
         )
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call as chat templates expect it: with the arguments as an object, where they are one."""
+        """Return the call in the form that chat templates expect, with the arguments as an object if they are valid
+        JSON.
+        """
         arguments: Any = self.function.arguments
-        with suppress(ValidationError):  # the model wrote something else: templates show the text as it is
+        with suppress(ValidationError):  # arguments are not a JSON object: templates render the text unchanged
             arguments = _ARGUMENTS.validate_json(arguments)
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
 class FunctionCallDelta(Wire):
-    """What a chunk adds to a function's name and arguments."""
+    """The part of a function's name and arguments that one chunk adds."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class ToolCallDelta(Wire):
-    """What a chunk adds to call `index` of a choice."""
+    """The part of call `index` that one chunk adds."""
 
     index: int
     id: str | None = None

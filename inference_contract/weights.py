@@ -1,4 +1,4 @@
-"""Wire types of weight updates: the group that weights travel in, their layout, the phases of an update."""
+"""Wire types of weight updates: the process group, the weight layout, and the phases of an update."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from inference_contract.wire import Wire
 # --- process group -----------------------------------------------------------------------------------------------
 
 
-#: No update travels in more pieces than this: each costs an exchange, or a range to remember.
+#: The most pieces of one update: each costs a collective, or a byte range to remember.
 MAX_PIECES: Final = 2**20
 
-#: Bounds that no run comes to, and the most that one request may raise what an engine knows: these numbers only rise,
-#: so that a single wrong one could shut everybody else out for good. Epochs count a run's trainers, versions its steps;
-#: a trainer numbers its groups by (epoch, set of engines, attempt), 2⁴⁰ to the epoch.
+#: Upper bounds that no run reaches, and the largest step that one request may raise an engine's number by. These
+#: numbers only rise, so a single wrong one could lock all other trainers out for good. Epochs count the trainers of a
+#: run, versions count its steps. A trainer numbers its groups by (epoch, set of engines, attempt), with 2⁴⁰ numbers per
+#: epoch.
 MOST_EPOCH: Final = 2**21
 MOST_VERSION: Final = 2**40
 MOST_GENERATION: Final = 2**62
@@ -34,7 +35,7 @@ MOST_EPOCH_STEP: Final = 2**16
 MOST_VERSION_STEP: Final = 2**24
 MOST_GENERATION_STEP: Final = 2**56
 
-#: Text that errors may repeat.
+#: Text short enough to repeat in error messages.
 ShortText = Annotated[str, StringConstraints(max_length=128)]
 
 
@@ -46,21 +47,23 @@ class Backend(StrEnum):
 
 
 class Connections(StrEnum):
-    """Which ranks of a gloo group connect, where the request does not leave it to gloo, by whom all do."""
+    """The connections between the ranks of a gloo group; if omitted, gloo connects all pairs."""
 
     TREE = "tree"
-    """Those between which a broadcast from rank 0 goes: gloo's lazy initialisation, then a broadcast of one byte from
-    rank 0, by which the ranks meet. Who has had it has joined."""
+    """Connect only the ranks that exchange data in a broadcast from rank 0. With gloo's lazy initialisation, rank 0
+    broadcasts one byte, which opens the connections. A rank has joined when it has received the byte."""
 
 
 class InitProcessGroupRequest(Wire):
     """Join the process group `group` as `rank` of `world_size` (rank 0 is the trainer).
 
-    `generation` orders memberships: the same one again is a no-op, a higher one replaces the group once it has formed,
-    a lower one is refused with `stale_generation`, which tells the one joined. A join that fails changes nothing, but
-    that its generation is spent. One more than `MOST_GENERATION_STEP` above the group joined is refused.
-    `rendezvous_*` is the trainer's TCP store, which is there before any engine is asked to join. The trainer closes it
-    when the group cannot form, since another rank is missing: a join that waits there fails at once.
+    `generation` orders memberships. Joining the same generation again is a no-op. A higher one replaces the group once
+    it has formed. A lower one is rejected with `stale_generation`, which reports the generation joined. A failed join
+    changes nothing, except that its generation cannot be used again. A generation more than `MOST_GENERATION_STEP`
+    above the joined one is rejected.
+
+    `rendezvous_*` is the trainer's TCP store, which is open before any engine is asked to join. If a rank is missing
+    and the group cannot form, the trainer closes the store; joins that still wait there then fail at once.
     """
 
     group: Annotated[str, StringConstraints(min_length=1, max_length=128)]
@@ -81,7 +84,7 @@ class InitProcessGroupRequest(Wire):
 
 
 class ProcessGroupStatus(Wire):
-    """The group that is joined now."""
+    """The process group that is currently joined."""
 
     group: str
     generation: int
@@ -93,7 +96,7 @@ class ProcessGroupStatus(Wire):
 
 
 class DType(StrEnum):
-    """Element types that travel in a weight update."""
+    """Element types of a weight update."""
 
     FLOAT64 = "float64"
     FLOAT32 = "float32"
@@ -111,7 +114,7 @@ _ITEM_BYTES = {DType.FLOAT64: 8, DType.FLOAT32: 4, DType.FLOAT16: 2, DType.BFLOA
 
 
 class ParameterSpec(Wire):
-    """One parameter under its Hugging Face name."""
+    """One parameter, by its Hugging Face name."""
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=512)]
     shape: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = Field(max_length=16)
@@ -119,12 +122,12 @@ class ParameterSpec(Wire):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the parameter on the wire."""
+        """The parameter's size on the wire, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class WeightLayout(Wire):
-    """Every parameter of a model in the order in which its bytes travel, back to back, without padding."""
+    """All parameters of a model in the order of their bytes on the wire, back to back, without padding."""
 
     parameters: tuple[ParameterSpec, ...] = Field(min_length=1)
 
@@ -138,24 +141,24 @@ class WeightLayout(Wire):
 
     @cached_property
     def layout_id(self) -> str:
-        """Digest of names, order, shapes and dtypes: sent instead of the layout once an engine knows it."""
+        """Digest of names, order, shapes and dtypes; it replaces the layout once an engine knows the layout."""
         rows = [[p.name, list(p.shape), p.dtype.value] for p in self.parameters]
         return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()[:32]
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Where the bytes of each parameter end."""
+        """The end offset of each parameter's bytes."""
         return tuple(accumulate(parameter.num_bytes for parameter in self.parameters))
 
     @property
     def num_bytes(self) -> int:
-        """Size of the whole model on the wire."""
+        """The whole model's size on the wire, in bytes."""
         return self.ends[-1]
 
     def buckets(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """Byte ranges [start, end) that are gathered as one.
+        """Return the byte ranges [start, end) of parameters that are gathered together.
 
-        Whole parameters are gathered until `bucket_bytes` is reached; a larger parameter makes a bucket of its own.
+        Whole parameters are collected up to `bucket_bytes`; a larger parameter forms a bucket of its own.
         """
         ends, ranges, start = self.ends, [], 0
         while start < self.num_bytes:
@@ -166,22 +169,26 @@ class WeightLayout(Wire):
         return ranges
 
     def pieces(self, bucket_bytes: int) -> list[tuple[int, int]]:
-        """Byte ranges [start, end) that travel as one collective each: buckets, the larger ones cut to `bucket_bytes`.
+        """Return the byte ranges [start, end) that are sent as one collective each.
 
-        Both sides derive the same ranges from the layout, so they are never sent.
+        These are the buckets, with larger ones cut to `bucket_bytes`. Both sides derive the ranges from the layout, so
+        they are never sent.
         """
         return [piece for start, end in self.buckets(bucket_bytes) for piece in cut(start, end, bucket_bytes)]
 
     def agreement(self, bucket_bytes: int) -> str:
-        """What sender and receivers compare before they exchange anything: it decides how long each of `pieces` is."""
+        """Return the text that sender and receivers compare before a broadcast: it determines the length of all
+        `pieces`.
+        """
         return f"{self.layout_id} {bucket_bytes}"
 
     def shards(self, count: int, bucket_bytes: int) -> list[list[tuple[int, int]]]:
-        """Byte ranges [start, end) that each of `count` servers holds, in order; together they are the whole.
+        """Return the byte ranges [start, end) that each of `count` servers holds, in order; together they cover the
+        model.
 
-        The ranges of `buckets`, the largest first (of equals, the one in front), each go to the shard that has the
-        fewest bytes so far (of equals, the first). So no parameter is cut, shards are about equal, and a sender that
-        goes through the layout in order keeps all of them busy. Ranges that touch are one.
+        Buckets are assigned largest first (ties: the earlier one) to the shard with the fewest bytes so far (ties:
+        the first). So no parameter is cut, shards are about equal, and a sender that walks the layout in order
+        keeps all servers busy. Adjacent ranges are merged.
         """
         owned: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         least = [(0, number) for number in range(count)]
@@ -192,9 +199,9 @@ class WeightLayout(Wire):
         return [_joined(sorted(ranges)) for ranges in owned]
 
     def difference(self, other: WeightLayout, *, converted: Collection[DType] = ()) -> str | None:
-        """One sentence on the first difference of `other` from this layout; None when there is none that counts.
+        """Describe the first relevant difference of `other` from this layout in one sentence, or return None.
 
-        Dtypes in `converted` are as good as those of this layout.
+        Dtypes in `converted` are accepted in place of this layout's.
         """
         if self.layout_id == other.layout_id:
             return None
@@ -216,12 +223,12 @@ class WeightLayout(Wire):
 
 
 def cut(start: int, end: int, most: int) -> list[tuple[int, int]]:
-    """[start, end) in ranges of `most`, the last perhaps shorter."""
+    """Split [start, end) into ranges of length `most`; the last may be shorter."""
     return [(at, min(at + most, end)) for at in range(start, end, most)]
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in order, those that touch as one."""
+    """Merge adjacent ranges; the input is sorted."""
     joined: list[tuple[int, int]] = []
     for start, end in ranges:
         first = joined.pop()[0] if joined and joined[-1][1] == start else start
@@ -230,7 +237,7 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class UpdatePhase(StrEnum):
-    """A weight update takes two exchanges, so that no engine enters a collective that another has refused."""
+    """Phases of a weight update. Two exchanges ensure that no engine enters a collective that another has rejected."""
 
     PREPARE = "prepare"
     COMMIT = "commit"
@@ -238,7 +245,7 @@ class UpdatePhase(StrEnum):
 
 
 def can_be_looked_up(url: str) -> str:
-    """The URL; raises ValueError where no resolver could be asked for its host."""
+    """Return the URL unchanged; raise ValueError if its host cannot be resolved by any resolver."""
     try:
         address = urlsplit(url)
         (address.hostname or "").encode("idna")
@@ -253,7 +260,7 @@ def can_be_looked_up(url: str) -> str:
     return url
 
 
-#: Where a server answers: no path, no query, no secret, and a host that can be looked up.
+#: A server's base URL: no path, query or credentials, and a host name that a resolver accepts.
 BaseUrl = Annotated[
     str,
     StringConstraints(pattern=r"^https?://[^/?#@\s]+$", max_length=256),
@@ -261,56 +268,59 @@ BaseUrl = Annotated[
 ]
 
 
-#: Servers that hold the same bytes, the one to ask first in front.
+#: Servers that hold the same bytes, in order of preference.
 Sources = Annotated[tuple[BaseUrl, ...], Field(min_length=1, max_length=256)]
 
 
 class Transport(StrEnum):
-    """How the bytes come: pushed through the process group, or pulled from a parameter server."""
+    """Transport of the bytes: pushed through the process group, or pulled from a parameter server."""
 
     BROADCAST = "broadcast"
     PULL = "pull"
 
 
 class OnUpdate(StrEnum):
-    """What happens to sequences in flight when new weights are committed."""
+    """Treatment of running sequences when new weights are committed."""
 
     CONTINUE = "continue"
-    """Keep the KV cache and go on (PipelineRL); spans record the switch."""
+    """Keep the KV cache and continue (PipelineRL); spans record the switch."""
     RECOMPUTE_KV = "recompute_kv"
-    """Recompute the cache of every running sequence with the new weights (LlamaRL), then go on."""
+    """Recompute the cache of every running sequence with the new weights (LlamaRL), then continue."""
     ABORT = "abort"
     """End every running sequence with finish_reason `abort` (RLAX: one version per rollout; the actor resubmits)."""
     DRAIN = "drain"
-    """Admit nothing new and let the running sequences finish with the old weights first."""
+    """Admit no new sequences and let the running ones finish with the old weights first."""
 
 
 class WeightUpdateRequest(Wire):
     """One phase of the update to weights (`epoch`, `version`).
 
-    `prepare` carries the manifest (`layout`, or the `layout_id` of one sent before) and arms the receiver: it answers
-    as soon as the manifest is accepted, and the broadcast may start once every engine has answered. `commit` carries
-    the digest of the bytes sent and answers when the new weights serve. `abort` drops what was staged; if its broadcast
-    had not ended, rank 0 leaves the group, which ends the receive, and the next update needs a higher generation.
+    `prepare` carries the manifest (`layout`, or the `layout_id` of one sent before) and arms the receiver. It is
+    answered as soon as the manifest is accepted; the broadcast may start once every engine has answered. `commit`
+    carries the digest of the bytes sent and is answered when the new weights serve. `abort` drops staged weights. If
+    their broadcast has not finished, rank 0 leaves the group, which ends the receive, and the next update needs a
+    higher generation.
 
-    `epoch` and `version` only rise, by `MOST_EPOCH_STEP` and `MOST_VERSION_STEP` at most from what the engine knows.
+    `epoch` and `version` only rise, by at most `MOST_EPOCH_STEP` and `MOST_VERSION_STEP` above the engine's numbers.
 
-    `timeout_s` bounds how long the phase waits for others; that of PREPARE, how long a pull may take, or how long no
-    piece of a broadcast may come.
+    `timeout_s` bounds the time that a phase waits for peers. In PREPARE it bounds a whole pull, or the gap between two
+    pieces of a broadcast.
 
-    The broadcast, from rank 0: one collective of uint8 per range of `WeightLayout.pieces(bucket_bytes)`, in order.
-    `digest` is XXH3-128, in hexadecimal, of those bytes. A piece longer than its receiver expects ends the process that
-    receives by gloo; so `pieces_key`, if given, names what rank 0 writes into the rendezvous' store, below
-    `<group>/<generation>`, once it is about to send: `WeightLayout.agreement(bucket_bytes)`. No collective is entered
-    before it was read and is the engine's own, so that a PREPARE which nothing follows leaves nobody waiting in one.
+    Broadcast: rank 0 sends one collective of uint8 per range of `WeightLayout.pieces(bucket_bytes)`, in order. `digest`
+    is the XXH3-128 of those bytes, in hexadecimal. gloo kills a receiving process whose piece is longer than expected.
+    `pieces_key` prevents this: if given, rank 0 writes `WeightLayout.agreement(bucket_bytes)` under this key of the
+    rendezvous store, below `<group>/<generation>`, just before it sends. An engine enters a collective only after it
+    has read a value equal to its own. A PREPARE without a broadcast therefore leaves no engine waiting in a collective.
 
-    The pull: `sources` are base URLs of servers that hold the same bytes, the one to ask first in front; when one
-    fails, the engine asks the next. It begins to fetch as it answers `prepare`, from `routes.WEIGHTS` below a source,
-    whole or in ranges (`Range: bytes=a-b`, answered with 206), with the bearer token that it wants itself. `prepare`
-    then names the digest, too, and needs no group; after an `abort` nothing else is needed, and a `prepare` of a later
-    version drops what an earlier one has fetched and nobody has committed. With `shards` in place of
-    `sources`, no server holds everything: those of shard i hold the ranges `WeightLayout.shards(n, bucket_bytes)[i]`,
-    which are asked for by their place in the whole; `digest` is still that of the whole.
+    Pull: `sources` are base URLs of servers that hold the same bytes, in order of preference; if one fails, the engine
+    tries the next. The engine starts to fetch when it answers `prepare`, from `routes.WEIGHTS` below a source, whole or
+    in ranges (`Range: bytes=a-b`, answered with 206), with the bearer token that the engine itself requires. `prepare`
+    must contain the digest and needs no group. After an `abort` no further action is needed. A `prepare` of a later
+    version drops uncommitted bytes of an earlier one.
+
+    With `shards` in place of `sources`, no server holds all bytes. The servers of shard i hold the ranges
+    `WeightLayout.shards(n, bucket_bytes)[i]`, which are requested by their offsets in the whole. `digest` is still that
+    of the whole.
     """
 
     phase: UpdatePhase
@@ -355,9 +365,10 @@ class UpdateStatus(StrEnum):
 
 
 class WeightUpdateResponse(Wire):
-    """What the engine serves after the phase, and what the update cost.
+    """The weights that the engine serves after the phase, and the cost of the update.
 
-    `pause_s` is how long no sequence could decode; `receive_s` how long the bytes took, decode going on meanwhile.
+    `pause_s` is the time that no sequence could decode. `receive_s` is the time to receive the bytes, during which
+    decoding continues.
     """
 
     status: UpdateStatus

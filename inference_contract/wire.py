@@ -1,4 +1,4 @@
-"""`Wire`: what every value of the contract is made of, immutable and closed."""
+"""`Wire`, the base class of all contract types."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Wire(BaseModel):
-    """Base of every wire type: immutable, and closed to unknown fields."""
+    """Base class of wire types: immutable, and closed to unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

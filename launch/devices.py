@@ -1,7 +1,7 @@
 """Which GPUs a run may use, as a value: what the NVIDIA driver lists, narrowed by the user's CUDA_VISIBLE_DEVICES.
 
 No CUDA library is loaded: `nvidia-smi` is asked, or /proc/driver/nvidia is read where there is none. `read_devices` is
-pure. TPUs and other accelerators are not looked for; who may use them is the user's to say (docs/tpu.md).
+pure. TPUs and other accelerators are not looked for; who may use them is the user's to say (docs/understand/tpu.md).
 """
 
 from __future__ import annotations

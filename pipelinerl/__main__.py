@@ -1,6 +1,6 @@
-"""The command `pipelinerl`, and `python -m pipelinerl`: what is typed there, before anything is imported.
+"""Entry point of the command `pipelinerl` and of `python -m pipelinerl`.
 
-Promises that Ctrl-C ends it without a word while the command line is being imported, which takes a second.
+Importing the command line takes a second; Ctrl-C during that time ends the process without a traceback.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 def main() -> None:
     """Run the command line."""
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # of a shell's background job the signal is ignored, and stays so
+    if handler is signal.default_int_handler:  # a shell's background job ignores the signal, and must keep ignoring it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from pipelinerl import cli
     from pipelinerl.system.process_end import run_process

@@ -1,7 +1,7 @@
-"""What numpy, torch and jax.numpy share, so that the objective is written once.
+"""Operations shared by numpy, torch and jax.numpy, so that the objective is written once.
 
-The library of an array is found through its type and `sys.modules`: whoever holds an array has already imported its
-library, so nothing heavy is imported here.
+The library of an array is determined by its type and found in `sys.modules`. It has been imported by the caller, so
+this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from typing import Any, Final
 
 import numpy as np
 
-#: Any array of one library: numpy, torch or jax.
+#: An array of numpy, torch or jax.
 Array = Any
 
 _NAMESPACES: Final = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "jaxlib": "jax.numpy"}
 
 
 def namespace(array: Array) -> ModuleType:
-    """The module whose `exp`, `expm1`, `where`, `clip`, `abs`, `zeros_like` work on `array`: numpy, torch or jax.numpy.
+    """Return the module whose `exp`, `where`, `clip`, … work on `array`: numpy, torch or jax.numpy.
+
+    It also has `expm1`, `abs` and `zeros_like`.
 
     Raises:
         TypeError: `array` belongs to none of the three.
@@ -34,7 +36,7 @@ def namespace(array: Array) -> ModuleType:
 
 
 def stop_gradient(array: Array) -> Array:
-    """The same values, through which no gradient flows: sg(·) of RLAX Eq. 3."""
+    """Return the same values without gradient: sg(·) of RLAX Eq. 3."""
     xp = namespace(array).__name__
     if xp == "torch":
         return array.detach()
@@ -42,7 +44,7 @@ def stop_gradient(array: Array) -> Array:
 
 
 def on_host(array: Array) -> np.ndarray[Any, Any] | None:
-    """The values as numpy's; None of an array that has none yet, since JAX is compiling what will compute it."""
+    """Return the values as a numpy array; None for a JAX tracer, which has no values yet."""
     xp = namespace(array).__name__
     if xp == "torch":
         held: np.ndarray[Any, Any] = array.detach().cpu().numpy()
@@ -53,7 +55,7 @@ def on_host(array: Array) -> np.ndarray[Any, Any] | None:
 
 
 def segment_sum(values: Array, segment_ids: Array, num_segments: int) -> Array:
-    """Sums [S] of `values` [T] over tokens that share a segment id (0..S-1); a segment without tokens sums to 0."""
+    """Return the sums [S] of `values` [T] by segment id (0..S-1); a segment without tokens sums to 0."""
     xp = namespace(values).__name__
     if xp == "torch":
         return values.new_zeros(num_segments).index_add(0, segment_ids, values)

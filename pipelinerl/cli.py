@@ -1,6 +1,6 @@
-"""`pipelinerl`: the command line. Every command is a thin reading of arguments before the part that does the work.
+"""The `pipelinerl` command line. Each command parses its arguments and calls the module that does the work.
 
-User errors are one sentence on stderr and exit status 2. Heavy libraries are imported by the commands that need them.
+User errors are printed as one sentence on stderr with exit status 2. Commands import heavy libraries lazily.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def run(
     slurm: SlurmOptions = None,
     image: Image = None,
 ) -> None:
-    """Train: start every role on this machine, show progress, write the report. Ctrl-C saves, and ends it.
+    """Train: start every role on this machine, show progress, write the report. Ctrl-C saves and stops the run.
 
-    With --host, this machine is the first of several, on each of which `pipelinerl node` runs; with --on, something
-    else starts these (docs/clusters.md).
+    With --host, this machine is the first of several that each run `pipelinerl node`. With --on, a cluster launcher
+    starts them (docs/use/clusters.md).
     """
     from launch import run as launching
     from launch.resumed_recipe import change_recipe, record_change
@@ -145,7 +145,7 @@ def new(
     prompt_field: Annotated[str | None, typer.Option(help="The field that asks (default: found by its name).")] = None,
     answer_field: Annotated[str | None, typer.Option(help="The field with the answer (likewise).")] = None,
 ) -> None:
-    """Write a recipe and a reward for a model and a data file of your own, ready to check and run."""
+    """Write a recipe and a reward function for your model and data file, ready to check and run."""
     from pipelinerl.commands.new_recipe import write_new
 
     path = write_new(directory, model=model, data=data, prompt_field=prompt_field, answer_field=answer_field)
@@ -160,9 +160,9 @@ def check(
         float | None, typer.Option(min=0, max=2**20, help="Memory of a device, if not of this machine's.")
     ] = None,
 ) -> None:
-    """Dry run of a recipe: everything that can be refused without training is refused here.
+    """Check a recipe without training: reject everything that would stop the run.
 
-    Exit status 1: the recipe is sound, and does not fit in this machine's memory or disk.
+    Exit status 1: the recipe is valid, but does not fit into this machine's memory or disk.
     """
     from launch.run import describe_placement, memory_limits
     from pipelinerl.commands.check import findings
@@ -198,7 +198,7 @@ def _predicted(config: recipes.RunConfig) -> MemoryPrediction:
 
 
 def _memory_lines(predicted: MemoryPrediction, limits: Mapping[str, int]) -> Iterator[str]:
-    """What trains, and what each process will take of its device."""
+    """Yield a line on what is trained, and the predicted device memory of each process."""
     from pipelinerl.commands.memory import prediction as memory
 
     if (line := memory.trainable(predicted)) is not None:
@@ -211,7 +211,7 @@ def status(
     run: Run,
     json: Annotated[bool, typer.Option("--json", help="The whole state, for programs.")] = False,
 ) -> None:
-    """What a live run is doing, and what it waits for."""
+    """Show what a live run is doing and what it waits for."""
     from pipelinerl.commands.engine_access import access_line
     from pipelinerl.commands.remote import controller_of
     from pipelinerl.observability import progress
@@ -227,7 +227,7 @@ def status(
 
 @knobs_app.command("show")
 def knobs_show(run: Run) -> None:
-    """The knobs of a live run and the log of their changes."""
+    """Show the knobs of a live run and the log of their changes."""
     from pipelinerl.commands.remote import controller_of
 
     with controller_of(run) as controller:
@@ -241,7 +241,7 @@ def knobs_show(run: Run) -> None:
 
 @knobs_app.command("set")
 def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=value …, e.g. k=4 j=2")]) -> None:
-    """Change knobs of a live run; they take effect at the next step boundary."""
+    """Change knobs of a live run; changes take effect at the next step boundary."""
     from pipelinerl.commands.remote import controller_of
 
     with controller_of(run) as controller:
@@ -258,7 +258,7 @@ def stop(
         bool, typer.Option("--suspend", help="save and end now, without a last evaluation, to go on with --resume")
     ] = False,
 ) -> None:
-    """End a live run at its next step boundary, with checkpoint and evaluation."""
+    """Stop a live run at its next step boundary, after a final checkpoint and evaluation."""
     from pipelinerl.commands.remote import controller_of
 
     with controller_of(run) as controller:
@@ -271,7 +271,7 @@ def stop(
 
 @app.command()
 def report(run_dir: RunPath) -> None:
-    """Write learning_curve.png and report.html of a run, also while it is live."""
+    """Write learning_curve.png and report.html of a run, live or finished."""
     from launch import run as launching
 
     for path in launching.report(run_dir):
@@ -291,7 +291,7 @@ def warmstart(
     at_least: Annotated[float, typer.Option(min=0, max=1, help="Stop at this skill on the validation split.")] = 0.38,
     at_most: Annotated[float, typer.Option(min=0, max=1, help="Fail above it: RL would have too little to do.")] = 0.44,
 ) -> None:
-    """Make a small model and fit demonstrations until it has partial skill, as a start for RL."""
+    """Create a small model and fit it to demonstrations until it has partial skill, as a starting point for RL."""
     from pipelinerl.commands.warmstart import WarmStartOptions, make
 
     options = WarmStartOptions(
@@ -305,7 +305,7 @@ def mismatch(
     run_dir: RunPath,
     json: Annotated[bool, typer.Option("--json", help="Every figure and the advice, for programs.")] = False,
 ) -> None:
-    """How far trainer and sampler are apart, by cause, and what to do about it; draws mismatch.png."""
+    """Show how far trainer and sampler log-probs differ, by cause, and what to do about it; draws mismatch.png."""
     from rich.console import Console
 
     from pipelinerl.commands.mismatch import show
@@ -331,7 +331,7 @@ def samples(
     follow: Annotated[bool, typer.Option("--follow", help="Go on with what comes, until the run is over.")] = False,
     json: Annotated[bool, typer.Option("--json", help="A line of JSON for each answer, for programs.")] = False,
 ) -> None:
-    """What the model answers: problem, answer, verdict, reward, advantage, versions; of any run, live or not."""
+    """Show sampled answers: problem, answer, verdict, reward, advantage and versions, of a live or finished run."""
     from rich.console import Console
 
     from pipelinerl.commands import samples as shown
@@ -364,7 +364,7 @@ def trace(
         Path | None, typer.Option("--output", "-o", help="The file to write (default: trace.json.gz of the run).")
     ] = None,
 ) -> None:
-    """A run over time, for Perfetto: what each role and engine did when, and where each version came from."""
+    """Export a run's timeline for Perfetto: what each role and engine did when, and the origin of each version."""
     from pipelinerl.commands.exports import trace_run
 
     typer.echo(trace_run(run_dir, output))
@@ -375,7 +375,7 @@ def track(
     run_dir: RunPath,
     tensorboard: Annotated[Path, typer.Option(help="Directory for event files that TensorBoard reads.")],
 ) -> None:
-    """Take what a run has recorded to TensorBoard, also of a run that is over; once more takes what is new."""
+    """Export a run's figures to TensorBoard, live or finished; a repeated call adds only what is new."""
     from pipelinerl.commands.exports import track_run
 
     typer.echo(track_run(run_dir, tensorboard))
@@ -394,7 +394,7 @@ def explain(
     step: Annotated[int | None, typer.Option(help="The step of that run.")] = None,
     group: Annotated[int | None, typer.Option(help="Shows of that step this order's group alone.")] = None,
 ) -> None:
-    """What an objective is: its five slots, formula, cost and source; and what it makes of given rollouts."""
+    """Explain an objective: its five slots, formula, cost and source, and its effect on given rollouts."""
     from rich.console import Console
 
     from pipelinerl.commands.explain import OfRun, catalogue, show
@@ -408,7 +408,7 @@ def explain(
         return
     of_run = None if run is None or step is None else OfRun(run, step, group)
     if of_run is not None:
-        recipes.load_run(of_run.run_dir)  # no step without a run
+        recipes.load_run(of_run.run_dir)  # fail early if there is no such run
     show(choice or str(of_run and of_run.recipe), overrides or [], rollout or [], Console(), of_run=of_run)
 
 
@@ -418,10 +418,10 @@ def replay(
     step: Annotated[int, typer.Option(help="The step to take again.")],
     objective: Annotated[str | None, typer.Option(help="A preset to take that step with instead.")] = None,
 ) -> None:
-    """Take a step again from its checkpoint and its recorded rollouts, with no engine; status 1 if it differs."""
+    """Repeat a step from its checkpoint and recorded rollouts, without engines; exit status 1 if it differs."""
     from rich.console import Console
 
-    # Before torch is imported: sums depend on how many threads make them, and the launcher gave the trainer so many.
+    # Set before torch is imported: sums depend on the number of threads, so use as many as the trainer had.
     os.environ.setdefault("OMP_NUM_THREADS", str(recipes.load_run(run_dir).launch.threads))
     from pipelinerl.commands.replay import show
 
@@ -430,7 +430,7 @@ def replay(
 
 
 def _connect(url: str, token: str) -> Any:
-    """The controller's client, by which the launcher follows a run."""
+    """Return the controller client with which the launcher follows a run."""
     from pipelinerl.controller.client import ControllerClient
     from pipelinerl.controller.routes import LAUNCHER
 
@@ -438,7 +438,7 @@ def _connect(url: str, token: str) -> Any:
 
 
 def _claim(config: recipes.RunConfig) -> bool:
-    """Take the run's name at its location."""
+    """Claim the run's name at its location."""
     from pipelinerl.roles import resumption
 
     return resumption.claim(config)
@@ -449,7 +449,7 @@ app.command()(chaos)
 
 
 def _refuse(config: recipes.RunConfig) -> None:
-    """Look at what would stop the run, before anything is made or started: in no time, and in little memory."""
+    """Reject what would stop the run before anything is created or started; fast and with little memory."""
     from pipelinerl.commands.check import refuse
     from pipelinerl.commands.findings.first_look import FIRST, refuse_problems
 
@@ -462,7 +462,7 @@ app.add_typer(roles_app)
 
 
 def _knob_lines(knobs: Mapping[str, Any], within: str = "") -> Iterator[str]:
-    """Each knob as `knobs set` takes it: domain_weights.math = 1.0."""
+    """Yield each knob in the form that `knobs set` accepts: domain_weights.math = 1.0."""
     for name, value in knobs.items():
         if isinstance(value, Mapping):
             yield from _knob_lines(value, f"{within}{name}.")
@@ -478,11 +478,11 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 
 def main() -> None:
-    """Run the command line; an error that a user can mend is one sentence and status 2."""
+    """Run the command line; user errors become one sentence and exit status 2."""
     collect_rarely()
     hide_password()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # formulas and names are Unicode, a terminal may be of another time
+        if isinstance(stream, io.TextIOWrapper):  # output has Unicode; some terminals cannot encode it
             stream.reconfigure(errors="backslashreplace")
     try:
         working_directory()
@@ -490,7 +490,7 @@ def main() -> None:
     except UserError as error:
         print(without_secrets(f"pipelinerl: {error}"), file=sys.stderr)
         raise SystemExit(2) from None
-    except OSError as error:  # a file nobody may read, a disk that is full: the system says which, and why
+    except OSError as error:  # unreadable file or full disk: the system's message names it
         print(without_secrets(f"pipelinerl: {system_words(error)}"), file=sys.stderr)
         raise SystemExit(1) from None
     except PipelineError as error:

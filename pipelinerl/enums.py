@@ -1,142 +1,149 @@
-"""Choices that a recipe makes and a part of the run obeys: declared here once, where both can see them."""
+"""Enums for recipe settings that several packages need, declared once."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import Final
 
-#: The coldest and the hottest temperature that every engine samples at; a colder one divides by next to nothing.
+#: The temperature range that every engine supports; below it, logits would be divided by nearly zero.
 COLDEST: Final = 1e-5
 HOTTEST: Final = 100.0
 
 
 class WeightFormat(StrEnum):
-    """How an engine keeps the weights of linear layers, whatever dtype they come in; all else keeps the model's."""
+    """Format in which an engine stores linear layers; all other weights keep the model's dtype."""
 
     NATIVE = "native"
-    """Weights stay as they come."""
+    """The model's dtype."""
     INT8 = "int8"
-    """Eight bits with a scale for each output channel, and activations in eight bits with one for each token."""
+    """Eight-bit weights with a scale per output channel, and eight-bit activations with a scale per token."""
     INT4 = "int4"
-    """The error of four-bit weights, for experiments: kept and multiplied like `int8`, so no smaller and no faster."""
+    """Weights rounded to four bits, for experiments; stored and multiplied like `int8`, without savings."""
 
 
 class VerifierLocation(StrEnum):
-    """Whose processes judge the answers of a run."""
+    """The processes that judge the answers of a run."""
 
     ACTORS = "actors"
-    """Each actor's own."""
+    """Each actor's own verifier processes."""
     SERVICES = "services"
-    """Those of verifier services, which the launcher or somebody else starts, on any machine."""
+    """Verifier services, started by the launcher or by a user, on any machine."""
 
 
 class Receiver(StrEnum):
-    """Where an engine that stages weights in its own process has its endpoint in the weight group."""
+    """The process that receives an engine's weights, for engines that stage weights in their own process."""
 
     IN_PROCESS = "in_process"
-    """In the same process: nothing is copied, and a peer that sends more than it has announced ends the engine."""
+    """The engine's process: nothing is copied, but a peer that sends more than announced ends the engine."""
     OWN_PROCESS = "own_process"
-    """In another, whose death the engine survives: for networks with peers that are not trusted."""
+    """A separate process that may crash without ending the engine; for networks with untrusted peers."""
 
 
 class OldLogprobs(StrEnum):
-    """Where `old_logprobs` come from, the denominator of PPO's ratio.
+    """Source of `old_logprobs`, the denominator of PPO's ratio.
 
-    In flight the tokens of a batch, and of one rollout, come from up to k + 1 versions, so that "the old policy" is one
-    of two things. In lockstep (j = k = 1) they are the same.
+    With in-flight updates, the tokens of a batch, or even of one rollout, come from up to k + 1 versions. "The old
+    policy" can then mean two things: the weights that sampled, or those at the start of the step. In lockstep (j = k =
+    1) they are the same.
     """
 
     SAMPLING_WEIGHTS = "sampling_weights"
-    """A forward pass at the weights that sampled each token (RLAX §5.1), which a `WeightHistory` keeps. old/behavior
-    is numerics alone (and the age of caches, where updates leave them), current/old all of the staleness."""
+    """A forward pass with the weights that sampled each token (RLAX §5.1), kept by a `WeightHistory`.
+
+    old/behavior then measures numerics only (and the age of caches that updates keep), current/old all of the
+    staleness.
+    """
     RECOMPUTE = "recompute"
-    """A forward pass at the weights that the step starts from: the proximal policy of decoupled PPO (Hilton et al.
-    2022; AReaL). old/behavior carries staleness and numerics both, and current/old begins at 1."""
+    """A forward pass with the weights at the start of the step.
+
+    This is the proximal policy of decoupled PPO (Hilton et al. 2022; AReaL). old/behavior then measures both staleness
+    and numerics, and current/old begins at 1.
+    """
     BEHAVIOR = "behavior"
-    """What the sampler said; no pass."""
+    """The sampler's log-probs, without a further pass."""
 
 
 class RoutingReplay(StrEnum):
-    """Whose experts compute a token of a mixture-of-experts model in the trainer."""
+    """The experts that compute a token of a mixture-of-experts model in the trainer."""
 
     OFF = "off"
-    """Those that the trainer's own routers choose."""
+    """The experts that the trainer's own routers choose."""
     ROLLOUT = "rollout"
-    """Those that computed it in the sampler: rollout routing replay, R3 (Ma et al. 2025)."""
+    """The experts that the sampler used: rollout routing replay, R3 (Ma et al. 2025)."""
 
 
 class NoSignal(StrEnum):
-    """What becomes of a group whose rewards are all equal."""
+    """The treatment of groups whose rewards are all equal."""
 
     TRAIN = "train"
-    """It counts as part of its step, which therefore stands for the problems as they came."""
+    """Keep them in their step, which then reflects the mixture of problems as it is."""
     FILTER = "filter"
-    """It is dropped and the step waits for another: dynamic sampling (DAPO §3.2)."""
+    """Drop them and wait for others: dynamic sampling (DAPO §3.2)."""
 
 
 class Truncated(StrEnum):
-    """What becomes of a rollout that ended for want of tokens, whose verdict says little of what it was coming to."""
+    """The treatment of rollouts cut off by the token limit, whose verdict says little about their quality."""
 
     TRAIN = "train"
-    """It trains as any other; a soft punishment of length may go with it (`domains.reward.overlong_tokens`)."""
+    """Train on them; a soft length penalty may be added (`domains.reward.overlong_tokens`)."""
     MASK = "mask"
-    """None of its tokens has a gradient: overlong filtering (DAPO §3.4)."""
+    """Exclude all their tokens from the loss: overlong filtering (DAPO §3.4)."""
 
 
 class StalenessScope(StrEnum):
-    """What is refused when a token of it is too old."""
+    """The unit that is dropped if one of its tokens is too old."""
 
     GROUP = "group"
-    """The whole group: an advantage is taken over all that were sampled of a problem."""
+    """The whole group, since advantages are computed over all samples of a problem."""
     ROLLOUT = "rollout"
-    """That rollout alone. Two or more that are left train, against the mean of those that are left."""
+    """Only the rollout. Two or more remaining rollouts train, with the mean of those that remain as baseline."""
 
 
 class Overdue(StrEnum):
-    """What becomes of a group that is still being sampled when its last step comes."""
+    """The treatment of a group that is still being sampled at its last admissible step."""
 
     DROP = "drop"
-    """The step is taken; the group will be stale, and its actor gives it up."""
+    """Take the step without it; the group becomes stale, and its actor gives it up."""
     WAIT = "wait"
-    """The step waits for it, at most `staleness.overdue_s`, since it is the long answers that come late."""
+    """Wait for it, at most `staleness.overdue_s`, since dropping would mostly affect long answers."""
 
 
 class Pin(StrEnum):
-    """How one version of the weights is made to answer a whole evaluation."""
+    """The method of ensuring that one version of the weights answers a whole evaluation."""
 
     AUTO = "auto"
-    """`engine` while two or more engines serve, else `gate`."""
+    """`engine` while two or more engines serve, otherwise `gate`."""
     NONE = "none"
-    """Not at all: updates go on, and answers may mix versions."""
+    """No pin: updates continue, and answers may mix versions."""
     ENGINE = "engine"
-    """One engine answers alone and is left out of updates until the end; training goes on with the others."""
+    """One engine answers alone and receives no updates until the end; training continues with the others."""
     GATE = "gate"
-    """Updates are postponed until the end, at most `hold_s`; training goes on as far as staleness allows."""
+    """Updates are postponed until the end, at most `hold_s`; training continues as far as staleness allows."""
 
 
 class Skill(StrEnum):
-    """What says that a warm start has taught a model enough."""
+    """The criterion for the end of a warm start."""
 
     EXACT = "exact"
-    """Greedy answers that equal the reference, of all domains together."""
+    """The share of greedy answers that equal the reference, over all domains."""
     REWARD = "reward"
-    """The verifiers' reward of sampled answers, of each domain by itself."""
+    """The verifiers' reward of sampled answers, for each domain separately."""
 
 
 class Announce(StrEnum):
-    """How engines that pull their weights are told that there is a version."""
+    """The announcement of a version to engines that pull their weights."""
 
     AUTO = "auto"
-    """By requests, and by the stream in a run that begins with more than 64 engines."""
+    """`stream` in a run that begins with more than 64 engines, otherwise `requests`."""
     REQUESTS = "requests"
-    """Each by two requests."""
+    """Two requests to each engine."""
     STREAM = "stream"
-    """All by one entry of a stream, those that do not follow it by requests."""
+    """One entry of a stream for all engines; engines that do not follow it get requests."""
 
 
 class Elasticity(StrEnum):
-    """What becomes of a decision to have more engines, or fewer."""
+    """The effect of a decision to scale the number of engines."""
 
     DRY_RUN = "dry_run"
-    """It is told in an event, and nothing is done."""
+    """Only record it in an event."""
     ON = "on"

@@ -1,29 +1,29 @@
-"""The errors of the pipeline, as one tree. The contracts have trees of their own.
+"""The error tree of the pipeline. The contracts have error trees of their own.
 
     PipelineError
-    ├── UserError            what the user gave is wrong; shown as one sentence, exit code 2
+    ├── UserError            invalid user input; shown as one sentence, exit code 2
     │   ├── RecipeError      a recipe's key, type or value; the message begins with the field's path
-    │   │   ├── TokenRefused the run's peer wants another bearer token
+    │   │   ├── TokenRefused the run's peer requires another bearer token
     │   │   └── MissingFieldError a row of the data lacks a field; the message lists those that it has
-    │   ├── ReferenceFailed  a user's code that a recipe refers to cannot be loaded
-    │   ├── ColumnError      an objective reads a column that is not there; the message says who computes it
+    │   ├── ReferenceFailed  user code that a recipe refers to cannot be loaded
+    │   ├── ColumnError      an objective reads a missing column; the message says what computes it
     │   ├── ModelError       a model directory is missing or incomplete
-    │   │   ├── TemplateNameError   a chat template may not be given a name, or not with this value
-    │   │   └── UnshownFieldError   the chat template does not look at a field of the request
-    │   ├── AddressError     a port is taken, or a service cannot be reached at the address given
-    │   ├── DivergedError    steps in a row were not finite: another recipe is needed, not another try
-    │   ├── RunFailed        the run cannot go on; the message says why, and what has to be started differently
-    │   └── FencedError      another of its kind was started and has taken over: this process must stop, for good
-    ├── DeadlineError        a wait ended without what it waited for; the message names the culprit
+    │   │   ├── TemplateNameError   a chat template does not accept an argument of this name or value
+    │   │   └── UnshownFieldError   the chat template ignores a field of the request
+    │   ├── AddressError     a port is taken, or a service cannot be reached at the given address
+    │   ├── DivergedError    several steps in a row were not finite: the recipe must change, retries do not help
+    │   ├── RunFailed        the run cannot continue; the message says why, and what to start differently
+    │   └── FencedError      another process has taken over this role: this process must stop for good
+    ├── DeadlineError        a wait timed out; the message names the culprit
     ├── RecordError          a stored or streamed record is damaged or of an unknown kind
     ├── LedgerError          the account of prompt orders does not balance
     ├── CheckpointError      a checkpoint is missing, partial or damaged
-    ├── EngineUnreachable    an engine gave no answer, none in time, or one that is not of the contract
+    ├── EngineUnreachable    an engine did not answer, not in time, or not according to the contract
     └── UpdateError          a weight update failed on some engine; the message names each
         ├── ReachedNoEngine  every engine failed; it carries the reason of each
-        └── ServerLost       a parameter server cannot be reached, or broke off: it may come back
+        └── ServerLost       a parameter server is unreachable or dropped the connection; it may come back
 
-To add one: subclass the nearest parent and add the line above.
+To add one, subclass the nearest parent and add a line above.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from collections.abc import Iterable, Mapping
 
 
 class PipelineError(Exception):
-    """Base of the tree; the message says what was expected, what came, and what to do."""
+    """Base of the tree; messages state what was expected, what was given, and what to do."""
 
 
 class UserError(PipelineError):
-    """What the user gave is wrong: shown as one sentence, without a traceback."""
+    """Invalid user input: shown as one sentence, without a traceback."""
 
 
 class RecipeError(UserError):
-    """A recipe's key, type or value is wrong."""
+    """A recipe's key, type or value is invalid."""
 
 
 class MissingFieldError(RecipeError):
-    """A row of the data lacks a field; `field` names it, and `present` the fields that the row has."""
+    """A row of the data lacks `field`; `present` are the fields that the row has."""
 
     def __init__(self, field: str, present: Iterable[str]) -> None:
         names = sorted(present)
@@ -54,15 +54,15 @@ class MissingFieldError(RecipeError):
 
 
 class TokenRefused(RecipeError):
-    """The bearer token is not that of the run."""
+    """The bearer token is not the run's."""
 
 
 class ReferenceFailed(UserError):
-    """A user's code cannot be loaded; the message says why, but not where it was asked for."""
+    """User code cannot be loaded; the message says why, and callers add which recipe key refers to it."""
 
 
 class ColumnError(UserError):
-    """An objective reads a column that is not there."""
+    """An objective reads a column that is missing."""
 
 
 class ModelError(UserError):
@@ -70,11 +70,11 @@ class ModelError(UserError):
 
 
 class TemplateNameError(ModelError):
-    """A name among `chat_template_kwargs` is not for them, or its value spells a control token."""
+    """A name in `chat_template_kwargs` is not allowed, or its value contains a control token."""
 
 
 class UnshownFieldError(ModelError):
-    """The chat template does not look at a field of the request; `place` names the field."""
+    """The chat template ignores a field of the request; `place` names the field."""
 
     def __init__(self, message: str, place: str) -> None:
         super().__init__(message)
@@ -90,15 +90,15 @@ class DivergedError(UserError):
 
 
 class FencedError(UserError):
-    """Another process of this kind has taken over."""
+    """Another process has taken over this role."""
 
 
 class RunFailed(UserError):
-    """The run cannot go on, whatever is tried again."""
+    """The run cannot continue, and retries do not help."""
 
 
 class DeadlineError(PipelineError):
-    """A wait ended without what it waited for."""
+    """A wait timed out."""
 
 
 class RecordError(PipelineError):
@@ -114,7 +114,7 @@ class CheckpointError(PipelineError):
 
 
 class EngineUnreachable(PipelineError):
-    """An engine gave no answer, none in time, or one that is not of the contract."""
+    """An engine did not answer, not in time, or not according to the contract."""
 
 
 class UpdateError(PipelineError):
@@ -124,8 +124,8 @@ class UpdateError(PipelineError):
 class ReachedNoEngine(UpdateError):
     """No engine took an update.
 
-    `failed` holds the reason of each. For those in `permanent` no retry mends it; those in `blameless` failed because
-    of others.
+    `failed` holds each engine's reason. Engines in `permanent` cannot be fixed by retries; engines in `blameless`
+    failed because of others.
     """
 
     def __init__(
@@ -143,4 +143,4 @@ class ReachedNoEngine(UpdateError):
 
 
 class ServerLost(UpdateError):
-    """A parameter server cannot be reached, or broke off."""
+    """A parameter server is unreachable or dropped the connection."""

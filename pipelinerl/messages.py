@@ -1,7 +1,7 @@
-"""What roles tell one another through the `reports` and `directives` streams: frozen, tagged, versioned by their names.
+"""Messages between roles on the `reports` and `directives` streams: frozen, tagged, and versioned by their names.
 
-Reports go to the controller, which alone decides; directives go to the trainer, which waits for the one that answers
-its report. Every message has a deterministic id, so that repeating it is a no-op.
+Reports go to the controller, which alone makes decisions. Directives go to the trainer, which waits for the answer to
+its report. Every message has a deterministic id, so repeating a message is a no-op.
 
     trainer ── TrainerReady, StepDone, StepSkipped, OrdersEnded, Starving, Published, CanaryChecked, Checkpointed,
                CheckpointDelayed, TrainerStopped ──▶ controller
@@ -19,24 +19,24 @@ import msgspec
 
 from inference_contract.errors import Persistence
 
-#: The layout of a run's directory and streams. It grows whenever what lies there takes another name or shape, so that a
-#: run that another version of the project began is refused, and never misread.
-#: 1: directives lie in the stream `orders`, the journal's snapshot holds the state in one flat record, and no number.
-#: 2: directives lie in the stream `directives`, the snapshot holds the state in parts, and both say their layout.
-#: 3: a group says which problem it answers, a verdict its answer and parts, an evaluation's answer its domain.
-#: 4: the journal's knobs and ledger hold the group sizes of domains and orders, an evaluation the sets that it asks.
+#: Layout version of a run's directory and streams. Increase it whenever stored names or formats change, so that a run
+#: begun by an incompatible version of the project is rejected instead of misread.
+#: - 1: directives are in the stream `orders`; the journal's snapshot is one flat record, without a layout version.
+#: - 2: directives are in the stream `directives`; the snapshot has parts; run and snapshot store their layout version.
+#: - 3: groups name their problem, verdicts their answer and parts, evaluation answers their domain.
+#: - 4: the journal's knobs and ledger contain the group sizes of domains and orders, and evaluations their sets.
 LAYOUT = 4
 
 PROMPTS = "prompts"
 REPORTS = "reports"
 DIRECTIVES = "directives"
 ROLLOUTS = "rollouts:"
-#: Holds an entry for each epoch that ever began, so that none begins twice.
+#: Stream with one entry per epoch that ever began, so that no epoch begins twice.
 EPOCHS = "epochs"
-#: Versions of the weights that engines are to pull, where they are not told one by one; and what became of each.
+#: Streams of weight versions for engines to pull, if versions are not announced by requests, and of their outcomes.
 ANNOUNCEMENTS = "announcements"
 TAKEN = "taken"
-#: So many steps in a row that are not finite end the run.
+#: The number of consecutive non-finite steps that end the run.
 SKIPS_THAT_END = 3
 #: The consumer group in which actors share the prompt orders.
 ACTORS_GROUP = "actors"
@@ -47,32 +47,32 @@ class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
 
 
 def has_ended(index: int, frontier: int, beyond: Collection[int]) -> bool:
-    """Has this order ended? All below `frontier` have, and of the others those in `beyond`."""
+    """Return True if the order has ended: all below `frontier` have, and those in `beyond`."""
     return index < frontier or index in beyond
 
 
 class NoSignalGroups(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups of one domain, without one in between that has something to teach."""
+    """Groups of one domain since its last group with signal."""
 
     right: int = 0
-    """All answers were right."""
+    """Groups with only correct answers."""
     wrong: int = 0
-    """All answers were wrong."""
+    """Groups with only wrong answers."""
     other: int = 0
-    """The rewards were equal for another reason, or no answer may be learnt from."""
+    """Groups with equal rewards for another reason, or without any answer to learn from."""
     refused: int = 0
-    """The recipe's filter refused them."""
+    """Groups refused by the recipe's filter."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The number of all these groups."""
         return self.right + self.wrong + self.other + self.refused
 
 
 class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer's account so far: orders that ended, by fate, and where that account stands.
+    """The trainer's account: the number of ended orders by outcome, and the position up to which it counts.
 
-    `no_signal` counts, by domain, the groups that came since the domain's last group with something to teach.
+    `no_signal` counts, by domain, the groups since the domain's last group with signal.
     """
 
     trained: int = 0
@@ -85,9 +85,11 @@ class ConsumedReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerReady(ControlMessage, frozen=True):
-    """A trainer has loaded weights `model_version` and asks what to do. Begins a new epoch, above all that were ever
-    `claimed` in its directory. `solved`, as of `StepDone`, holds what no report that was answered before its checkpoint
-    has said."""
+    """A trainer has loaded version `model_version` and requests a directive.
+
+    It begins a new epoch, above all that were ever `claimed` in its directory. `solved`, as in `StepDone`, contains
+    what no report answered before its checkpoint has included.
+    """
 
     report_id: str
     incarnation: str
@@ -98,11 +100,11 @@ class TrainerReady(ControlMessage, frozen=True):
 
 
 class StepDone(ControlMessage, frozen=True):
-    """A step is applied on the groups of `orders`; the weights are `model_version` now.
+    """A step on the groups of `orders` is complete, and the weights are now `model_version`.
 
-    `updates` holds figures of each of its optimizer steps, where it was to have several. `by_domain` and `by_tag` hold
-    figures of all groups that came since the last step, by the name of the domain or tag; `solved`, by domain, the
-    order and the problem's id of those of them whose answers were all right.
+    `updates` contains figures of each optimizer step, if the step was to have several. `by_domain` and `by_tag` contain
+    figures of all groups that arrived since the previous step, by domain or tag. `solved` lists, by domain, the order
+    and problem id of each of these groups whose answers were all correct.
     """
 
     report_id: str
@@ -118,9 +120,9 @@ class StepDone(ControlMessage, frozen=True):
 
 
 class StepSkipped(ControlMessage, frozen=True):
-    """A step was not applied, since `what` of the orders `groups` is NaN or infinite; the weights are as before.
+    """A step was skipped because `what` of the orders `groups` is NaN or infinite; the weights are unchanged.
 
-    The orders of its batch are accounted for as filtered. `in_a_row` counts such steps since the last that was applied.
+    The orders of its batch are accounted for as filtered. `in_a_row` counts skipped steps since the last completed one.
     """
 
     report_id: str
@@ -133,7 +135,7 @@ class StepSkipped(ControlMessage, frozen=True):
 
 
 class TrainerLeaving(ControlMessage, frozen=True):
-    """The trainer's process is about to end, though the run goes on: it asks to save its state first."""
+    """The trainer's process must end while the run continues; it requests a directive to save its state first."""
 
     report_id: str
     epoch: int
@@ -142,7 +144,7 @@ class TrainerLeaving(ControlMessage, frozen=True):
 
 
 class OrdersEnded(ControlMessage, frozen=True):
-    """Orders ended without a step (filtered or stale), so that new prompts may be issued.
+    """Orders ended without a step (filtered or stale), so new prompts may be issued.
 
     `again` lists orders whose groups were sampled by weights of an abandoned epoch: they have not ended.
     """
@@ -154,7 +156,10 @@ class OrdersEnded(ControlMessage, frozen=True):
 
 
 class Starving(ControlMessage, frozen=True):
-    """The trainer waits for a step and nothing has come for a while; the groups of the orders `held` wait with it."""
+    """The trainer waits for groups, and nothing has arrived for a while.
+
+    It already has the groups of the orders `held`.
+    """
 
     epoch: int
     model_version: int
@@ -162,9 +167,10 @@ class Starving(ControlMessage, frozen=True):
 
 
 class Published(ControlMessage, frozen=True):
-    """Outcome of the publication that `directive` asked for, by the name it answers; engine by engine (base URL).
+    """Outcome of the publication ordered by `directive`, for each engine (base URL).
 
-    For those in `permanent`, no retry mends the reason in `failed`; those in `blameless` failed because of others.
+    `failed` holds the reasons. Engines in `permanent` cannot be fixed by retries; engines in `blameless` failed because
+    of others.
     """
 
     epoch: int
@@ -180,11 +186,11 @@ class Published(ControlMessage, frozen=True):
 
 
 class CanaryChecked(ControlMessage, frozen=True):
-    """What became of the engines that had to prove the weights just published to them (base URL).
+    """Outcome of the canary check for each engine (base URL) that had to prove newly published weights.
 
-    `worst` holds, of those that did, the largest difference between their log-probs and the trainer's, in nats;
-    `mismatched` says how the others' answers were wrong, `failed` why there was none; for those in `permanent` no retry
-    mends that.
+    `worst` holds, for engines that passed, the largest difference between their log-probs and the trainer's, in nats.
+    `mismatched` describes wrong answers, and `failed` why there was no answer. Engines in `permanent` cannot be fixed
+    by retries.
     """
 
     epoch: int
@@ -197,7 +203,7 @@ class CanaryChecked(ControlMessage, frozen=True):
 
 
 class Checkpointed(ControlMessage, frozen=True):
-    """A checkpoint is durable; training stood still for it for `stall_s`."""
+    """A checkpoint is durable; training paused for it for `stall_s`."""
 
     epoch: int
     model_version: int
@@ -206,7 +212,7 @@ class Checkpointed(ControlMessage, frozen=True):
 
 
 class CheckpointDelayed(ControlMessage, frozen=True):
-    """The checkpoint of `model_version` cannot be written yet, for a reason that may pass; it is tried again."""
+    """The checkpoint of `model_version` cannot be written yet, for a temporary reason; it is retried."""
 
     epoch: int
     model_version: int
@@ -214,7 +220,7 @@ class CheckpointDelayed(ControlMessage, frozen=True):
 
 
 class TrainerStopped(ControlMessage, frozen=True):
-    """The trainer obeyed a directive to stop; its state is saved. With `left`, another is to take its place."""
+    """The trainer obeyed a directive to stop, and its state is saved. With `left`, another trainer will replace it."""
 
     epoch: int
     model_version: int
@@ -222,9 +228,10 @@ class TrainerStopped(ControlMessage, frozen=True):
 
 
 class GroupFailed(ControlMessage, frozen=True):
-    """An order cannot be completed; it will not be tried again. `persistence` says whether another would be.
+    """An order failed for good and is not retried.
 
-    `code` is the engine's, where one has refused (`inference_contract.errors`).
+    `persistence` says whether other orders would fail in the same way. `code` is the engine's error code, if an engine
+    rejected it (`inference_contract.errors`).
     """
 
     order_id: str
@@ -236,7 +243,7 @@ class GroupFailed(ControlMessage, frozen=True):
 
 
 class GroupOutdated(ControlMessage, frozen=True):
-    """An actor has given an order up: sampling began at `oldest`, and at version `current` it could train no step."""
+    """An actor gave up an order: sampled from version `oldest` on, it is too old to train at version `current`."""
 
     order_id: str
     index: int
@@ -246,9 +253,10 @@ class GroupOutdated(ControlMessage, frozen=True):
 
 
 class GroupHandedOver(ControlMessage, frozen=True):
-    """An engine failed, or was taken out, while it sampled a group; another has ended it.
+    """An engine failed or was removed while sampling a group, and another engine finished it.
 
-    Of the group's tokens, `tokens_kept` are the first engine's; `tokens_resampled` came from it and could not be used.
+    `tokens_kept` counts tokens of the first engine in the group; `tokens_resampled` those of its tokens that could not
+    be used.
     """
 
     order_id: str
@@ -258,7 +266,7 @@ class GroupHandedOver(ControlMessage, frozen=True):
 
 
 class ShownAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """One answer as people read it; `spans` are of (version, tokens)."""
+    """One answer for users; `spans` are (version, tokens)."""
 
     text: str
     outcome: str
@@ -270,7 +278,7 @@ class ShownAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShownProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """A held-out problem and its answers, for the samples that people read: nothing is decided by it."""
+    """A held-out problem with its answers, for the samples that users read; no decision depends on it."""
 
     problem_id: str
     prompt: str
@@ -279,12 +287,12 @@ class ShownProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluationDone(ControlMessage, frozen=True):
-    """The samples of one held-out problem: how many have a verdict, and how many are right.
+    """The samples of one held-out problem: the number of samples with a verdict, and of correct ones.
 
-    The versions are those of the oldest and the newest of all their tokens, `epoch` the oldest that began one. Sample
-    by sample: `lengths`, tokens that were sampled; `answers`, what the verifier took for the answer; `right`, was it
-    judged and right. `unjudged` lists the places of samples without a verdict; `truncated` counts those that ended for
-    want of tokens. `shown` goes no further than the samples.
+    The versions are the oldest and newest of all tokens, and `epoch` is the oldest one. Per sample: `lengths` in
+    sampled tokens; `answers` as extracted by the verifier; `right` if judged and correct. `unjudged` lists the
+    positions of samples without a verdict; `truncated` counts those cut off by the token limit. `shown` is only used
+    for samples.
     """
 
     order_id: str
@@ -306,9 +314,9 @@ class EvaluationDone(ControlMessage, frozen=True):
 
 
 class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor's verifier of one domain has done since the actor began; `seconds` is the sum over its verdicts.
+    """Totals of an actor's verifier of one domain since the actor began; `seconds` is the sum over its verdicts.
 
-    Those in a row are since the last verdict that says something of an answer; `reason` is the newest of theirs.
+    The `…_in_a_row` counts are since the last real verdict; `reason` is the newest of these failures.
     """
 
     judged: int = 0
@@ -321,9 +329,9 @@ class VerifierFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupStages(msgspec.Struct, frozen=True, array_like=True):
-    """When an actor had claimed the order `index`, had it sampled by `engine`, and had it verified, in Unix seconds.
+    """Times (Unix seconds) at which an actor claimed order `index`, had it sampled by `engine`, and had it verified.
 
-    `spans` are of (version, tokens), of its longest answer. Nothing is decided by it.
+    `spans` are (version, tokens) of its longest answer. No decision depends on it.
     """
 
     index: int
@@ -335,9 +343,9 @@ class GroupStages(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ActorAlive(ControlMessage, frozen=True):
-    """An actor's heartbeat; `verifiers` is by domain, `filtering` counts the groups that a recipe's filter judged.
+    """An actor's heartbeat, with figures of its verifiers by domain, and of the recipe's filter (`filtering`).
 
-    `stages` are of a few of the groups that it has ended since the heartbeat before, drawn by seed.
+    `stages` are of a few groups that ended since the previous heartbeat, drawn by seed.
     """
 
     name: str
@@ -350,7 +358,7 @@ class ActorAlive(ControlMessage, frozen=True):
 
 
 class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):
-    """The knobs that the trainer obeys, as of a step boundary."""
+    """Knobs for the trainer, in effect from the next step boundary."""
 
     k: float
     learning_rate: float
@@ -360,10 +368,11 @@ class TrainerKnobs(msgspec.Struct, frozen=True, kw_only=True):
 class Directive(ControlMessage, frozen=True):
     """The controller's answer to `TrainerReady`, `StepDone`, `StepSkipped` or `TrainerLeaving`.
 
-    `publish_to` lists the engines to be given the trainer's weights now (empty: none are due); `membership` numbers
-    the set, so that a changed set forms a new group; those in `to_verify` have to pass a canary check. `failed` and
-    `stale` list orders that ended without a group. Where steps wait for what is overdue, `fresh_until` says of the
-    orders from each first one on which step is the last that they can surely train, and `issued` how many there are.
+    `publish_to` lists the engines that must receive the trainer's weights now; empty if none are due. `membership`
+    numbers the set of engines, so that a changed set forms a new process group. Engines in `to_verify` must pass a
+    canary check. `failed` and `stale` list orders that ended without a group. If steps wait for overdue groups,
+    `issued` is the number of orders so far. `fresh_until` then lists (first order, step): orders from that one on can
+    be trained up to this step.
     """
 
     answers: str
@@ -382,7 +391,7 @@ class Directive(ControlMessage, frozen=True):
 
 
 class WeightsAnnounced(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that engines are to pull and serve, all that read it but those `left_out` (base URLs).
+    """A version that engines must pull and serve, except those in `left_out` (base URLs).
 
     `prepare` is the JSON of the contract's request that prepares it.
     """
@@ -392,8 +401,11 @@ class WeightsAnnounced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsTaken(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine at `url` follows announcements, and what became of the last: the contract's `answer` or `error`, as
-    JSON, with the HTTP `status` of the latter. As it begins to follow, it has neither."""
+    """The engine at `url` follows announcements; with the outcome of the last one.
+
+    The outcome is the contract's `answer` or `error`, as JSON, with the HTTP `status` of the latter. Both are empty
+    when the engine begins to follow.
+    """
 
     url: str
     epoch: int = -1
@@ -422,7 +434,7 @@ Report = (
     | ActorAlive
 )
 
-#: Reports that an actor makes; the others are the trainer's.
+#: Reports from actors; all others come from the trainer.
 FROM_ACTORS = (GroupFailed, GroupOutdated, GroupHandedOver, EvaluationDone, ActorAlive)
 
 #: Reports that the trainer repeats until a directive answers them.
@@ -430,7 +442,7 @@ Question = TrainerReady | StepDone | StepSkipped | TrainerLeaving
 
 _Message = TypeVar("_Message")
 
-#: So far beyond what it knows of may an order be that a message speaks of; a forged one is further.
+#: The largest plausible distance of an order in a message from those known; forged messages exceed it.
 MOST_AHEAD = 2**20
 
 _REPORTS = msgspec.msgpack.Decoder(Report)
@@ -441,7 +453,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def layout_refusal(what: str, found: object) -> str:
-    """Why `what`, which is of the layout `found`, is not read, and what to do."""
+    """Return the error for `what`, whose layout is `found` and cannot be read."""
     return (
         f"{what} must be of layout {LAYOUT}, got layout {found}: another version of pipelinerl began it; use that "
         "version for it, or begin a new run"
@@ -449,37 +461,37 @@ def layout_refusal(what: str, found: object) -> str:
 
 
 def encode(message: ControlMessage) -> bytes:
-    """Wire bytes of a message."""
+    """Encode a message."""
     return _ENCODER.encode(message)
 
 
 def encode_struct(message: WeightsAnnounced | WeightsTaken) -> bytes:
-    """Wire bytes of what lies in a stream of its own kind."""
+    """Encode an entry of the announcement streams."""
     return _ENCODER.encode(message)
 
 
 def decode_announcement(payload: bytes) -> WeightsAnnounced:
-    """Inverse of `encode_struct`; raises `msgspec.DecodeError` on anything else."""
+    """Decode an announcement; raises `msgspec.DecodeError` for anything else."""
     return _decoded(_ANNOUNCEMENTS, payload)
 
 
 def decode_taken(payload: bytes) -> WeightsTaken:
-    """Inverse of `encode_struct`; raises `msgspec.DecodeError` on anything else."""
+    """Decode an outcome; raises `msgspec.DecodeError` for anything else."""
     return _decoded(_TAKEN, payload)
 
 
 def decode_report(payload: bytes) -> Report:
-    """Inverse of `encode` for reports; raises `msgspec.DecodeError` on anything else."""
+    """Decode a report; raises `msgspec.DecodeError` for anything else."""
     return _decoded(_REPORTS, payload)
 
 
 def decode_directive(payload: bytes) -> Directive:
-    """Inverse of `encode` for directives; raises `msgspec.DecodeError` on anything else."""
+    """Decode a directive; raises `msgspec.DecodeError` for anything else."""
     return _decoded(_DIRECTIVES, payload)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Message:
     try:
         return decoder.decode(payload)
-    except (UnicodeDecodeError, RecursionError) as error:  # which msgspec lets through as they are
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec raises these unchanged
         raise msgspec.DecodeError(str(error)) from None

@@ -1,7 +1,7 @@
-"""What can be plugged in, by name. To add one: write its file and one line here; the conformance tests find it.
+"""Registry of pluggable components by name. To add one, write its file and one line here; conformance tests include it.
 
-Values are `module:attribute`, imported only when chosen, so that reading the registry needs none of the libraries. A
-user adds without a line here: wherever a name may stand, `package.module:attribute` or `path.py:attribute` may.
+Values are `module:attribute`, imported only when used, so reading the registry needs none of the libraries. User code
+needs no entry: `package.module:attribute` or `path.py:attribute` is accepted wherever a name is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipelinerl.system.references import is_reference, load_reference
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry:
-    """Where an implementation lives, the top-level packages that it needs installed, and how they are had."""
+    """The location of an implementation, the packages that it needs, and how to install them."""
 
     target: str
     needs: tuple[str, ...] = ()
@@ -25,12 +25,12 @@ class RegistryEntry:
 
     @property
     def installed(self) -> bool:
-        """Are the packages it needs there?"""
+        """True if the packages that it needs are installed."""
         return all(importlib.util.find_spec(name) is not None for name in self.needs)
 
 
 _JAX: Final = "pip install 'pipelinerl[jax]'"
-_VLLM: Final = "its pins clash with ours, so it has an environment of its own: make vllm builds it, docs/vllm.md"
+_VLLM: Final = "its pins clash with ours, so it has an environment of its own: make vllm builds it, docs/use/vllm.md"
 
 #: `from_options(EngineOptions) -> Engine`
 ENGINES: Final[Mapping[str, RegistryEntry]] = {
@@ -46,35 +46,36 @@ ENGINES: Final[Mapping[str, RegistryEntry]] = {
     "bigram": RegistryEntry("pipelinerl.engines.bigram.engine:from_options"),
 }
 
-#: Engines that stand for a server that somebody runs (`engine.servers`).
+#: Engines that represent a server run by the user (`engine.servers`).
 SERVER_ENGINES: Final = frozenset({"vllm_server", "sglang_server"})
 
-#: Engines and trainers whose process computes on the host alone, whatever GPUs there are.
+#: Engines and trainers that compute on the CPU only, even if there are GPUs.
 ON_THE_HOST: Final = SERVER_ENGINES | {"bigram"}
 
-#: Engines that know options of their own (`engine.options`), with what refuses those that the recipe sets elsewhere.
+#: Engines with options of their own (`engine.options`), and the function that rejects those set elsewhere in the
+#: recipe.
 ENGINES_WITH_OPTIONS: Final[Mapping[str, str]] = {"vllm": "pipelinerl.engines.external.vllm.options:check_names"}
 
-#: A class without arguments that satisfies `Trainer`.
+#: A class without arguments that implements `Trainer`.
 TRAINERS: Final[Mapping[str, RegistryEntry]] = {
     "torch": RegistryEntry("pipelinerl.trainers.torch.trainer:TorchTrainer", ("torch", "transformers", "accelerate")),
     "jax": RegistryEntry("pipelinerl.trainers.jax.trainer:JaxTrainer", ("jax", "optax", "tensorstore"), _JAX),
     "bigram": RegistryEntry("pipelinerl.trainers.bigram.trainer:BigramTrainer"),
 }
 
-#: Trainers that know options of their own (`trainer.options`).
+#: Trainers with options of their own (`trainer.options`).
 TRAINERS_WITH_OPTIONS: Final = frozenset({"torch", "jax"})
-#: Of some of them, what refuses options before a run is started, without importing anything heavy.
+#: Functions that validate trainer options before a run starts, without heavy imports.
 TRAINER_OPTION_CHECKS: Final[Mapping[str, str]] = {
     "torch": "pipelinerl.trainers.torch.options:checked",
     "jax": "pipelinerl.trainers.option_table:refuse_lora",
 }
 
-#: Engines that tell which experts computed a token, and trainers that replay it (`trainer.routing_replay`).
+#: Engines that report the experts of each token, and trainers that replay them (`trainer.routing_replay`).
 TELLS_ROUTING: Final = frozenset({"torch"})
 REPLAYS_ROUTING: Final = frozenset({"torch"})
 
-#: `(SourceRequest) -> ProblemSource`; what a recipe says after a colon is the request's argument.
+#: `(SourceRequest) -> ProblemSource`; the text after a colon in the recipe is the request's argument.
 SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "reasoning_gym": RegistryEntry("pipelinerl.data.generated:open_reasoning_gym", ("reasoning_gym",)),
     "addition": RegistryEntry("pipelinerl.data.generated:open_addition"),
@@ -84,13 +85,13 @@ SOURCES: Final[Mapping[str, RegistryEntry]] = {
     "hub": RegistryEntry("pipelinerl.data.files.hub:open_hub", ("huggingface_hub",), "pip install 'pipelinerl[hub]'"),
 }
 
-#: Of sources that read rows, what looks at the first of them: `(SourceRequest, FirstRows, check) -> Problem | None`.
+#: Functions that inspect the first rows of a source: `(SourceRequest, FirstRows, check) -> Problem | None`.
 LOOKS: Final[Mapping[str, str]] = {
     "files": "pipelinerl.data.files.first_rows:look_at_files",
     "hub": "pipelinerl.data.files.hub:look_at_hub",
 }
 
-#: A class that satisfies `Verifier`; `roles/verification.py` says what it is made with.
+#: A class that implements `Verifier`; `roles/verification.py` constructs it.
 VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "math_answer": RegistryEntry("pipelinerl.verifiers.math_answer:MathAnswer"),
     "reasoning_gym": RegistryEntry("pipelinerl.verifiers.reasoning_gym:ReasoningGym", ("reasoning_gym",)),
@@ -99,7 +100,7 @@ VERIFIERS: Final[Mapping[str, RegistryEntry]] = {
     "oubliette": RegistryEntry("pipelinerl.verifiers.oubliette.verifier:Oubliette"),
 }
 
-#: Of some of them, what refuses a problem that no answer could be judged by: `(Problem)`, raises `RecipeError`.
+#: Functions `(Problem)` that raise `RecipeError` for a problem that no answer could be judged by.
 PROBLEM_CHECKS: Final[Mapping[str, str]] = {
     "math_answer": "pipelinerl.verifiers.math_answer:refuse_unreadable",
     "reasoning_gym": "pipelinerl.verifiers.reasoning_gym:entry_of",
@@ -107,17 +108,17 @@ PROBLEM_CHECKS: Final[Mapping[str, str]] = {
     "oubliette": "pipelinerl.verifiers.oubliette.verifier:refuse_unreadable",
 }
 
-#: Verifiers that do not compare with a reference answer, which their problems may lack.
+#: Verifiers that need no reference answer, so their problems may lack one.
 WITHOUT_REFERENCE: Final = frozenset({"instruction_following", "judge", "oubliette"})
 
 
 def is_user_code(entries: Mapping[str, RegistryEntry], name: str) -> bool:
-    """Is a part named by a reference to a user's code, and not by a registered name?"""
+    """Return True if the name is a reference to user code instead of a registered name."""
     return name not in entries and is_reference(name)
 
 
 def known(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> RegistryEntry:
-    """The entry registered as `name`, or that of a reference, whether or not it could be loaded here.
+    """Return the entry registered as `name`, or one for a reference, without checking that it can be loaded.
 
     Raises:
         RecipeError: the name is unknown.
@@ -133,7 +134,7 @@ def known(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> Registr
 
 
 def find(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> RegistryEntry:
-    """The entry of `name`; of what is registered nothing is imported, a user's code is.
+    """Return the entry of `name`; registered components are not imported, user code is.
 
     Raises:
         RecipeError: the name is unknown, a package that it needs is not installed, or the user's code cannot be loaded.
@@ -148,7 +149,7 @@ def find(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> Registry
 
 
 def load(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> Any:
-    """What `name` stands for, registered or a reference; raises as `find` does."""
+    """Return the component named `name`, registered or a reference; raises like `find`."""
     if is_user_code(entries, name):
         return _user_code(kind, name)
     return resolve(find(kind, entries, name).target)
@@ -165,10 +166,10 @@ def _user_code(kind: str, name: str) -> Any:
 
 
 def resolve(target: str) -> Any:
-    """The object that `module:attribute` or `path.py:attribute` names.
+    """Return the object named by `module:attribute` or `path.py:attribute`.
 
     Raises:
-        RecipeError: the form is wrong, or it cannot be loaded.
+        RecipeError: the form is wrong, or the object cannot be loaded.
     """
     try:
         return load_reference(target)

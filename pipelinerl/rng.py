@@ -1,6 +1,6 @@
 """The only source of randomness: pure functions of their keys.
 
-Problem i of a run is a function of (seed, mixture, i); the noise of a token is a function of (seed, sample, position).
+Problem i of a run is a function of (seed, mixture, i); a token's noise is a function of (seed, sample, position).
 Nothing here keeps state, so a resumed or repeated run draws the same numbers.
 """
 
@@ -19,24 +19,24 @@ _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
 def key(seed: int, *path: int | str) -> int:
-    """A 63-bit key for (seed, path): stable across processes, machines and Python versions."""
+    """Return a 63-bit key for (seed, path), stable across processes, machines and Python versions."""
     text = "\x1f".join([str(seed), *(f"{type(part).__name__}:{part}" for part in path)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def generator(seed: int, *path: int | str) -> np.random.Generator:
-    """A fresh generator for (seed, path)."""
+    """Return a new generator for (seed, path)."""
     return np.random.Generator(np.random.PCG64(key(seed, *path)))
 
 
 def sample_keys(seed: int, num_samples: int) -> UInt64:
-    """Keys [num_samples] of the samples of one request, to be used with `uniform`."""
+    """Return keys [num_samples] of the samples of one request, for `uniform`."""
     with np.errstate(over="ignore"):
         return _mix(np.uint64(seed) + _GAMMA * np.arange(1, num_samples + 1, dtype=np.uint64))
 
 
 def uniform(keys: UInt64, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1), one for each (key, position); counter-based, so independent of batching.
+    """Return uniform numbers in [0, 1), one per (key, position); counter-based, so independent of batching.
 
     Args:
         keys: u64 [B], from `sample_keys`.
@@ -48,7 +48,7 @@ def uniform(keys: UInt64, positions: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _mix(state: UInt64) -> UInt64:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014), element by element."""
+    """Apply SplitMix64's finaliser (Steele, Lea, Flood 2014) elementwise."""
     state = (state ^ (state >> np.uint64(30))) * _MIX1
     state = (state ^ (state >> np.uint64(27))) * _MIX2
     return state ^ (state >> np.uint64(31))

@@ -1,10 +1,12 @@
 """The two staleness bounds of RLAX §3.1, j and k, as pure arithmetic on versions.
 
 j (`inference_reload_staleness`): an engine reloads when current − loaded ≥ j.
-k (`trainer_acceptance_staleness`): a rollout may train the step that produces version v + 1 iff
-(v + 1) − (version of its oldest token) ≤ k. `k = math.inf` accepts everything.
 
-Presets: j = k = 1 is on-policy lockstep; (1, 2) one step off; (1, large) with `continue` is PipelineRL; (16, 32) RLAX.
+k (`trainer_acceptance_staleness`): a rollout may train the step that produces version v + 1 iff (v + 1) − (version of
+its oldest token) ≤ k. `k = math.inf` accepts everything.
+
+Presets: j = k = 1 is on-policy lockstep; (1, 2) is one step off-policy; (1, large) with `continue` is PipelineRL; (16,
+32) is RLAX.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class StalenessBounds:
     """The pair (j, k); `k` may be `math.inf`.
 
     Raises:
-        RecipeError: j < 1, or k < j, with which nothing would be acceptable until a reload that never comes.
+        RecipeError: j < 1, or k < j: then rollouts would be too old before engines reload, and the run would deadlock.
     """
 
     j: int
@@ -39,22 +41,22 @@ class StalenessBounds:
             )
 
     def reload_due(self, *, current: int, loaded: int) -> bool:
-        """Must an engine that holds `loaded` be given `current`?"""
+        """Return True if an engine that holds `loaded` must receive `current`."""
         return current - loaded >= self.j
 
     def accepts(self, *, producing: int, oldest: int) -> bool:
-        """May a rollout whose oldest token is of version `oldest` train the step that produces `producing`?"""
+        """Return True if a rollout may train the step producing `producing`; `oldest` is its oldest version."""
         return producing - oldest <= self.k
 
     def may_issue(
         self, *, current: int, loaded: int, queued: int, per_step: int, sampled_at_once: float = math.inf
     ) -> bool:
-        """Return whether a prompt issued now will probably be fresh at its step, and is needed.
+        """Return True if a prompt issued now is needed, and will probably be fresh at its step.
 
-        Ahead of it wait `queued` rollouts, of which each step takes `per_step`, in whole groups. Its tokens will come
-        from weights no older than `loaded`. It is fresh at its earliest step within k − (current − loaded) steps. An
-        answer may take twice as long as others, so beyond two steps only half of them are filled. No more is needed
-        than what is `sampled_at_once`, a step that trains, and one that waits.
+        `queued` rollouts are ahead of it, and each step takes `per_step` of them, in whole groups. Its tokens will be
+        sampled with version `loaded` or newer, so it must train within k − (current − loaded) steps. An answer may take
+        twice as long as others, so beyond two steps only half of them are filled. No more is needed than the rollouts
+        `sampled_at_once`, one step that trains, and one that waits.
         """
         steps = self.k - (current - loaded)
         most = per_step * max(min(steps, 2), steps // 2) if math.isfinite(steps) else math.inf

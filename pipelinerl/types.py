@@ -28,9 +28,9 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One task. `ground_truth` is what the domain's verifier compares with; `metadata` is for that verifier alone.
+    """One task. The domain's verifier compares answers with `ground_truth`; only it uses `metadata`.
 
-    `tags`, such as `subject=algebra`, are what figures are told apart by beside the domain.
+    `tags`, such as `subject=algebra`, divide figures in addition to the domain.
     """
 
     problem_id: str
@@ -42,9 +42,9 @@ class Problem:
 
 
 class ProblemSummary(NamedTuple):
-    """What a group tells of its problem, to those who count and read; its text is in the first turn's context.
+    """The part of a problem that its group carries, for figures and users; the prompt is in the first turn's context.
 
-    `ground_truth` is cut to `MOST_SHOWN` characters.
+    `ground_truth` is truncated to `MOST_SHOWN` characters.
     """
 
     problem_id: str = ""
@@ -54,29 +54,29 @@ class ProblemSummary(NamedTuple):
 
 _UNNAMED: Final = ProblemSummary()
 
-#: So many characters of a text that nobody computes with are kept for readers.
+#: The most characters of a text that is only kept for users.
 MOST_SHOWN: Final = 1000
 
 
 class Quota(NamedTuple):
-    """From order `since` on, the domains' shares are kept within each `size` consecutive orders, a step's groups."""
+    """From order `since` on, domain shares are exact within each block of `size` orders, the groups of a step."""
 
     since: int
     size: int
 
 
 class Purpose(StrEnum):
-    """What the samples of an order are for."""
+    """The use of an order's samples."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"
 
 
 class Priority(IntEnum):
-    """Which requests begin first at an engine where others wait: the lowest."""
+    """Priority of a request in an engine's queue; the lowest value begins first."""
 
     PROOF = -2
-    """The trainer waits for it, and the engine has no work before it."""
+    """The trainer waits for it, and the engine may do no other work before it."""
     EVALUATION = -1
     """Updates, or an engine, wait for its end."""
     TRAINING = 0
@@ -84,7 +84,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How an order is to be sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token."""
+    """Sampling parameters of an order. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token."""
 
     num_samples: int
     temperature: float = 1.0
@@ -96,7 +96,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainSampling:
-    """What a domain has its own way: None is as the rest of the run. `chat_template_kwargs` go to the chat template."""
+    """Sampling parameters of a domain; None means the run's. `chat_template_kwargs` go to the chat template."""
 
     group_size: int | None = None
     temperature: float | None = None
@@ -109,8 +109,9 @@ class DomainSampling:
 class PromptOrder:
     """The controller's order to sample one problem G times.
 
-    `order_id` is deterministic (`prompt-000123`, `eval-40-2-000007`): repeating an order is a no-op. `index` is its
-    position in its sequence; `seed` keys the sampling noise. An `engine` (base URL) that is named answers alone.
+    `order_id` is deterministic (`prompt-000123`, `eval-40-2-000007`), so repeating an order is a no-op. `index` is its
+    position in its sequence; `seed` keys the sampling noise. If `engine` (base URL) is set, only that engine may
+    answer.
     """
 
     order_id: str
@@ -125,10 +126,10 @@ class PromptOrder:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A completion, the engine (base URL) that ended it, and what it took from those that failed or left before.
+    """A completion, and the engine (base URL) that finished it, possibly continuing other engines' tokens.
 
-    `tokens_kept` counts those of its tokens that such an engine sampled; `tokens_resampled` those that could not be
-    gone on with, and were sampled again.
+    `tokens_kept` counts its tokens that were sampled by engines that then failed or left. `tokens_resampled` counts
+    such tokens that could not be continued and were sampled again.
     """
 
     completion: ChatCompletion
@@ -138,30 +139,30 @@ class Answered:
 
 
 class VersionSpan(NamedTuple):
-    """`num_tokens` consecutive tokens were sampled by the weights `model_version`."""
+    """`num_tokens` consecutive tokens that were sampled by version `model_version`."""
 
     model_version: int
     num_tokens: int
 
 
 class Outcome(StrEnum):
-    """What a verifier found. `timeout` and `verifier_error` say nothing of the answer: such rollouts are masked."""
+    """A verifier's outcome. `timeout` and `verifier_error` say nothing about the answer: such rollouts are masked."""
 
     CORRECT = "correct"
     PARTIAL = "partial"
-    """Judged and not correct, with a reward above 0: it trains by its reward, and counts as not right in accuracies."""
+    """Judged as not correct, with a reward above 0: trains by its reward, and counts as wrong in accuracies."""
     WRONG = "wrong"
     TIMEOUT = "timeout"
     VERIFIER_ERROR = "verifier_error"
 
     @property
     def is_judgement(self) -> bool:
-        """Does the reward mean anything?"""
+        """True if the reward is meaningful."""
         return self in (Outcome.CORRECT, Outcome.PARTIAL, Outcome.WRONG)
 
 
 class RewardPart(NamedTuple):
-    """One of the rewards that a domain adds up."""
+    """One term of a domain's reward."""
 
     name: str
     reward: float
@@ -169,12 +170,12 @@ class RewardPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A verifier's finding; `reward` is meaningless unless the outcome is a judgement.
+    """A verifier's result; `reward` is meaningless unless the outcome is a judgement.
 
     Attributes:
-        answer: what the verifier took for the answer, in a form in which equal answers are equal: majorities are
-            counted by it. Empty where it has no such notion.
-        parts: of a reward that is a weighted sum, each part by name, before its weight.
+        answer: the extracted answer, normalised so that equal answers are equal strings; used for majorities. Empty if
+            the verifier extracts none.
+        parts: the terms of a weighted sum by name, before their weights.
     """
 
     outcome: Outcome
@@ -186,13 +187,16 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the environment wrote, then what the model sampled.
+    """Text written by the environment, followed by the model's sampled tokens.
 
     Attributes:
         context_token_ids: i32 [C], prompt (first turn) or tool answer (later turns), template tokens included.
-        token_ids: i32 [N]; behavior_logprobs: f32 [N]; spans: summing to N.
-        routed_experts: u8 or u16 [N, layers, top_k], of the token before each, where the sampler tells;
-            context_routed_experts: [C, layers, top_k], the same of the context, meaningless at the rollout's start.
+        token_ids: i32 [N].
+        behavior_logprobs: f32 [N].
+        spans: version spans that sum to N.
+        routed_experts: u8 or u16 [N, layers, top_k], experts of the token before each sampled one, if the sampler
+            reports them.
+        context_routed_experts: [C, layers, top_k], the same for the context; meaningless at the rollout's start.
     """
 
     context_token_ids: NDArray[np.int32]
@@ -215,29 +219,32 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weights that sampled any of its tokens."""
+        """The oldest version that sampled any of its tokens."""
         return min(span.model_version for turn in self.turns for span in turn.spans)
 
     @property
     def newest_version(self) -> int:
-        """The newest weights that sampled any of its tokens."""
+        """The newest version that sampled any of its tokens."""
         return max(span.model_version for turn in self.turns for span in turn.spans)
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the model sampled."""
+        """The number of tokens that the model sampled."""
         return sum(int(turn.token_ids.shape[0]) for turn in self.turns)
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, the environment's included."""
+        """The number of all tokens, including the environment's."""
         return sum(int(turn.context_token_ids.shape[0] + turn.token_ids.shape[0]) for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """The G rollouts of one order. `group_id` is the order's id, by which duplicates are known; `refusal` says why the
-    recipe's filter keeps the group out of training, if it does."""
+    """The G rollouts of one order.
+
+    `group_id` is the order's id, by which duplicates are recognised. `refusal` is the reason why the recipe's filter
+    excludes the group from training; empty if it does not.
+    """
 
     group_id: str
     index: int
@@ -249,7 +256,7 @@ class RolloutGroup:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weights that sampled any token of the group."""
+        """The oldest version that sampled any token of the group."""
         return min(rollout.oldest_version for rollout in self.rollouts)
 
     @property
@@ -259,5 +266,5 @@ class RolloutGroup:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens of the group."""
+        """The number of all tokens of the group."""
         return sum(rollout.num_tokens for rollout in self.rollouts)

@@ -1,8 +1,8 @@
-"""How test processes beside each other collect: each begins at another folder, and all end with the same order.
+"""How parallel test processes collect: each starts at a different folder, and all end with the same order.
 
-Promises that every process has the same tests in the same order, and that collecting costs as little as can be: pytest
-writes the assertions of a file anew, and keeps what comes of it for whoever imports the file next. In one order all
-processes would do so with each file at once, which is half of what collecting takes.
+Promise: every process has the same tests in the same order, and collection is cheap. pytest rewrites the assertions of
+a file and caches the result for the next process. If all processes collected in one order, each would rewrite every
+file itself, which is half of the time of collecting.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 _TESTS = Path(__file__).parent
-#: Where single tests take minutes: these begin first, and the short ones fill the gaps between them and their ends. The
-#: longest file is the first, since nothing shares its tests out.
+#: Folders whose tests take minutes. They run first, and short tests fill the gaps. The longest file is the very first,
+#: because one process runs all tests of a file.
 _LONG = (
     "tests/end_to_end/test_live_run.py", "tests/end_to_end/", "tests/faults/", "tests/observability/page/",
     "tests/examples/", "tests/trainers/", "tests/engines/",
 )  # fmt: skip
-#: Where tests wait for processes, deadlines and disks more than they compute: dealt between the others. All at the end,
-#: as their names would have it, they leave half of two cores idle for minutes.
+#: Folders whose tests mostly wait for processes, deadlines and disks. They are spread between the others; all of them
+#: at the end would leave half of two cores idle for minutes.
 _WAITING = (
     "tests/commands/top/", "tests/faults/", "tests/inference_contract/", "tests/launch/", "tests/observability/page/",
     "tests/roles/", "tests/security/", "tests/streams/", "tests/system/", "tests/verifiers/",
@@ -34,7 +34,7 @@ _WAITING = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays: nobody looks for garbage among it, neither meanwhile nor later."""
+    """Freeze imported objects, so that the garbage collector never scans them."""
     gc.disable()
     try:
         return (yield)
@@ -47,7 +47,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """The folders of tests/, from another one on in each process."""
+    """Collect the folders of tests/ from a different start in each process."""
     report = yield
     if collector.path == _TESTS and report.result:
         report.result[:] = _begun_elsewhere(report.result)
@@ -55,7 +55,7 @@ def pytest_make_collect_report(
 
 
 def _begun_elsewhere(children: Sequence[pytest.Item | pytest.Collector]) -> list[pytest.Item | pytest.Collector]:
-    """The same, from the one on before which other processes are to have imported their share, by size of source."""
+    """Rotate the list to start where other processes have not imported yet, by size of source."""
     process, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
     ends = list(accumulate(_size(child.path) for child in children))
     first = bisect(ends, ends[-1] * int(process.removeprefix("gw")) / int(count))
@@ -63,15 +63,15 @@ def _begun_elsewhere(children: Sequence[pytest.Item | pytest.Collector]) -> list
 
 
 def _size(path: Path) -> int:
-    """Bytes of test files."""
+    """Return the bytes of test files."""
     return sum(file.stat().st_size for file in (path.rglob("test_*.py") if path.is_dir() else [path]))
 
 
-@pytest.hookimpl(trylast=True)  # when what is not asked for has been left out
+@pytest.hookimpl(trylast=True)  # after deselection
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files in the order in which processes beside each other are done soonest, whichever was collected first.
+    """Sort files by the order in which parallel processes finish soonest, independently of collection order.
 
-    One that waits comes after one that computes, as long as there are both.
+    A waiting file follows a computing file while there are both.
     """
     ranks = {place: rank for rank, place in enumerate(_LONG)}
 

@@ -1,4 +1,4 @@
-"""What tests of several rooms share. Roles configure the logging of their process: a test's gets its own back."""
+"""Fixtures and settings for all tests. Roles configure the logging of their process; each test restores its own."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import pytest
 
 from pipelinerl.system.addresses import address_towards
 from tests.collection import pytest_collection, pytest_collection_modifyitems, pytest_make_collect_report  # noqa: F401  hooks
-from tests.failures import pytest_addoption, pytest_terminal_summary  # noqa: F401  hooks
 from tests.open_sessions import left_open
 
-#: Read when JAX is first used in a process: as many CPU devices, so that meshes can be tried, and machine code that is
-#: quicker to make than to run, since a test runs a program a few times only: one thread emits it, loop by loop, and by
-#: no pipeline of MLIR's. Compiling takes two fifths of the processor time that it took with the second flag alone.
+#: Read when JAX first runs in a process: several CPU devices for meshes, and cheap compilation, because a test runs
+#: each program only a few times (one thread, loop by loop, without MLIR pipelines). Compiling takes two fifths of the
+#: processor time of the second flag alone.
 _XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
@@ -30,25 +29,25 @@ _XLA_FLAGS = (
 )
 os.environ.setdefault("XLA_FLAGS", " ".join(_XLA_FLAGS))
 
-#: Programs that XLA has compiled are kept while the session lasts: tests, and their processes, compile the same ones
-#: again and again. With a bound on its size JAX locks the folder, so that none reads what another has half written.
+#: Compiled XLA programs are kept for the session, because tests and their processes compile the same ones again. With a
+#: size limit, JAX locks the folder, so that no process reads a half-written program.
 _JAX_CACHE = {
     "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 
-# A shell's background job ignores Ctrl-C and hands that down; tests send it.
+# Background jobs of a shell ignore Ctrl-C and pass that on; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# A machine that is busy draws examples slowly, which says nothing of the strategy.
+# Examples are drawn slowly on a busy machine; that is no fault of the strategy.
 hypothesis.settings.register_profile("busy", suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The cache of the whole session: test processes beside each other, and what they start, inherit where it is."""
+    """Set the session's compilation cache; parallel test processes and their children inherit its location."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         place = mkdtemp(prefix="jax-programs-")
         os.environ.update(_JAX_CACHE, JAX_COMPILATION_CACHE_DIR=place)
@@ -57,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def closed_sessions() -> Iterator[None]:
-    """A test fails that leaves an HTTP session open, and says who opened it."""
+    """Fail a test that leaves an HTTP session open, and name its opener."""
     yield
     openers = left_open()
     assert not openers, "an HTTP session was left open by " + "\n".join(openers)
@@ -65,7 +64,7 @@ def closed_sessions() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """A role that ran in the test's process leaves its loop's handlers behind; the next test has Python's."""
+    """Restore Python's signal handlers after a role ran in the test's process."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -74,7 +73,7 @@ def own_signals() -> Iterator[None]:
 
 @pytest.fixture
 def outward() -> str:
-    """The address of this machine that faces others; 198.51.100.0/24 is for documentation, and no host's."""
+    """The address of this machine that faces other hosts; 198.51.100.0/24 is reserved for documentation."""
     try:
         return address_towards("198.51.100.7", 80)
     except OSError:
@@ -83,7 +82,7 @@ def outward() -> str:
 
 @pytest.fixture(autouse=True)
 def own_logging() -> Iterator[None]:
-    """A role that ran in the test's process has configured its logging; the next test has what was there before."""
+    """Restore logging after a role ran in the test's process."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield

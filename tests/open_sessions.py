@@ -1,7 +1,7 @@
-"""HTTP sessions that a test opened and nobody closed, each with its opener.
+"""HTTP sessions that a test left open, each with the place that opened it.
 
-Left to the garbage collector, an open session fails whichever test runs when it is collected. Importing this module
-makes every `aiohttp.ClientSession` of the process note where it was opened.
+An open session that is garbage-collected later would fail an unrelated test. Importing this module makes every
+`aiohttp.ClientSession` of the process record where it was opened.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import aiohttp
 _FRAMES: Final = 6
 
 _open: list[tuple[aiohttp.ClientSession, str]] = []
-_found: list[aiohttp.ClientSession] = []  # kept, so that none of them is collected, and found, a second time
+_found: list[aiohttp.ClientSession] = []  # kept, so that none is collected and reported twice
 _open_session = aiohttp.ClientSession.__init__
 
 
@@ -29,9 +29,9 @@ aiohttp.ClientSession.__init__ = _noting  # type: ignore[method-assign]
 
 
 def left_open() -> list[str]:
-    """Who opened the sessions that are open and whose event loop runs no more, so that nobody can close them.
+    """Return who opened the sessions that are still open and whose event loop has ended.
 
-    Those of an event loop that still runs, in a server's thread, may be closed yet: they are looked at again next time.
+    Sessions on a running event loop, in a server's thread, may still be closed; the next call looks at them again.
     """
     _open[:] = [(session, opener) for session, opener in _open if not session.closed]
     lost = [(session, opener) for session, opener in _open if not session._loop.is_running()]

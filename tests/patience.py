@@ -1,4 +1,4 @@
-"""How long a test waits for what must come. Only one that fails waits so long; a busy machine needs much of it."""
+"""Timeouts of tests. Only a failing test waits this long; a busy machine needs much of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import Final
 
 PATIENCE_S: Final = 240.0
 
-#: What comes at once comes within this on a busy machine, and with the mistake that a test is about only when
-#: `PATIENCE_S`, to which the test sets the wait, is over.
+#: An immediate event arrives within this time on a busy machine; the fault under test would delay it by `PATIENCE_S`,
+#: to which the test sets the timeout.
 SOON_S: Final = 30.0

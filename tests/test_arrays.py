@@ -1,4 +1,4 @@
-"""`arrays`: one set of functions for numpy, torch and jax, which imports none of the heavy ones."""
+"""`arrays`: one set of functions for numpy, torch and jax that imports none of the heavy libraries."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def test_no_gradient_flows_through_stop_gradient():
     assert stop_gradient(np.ones(2)).tolist() == [1.0, 1.0]
 
 
-def test_values_come_to_the_host_as_they_are_unless_a_program_is_being_compiled():
+def test_values_come_to_the_host_unchanged_unless_a_program_is_compiled():
     assert on_host(torch.tensor([1.5, 2.0], requires_grad=True)).tolist() == [1.5, 2.0]
     assert on_host(torch.tensor([True, False])).dtype == on_host(np.array([True])).dtype == bool
     jax = pytest.importorskip("jax")
@@ -42,7 +42,7 @@ def test_values_come_to_the_host_as_they_are_unless_a_program_is_being_compiled(
     assert seen == [None] and on_host(jax.numpy.ones(2)).tolist() == [1.0, 1.0]
 
 
-def test_the_objective_and_the_contract_import_nothing_heavy():
+def test_objective_and_contract_import_nothing_heavy():
     program = (
         "import sys, pipelinerl.objective.presets, pipelinerl.numerics.logprobs, trainer_contract.conformance\n"
         "print([m for m in ('torch', 'jax', 'transformers', 'accelerate', 'safetensors') if m in sys.modules])"

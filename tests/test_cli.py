@@ -1,6 +1,6 @@
-"""The command line as people meet it: exit status, what goes to which stream, and never a traceback.
+"""The command line as people use it: exit status, stdout or stderr, and never a traceback.
 
-Commands run inside this process; those that would start processes are refused before they do.
+Commands run inside this process; those that would start processes are rejected before they do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHIPPED = MODELS / "tiny_speller"
 
 
 class Done(NamedTuple):
-    """How a command ended, and what it said."""
+    """How a command ended, and its output."""
 
     status: int
     out: str
@@ -45,10 +45,10 @@ Command = Callable[..., Done]
 def pipelinerl(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Iterator[Command]:
-    """`pipelinerl …`, in an empty directory."""
+    """Run `pipelinerl …` in an empty directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv(TOKEN_VARIABLE, "token")  # else a role would make one
+    monkeypatch.setenv(TOKEN_VARIABLE, "token")  # otherwise a role would create one
 
     def run(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["pipelinerl", *map(str, arguments)])
@@ -104,7 +104,7 @@ def pipelinerl(
         ("check tiny model.path=~nobody-here/x", "~nobody-here/x: no home directory is known for ~nobody-here"),
     ],
 )
-def test_user_errors_are_one_sentence_on_stderr_and_status_2(
+def test_user_errors_are_one_sentence_on_stderr_with_status_2(
     pipelinerl: Command, arguments: str, sentence: str
 ) -> None:
     done = pipelinerl(*arguments.split())
@@ -113,7 +113,7 @@ def test_user_errors_are_one_sentence_on_stderr_and_status_2(
     assert done.err.count("\n") == 1 and "Traceback" not in done.err
 
 
-def test_bad_data_is_one_sentence_before_anything_is_started(pipelinerl: Command, tmp_path: Path) -> None:
+def test_bad_data_is_one_sentence_before_anything_starts(pipelinerl: Command, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n')
     table = '[[domains]]\nname = "d"\nsource = "files"\nparameters = { path = "rows.jsonl" }\n'
     (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
@@ -125,7 +125,7 @@ def test_bad_data_is_one_sentence_before_anything_is_started(pipelinerl: Command
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my.toml", "rows.jsonl"]
 
 
-def test_data_that_was_damaged_since_is_named_before_a_run_goes_on(pipelinerl: Command, tmp_path: Path) -> None:
+def test_damaged_data_is_named_before_a_run_resumes(pipelinerl: Command, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
     table = '[[domains]]\nname = "d"\nsource = "files"\nparameters = { path = "rows.jsonl" }\n'
     (tmp_path / "my.toml").write_text(f'base = "tiny"\n{table}')
@@ -138,10 +138,10 @@ def test_data_that_was_damaged_since_is_named_before_a_run_goes_on(pipelinerl: C
         assert done.err == f'pipelinerl: {tmp_path}/rows.jsonl line 1: field "answer" is missing; the row has prompt\n'
 
 
-def test_what_the_system_refuses_is_a_sentence_with_its_file(
+def test_operating_system_errors_are_a_sentence_with_the_file(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A disk that is full under `> file`, a directory that was removed, what nobody may read: tracebacks before."""
+    """A full disk under `> file`, a removed directory, an unreadable file: these gave tracebacks."""
     with open("/dev/full", "w") as full, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", full)
         patched.setattr(sys, "argv", ["pipelinerl", "explain"])
@@ -159,7 +159,7 @@ def test_what_the_system_refuses_is_a_sentence_with_its_file(
     assert (done.status, done.err.count("\n")) == (2, 1) and "the working directory is not there any more" in done.err
 
 
-def test_a_terminal_that_has_no_greek_gets_escapes(
+def test_terminal_without_greek_gets_escapes(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with (tmp_path / "out").open("w", encoding="latin-1") as narrow:
@@ -178,8 +178,8 @@ def test_usage_errors_are_status_2(pipelinerl: Command, arguments: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["controller", "engine"])
-def test_a_role_names_the_port_that_is_taken(pipelinerl: Command, role: str) -> None:
-    """Status 1: whoever holds it may go, and the supervisor tries again."""
+def test_role_names_the_port_that_is_taken(pipelinerl: Command, role: str) -> None:
+    """Status 1: the port may become free, and the supervisor retries."""
     with listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         done = pipelinerl(role, "--port", port, "--run-dir", "here")
@@ -189,14 +189,14 @@ def test_a_role_names_the_port_that_is_taken(pipelinerl: Command, role: str) -> 
     )
 
 
-def test_the_stream_server_names_the_port_that_is_taken(pipelinerl: Command) -> None:
+def test_stream_server_names_the_port_that_is_taken(pipelinerl: Command) -> None:
     with listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         done = pipelinerl("redis", "--port", port, "--run-dir", "here")
     assert done.status == 2 and f"port {port} on 127.0.0.1 is taken" in done.err
 
 
-def test_an_engine_whose_weights_are_damaged_says_so_and_ends(pipelinerl: Command, tmp_path: Path) -> None:
+def test_engine_with_damaged_weights_ends_with_the_reason(pipelinerl: Command, tmp_path: Path) -> None:
     shutil.copytree(SHIPPED, tmp_path / "model")
     os.truncate(tmp_path / "model" / "model.safetensors", 1000)
     done = pipelinerl("engine", "--model", tmp_path / "model", "--controller-url", "", "--port", 0)
@@ -205,7 +205,7 @@ def test_an_engine_whose_weights_are_damaged_says_so_and_ends(pipelinerl: Comman
     assert "is no safetensors file: " in sentence and "Traceback" not in done.err
 
 
-def test_ctrl_c_while_it_is_being_imported_ends_it_without_a_traceback() -> None:
+def test_ctrl_c_during_import_ends_without_a_traceback() -> None:
     code = (
         "import os, signal, sys\n"
         "class Interrupting:\n"
@@ -232,7 +232,7 @@ def test_knobs_are_assignments(pipelinerl: Command, tmp_path: Path) -> None:
     assert "the controller at http://127.0.0.1:1 does not answer" in pipelinerl("knobs", "set", "run", "k=3").err
 
 
-def test_a_report_of_a_run_that_has_just_begun(pipelinerl: Command, tmp_path: Path) -> None:
+def test_report_of_a_run_that_has_just_begun(pipelinerl: Command, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events.jsonl").write_text('{"time": 1.0, "kind": "run_started", "run": "tiny"}\n{"torn')
     done = pipelinerl("report", "run")
@@ -242,8 +242,8 @@ def test_a_report_of_a_run_that_has_just_begun(pipelinerl: Command, tmp_path: Pa
     assert "has no readable events.jsonl to report on" in pipelinerl("report", "run").err
 
 
-def test_the_module_is_the_command() -> None:
-    """What the launcher starts: `python -m pipelinerl.cli`."""
+def test_module_is_the_command() -> None:
+    """The launcher starts `python -m pipelinerl.cli`."""
     command = [sys.executable, "-m", "pipelinerl.cli", "status", "/nope"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout) == (2, "")
@@ -253,7 +253,7 @@ def test_the_module_is_the_command() -> None:
 def test_roles_find_the_streams_by_argument_environment_or_recipe(
     pipelinerl: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server's password need not stand in a command line, where everybody may read it."""
+    """A server's password need not appear in a command line, where every user can read it."""
     found: list[str] = []
     monkeypatch.setattr(process, "run_until_signalled", lambda role, identity: found.append(identity.redis_url))
     Path("own.toml").write_text('base = "tiny"\nstreams.redis_url = "redis://:a@recipe"\n')
@@ -266,7 +266,7 @@ def test_roles_find_the_streams_by_argument_environment_or_recipe(
     assert found == [LOCAL_REDIS, "redis://:a@recipe", "redis://:b@environment", "redis://argument"]
 
 
-def test_help_tells_the_defaults_that_depend_on_something() -> None:
+def test_help_describes_computed_defaults() -> None:
     words = [sys.executable, "-m", "pipelinerl.cli", "trainer", "--help"]
     told = subprocess.run(
         words, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, "COLUMNS": "200"}

@@ -1,6 +1,6 @@
-"""The bytes of every message: maps with the class's name under `kind`, then the fields in their order.
+"""The bytes of every message: maps with the class name under `kind`, then the fields in order.
 
-A change here is a change of the wire between processes of one run, which may be of two versions.
+A change here changes the wire format between processes of one run, which may have two versions of the code.
 """
 
 from __future__ import annotations
@@ -345,6 +345,6 @@ def test_every_message_is_in_the_table() -> None:
         encode(WIRE[0][0])[:-1],
     ],
 )
-def test_anything_else_is_no_report(payload: bytes) -> None:
+def test_other_messages_are_no_reports(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_report(payload)

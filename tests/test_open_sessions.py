@@ -1,4 +1,4 @@
-"""A session that is left open is told of once, with its opener; one that is closed, or may be yet, is not."""
+"""A session that is left open is reported once, with its opener; a closed one, or one on a live loop, is not."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ async def close_it() -> None:
         pass
 
 
-def test_who_left_a_session_open_is_named() -> None:
+def test_opener_of_a_leaked_session_is_named() -> None:
     asyncio.run(leave_open())
     asyncio.run(close_it())
     (opener,) = left_open()
-    assert "test_who_left_a_session_open_is_named" in opener
+    assert "test_opener_of_a_leaked_session_is_named" in opener
     assert "in leave_open" in opener
     assert left_open() == []

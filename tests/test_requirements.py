@@ -39,7 +39,7 @@ def asked_for(extra: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize(("file", "extra"), [("main", ""), ("dev", "dev"), ("bench", "bench")])
-def test_a_lock_file_satisfies_pyproject(file: str, extra: str) -> None:
+def test_lock_file_satisfies_pyproject(file: str, extra: str) -> None:
     pins = locked("torch", file)
     for requirement in asked_for(extra):
         version = pins.get(canonicalize_name(requirement.name))
@@ -60,14 +60,14 @@ def test_lists_and_their_lock_files_agree(file: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_lock_file_names_hashes_and_no_host(path: Path) -> None:
+def test_lock_file_has_hashes_and_no_host(path: Path) -> None:
     text = path.read_text()
     packages = [block for block in re.split(r"^(?=[\w])", text, flags=re.MULTILINE) if "==" in block]
     assert packages and all("--hash=sha256:" in block for block in packages)
     assert "://" not in text and "--index" not in text
 
 
-def test_nothing_that_a_locked_package_needs_is_missing() -> None:
+def test_lock_file_has_every_dependency_of_its_packages() -> None:
     """pip resolves nothing, so a gap would only show at the first import."""
     pins = locked("build", "torch", "torch-cuda", "bench")
     checked = 0

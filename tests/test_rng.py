@@ -1,4 +1,4 @@
-"""Randomness: golden numbers that no refactoring may move, an oracle in plain integers, uniformity, independence."""
+"""Randomness: golden numbers, an oracle in plain integers, uniformity, independence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def splitmix64(state: int) -> int:
 
 
 def test_golden_values() -> None:
-    """Another number here means other problems and other noise for every recorded run."""
+    """A different number would change the problems and the noise of every recorded run."""
     assert rng.key(0) == 4246866556266386882
     assert rng.key(0, "a", 1) == 4403504271606596215
     assert rng.key(1, "mixture", 7) == 1593644139804255192
@@ -34,13 +34,13 @@ def test_noise_is_splitmix64_of_key_and_position() -> None:
     assert drawn == [(splitmix64((k + gamma * (t + 1)) & MASK) >> 11) / 2**53 for t, k in enumerate(keys)]
 
 
-def test_a_path_is_more_than_the_text_of_its_parts() -> None:
+def test_path_is_more_than_the_text_of_its_parts() -> None:
     paths = [(1,), ("1",), (1, 2), (12,), ("1", "2"), ("12",), (), ("",), ("a", "b"), ("ab",)]
     assert len({rng.key(0, *path) for path in paths}) == len(paths)
     assert all(0 <= rng.key(seed, "x") < 2**63 for seed in range(1000))
 
 
-def test_noise_of_a_token_does_not_depend_on_what_shares_the_batch() -> None:
+def test_noise_of_a_token_is_independent_of_its_batch() -> None:
     keys, positions = rng.sample_keys(7, 64), np.arange(64)
     alone = [float(rng.uniform(keys[i : i + 1], positions[i : i + 1])[0]) for i in range(64)]
     assert rng.uniform(keys, positions).tolist() == alone
@@ -64,6 +64,6 @@ def test_uniform_and_uncorrelated(along: str) -> None:
 
 
 def test_consecutive_seeds_share_no_noise() -> None:
-    """The key of sample i of seed s must not be that of sample i − 1 of seed s + 1, or the like."""
+    """The key of sample i of seed s must differ from that of sample i − 1 of seed s + 1, and the like."""
     keys = np.concatenate([rng.sample_keys(seed, 16) for seed in range(1000)])
     assert np.unique(keys).shape == keys.shape

@@ -16,7 +16,7 @@ def test_reload_is_due_at_a_distance_of_j() -> None:
     assert [bounds.reload_due(current=current, loaded=4) for current in (4, 6, 7, 8)] == [False, False, True, True]
 
 
-def test_a_rollout_is_accepted_up_to_a_distance_of_k() -> None:
+def test_rollout_is_accepted_up_to_a_distance_of_k() -> None:
     bounds = StalenessBounds(1, 2)
     assert [bounds.accepts(producing=10, oldest=oldest) for oldest in (10, 9, 8, 7)] == [True, True, True, False]
     assert StalenessBounds(1, math.inf).accepts(producing=10**9, oldest=0)
@@ -30,10 +30,8 @@ def test_on_policy_issues_one_step_and_waits() -> None:
 
 
 @given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 9), st.integers(0, 9), st.integers(1, 6))
-def test_what_may_be_issued_is_accepted_when_its_turn_comes(
-    j: int, slack: int, current: int, age: int, step: int
-) -> None:
-    """The budget: whatever `may_issue` lets out can still train at the first step that has room for it."""
+def test_issued_rollouts_are_accepted_at_their_step(j: int, slack: int, current: int, age: int, step: int) -> None:
+    """Whatever `may_issue` lets out can still train at the first step that has room for it."""
     bounds, loaded = StalenessBounds(j, j + slack), max(0, current - age)
     queued = 0
     while queued < 200 and bounds.may_issue(current=current, loaded=loaded, queued=queued, per_step=step):
@@ -43,8 +41,8 @@ def test_what_may_be_issued_is_accepted_when_its_turn_comes(
 
 
 @given(st.integers(0, 20), st.integers(8, 30), st.lists(st.integers(1, 8), min_size=400, max_size=400))
-def test_groups_of_any_sizes_are_accepted_when_their_turn_comes(slack: int, step: int, sizes: list[int]) -> None:
-    """Whole groups, in order, until a step has its rollouts: each is still fresh at its own, and no step lacks any."""
+def test_groups_of_any_sizes_are_accepted_at_their_step(slack: int, step: int, sizes: list[int]) -> None:
+    """Whole groups, in order, until a step has its rollouts: each is still fresh at its step, and no step lacks any."""
     bounds, queued, issued = StalenessBounds(1, 1 + slack), 0, 0
     while issued < len(sizes) and bounds.may_issue(current=0, loaded=0, queued=queued, per_step=step):
         queued, issued = queued + sizes[issued], issued + 1
@@ -67,6 +65,6 @@ def test_groups_of_any_sizes_are_accepted_when_their_turn_comes(slack: int, step
         (1, -math.inf, "staleness.k must be at least j = 1, got -inf"),
     ],
 )
-def test_bounds_that_cannot_run_are_refused(j: int, k: float, sentence: str) -> None:
+def test_impossible_bounds_are_rejected(j: int, k: float, sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         StalenessBounds(j, k)

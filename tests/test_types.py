@@ -1,4 +1,4 @@
-"""What a rollout says of the weights that sampled it, and of its size."""
+"""The versions and the size of a rollout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipelinerl.types import Outcome
 from tests.fakes.rollouts import group, rollout
 
 
-def test_versions_of_a_rollout_are_those_of_its_tokens_over_all_turns() -> None:
+def test_versions_of_a_rollout_cover_the_tokens_of_all_turns() -> None:
     first = rollout(spans=[(3, 1), (5, 1)]).turns[0]
     second = rollout(spans=[(4, 1), (7, 1)]).turns[0]
     both = replace(rollout(), turns=(first, second))
@@ -18,7 +18,7 @@ def test_versions_of_a_rollout_are_those_of_its_tokens_over_all_turns() -> None:
     assert (both.num_sampled_tokens, both.num_tokens) == (4, 8)
 
 
-def test_a_group_is_as_old_as_its_oldest_rollout() -> None:
+def test_group_is_as_old_as_its_oldest_rollout() -> None:
     mixed = replace(group(0), rollouts=(rollout(version=9, epoch=2), rollout(version=4, epoch=3, sampled=(1, 2, 3))))
     assert (mixed.oldest_version, mixed.epoch, mixed.num_tokens) == (4, 2, 4 + 5)
 

@@ -1,5 +1,5 @@
-"""The trainer contract: what a training backend must offer so that the training loop can drive it.
+"""The trainer contract: the interface between the training loop and a training backend.
 
-The five verbs of PipelineRL's post (init worker, forward, backward, optimizer step, gather weights) and exact state.
-The package needs numpy only; the conformance kit is imported on demand.
+It consists of the five verbs of PipelineRL's post (init worker, forward, backward, optimizer step, gather weights) and
+of exact state. The package needs only numpy; the conformance kit is imported on demand.
 """

@@ -1,4 +1,4 @@
-"""`check`: does a micro-batch keep what `types.MicroBatch` promises? Trainers call it first in each pass."""
+"""Validation of micro-batches against the layout of `types.MicroBatch`; trainers call `check` first in each pass."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _OPTIONAL = {
 def check(
     batch: MicroBatch, *, vocab_size: int, needs: Iterable[str] = (), routing: RoutingShape | None = None
 ) -> None:
-    """Check shapes, dtypes, ranges and the packing.
+    """Check shapes, dtypes, ranges and packing.
 
     Args:
         batch: the micro-batch.
-        vocab_size: token ids must be below it.
+        vocab_size: exclusive upper bound of token ids.
         needs: optional columns that the objective reads.
-        routing: of the routers whose choice can be given; None of a model, or a trainer, of which it cannot.
+        routing: the shape of the routers that can replay given experts; None if the model or trainer has none.
 
     Raises:
-        BatchError: naming the first column that is wrong, what was expected and what came.
+        BatchError: names the first invalid column, what was expected and what arrived.
     """
     for name, dtype in _COLUMNS.items():
         _check_column(name, getattr(batch, name), dtype, batch.token_ids)
@@ -58,7 +58,7 @@ def check(
 
 
 def check_measures(objective: Objective, head: Head) -> None:
-    """Raise SpecError where the objective asks a value head to measure a distribution: it has none."""
+    """Raise SpecError if the objective measures a distribution on a value head, which has none."""
     if (asked := measures_of(objective)) and head is Head.VALUE:
         raise SpecError(f"a value head has no distribution to measure, asked for {', '.join(asked)}")
 

@@ -1,19 +1,19 @@
-"""The errors a trainer may raise, as one tree.
+"""The tree of errors that a trainer may raise.
 
     TrainerError
     ├── SpecError           the spec cannot be satisfied: model, precision, device or head missing or unknown
-    ├── BatchError          a micro-batch breaks the layout that `types.MicroBatch` promises
-    ├── StateError          a saved state, or weights that were given, are missing, damaged or of another model
-    ├── ProtocolError       verbs called in an order that has no meaning (optimizer_step without backward)
-    ├── NonFiniteError      loss, gradient or log-probs are not finite; nothing was applied
-    └── RankError           a process that holds a part of the trainer died, hangs or failed: start all of them again
+    ├── BatchError          a micro-batch violates the layout of `types.MicroBatch`
+    ├── StateError          a saved state, or given weights, are missing, damaged or from another model
+    ├── ProtocolError       a verb was called out of order (optimizer_step without backward)
+    ├── NonFiniteError      a loss, gradient or log-prob is not finite; no update was applied
+    └── RankError           a process of a multi-process trainer died, hangs or failed: restart all of them
 
-To add one: subclass the nearest parent and add the line above.
+To add an error, subclass the nearest parent and add a line above.
 """
 
 
 class TrainerError(Exception):
-    """Base of the tree; the message says what was expected, what came, and what to do."""
+    """Base class of trainer errors; the message states what was expected, what arrived, and the remedy."""
 
 
 class SpecError(TrainerError):
@@ -25,7 +25,7 @@ class BatchError(TrainerError):
 
 
 class StateError(TrainerError):
-    """A saved state cannot be restored, or weights that were given are not this model's."""
+    """A saved state cannot be restored, or given weights do not belong to this model."""
 
 
 class ProtocolError(TrainerError):
@@ -36,7 +36,7 @@ class NonFiniteError(TrainerError):
     """A loss, gradient or log-prob is not finite; the step was not applied.
 
     Attributes:
-        number: of the micro-batch whose loss it is, within its sequence; None where it is of none.
+        number: index of the micro-batch with that loss in its sequence; None if no single micro-batch caused the error.
     """
 
     def __init__(self, message: str, *, number: int | None = None) -> None:
@@ -45,4 +45,4 @@ class NonFiniteError(TrainerError):
 
 
 class RankError(TrainerError):
-    """A process of a trainer of several is lost; the trainer is not used again, and goes on from its checkpoint."""
+    """A process of a multi-process trainer is lost; discard the trainer and start another one from the checkpoint."""

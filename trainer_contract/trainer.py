@@ -1,16 +1,20 @@
-"""`Trainer`: the five verbs and the state. The training loop calls them in this order:
+"""`Trainer`, the interface of a training backend. The training loop calls its methods in this order:
 
     init_worker → ( forward* → forward_at* → ( backward+ → optimizer_step )+ → gather_weights? → save_state? )* → close
 
-`gather_weights` and `save_state` read what the last `optimizer_step` left. They may run on another thread while the
-forward and backward passes of the next step do, so that a publication or a checkpoint costs no time of its own.
+`gather_weights` and `save_state` read the weights and state that the last `optimizer_step` left. They may run on
+another thread during the forward and backward passes of the next step, so that publications and checkpoints do not
+delay training.
 
-Micro-batches are given as a step has them, in one sequence, so that a trainer of several devices can compute `width` of
-them at once and bring its gradients together once, at the last.
+A step passes its micro-batches as one sequence. A trainer with several devices can then compute `width` of them at once
+and reduce its gradients once, after the last.
 
-Promises: `backward` called on the parts of a batch accumulates the gradient of the whole; `optimizer_step` is the only
-verb that changes weights; `save_state` then `init_worker(restore_from)` continues bit for bit; every rank gathers the
-same parameters in the same order.
+A trainer guarantees that:
+
+- `backward` on the parts of a batch accumulates the gradient of the whole batch;
+- only `optimizer_step` changes weights;
+- training continues bit for bit after `save_state` and `init_worker(restore_from)`;
+- every rank gathers the same parameters in the same order.
 """
 
 from __future__ import annotations
@@ -35,21 +39,24 @@ W = TypeVar("W")
 
 
 class Trainer(Protocol):
-    """A training backend. Every verb raises `trainer_contract.errors.TrainerError` and nothing else."""
+    """A training backend. Its methods raise only `trainer_contract.errors.TrainerError`."""
 
     @property
     def model_version(self) -> int:
-        """Number of optimizer steps behind the weights.
+        """The number of optimizer steps applied to the weights.
 
-        The loop may make several of a batch, and then publishes, counts and saves only what the last of them left.
+        The loop may take several optimizer steps per batch; it publishes, counts and saves only the weights after the
+        last.
         """
         ...
 
     @property
     def width(self) -> int:
-        """Micro-batches computed at once: of a sequence the first `width`, then the next, on as many parts.
+        """The number of micro-batches computed at once.
 
-        A whole multiple of it, of like work within each so many, leaves no part idle; any other sequence is right, too.
+        A sequence is processed in slices of `width` micro-batches, one for each part of the trainer. No part idles if
+        the sequence's length is a multiple of `width` and the micro-batches of a slice cost about the same. Any other
+        sequence gives correct results too.
         """
         ...
 
@@ -57,15 +64,16 @@ class Trainer(Protocol):
         """Load and shard weights and optimizer state, from `spec.model_path` or `spec.restore_from`.
 
         Raises:
-            SpecError: the model, device, precision or head cannot be had.
-            StateError: `restore_from` is missing, damaged, or of another model.
+            SpecError: the model, device, precision or head is not available.
+            StateError: `restore_from` is missing, damaged, or from another model.
         """
         ...
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Predictions f32 [T] of each micro-batch, without gradient; 0 at segment starts.
+        """Return the predictions f32 [T] of each micro-batch, without gradient; 0 at segment starts.
 
-        Log-probs of the tokens at their temperatures, or values of the states before them, as `spec.head` says.
+        Depending on `spec.head`, predictions are the log-probs of the tokens at their temperatures, or the values of
+        the states before the tokens.
 
         Raises:
             NonFiniteError: a prediction is NaN or infinite.
@@ -73,68 +81,70 @@ class Trainer(Protocol):
         ...
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """`forward` of each micro-batch with these weights in place of the trainer's own, whose state is untouched.
+        """Run `forward` on each micro-batch with the given weights instead of the trainer's, whose state does not
+        change.
 
-        It is the same computation, on the same devices, as of a trainer that had loaded them; while it lasts there is
-        one more copy of the model there. The weights are what `gather_weights` once yielded, copied to the host
-        (`host_weights.copied`): those that engines were given, where masters are rounded for them.
+        The computation and devices are those of a trainer that had loaded these weights. While it runs, the devices
+        hold one more copy of the model. The weights come from an earlier `gather_weights`, copied to the host
+        (`host_weights.copied`). They are the weights that engines received; where master weights are rounded for
+        engines, these are the rounded ones.
 
         Raises:
-            StateError: the weights are not those of `weight_layout`.
+            StateError: the weights do not match `weight_layout`.
         """
         ...
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Evaluate the objective on each micro-batch, at least one, and accumulate the sum of their gradients.
+        """Evaluate the objective on each micro-batch (at least one) and accumulate the sum of their gradients.
 
-        It is 0 where no token is in the loss mask.
+        The gradient is 0 where the loss mask selects no token.
 
         Raises:
-            NonFiniteError: a loss is NaN or infinite, its `number` says of which micro-batch; what was accumulated, in
-                this call and before, was cleared.
+            NonFiniteError: a loss is NaN or infinite; `number` is the index of its micro-batch. All gradients
+                accumulated in this call and before are cleared.
         """
         ...
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
-        """Clip, apply and clear the accumulated gradient; the version rises by one.
+        """Clip, apply and clear the accumulated gradient; increment the version.
 
-        A rate of 0 leaves every weight as it is, to the bit: a step in which the model stands still.
+        A learning rate of 0 leaves every weight unchanged, bit for bit.
 
         Raises:
             ProtocolError: no gradient was accumulated.
-            NonFiniteError: the gradient is not finite; it was cleared and the weights are as before.
+            NonFiniteError: the gradient is not finite; it was cleared and the weights are unchanged.
         """
         ...
 
     def discard_gradient(self) -> None:
-        """Forget what was accumulated, for a step that is skipped."""
+        """Discard the accumulated gradient of a skipped step."""
         ...
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Every parameter in the order of `gather_weights`; tied parameters once."""
+        """Return every parameter in the order of `gather_weights`; tied parameters appear once."""
         ...
 
     def gather_weights(self) -> Iterator[tuple[str, Any]]:
-        """Full parameters one by one, layer by layer: numpy arrays, torch tensors or anything with DLPack.
+        """Yield full parameters one by one, layer by layer: numpy arrays, torch tensors or DLPack arrays.
 
-        A yielded array may share memory with the trainer: it is valid until the next `optimizer_step`.
+        A yielded array may share memory with the trainer; it is valid until the next `optimizer_step`.
         """
         ...
 
     def save_state(self, path: Path) -> None:
-        """Write weights, optimizer and random state below the existing directory `path`."""
+        """Write weights, optimizer state and random state into the existing directory `path`."""
         ...
 
     def close(self) -> None:
-        """Free devices and processes. The trainer is not used again."""
+        """Free devices and processes. The trainer cannot be used afterwards."""
         ...
 
 
 def started(worker: W | None) -> W:
-    """Return what `init_worker` made, of a trainer that keeps None until then.
+    """Return the worker that `init_worker` created; trainers keep None until then.
 
     Raises:
-        ProtocolError: it was not called yet, or `close` was.
+        ProtocolError: `init_worker` was not called yet, or `close` was.
     """
     if worker is None:
         raise ProtocolError("the trainer has no model: call init_worker first")

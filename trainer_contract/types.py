@@ -1,4 +1,4 @@
-"""Values that cross the trainer contract: frozen, numpy only.
+"""Values of the trainer contract: frozen, numpy only.
 
 Letters in shapes: T tokens of a micro-batch, S segments (rollouts) packed into it.
 """
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
-#: Numbers of experts, one byte each where a layer has at most 256, else two.
+#: Expert indices: one byte each if a layer has at most 256 experts, else two.
 Experts = NDArray[np.unsignedinteger[Any]]
 
 
@@ -29,19 +29,20 @@ class Precision(StrEnum):
 
 
 class Head(StrEnum):
-    """What the model predicts of each token from the tokens before it."""
+    """The quantity that the model predicts for each token from the tokens before it."""
 
     POLICY = "policy"
-    """Its log-prob: a language model."""
+    """The token's log-prob: a language model."""
     VALUE = "value"
-    """The return to be expected from there on: the same architecture with a scalar in place of the output layer."""
+    """The expected return from there on: the same architecture with a scalar in place of the output layer."""
 
 
 class HeadMeasure(StrEnum):
-    """What a policy head can tell of the whole distribution π(·|s_t) that token t was chosen from, at its temperature.
+    """A statistic of the whole distribution π(·|s_t) that token t was sampled from, at its temperature.
 
-    An objective that names one in `needs` finds it among its columns, f32 [T], differentiable as the log-probs are. It
-    costs no pass: the logits are there. A trainer that cannot measure it refuses the objective with SpecError.
+    An objective that lists a measure in `needs` receives it as a column, f32 [T], differentiable like the log-probs. It
+    needs no extra pass, since the logits are available. A trainer that cannot compute it rejects the objective with
+    SpecError.
     """
 
     MEAN_LOGPROB = "vocab_mean_logprobs"
@@ -51,27 +52,27 @@ class HeadMeasure(StrEnum):
 
 
 class HeadPrecision(StrEnum):
-    """Arithmetic of the output layer, which engine and trainer share."""
+    """Arithmetic of the output layer, shared by engine and trainer."""
 
     MODEL = "model"
-    """That of the rest of the model."""
+    """The arithmetic of the rest of the model."""
     FP32 = "fp32"
-    """At least fp32 products and sums, of hidden states and weights as they are."""
+    """Products and sums in at least fp32, with hidden states and weights as they are."""
 
 
 class Device(StrEnum):
-    """Where a trainer or an engine runs; one that cannot run there refuses it."""
+    """The device of a trainer or an engine; a backend rejects a device that it does not support."""
 
     AUTO = "auto"
-    """What its array library prefers: an accelerator where there is one, else the CPU."""
+    """The array library's choice: an accelerator if available, else the CPU."""
     CPU = "cpu"
     CUDA = "cuda"
     TPU = "tpu"
-    """Known to JAX alone."""
+    """Supported only by JAX."""
 
 
 class WeightDType(StrEnum):
-    """Names the type that weights have in a model directory, on their way to engines, or in an engine."""
+    """Dtype of weights in a model directory, in transit to engines, or in an engine."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -79,16 +80,20 @@ class WeightDType(StrEnum):
 
 
 class Rounding(StrEnum):
-    """How fp32 weights become bfloat16 on their way to engines."""
+    """Rounding of fp32 weights to bfloat16 for engines."""
 
     NEAREST = "nearest"
-    """To the nearest. An update smaller than half the spacing changes nothing."""
+    """Round to nearest. An update smaller than half the spacing changes nothing."""
     DITHERED = "dithered"
-    """Up or down by a fixed threshold of each weight, so that the mean over the weights is exact."""
+    """Round up or down by a fixed threshold per weight, so that the mean over the weights is exact."""
 
 
 class RoutingShape(NamedTuple):
-    """Of a mixture-of-experts model: its layers with a router, the experts of each, and how many compute a token."""
+    """Routing dimensions of a mixture-of-experts model.
+
+    `layers` counts the layers with a router, `experts` the experts of each, and `top_k` the experts that compute a
+    token.
+    """
 
     layers: int
     experts: int
@@ -96,18 +101,18 @@ class RoutingShape(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest that holds the number of each expert."""
+        """The narrowest dtype that holds every expert index."""
         return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the numbers of the experts that computed one token."""
+        """Bytes of the expert indices of one token."""
         return self.layers * self.top_k * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """AdamW (decoupled weight decay) and the global gradient-norm clip; `grad_clip` 0 leaves gradients as they are."""
+    """AdamW (decoupled weight decay) and the global gradient-norm clip; `grad_clip` 0 disables clipping."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -117,9 +122,9 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """What `init_worker` needs. `model_path` is a local Hugging Face directory (or a bigram model's).
+    """Arguments of `init_worker`. `model_path` is a local Hugging Face directory (or a bigram model's).
 
-    With `Head.VALUE` it may be that of a language model: values then begin at 0 for every state.
+    With `Head.VALUE` the directory may hold a language model; values then start at 0 for every state.
     """
 
     model_path: Path
@@ -131,23 +136,23 @@ class TrainerSpec:
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     gradient_checkpointing: bool = False
     gather_dtype: WeightDType | None = None
-    """Of what `gather_weights` yields, and so of what engines are sent; None takes the model directory's."""
+    """Dtype of `gather_weights`, and so of the weights sent to engines; None uses the model directory's."""
     rounding: Rounding = Rounding.NEAREST
-    """How `gather_weights` rounds to bfloat16. A backend that cannot dither rounds to the nearest."""
+    """Rounding of `gather_weights` to bfloat16. A backend that cannot dither rounds to nearest."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of one backend alone, such as its mesh; one that a backend does not know it refuses, never ignores."""
+    """Options of one backend, such as its mesh. A backend rejects unknown options and never ignores them."""
     restore_from: Path | None = None
     memory_share: float | None = None
-    """Most of each GPU's memory that the process takes, in (0, 1]; None sets no bound. On a CPU it takes none."""
+    """Upper bound of the process's share of each GPU's memory, in (0, 1]; None sets no bound. No effect on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Rollouts packed back to back, without padding: the tokens of one forward and backward.
 
-    Column t speaks of token t. `logprobs[t]` predicts `token_ids[t]` from the earlier tokens of its own segment, so
-    the first token of a segment has no prediction: its log-prob is 0 by definition and `loss_mask` is False there.
-    `values[t]` is of the state in which token t was chosen, so it is predicted from the same earlier tokens.
+    Column t describes token t. `logprobs[t]` predicts `token_ids[t]` from the earlier tokens of its segment. The first
+    token of a segment has no prediction: its log-prob is 0 by definition and `loss_mask` is False. `values[t]` belongs
+    to the state in which token t was sampled, so it is predicted from the same earlier tokens.
 
     Example, two rollouts "ab→c" and "d→ef" (→ divides prompt and sample):
         token_ids    a b c d e f
@@ -159,22 +164,22 @@ class MicroBatch:
         token_ids: i32 [T].
         position_ids: i32 [T], restart at 0 in each segment.
         segment_ids: i32 [T], 0..S-1, not decreasing; attention never crosses a boundary.
-        loss_mask: bool [T], the tokens that the model sampled and that may train.
+        loss_mask: bool [T], True for tokens that the model sampled and that may be trained on.
         advantages: f32 [T], computed on whole groups before packing; 0 outside the mask.
         weights: f32 [T], the aggregation weight of each token, computed on the whole batch; 0 outside the mask.
         behavior_logprobs: f32 [T], the sampler's; 0 outside the mask.
         temperatures: f32 [T], of sampling; log-probs are those of softmax(logits / temperature).
-        old_logprobs: f32 [T] or None, recomputed by the trainer; 0 or anything outside the mask.
+        old_logprobs: f32 [T] or None, recomputed by the trainer; arbitrary outside the mask.
         ref_logprobs: f32 [T] or None, of the frozen reference.
-        values: f32 [T] or None, of a critic when the step began; 0 at segment starts.
-        returns: f32 [T] or None, what a critic is to predict; 0 outside the mask.
-        kl_coefficients: f32 [T] or None, factors of the KL penalty's coefficient where it moves from step to step; a
-            column, so that what a backend has compiled for the objective holds for each of its values.
-        behavior_versions: i32 [T] or None, of the weights that sampled each token; 0 outside the mask. No trainer
-            reads them: they tell staleness from numerics.
-        routed_experts: u8 or u16 [T, layers, top_k] or None: the experts that the sampler's routers chose for the token
-            before each, when it was chosen; meaningless at segment starts. The trainer's routers then choose the same
-            (rollout routing replay, R3: arXiv 2510.11370); None lets them choose.
+        values: f32 [T] or None, predicted by the critic when the step began; 0 at segment starts.
+        returns: f32 [T] or None, targets of the critic; 0 outside the mask.
+        kl_coefficients: f32 [T] or None, factors of the KL penalty's coefficient where it varies between steps. They
+            are a column so that a backend need not recompile the objective when the value changes.
+        behavior_versions: i32 [T] or None, version of the weights that sampled each token; 0 outside the mask. Trainers
+            do not read them; metrics use them to separate staleness from numerical mismatch.
+        routed_experts: u8 or u16 [T, layers, top_k] or None. Row t holds the experts that the sampler's routers chose
+            for the token before t, when token t was sampled; meaningless at segment starts. The trainer's routers then
+            choose the same (rollout routing replay, R3: arXiv 2510.11370); with None they choose freely.
         num_segments: S.
     """
 
@@ -201,54 +206,59 @@ class MicroBatch:
         return int(self.token_ids.shape[0])
 
 
-#: Columns by name, as arrays of the backend's own kind (numpy, torch, jax): what an objective reads.
+#: Columns by name, as arrays of the backend's library (numpy, torch, jax): the inputs of an objective.
 Columns = Mapping[str, Any]
 
 
 class Objective(Protocol):
-    """What `backward` minimises; written once for every array library.
+    """The loss that `backward` minimises, written once for every array library.
 
-    Predictions are log-probs, or values when the trainer has a value head.
+    Predictions are log-probs, or values if the trainer has a value head.
     """
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional columns it cannot do without: any of `old_logprobs`, `ref_logprobs`, `values`, `returns`, which
-        come with the micro-batch, and of `HeadMeasure`, which the trainer adds."""
+        """The optional columns that the objective requires.
+
+        `old_logprobs`, `ref_logprobs`, `values` and `returns` come with the micro-batch; the trainer adds those of
+        `HeadMeasure`.
+        """
         ...
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
-        """Scalar loss to minimise (−J) of [T] predictions, differentiable where the array library differentiates."""
+        """Return the scalar loss (−J) for predictions [T], differentiable if the array library supports it."""
         ...
 
     def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
-        """Closed form of d loss / d predictions, [T]: for backends without automatic differentiation, and for tests."""
+        """Return the closed form of d loss / d predictions, [T], for tests and backends without automatic
+        differentiation.
+        """
         ...
 
 
 @runtime_checkable
 class MeasuringObjective(Protocol):
-    """What an `Objective` that may need a `HeadMeasure` has besides."""
+    """The additional method of an `Objective` that may need a `HeadMeasure`."""
 
     def measure_gradients(self, predictions: Any, columns: Columns, /) -> Mapping[HeadMeasure, Any]:
-        """Closed form of d loss / d measure, [T], of each measure in `needs`; beside `prediction_gradient`."""
+        """Return the closed form of d loss / d measure, [T], for each measure in `needs`."""
         ...
 
 
 def measures_of(objective: Objective) -> tuple[HeadMeasure, ...]:
-    """The measures that an objective needs, in the order of `HeadMeasure`."""
+    """Return the measures that an objective needs, in the order of `HeadMeasure`."""
     return tuple(measure for measure in HeadMeasure if measure in objective.needs)
 
 
-#: All parameters in host memory, by name: of each the bytes u8 [n], in the dtype of `weight_layout` and in C order.
+#: All parameters in host memory by name: bytes u8 [n] in C order, in the dtype of `weight_layout`.
 HostWeights = Mapping[str, NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """What one `backward` gave: the loss it added, and the predictions f32 [T] of it, 0 outside the loss mask.
+    """The result of one `backward`: the loss it added, and its predictions f32 [T], 0 outside the loss mask.
 
-    What else there is to know of a step is a function of these predictions and the micro-batch.
+    All other statistics of a step can be computed from these predictions and the micro-batch.
     """
 
     loss: float
@@ -257,18 +267,19 @@ class LossStats:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one `optimizer_step` gave: the gradient's global norm before clipping, and the new version."""
+    """The result of one `optimizer_step`: the gradient's global norm before clipping, and the new version."""
 
     model_version: int
     grad_norm: float
     learning_rate: float
     sent_share: float | None = None
-    """What part of the update the rounded weights show, about 1 when rounding is fair; None if nothing is rounded."""
+    """The fraction of the update visible in the rounded weights, about 1 if rounding is unbiased; None without
+    rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
-    """Name (Hugging Face's), shape and dtype (`float32`, `bfloat16`, …) of a parameter as it is gathered."""
+    """Hugging Face name, shape and dtype (`float32`, `bfloat16`, …) of a parameter as it is gathered."""
 
     name: str
     shape: tuple[int, ...]

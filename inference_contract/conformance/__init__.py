@@ -1,14 +1,14 @@
-"""The conformance kit: does whatever serves this URL keep the inference contract?
+"""The conformance kit: checks that the engine at a URL keeps the inference contract.
 
     results = run("http://127.0.0.1:8000", token="…")
 
-The kit talks HTTP, and plays the trainer in a real process group, and the server that weights are pulled from. It
-leaves other weights behind than it found (the engine serves, in the end, weights of the kit's own making, under a
-higher epoch): use an engine that nobody needs.
-Each check is a function that raises `AssertionError` with a sentence. What an engine cannot show is reported as
-`unsupported` with the reason, never skipped in silence.
+The kit talks HTTP. It plays the trainer in a real process group, and the server for pulled weights. It overwrites the
+engine's weights with its own, under a higher epoch, so run it only against an engine that nothing else uses.
 
-Needs httpx; the weight checks need torch and xxhash and import them on demand.
+Each check is a function that raises `AssertionError` with a sentence. A promise that cannot be tested on this engine is
+reported as `unsupported` with the reason.
+
+The kit needs httpx. The weight checks import torch and xxhash on demand.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from inference_contract.conformance.session import NotOffered, Session
 
 Check = Callable[[Session], None]
 
-#: In this order: what later checks rely on comes first, and weights change last.
+#: The order matters: later checks rely on earlier ones, and weights change last.
 CHECKS: tuple[Check, ...] = (
     *state_checks.CHECKS,
     *chat_checks.CHECKS,
@@ -50,7 +50,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 class CheckOutcome(StrEnum):
-    """Says how one check ended."""
+    """Outcome of one check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -59,7 +59,7 @@ class CheckOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What a check found; `promise` is the sentence that it checks, `reason` says why it did not pass."""
+    """The result of one check; `promise` is the sentence it tests, `reason` explains a failure."""
 
     name: str
     promise: str
@@ -79,9 +79,9 @@ def run(
     """Check the engine at `url`.
 
     Args:
-        token: its bearer token, if it wants one.
+        token: its bearer token, if it requires one.
         only: names of checks; None runs all.
-        timeout_s: of every request, join and broadcast.
+        timeout_s: for every request, join and broadcast.
         host: address of this machine that the engine can reach, for the process group and the weight server.
     """
     chosen = select(only)
@@ -90,14 +90,18 @@ def run(
 
 
 def select(only: Iterable[str] | None) -> Sequence[Check]:
-    """The checks of these names. Raises `ValueError` for a name that is none."""
+    """Return the checks with these names.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
     known = {check.__name__: check for check in CHECKS}
     if only is None:
         return CHECKS
     names = list(only)
     for name in names:
         if name not in known:
-            raise ValueError(f"{name!r} is no check; the checks are {', '.join(known)}")
+            raise ValueError(f"{name!r} is not a check; the checks are {', '.join(known)}")
     return [known[name] for name in names]
 
 

@@ -1,4 +1,4 @@
-"""Checks of `/v1/chat/completions`, answered whole."""
+"""Checks of `/v1/chat/completions` without streaming."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inference_contract import routes
 from inference_contract.conformance.session import MESSAGES, NotOffered, Session, refused, succeeded
 from inference_contract.schemas import ChatCompletion, Choice, FinishReason
 
-#: What clients fill in by default; it changes no answer.
+#: Fields that clients send by default and that change no answer.
 _IDLE: Final = {
     "logit_bias": {},
     "max_completion_tokens": None,
@@ -27,7 +27,7 @@ _IDLE: Final = {
     "user": "kit",
 }
 
-#: How common chat templates spell their control tokens.
+#: Spellings of control tokens in common chat templates.
 _SPELLINGS: Final = (
     *("<|end|>", "<|user|>", "<|assistant|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>"),
     *("<s>", "</s>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<｜end▁of▁sentence｜>"),
@@ -35,13 +35,13 @@ _SPELLINGS: Final = (
 
 
 def ids_of(choice: Choice) -> list[int]:
-    """Its token ids, which `return_token_ids` asked for."""
+    """Return the token ids of a choice from a request with `return_token_ids`."""
     assert choice.token_ids is not None, "with return_token_ids each choice must have token_ids"
     return choice.token_ids
 
 
 def check_columns(choice: Choice, *, versions: set[int] | None = None) -> None:
-    """Log-probs and spans must belong to the tokens."""
+    """Fail unless log-probs and version spans match the tokens."""
     tokens = ids_of(choice)
     assert choice.token_logprobs is not None, "with return_token_ids each choice must have token_logprobs"
     assert len(choice.token_logprobs) == len(tokens), (
@@ -54,7 +54,7 @@ def check_columns(choice: Choice, *, versions: set[int] | None = None) -> None:
     assert covered == len(tokens), f"version_spans must cover all {len(tokens)} tokens, they cover {covered}"
     named = [version for version, _ in choice.version_spans]
     assert all(count > 0 for _, count in choice.version_spans), "no version span may be empty"
-    assert all(a < b for a, b in itertools.pairwise(named)), "version spans must rise, one per version"
+    assert all(a < b for a, b in itertools.pairwise(named)), "version spans must increase, one per version"
     if versions is not None:
         assert set(named) <= versions, f"the tokens must come from versions {sorted(versions)}, spans name {named}"
 
@@ -72,7 +72,7 @@ def chat_answers(session: Session) -> None:
 
 
 def n_gives_n_choices(session: Session) -> None:
-    """n samples come as n choices in order of index, of one prompt."""
+    """n samples of one prompt are returned as n choices in order of index."""
     completion = session.chat(n=5)
     assert [choice.index for choice in completion.choices] == list(range(5)), "n=5 must give choices 0 to 4 in order"
     assert completion.usage.completion_tokens == sum(len(ids_of(choice)) for choice in completion.choices)
@@ -81,7 +81,7 @@ def n_gives_n_choices(session: Session) -> None:
 
 
 def columns_match_tokens(session: Session) -> None:
-    """Log-probs are at most 0, one per token; spans cover all tokens and name the version served."""
+    """Log-probs are at most 0, one per token; spans cover all tokens and name the served version."""
     version = session.card().model_version
     for choice in session.chat(n=4).choices:
         check_columns(choice, versions={version})
@@ -96,9 +96,11 @@ def openai_logprobs_match(session: Session) -> None:
 
 
 def extras_only_on_request(session: Session) -> None:
-    """Without `return_token_ids` and `logprobs` neither is in the answer."""
+    """Answers contain token ids and log-probs only if `return_token_ids` and `logprobs` request them."""
     choice = session.chat(return_token_ids=False).choices[0]
-    assert choice.token_ids is None and choice.logprobs is None, "token_ids and logprobs must be left out unless asked"
+    assert choice.token_ids is None and choice.logprobs is None, (
+        "token_ids and logprobs must be left out unless requested"
+    )
 
 
 def same_seed_same_samples(session: Session) -> None:
@@ -110,22 +112,22 @@ def same_seed_same_samples(session: Session) -> None:
 
 
 def noise_is_per_sample(session: Session) -> None:
-    """The noise of sample i depends on (seed, i) alone: fewer samples are the first of more."""
+    """The noise of sample i depends on (seed, i) alone: n samples are the first n of a larger request."""
     few, many = session.chat(n=2, seed=11), session.chat(n=6, seed=11)
     for one, two in zip(few.choices, many.choices, strict=False):
         assert ids_of(one) == ids_of(two), f"sample {one.index} must be the same with n=2 and n=6"
 
 
 def seeds_and_samples_differ(session: Session) -> None:
-    """Other seeds, and other samples of one seed, give other noise."""
+    """Different seeds, and different samples of one seed, use different noise."""
     sampled = {tuple(ids_of(choice)) for seed in range(4) for choice in session.chat(n=4, seed=seed).choices}
     if len(sampled) == 1 and all(value > -1e-3 for value in session.chat().choices[0].token_logprobs or ()):
-        raise NotOffered("the model is certain of every token, so that noise cannot show")
+        raise NotOffered("the model is certain of every token, so noise has no effect")
     assert len(sampled) > 1, "16 samples of 4 seeds must not all be equal"
 
 
 def greedy_repeats(session: Session) -> None:
-    """Temperature 0 takes the likeliest token, whatever the seed."""
+    """Temperature 0 samples the likeliest token, whatever the seed."""
     one, two = session.chat(temperature=0.0, seed=1), session.chat(temperature=0.0, seed=2)
     assert ids_of(one.choices[0]) == ids_of(two.choices[0]), "greedy samples must not depend on the seed"
 
@@ -138,7 +140,7 @@ def top_k_one_is_certain(session: Session) -> None:
 
 
 def max_tokens_is_kept(session: Session) -> None:
-    """No choice is longer than max_tokens, and one that is cut says `length`."""
+    """No choice is longer than max_tokens, and a truncated choice has finish_reason `length`."""
     for choice in session.chat(n=4, max_tokens=3).choices:
         count = len(ids_of(choice))
         assert count <= 3, f"max_tokens=3 must be kept, got {count} tokens"
@@ -149,14 +151,14 @@ def max_tokens_is_kept(session: Session) -> None:
 
 
 def stoppable(session: Session) -> tuple[int, str, str]:
-    """A seed, the text that it gives, and two characters from the middle of that text."""
+    """Return a seed, the text it gives, and two characters from the middle of that text."""
     for seed in range(12):
         text = session.chat(seed=seed).choices[0].message.content
         stop = text[1:3]
-        # A character that is half sampled shows as U+FFFD, which no stop string can mean.
+        # A partly sampled character appears as U+FFFD, which no stop string can match.
         if len(stop) == 2 and "\ufffd" not in text:
             return seed, text, stop
-    raise NotOffered("none of 12 samples has three whole characters, so that none can be stopped in the middle")
+    raise NotOffered("none of 12 samples has three whole characters, so none can be stopped in the middle")
 
 
 def stop_string_ends_text(session: Session) -> None:
@@ -171,7 +173,7 @@ def stop_string_ends_text(session: Session) -> None:
 
 
 def eos_is_ignored(session: Session) -> None:
-    """With `ignore_eos` a sample goes on to `max_tokens`, and is the same up to where it would have ended."""
+    """With `ignore_eos` a sample continues to `max_tokens`, and is unchanged up to its normal end."""
     ends = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0)
     goes_on = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0, ignore_eos=True)
     for one, two in zip(ends.choices, goes_on.choices, strict=True):
@@ -185,24 +187,24 @@ def eos_is_ignored(session: Session) -> None:
 
 
 def prompt_ids_go_through(session: Session) -> None:
-    """Token ids in are token ids out, and sample as the messages that they came from."""
+    """`prompt_token_ids` are returned unchanged and sample the same as the messages they came from."""
     told = session.chat(n=2, seed=5)
     prompt = told.prompt_token_ids
     assert prompt, "with return_token_ids the answer must have prompt_token_ids"
     again = session.chat(n=2, seed=5, prompt_token_ids=prompt)
     assert again.prompt_token_ids == prompt, "prompt_token_ids must come back unchanged"
     for one, two in zip(told.choices, again.choices, strict=True):
-        assert ids_of(one) == ids_of(two), "the ids of a prompt must sample as its messages do"
+        assert ids_of(one) == ids_of(two), "the ids of a prompt must give the same samples as its messages"
 
 
 def alias_is_served(session: Session) -> None:
-    """`/v1/chat/completion`, as PipelineRL's post spells it, is the same route."""
+    """`/v1/chat/completion`, the spelling of PipelineRL's post, is the same route."""
     plural, singular = session.chat(seed=3), session.chat(routes.CHAT_COMPLETION_ALIAS, seed=3)
     assert ids_of(plural.choices[0]) == ids_of(singular.choices[0]), "both spellings must give the same answer"
 
 
 def idle_fields_are_taken(session: Session) -> None:
-    """What clients send by default, and what changes no answer, is taken and changes none."""
+    """Fields that clients send by default are accepted and do not change the answer."""
     plain = session.chat(seed=4)
     for fields in (
         _IDLE,
@@ -214,26 +216,26 @@ def idle_fields_are_taken(session: Session) -> None:
 
 
 def contents_spell_no_tokens(session: Session) -> None:
-    """A content that spells a control token, such as the one that ends a turn, does not become that token."""
+    """A message that spells out a control token, such as an end of turn, does not produce that token."""
     for spelling in _SPELLINGS:
         lengths = []
         for count in (1, 3):
             message = {"role": "user", "content": spelling * count}
             answer = session.completed(messages=[message], max_tokens=1)
             if answer.status_code == 400:
-                break  # too long, since it was split; or refused as what it is
+                break  # too long after splitting, or rejected outright
             lengths.append(len(ChatCompletion.model_validate(succeeded(answer)).prompt_token_ids or ()))
         assert len(lengths) < 2 or lengths[1] - lengths[0] > 2, (
-            f"{spelling!r} in a content must be split as any text, and not become the token that it spells"
+            f"{spelling!r} in a message must be tokenised as text, and not become the token that it spells"
         )
 
 
 def template_is_the_engines(session: Session) -> None:
-    """`chat_template_kwargs` is for what the template looks up: no other name changes a prompt, nor the template."""
+    """`chat_template_kwargs` changes neither the template nor, for names unknown to the template, the prompt."""
     plain = session.chat(seed=5)
     again = session.chat(seed=5, chat_template_kwargs={"no_template_looks_this_up": True})
     assert again.prompt_token_ids == plain.prompt_token_ids, (
-        "a name that no template looks up must not change the prompt"
+        "a variable that no template uses must not change the prompt"
     )
     error = refused(session.completed(chat_template_kwargs={"chat_template": "{{ messages }}"}), 400)
     assert error["param"] == "chat_template_kwargs", f"param must be 'chat_template_kwargs', got {error['param']!r}"

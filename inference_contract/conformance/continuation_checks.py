@@ -1,4 +1,4 @@
-"""Checks of answers that go on where another engine stopped, and of streams whose chunks come rarely."""
+"""Checks of continued answers (`prefixes`) and of streams with a minimum interval between chunks."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from inference_contract.conformance.stream_checks import gathered
 from inference_contract.schemas import Choice, Continuation, FinishReason
 
 _LENGTH: Final = 12
-#: Seeds that are tried, until one gives answers long enough to be cut.
+#: Seeds to try until one gives answers that are long enough to split.
 _SEEDS: Final = 24
 
 
 def _offered(session: Session) -> Continuation:
-    """What the engine says that it does. Raises `NotOffered` if it begins every answer anew."""
+    """Return the engine's support for continuation. Raises `NotOffered` if it has none."""
     offered = session.health().continuation
     if offered is Continuation.NONE:
-        raise NotOffered("/health says continuation = none: answers that another engine began are sampled anew")
+        raise NotOffered("/health says continuation = none: answers that another engine started are restarted")
     return offered
 
 
 def _long(session: Session, **asked: Any) -> tuple[int, list[Choice]]:
-    """A seed, and its three answers, of which the first and the last have at least four tokens."""
+    """Return a seed and its three answers; the first and the last have at least four tokens."""
     for seed in range(_SEEDS):
         choices = session.chat(n=3, seed=seed, max_tokens=_LENGTH, **asked).choices
         if min(len(ids_of(choices[0])), len(ids_of(choices[2]))) >= 4:
             return seed, choices
-    raise NotOffered(f"none of {_SEEDS} seeds gives answers of four tokens, so that none can be cut")
+    raise NotOffered(f"none of {_SEEDS} seeds gives answers of four tokens, so none can be split")
 
 
 def _cut(first: Choice, last: Choice) -> tuple[list[dict[str, Any]], tuple[int, int]]:
-    """The prefixes of two samples, of different lengths, and those lengths."""
+    """Return prefixes of two samples with different lengths, and those lengths."""
     ends = 1, 2
     prefixes = [
         {"index": each.index, "token_ids": ids_of(each)[:end]} for each, end in zip((first, last), ends, strict=True)
@@ -41,11 +41,11 @@ def _cut(first: Choice, last: Choice) -> tuple[list[dict[str, Any]], tuple[int, 
 
 
 def _equal_rest(whole: Choice, rest: Choice, start: int) -> None:
-    """`rest` must be what follows token `start` of `whole`, with the text of the whole."""
+    """Fail unless `rest` continues `whole` after token `start`, with the text of the whole."""
     assert rest.index == whole.index, f"the rest of choice {whole.index} must keep its index, got {rest.index}"
     check_columns(rest)
     expected, got = ids_of(whole)[start:], ids_of(rest)
-    assert got == expected, f"after {start} tokens of choice {whole.index} must come {expected}, got {got}"
+    assert got == expected, f"after {start} tokens of choice {whole.index}, {expected} must follow, got {got}"
     assert rest.message.content == whole.message.content, (
         f"the text must be that of the whole answer, {whole.message.content!r}, got {rest.message.content!r}"
     )
@@ -71,13 +71,15 @@ def _continues(session: Session, **asked: Any) -> None:
 
 
 def greedy_answer_continues(session: Session) -> None:
-    """The rest of a greedy answer is what follows in the undisturbed one: tokens, text, end."""
+    """The rest of a greedy answer equals that of the uninterrupted answer: tokens, text, finish reason."""
     _offered(session)
     _continues(session, temperature=0.0)
 
 
 def sampled_answer_continues(session: Session) -> None:
-    """The rest of a sampled answer is what follows in the undisturbed one; with noise of its own, an answer as good."""
+    """The rest of a sampled answer equals that of the uninterrupted one, or is a valid sample of its own
+    (OWN_NOISE).
+    """
     if _offered(session) is Continuation.SAME_NOISE:
         _continues(session)
         return
@@ -85,17 +87,17 @@ def sampled_answer_continues(session: Session) -> None:
     prefixes, ends = _cut(first, last)
     asked: dict[str, Any] = {"n": 2, "seed": seed, "max_tokens": _LENGTH, "prefixes": prefixes}
     rest = session.chat(**asked).choices
-    assert [each.index for each in rest] == [0, 2], f"the rests of choices 0 and 2 must come, got {rest}"
+    assert [each.index for each in rest] == [0, 2], f"the answer must continue choices 0 and 2, got {rest}"
     for each, end in zip(rest, ends, strict=True):
         check_columns(each)
         count = len(ids_of(each))
-        assert 1 <= count <= _LENGTH - end, f"after {end} of {_LENGTH} tokens come at most the others, got {count}"
+        assert 1 <= count <= _LENGTH - end, f"after {end} of {_LENGTH} tokens at most the rest may follow, got {count}"
     for one, two in zip(rest, session.chat(**asked).choices, strict=True):
         assert ids_of(one) == ids_of(two), f"seed {seed} must repeat the rest of choice {one.index}"
 
 
 def prefix_counts_towards_max_tokens(session: Session) -> None:
-    """max_tokens bounds the whole answer, the prefix included."""
+    """max_tokens limits the whole answer, prefix included."""
     _offered(session)
     seed, (first, *_) = _long(session)
     prefixes = [{"index": 0, "token_ids": ids_of(first)[:2]}]
@@ -106,8 +108,8 @@ def prefix_counts_towards_max_tokens(session: Session) -> None:
 
 
 def stop_string_over_the_border(session: Session) -> None:
-    """A stop string that begins in the prefix and ends after it ends the answer, and is not in its text."""
-    # Noise of its own would make another text: greedy, there is one answer to cut, and prompts to choose from.
+    """A stop string that starts in the prefix and ends after it ends the answer and is not in its text."""
+    # Fresh noise would give a different text. Greedy sampling gives one text per prompt, so vary the prompt instead.
     warmth = {"temperature": 0.0} if _offered(session) is Continuation.OWN_NOISE else {}
     prompt = session.chat().prompt_token_ids or []
     for number in range(_SEEDS):
@@ -115,13 +117,14 @@ def stop_string_over_the_border(session: Session) -> None:
         if found is not None:
             _equal_rest(*found)
             return
-    raise NotOffered(f"no answer of {_SEEDS} seeds can be cut within a stop string")
+    raise NotOffered(f"no answer of {_SEEDS} seeds can be split within a stop string")
 
 
 def _stopped(session: Session, **asked: Any) -> tuple[Choice, Choice, int] | None:
-    """Return an answer that a stop string ends, its rest after all but its last token, and how many tokens those are.
+    """Return an answer that a stop string ends, its rest after all but the last token, and the prefix length.
 
-    An answer of one repeated character will do, as a greedy one may be: it ends with its second token, and no text.
+    An answer of one repeated character is allowed, since greedy answers may repeat: it ends at its second token with an
+    empty text.
     """
     text = session.chat(**asked).choices[0].message.content
     stop = text[1:3]
@@ -136,7 +139,7 @@ def _stopped(session: Session, **asked: Any) -> tuple[Choice, Choice, int] | Non
 
 
 def ended_prefix_is_refused(session: Session) -> None:
-    """A prefix that max_tokens or a stop string has ended already is refused, and so are indices that do not rise."""
+    """A prefix that has already ended (max_tokens or stop string) is rejected, as are indices that do not rise."""
     _offered(session)
     seed, text, stop = stoppable(session)
     ids = ids_of(session.chat(seed=seed).choices[0])
@@ -151,7 +154,7 @@ def ended_prefix_is_refused(session: Session) -> None:
 
 
 def unknown_prefix_is_refused(session: Session) -> None:
-    """A prefix with a token that no vocabulary has, or one below 0, is refused and never clamped or wrapped."""
+    """A prefix with a negative token id or one beyond any vocabulary is rejected, never clamped or wrapped."""
     _offered(session)
     ids = ids_of(session.chat(seed=3, max_tokens=2).choices[0])[:1]
     for token in (2**31 - 1, -1):
@@ -160,17 +163,19 @@ def unknown_prefix_is_refused(session: Session) -> None:
 
 
 def rare_chunks_are_the_whole(session: Session) -> None:
-    """With `stream_options.interval_s` chunks come no more often, and amount to the same answer."""
+    """`stream_options.interval_s` reduces the number of chunks and does not change the answer."""
     _offered(session)
     whole = session.chat(n=3, seed=9).choices
     response = session.streamed(n=3, seed=9, stream_options={"interval_s": 3600.0})
     came = list(chunks(response, response.iter_lines()))
-    assert len(came) == 1, f"with interval_s=3600 a short answer must come in one chunk, it came in {len(came)}"
+    assert len(came) == 1, f"with interval_s=3600 a short answer must arrive in one chunk, got {len(came)}"
     assert came[0].prompt_token_ids, "with return_token_ids a stream must begin with prompt_token_ids"
     for one, two in zip(whole, gathered(came), strict=True):
         for name in ("message", "token_ids", "token_logprobs", "version_spans", "finish_reason"):
             expected, got = getattr(one, name), getattr(two, name)
-            assert expected == got, f"choice {one.index}: the stream's {name} is {got}, answered whole it is {expected}"
+            assert expected == got, (
+                f"choice {one.index}: the stream's {name} is {got}, without streaming it is {expected}"
+            )
 
 
 CHECKS = (

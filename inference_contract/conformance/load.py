@@ -1,7 +1,7 @@
-"""`Load`: samples that are open at any moment until told to end, so that what happens meanwhile happens in flight.
+"""`Load`, continuous sampling load for checks that need requests in flight.
 
-One request, however long, may be over before an update commits: a fast engine samples to its end while the kit waits
-for the processor. Several askers that each ask again as soon as they are answered leave no such gap.
+A single request, however long, may finish before an update commits: a fast engine completes it while the kit waits for
+the CPU. Several threads that each send a new request after every answer leave no such gap.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ASKERS: Final = 4
 
 @final
 class Load:
-    """Asks from several threads while the `with` block runs; `answers` is whole once it has ended.
+    """Sends requests from several threads while the `with` block runs; `answers` is complete after the block.
 
-    `ask` takes a seed and returns an answer, unread, since reading is slower than a fast engine's sampling. The first
-    failure is raised where the block ends.
+    `ask` takes a seed and returns an unparsed response, since parsing is slower than a fast engine's sampling. The
+    first failure is raised when the block ends.
     """
 
     def __init__(self, session: Session, ask: Callable[[int], httpx.Response]) -> None:
@@ -44,7 +44,7 @@ class Load:
         self._asking = [self._threads.submit(self._run) for _ in range(_ASKERS)]
         while not self.sampled() and time.monotonic() < deadline:
             if any(asking.done() for asking in self._asking):
-                break  # It failed, and __exit__ says why.
+                break  # A request failed; __exit__ raises its error.
             time.sleep(0.001)
         return self
 
@@ -55,12 +55,12 @@ class Load:
         done, late = wait(self._asking, self._session.timeout_s)
         self._threads.shutdown(wait=False)
         if error is None:
-            assert not late, f"answers must come within {self._session.timeout_s:g} s although the weights changed"
+            assert not late, f"answers must arrive within {self._session.timeout_s:g} s although the weights changed"
             for asking in done:
                 asking.result()
 
     def sampled(self) -> float:
-        """Tokens that the engine has counted since this load began, of answers that have ended and of open ones."""
+        """Return the tokens sampled since this load began, including those of unfinished answers."""
         return self._session.generated_tokens() - self._sampled_before
 
     def _run(self) -> None:

@@ -1,6 +1,6 @@
-"""Checks of what OpenAI's clients ask besides: tools, structured answers, penalties, biases, and the older route.
+"""Checks of OpenAI's optional features: tools, structured output, penalties, biases, and the older route.
 
-An engine may refuse any of these, but by name.
+An engine may reject any of these, but must name the field.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TOOL: Final = {
     },
 }
 _CALL: Final = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
-#: How far two log-probs of one distribution may lie apart, in nats.
+#: Tolerance between two log-probs of one distribution, in nats.
 _APART: Final = 1e-3
 
 
 def _answered(session: Session, *params: str, **fields: Any) -> ChatCompletion | None:
-    """The completion; None where the engine refuses it and names a field that begins with one of `params`."""
+    """Return the completion, or None if the engine rejects a field that begins with one of `params`."""
     response = session.completed(**fields)
     if response.status_code == 200:
         return ChatCompletion.model_validate(succeeded(response))
@@ -43,7 +43,7 @@ def _prompt(completion: ChatCompletion) -> list[int]:
 
 
 def tools_are_shown_or_refused(session: Session) -> None:
-    """The tools that a request offers are part of its prompt, unless it forbids to call any; or they are refused."""
+    """Offered tools are part of the prompt unless `tool_choice` is "none"; or they are rejected by name."""
     offered = _answered(session, "tools", tools=[_TOOL])
     plain = _prompt(session.chat())
     if offered is None:
@@ -57,7 +57,7 @@ def tools_are_shown_or_refused(session: Session) -> None:
 
 
 def forced_calls_are_refused(session: Session) -> None:
-    """A call that the engine cannot force is refused by name, not left to the model."""
+    """A forced call that the engine cannot guarantee is rejected by name, not left to the model."""
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
         completion = _answered(session, "tool_choice", "tools", tools=[_TOOL], tool_choice=choice)
         calls = None if completion is None else completion.choices[0].message.tool_calls
@@ -65,7 +65,7 @@ def forced_calls_are_refused(session: Session) -> None:
 
 
 def tool_results_are_shown_or_refused(session: Session) -> None:
-    """A conversation may hold calls, beside a null content, and their results; both are part of the prompt."""
+    """A conversation may contain calls, with null content, and their results; both are part of the prompt."""
     prompts = []
     for result in ("3", "4"):
         messages = [
@@ -81,13 +81,15 @@ def tool_results_are_shown_or_refused(session: Session) -> None:
 
 
 def developer_speaks_or_is_refused(session: Session) -> None:
-    """The role `developer`, OpenAI's newer word for the system, is part of the prompt, or refused by name."""
+    """A message with the role `developer`, OpenAI's newer name for `system`, is part of the prompt or rejected by
+    name.
+    """
     completion = _answered(session, "messages", messages=[{"role": "developer", "content": "Add."}, *MESSAGES])
     assert completion is None or len(_prompt(completion)) > len(_prompt(session.chat()))
 
 
 def formats_are_kept_or_refused(session: Session) -> None:
-    """An answer in a `response_format` is JSON, and of the schema asked for; or the format is refused by name."""
+    """An answer with a `response_format` is JSON that satisfies the schema; or the format is rejected by name."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "boolean"}},
@@ -102,11 +104,11 @@ def formats_are_kept_or_refused(session: Session) -> None:
         answer = json.loads(completion.choices[0].message.content)
         assert isinstance(answer, dict), f"with {form['type']} the answer must be a JSON object"
         if form["type"] == "json_schema":
-            assert answer.keys() == {"a"} and isinstance(answer["a"], bool), "the answer must be of the schema"
+            assert answer.keys() == {"a"} and isinstance(answer["a"], bool), "the answer must satisfy the schema"
 
 
 def _top(session: Session, **fields: Any) -> list[TokenLogprob] | None:
-    """OpenAI's records of a greedy answer, with the likeliest tokens of each step."""
+    """Return OpenAI's records of a greedy answer, with the likeliest tokens of each step."""
     completion = _answered(
         session, "top_logprobs", *fields, temperature=0.0, logprobs=True, top_logprobs=8, ignore_eos=True, **fields
     )
@@ -119,7 +121,7 @@ def _top(session: Session, **fields: Any) -> list[TokenLogprob] | None:
 
 
 def likeliest_tokens_come_or_are_refused(session: Session) -> None:
-    """With `top_logprobs` each record has the likeliest tokens in order, of which greedy sampling takes the first."""
+    """With `top_logprobs` each record lists the likeliest tokens in order; greedy sampling takes the first."""
     records = _top(session)
     for record in records or ():
         values = [each.logprob for each in record.top_logprobs]
@@ -134,7 +136,7 @@ def likeliest_tokens_come_or_are_refused(session: Session) -> None:
 
 
 def min_p_is_kept_or_refused(session: Session) -> None:
-    """With min_p=1 nothing is left but the likeliest token, whose log-prob is then 0; or it is refused by name."""
+    """With min_p=1 only the likeliest token remains and its log-prob is 0; or the field is rejected by name."""
     completion = _answered(session, "min_p", min_p=1.0)
     if completion is not None:
         worst = min(completion.choices[0].token_logprobs or [0.0])
@@ -142,7 +144,9 @@ def min_p_is_kept_or_refused(session: Session) -> None:
 
 
 def bias_is_kept_or_refused(session: Session) -> None:
-    """A token with a bias of 100 is always sampled, and its log-prob says so; or the bias is refused by name."""
+    """A token with a bias of 100 is always sampled, and log-probs include the bias; or the field is rejected by
+    name.
+    """
     token = ids_of(session.chat(temperature=0.0, max_tokens=1, ignore_eos=True).choices[0])[0]
     for biased in {token, 1}:
         completion = _answered(session, "logit_bias", logit_bias={str(biased): 100}, ignore_eos=True, max_tokens=4)
@@ -152,13 +156,13 @@ def bias_is_kept_or_refused(session: Session) -> None:
         assert ids_of(choice) == [biased] * 4, (
             f"logit_bias={{{biased}: 100}} must force that token, got {ids_of(choice)}"
         )
-        assert min(choice.token_logprobs or [0.0]) > -_APART, "log-probs must be those with the bias, here 0"
+        assert min(choice.token_logprobs or [0.0]) > -_APART, "log-probs must include the bias, here 0"
     error = refused(session.completed(logit_bias={str(2**31 - 1): 1.0}), 400, 422)
     assert str(error["param"]).startswith("logit_bias"), f"param must be 'logit_bias', got {error['param']!r}"
 
 
 def penalties_are_kept_or_refused(session: Session) -> None:
-    """A penalty takes from a sampled token's logit what a bias of that size would; or it is refused by name."""
+    """A penalty lowers a sampled token's logit as much as a bias of that size; or the field is rejected by name."""
     prompt = _prompt(session.chat())
     for penalty in ({"presence_penalty": 1.5}, {"frequency_penalty": 1.25}):
         penalized = _top(session, prompt_token_ids=prompt, max_tokens=2, **penalty)
@@ -184,7 +188,7 @@ def short_name_is_taken(session: Session) -> None:
 
 
 def texts_are_completed_or_refused(session: Session) -> None:
-    """The older route completes token ids as the newer one does, and several prompts in order; or it answers 404."""
+    """The older route completes token ids like the newer one, and several prompts in order; or it answers 404."""
     prompt = _prompt(session.chat())
     asked: dict[str, Any] = {"max_tokens": 4, "seed": 5, "return_token_ids": True}
     response = session.post(routes.COMPLETIONS, {"prompt": [prompt, prompt], "n": 2, "logprobs": 0, **asked})

@@ -1,4 +1,4 @@
-"""Checks of the transport `pull`: the promises of a broadcast, with the kit as the server that is fetched from."""
+"""Checks of the transport `pull`, with the same promises as for broadcasts; the kit plays the weight server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inference_contract.conformance.weight_server import WeightServer
 
 
 def pull_is_served(session: Session) -> None:
-    """Weights are fetched from the server that PREPARE names, with the token and without a group, and then serve."""
+    """Weights are fetched from the server named in PREPARE, with the token and without a group, and then serve."""
     trainer = kit_trainer(session)
     trainer.leave()
     with WeightServer(session.host, session.token) as server:
@@ -31,7 +31,7 @@ def pull_is_served(session: Session) -> None:
 
 
 def pull_and_broadcast_take_turns(session: Session) -> None:
-    """A pull and a broadcast may follow each other, and the same bytes serve the same whichever way they came."""
+    """Pulls and broadcasts may alternate; the same bytes give the same results over either transport."""
     trainer = kit_trainer(session)
     with WeightServer(session.host, session.token) as server:
         trainer.publish(trainer.next_version(), tag=23)
@@ -40,13 +40,13 @@ def pull_and_broadcast_take_turns(session: Session) -> None:
             _pulled(session, server, tag=tag)
             assert session.greedy()[1] != before[1], "a pull after a broadcast must take effect"
         _pulled(session, server, tag=23)
-        assert session.greedy() == before, "bytes that were pulled must serve as the same bytes do that were broadcast"
+        assert session.greedy() == before, "pulled bytes must give the same results as the same bytes from a broadcast"
         trainer.publish(trainer.next_version(), tag=24)
         assert session.greedy()[1] != before[1], "a broadcast after a pull must take effect"
 
 
 def pull_asks_the_next_source(session: Session) -> None:
-    """When a source is gone, does not hold the version or breaks off, the next one is asked."""
+    """The engine tries the next source after one that is down, lacks the version or closes the connection."""
     with (
         WeightServer(session.host, session.token) as broken,
         WeightServer(session.host, session.token) as empty,
@@ -57,7 +57,7 @@ def pull_asks_the_next_source(session: Session) -> None:
         data = _held(session, broken, tag=25, version=kit_trainer(session).next_version())
         broken.breaks_at = len(data) // 2
         _pulled(session, good, tag=25, version=kit_trainer(session).version, before=(gone, empty, broken))
-        assert good.requests, "the last source must have been asked"
+        assert good.requests, "the last source must have been requested"
 
 
 def pull_of_shards_is_served(session: Session) -> None:
@@ -81,11 +81,11 @@ def pull_of_shards_is_served(session: Session) -> None:
         shards = [[first.url], [second.url]]
         _prepared(session, version, digest=announced, shards=shards, bucket_bytes=bucket_bytes)
         trainer.accepted(_commit(session, version, digest=announced), "committed")
-        assert session.greedy() == before, "the bytes of two shards must serve as they do from one server"
+        assert session.greedy() == before, "the bytes of two shards must give the same results as from one server"
 
 
 def pull_with_wrong_bytes_is_refused(session: Session) -> None:
-    """If the bytes fetched do not have the digest, the old weights serve on, and the next pull works."""
+    """Fetched bytes that do not match the digest leave the old weights in service, and the next pull works."""
     with WeightServer(session.host, session.token) as server:
         serving = _pulled(session, server, tag=26)
         before, version = session.greedy(), kit_trainer(session).next_version()
@@ -98,7 +98,7 @@ def pull_with_wrong_bytes_is_refused(session: Session) -> None:
 
 
 def broken_pull_leaves_old_weights(session: Session) -> None:
-    """A server that dies half way leaves an engine that serves what it served, and can be updated again."""
+    """The engine keeps its old weights when a server dies during a pull, and can be updated again."""
     from inference_contract.conformance.trainer import digest, weights
 
     trainer = kit_trainer(session)
@@ -118,7 +118,7 @@ def broken_pull_leaves_old_weights(session: Session) -> None:
 
 
 def aborted_pull_leaves_old_weights(session: Session) -> None:
-    """A pull that is aborted while it waits for its server leaves the old weights, and the next one works."""
+    """Aborting a pull that waits for its server keeps the old weights, and the next pull works."""
     from inference_contract.conformance.trainer import digest, weights
 
     trainer = kit_trainer(session)
@@ -136,7 +136,7 @@ def aborted_pull_leaves_old_weights(session: Session) -> None:
 
 
 def pull_in_flight(session: Session) -> None:
-    """Generation goes on across a pull, and the spans of an answer say which weights sampled which tokens."""
+    """Generation continues across a pull, and an answer's spans give the weights that sampled each token."""
     deadline = time.monotonic() + session.timeout_s
     length = min(256, session.card().context_length // 2)
     with WeightServer(session.host, session.token) as server:
@@ -150,14 +150,14 @@ def pull_in_flight(session: Session) -> None:
             update = LoadedUpdate(old, new, load.answers, before_commit, load.sampled() - committed)
             if update.spans_are_right(update.whole_choices()):
                 return
-    raise NotOffered("of many samples under load none was open while pulled weights were committed")
+    raise NotOffered("no sample under load was in flight while pulled weights were committed")
 
 
 # --- steps -------------------------------------------------------------------------------------------------------
 
 
 def _held(session: Session, server: WeightServer, *, tag: int, version: int) -> bytes:
-    """The bytes of `tag`, which the server holds from now on."""
+    """Put the weights of `tag` on the server and return their bytes."""
     from inference_contract.conformance.trainer import weights
 
     trainer = kit_trainer(session)
@@ -167,10 +167,10 @@ def _held(session: Session, server: WeightServer, *, tag: int, version: int) -> 
 
 
 def _prepared(session: Session, version: int, *, digest: str, **where: Any) -> None:
-    """PREPARE, accepted; `where` are its `sources` or its `shards`.
+    """Send PREPARE, which must be accepted; `where` holds `sources` or `shards`.
 
     Raises:
-        NotOffered: the engine says that it does not pull.
+        NotOffered: the engine does not support pull.
     """
     trainer = kit_trainer(session)
     response = trainer.update("prepare", version, transport="pull", digest=digest, group=None, generation=None, **where)
@@ -191,7 +191,7 @@ def _pulled(
     version: int | None = None,
     before: tuple[WeightServer, ...] = (),
 ) -> int:
-    """A whole update from `server`, which is named after those `before` it; returns its version."""
+    """Run a whole update from `server`, listed after the sources in `before`; return its version."""
     trainer = kit_trainer(session)
     version, announced = _prepared_from(session, (*before, server), tag=tag, version=version)
     answer = trainer.accepted(_commit(session, version, digest=announced), "committed")
@@ -202,7 +202,9 @@ def _pulled(
 def _prepared_from(
     session: Session, servers: tuple[WeightServer, ...], *, tag: int, version: int | None = None
 ) -> tuple[int, str]:
-    """PREPARE of a pull from `servers`, the last of which holds the bytes of `tag`; its version and their digest."""
+    """Prepare a pull from `servers`, of which the last holds the weights of `tag`; return the version and the
+    digest.
+    """
     from inference_contract.conformance.trainer import digest, weights
 
     trainer = kit_trainer(session)

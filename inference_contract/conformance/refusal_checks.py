@@ -1,4 +1,4 @@
-"""Checks that what is wrong is refused by name, in OpenAI's error shape, and is not repeated to the caller."""
+"""Checks that invalid requests are rejected by name, in OpenAI's error shape, without repeating the input."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _SECRET = "do-not-repeat-me-4711"
 
 
 def unknown_field_is_refused(session: Session) -> None:
-    """An unknown field is refused by name, never dropped in silence."""
+    """An unknown field is rejected by name, never ignored."""
     error = refused(session.post(routes.CHAT_COMPLETIONS, body(frobnicate=1)), 400, 422)
     assert error["param"] == "frobnicate", f"param must name the unknown field 'frobnicate', got {error['param']!r}"
 
 
 def wrong_type_is_refused(session: Session) -> None:
-    """A field of the wrong type is refused by its path, and its value is not repeated."""
+    """A field of the wrong type is rejected by its path, and its value is not repeated."""
     response = session.post(routes.CHAT_COMPLETIONS, body(max_tokens=_SECRET))
     error = refused(response, 400, 422)
     assert error["param"] == "max_tokens", f"param must be 'max_tokens', got {error['param']!r}"
@@ -27,7 +27,7 @@ def wrong_type_is_refused(session: Session) -> None:
 
 
 def out_of_range_is_refused(session: Session) -> None:
-    """Values outside their range are refused by name."""
+    """Values outside their range are rejected by name."""
     beyond = (
         *(("temperature", -1.0), ("temperature", 1e-38), ("top_p", 0.0), ("top_p", 1e-46), ("top_k", MOST_TOP_K + 1)),
         *(("top_k", 2**63), ("n", 0), ("max_tokens", 0), ("stop", ""), ("priority", 2**31)),
@@ -39,7 +39,9 @@ def out_of_range_is_refused(session: Session) -> None:
 
 
 def edges_of_ranges_are_answered(session: Session) -> None:
-    """The last value of a range is served, or refused by name by an engine that lacks the field; it ends no engine."""
+    """The extreme values of a range are served, or rejected by name if the engine lacks the field; the engine
+    survives.
+    """
     edges = (
         *(("temperature", LEAST_TEMPERATURE), ("top_p", LEAST_TOP_P), ("top_k", MOST_TOP_K)),
         *(("priority", -MOST_PRIORITY), ("priority", MOST_PRIORITY)),
@@ -55,19 +57,19 @@ def edges_of_ranges_are_answered(session: Session) -> None:
 
 
 def missing_prompt_is_refused(session: Session) -> None:
-    """A request with neither messages nor prompt_token_ids is refused."""
+    """A request with neither messages nor prompt_token_ids is rejected."""
     refused(session.post(routes.CHAT_COMPLETIONS, {"max_tokens": 4}), 400, 422)
 
 
 def malformed_body_is_refused(session: Session) -> None:
-    """A body that is not JSON is refused, and not repeated."""
+    """A body that is not JSON is rejected and not repeated."""
     response = session.post(routes.CHAT_COMPLETIONS, f'{{"messages": {_SECRET}'.encode())
     refused(response, 400, 422)
     assert _SECRET not in response.text, "an error must not repeat the input"
 
 
 def too_long_prompt_is_refused(session: Session) -> None:
-    """A prompt that leaves no room for a token is refused with 400, OpenAI's code for that, and its param."""
+    """A prompt that leaves no room for a token is rejected with 400, OpenAI's code for that, and its param."""
     length = session.card().context_length
     error = refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1] * length)), 400)
     assert error["param"] == "prompt_token_ids", f"param must be 'prompt_token_ids', got {error['param']!r}"
@@ -75,19 +77,19 @@ def too_long_prompt_is_refused(session: Session) -> None:
 
 
 def foreign_token_is_refused(session: Session) -> None:
-    """Token ids outside the vocabulary are refused."""
+    """Token ids outside the vocabulary are rejected."""
     for token_id in (-1, 2**31 - 1):
         error = refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1, token_id])), 400, 422)
         assert "prompt_token_ids" in str(error["param"]), f"param must be prompt_token_ids, got {error['param']!r}"
 
 
 def unknown_model_is_refused(session: Session) -> None:
-    """A request for another model is refused with 404."""
+    """A request for another model is rejected with 404."""
     refused(session.post(routes.CHAT_COMPLETIONS, body(model="no-such-model")), 404, code="model_not_found")
 
 
 def refused_stream_is_no_stream(session: Session) -> None:
-    """A streamed request that is refused gets a plain error, with its status."""
+    """A rejected streaming request gets a plain error with its status."""
     length = session.card().context_length
     refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1] * length, stream=True)), 400)
 

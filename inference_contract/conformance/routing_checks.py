@@ -1,4 +1,4 @@
-"""Checks of what a mixture-of-experts model's routers chose, which an engine may leave untold, but not unsaid."""
+"""Checks of `return_routed_experts`; an engine may lack it but must then reject it by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inference_contract.schemas import Choice
 
 
 def routed_experts_come_or_are_refused(session: Session) -> None:
-    """With return_routed_experts each token comes with the experts of the one before it, or it is refused by name."""
+    """return_routed_experts gives each token the experts of the token before it; or the field is rejected by name."""
     asked: dict[str, Any] = {"n": 2, "seed": 3, "return_routed_experts": True}
     response = session.completed(**asked)
     if response.status_code != 200:
@@ -33,22 +33,24 @@ def routed_experts_come_or_are_refused(session: Session) -> None:
         _of_tokens(choice.model_copy(update={"routed_experts": joined}), like)
     quiet = session.chat(n=1, seed=3)
     untold = quiet.prompt_routed_experts is None and quiet.choices[0].routed_experts is None
-    assert untold, "routed experts must come only where return_routed_experts asks for them"
+    assert untold, "routed experts must be left out unless return_routed_experts requests them"
 
 
 def _of_prompt(prompt: list[int] | None, told: RoutedExperts | None) -> RoutedExperts:
-    assert prompt, "with return_token_ids must come prompt_token_ids"
-    assert told is not None, "with return_routed_experts must come prompt_routed_experts"
+    assert prompt, "with return_token_ids the answer must have prompt_token_ids"
+    assert told is not None, "with return_routed_experts the answer must have prompt_routed_experts"
     wanted = len(prompt) - 1
-    assert told.num_tokens == wanted, f"prompt_routed_experts must be of {wanted} tokens, got {told.num_tokens}"
+    assert told.num_tokens == wanted, f"prompt_routed_experts must cover {wanted} tokens, got {told.num_tokens}"
     return told
 
 
 def _of_tokens(choice: Choice, like: RoutedExperts) -> None:
     told, wanted = choice.routed_experts, len(ids_of(choice))
-    assert told is not None, f"with return_routed_experts must come routed_experts of choice {choice.index}"
-    assert told.num_tokens == wanted, f"routed_experts must be of {wanted} tokens, got {told.num_tokens}"
-    assert told.is_like(like), f"routed_experts must be of one model, got {told.shape[1:]} and {like.shape[1:]}"
+    assert told is not None, f"with return_routed_experts choice {choice.index} must have routed_experts"
+    assert told.num_tokens == wanted, f"routed_experts must cover {wanted} tokens, got {told.num_tokens}"
+    assert told.is_like(like), (
+        f"routed_experts must have the same shape everywhere, got {told.shape[1:]} and {like.shape[1:]}"
+    )
 
 
 CHECKS = (routed_experts_come_or_are_refused,)

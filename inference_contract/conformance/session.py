@@ -1,4 +1,4 @@
-"""`Session`: a plain HTTP client, what is known of the engine so far, and the trainer that the kit plays."""
+"""`Session`, an HTTP client for the engine under test, plus the trainer that the kit plays."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import httpx
 from inference_contract import routes
 from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, Health, ModelCard, ModelList
 
-#: What the checks ask; any chat model has an answer.
+#: The default conversation of the checks; any chat model can answer it.
 MESSAGES: Final = [{"role": "user", "content": "1 + 2 = "}]
 
 
 class NotOffered(Exception):
-    """The engine, or this machine, cannot show what the check looks for."""
+    """Raised if the engine or this machine cannot demonstrate a promise."""
 
 
 class Peer(Protocol):
-    """The other end of the weight group, which the weight checks play."""
+    """The other end of the weight group, played by the weight checks."""
 
     def leave(self) -> None:
         """Leave the group; the next check forms another."""
         ...
 
     def close(self) -> None:
-        """Leave for good."""
+        """Leave the group and release its store."""
         ...
 
 
 @final
 class Session:
-    """One run of the kit against one engine; `peer` is there once a weight check has made it."""
+    """One run of the kit against one engine; the first weight check creates `peer`."""
 
     def __init__(self, url: str, *, token: str | None, timeout_s: float, host: str) -> None:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
@@ -55,64 +55,64 @@ class Session:
         self._client.close()
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """GET; any status."""
+        """Send a GET; accept any status."""
         return self._client.get(path, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        """POST a JSON body, or raw bytes; any status."""
+        """POST a JSON body or raw bytes; accept any status."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self._client.post(path, content=content, headers={"content-type": "application/json"}, **options)
 
     def request(self, method: str, path: str) -> httpx.Response:
-        """Another method."""
+        """Send a request with another method; accept any status."""
         return self._client.request(method, path)
 
     def without_token(self, path: str) -> httpx.Response:
-        """GET without, or with a wrong, bearer token."""
+        """Send a GET with a wrong bearer token."""
         return self._client.get(path, headers={"authorization": "Bearer wrong"})
 
     def health(self) -> Health:
-        """GET /health, which must succeed."""
+        """Return GET /health, which must succeed."""
         return Health.model_validate(succeeded(self.get(routes.HEALTH)))
 
     def card(self) -> ModelCard:
-        """The one model of GET /v1/models."""
+        """Return the only model of GET /v1/models."""
         models = ModelList.model_validate(succeeded(self.get(routes.MODELS)))
         assert len(models.data) == 1, f"/v1/models must list the one model served, it lists {len(models.data)}"
         return models.data[0]
 
     def chat(self, path: str = routes.CHAT_COMPLETIONS, **fields: Any) -> ChatCompletion:
-        """A completion that must succeed; `messages`, ids in the answer and few tokens unless told otherwise."""
+        """Return a completion that must succeed; by default short, with token ids, for `MESSAGES`."""
         return ChatCompletion.model_validate(succeeded(self.post(path, body(**fields))))
 
     def completed(self, **fields: Any) -> httpx.Response:
-        """The answer to a completion, unread; any status."""
+        """Return the unparsed response to a completion request; accept any status."""
         return self.post(routes.CHAT_COMPLETIONS, body(**fields))
 
     def stream(self, **fields: Any) -> Iterator[ChatCompletionChunk]:
-        """The chunks of a streamed completion as they come; it must end with `data: [DONE]`."""
+        """Yield the chunks of a streamed completion as they arrive; the stream must end with `data: [DONE]`."""
         asked = body(**fields) | {"stream": True}
         with self._client.stream("POST", routes.CHAT_COMPLETIONS, json=asked) as response:
             yield from chunks(response, response.iter_lines())
 
     def streamed(self, **fields: Any) -> httpx.Response:
-        """A streamed completion whole and unread, for `chunks`: asked for more quickly than chunk by chunk."""
+        """Return a complete streamed response, unparsed, for `chunks`; faster than reading it chunk by chunk."""
         return self.post(routes.CHAT_COMPLETIONS, body(**fields) | {"stream": True})
 
     def greedy(self) -> tuple[list[int], list[float]]:
-        """Token ids and log-probs of one greedy sample: a fingerprint of the weights that serve."""
+        """Return token ids and log-probs of one greedy sample: a fingerprint of the served weights."""
         choice = self.chat(temperature=0.0, max_tokens=6).choices[0]
         assert choice.token_ids is not None and choice.token_logprobs is not None, "return_token_ids must be honoured"
         return choice.token_ids, choice.token_logprobs
 
     def generated_tokens(self) -> float:
-        """generated_tokens_total of GET /metrics."""
+        """Return generated_tokens_total of GET /metrics."""
         value = self._metric("generated_tokens_total")
         assert value is not None, "/metrics must have a sample whose name ends in 'generated_tokens_total'"
         return value
 
     def running_sequences(self) -> float:
-        """running_sequences of GET /metrics. Raises `NotOffered` when there is no such sample."""
+        """Return running_sequences of GET /metrics. Raises `NotOffered` if there is no such sample."""
         value = self._metric("running_sequences")
         if value is None:
             raise NotOffered("/metrics has no sample whose name ends in 'running_sequences'")
@@ -124,19 +124,19 @@ class Session:
         return float(found[0].rsplit(" ", 1)[1]) if found else None
 
     def recover(self) -> None:
-        """After a check that broke off: a new membership drops what it left staged, so that the next begins afresh."""
+        """Leave the group after a failed check, which drops staged weights, so that the next check starts clean."""
         if self.peer is not None:
             self.peer.leave()
 
 
 def body(**fields: Any) -> dict[str, Any]:
-    """A chat request: short, with ids in the answer."""
+    """Return a chat request: short, with token ids in the answer."""
     prompt = {} if "prompt_token_ids" in fields else {"messages": MESSAGES}
     return prompt | {"max_tokens": 8, "seed": 1, "return_token_ids": True} | fields
 
 
 def chunks(response: httpx.Response, lines: Iterable[str]) -> Iterator[ChatCompletionChunk]:
-    """The chunks in the lines of a server-sent event stream."""
+    """Parse the chunks of a server-sent event stream."""
     assert response.status_code == 200, f"a streamed completion must answer 200, got {response.status_code}"
     media = response.headers.get("content-type", "")
     assert media.startswith("text/event-stream"), f"a stream must be text/event-stream, got {media!r}"
@@ -151,14 +151,14 @@ def chunks(response: httpx.Response, lines: Iterable[str]) -> Iterator[ChatCompl
 
 
 def succeeded(response: httpx.Response) -> Any:
-    """The JSON of a 200."""
+    """Return the JSON of a response that must have status 200."""
     asked = f"{response.request.method} {response.request.url.path}"
     assert response.status_code == 200, f"{asked} must answer 200, got {response.status_code}: {response.text[:300]}"
     return response.json()
 
 
 def refused(response: httpx.Response, *statuses: int, code: str | None = None) -> dict[str, Any]:
-    """The error of a refusal with one of `statuses`, in OpenAI's shape."""
+    """Return the error of a response that must have one of `statuses` and OpenAI's error shape."""
     asked = f"{response.request.method} {response.request.url.path}"
     wanted = " or ".join(map(str, statuses))
     assert response.status_code in statuses, f"{asked} must answer {wanted}, got {response.status_code}"

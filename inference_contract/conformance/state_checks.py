@@ -1,4 +1,4 @@
-"""Checks of `/health`, `/v1/models`, `/metrics` and of who may ask."""
+"""Checks of `/health`, `/v1/models`, `/metrics` and of authentication."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from inference_contract.schemas import EngineMetrics, EngineState
 
 
 def health_is_ready(session: Session) -> None:
-    """GET /health says that the engine is ready, and which weights it serves."""
+    """GET /health reports that the engine is ready."""
     health = session.health()
     assert health.state is EngineState.READY, f"the engine must be ready, it is {health.state}"
 
@@ -27,7 +27,7 @@ def other_routes_need_the_token(session: Session) -> None:
 
 
 def model_card_is_complete(session: Session) -> None:
-    """GET /v1/models names the model, its version and the layout that an update must have."""
+    """GET /v1/models names the model, its version and the layout required of updates."""
     card, health = session.card(), session.health()
     assert card.id, "the model must have an id"
     assert card.layout_id == card.layout.layout_id, "layout_id must be the digest of the layout"
@@ -38,7 +38,7 @@ def model_card_is_complete(session: Session) -> None:
 
 
 def metrics_are_prometheus(session: Session) -> None:
-    """GET /metrics prints every field of EngineMetrics in Prometheus' text form."""
+    """GET /metrics prints every field of EngineMetrics in Prometheus' text format."""
     response = session.get(routes.METRICS)
     assert response.status_code == 200, f"/metrics must answer 200, got {response.status_code}"
     samples = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if line and not line.startswith("#"))
@@ -49,7 +49,7 @@ def metrics_are_prometheus(session: Session) -> None:
 
 
 def metrics_count_tokens(session: Session) -> None:
-    """generated_tokens_total grows by the tokens that were sampled."""
+    """generated_tokens_total grows by the number of sampled tokens."""
     before = session.generated_tokens()
     sampled = session.chat(n=2).usage.completion_tokens
     grown = session.generated_tokens() - before

@@ -1,4 +1,4 @@
-"""Checks of `/v1/chat/completions` streamed: it must amount to the same answer, and end well or early."""
+"""Checks of streamed `/v1/chat/completions`: same answer as without streaming, and resources freed on disconnect."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from inference_contract.conformance.chat_checks import stoppable
 from inference_contract.conformance.session import NotOffered, Session
 from inference_contract.schemas import AssistantMessage, ChatCompletionChunk, Choice, FinishReason
 
-#: Streams that are left at most, until one could be left early enough and was freed, and samples that one has at most.
+#: The most streams to abandon until one is left early enough and freed, and the most samples per stream.
 _LEAVINGS: Final = 8
 _MOST_SAMPLES: Final = 64
 
 
 def gathered(chunks: Iterable[ChatCompletionChunk]) -> list[Choice]:
-    """The whole choices that a stream amounts to, by index."""
+    """Assemble the whole choices of a stream, by index."""
     text: dict[int, str] = {}
     ids: dict[int, list[int]] = {}
     logprobs: dict[int, list[float]] = {}
@@ -51,28 +51,31 @@ def gathered(chunks: Iterable[ChatCompletionChunk]) -> list[Choice]:
 
 
 def stream_equals_whole(session: Session) -> None:
-    """A streamed completion amounts to the one that is answered whole, for the same seed."""
+    """A streamed completion equals the complete one with the same seed."""
     whole = session.chat(n=3, seed=9).choices
     streamed = gathered(session.stream(n=3, seed=9))
     assert len(streamed) == 3, f"n=3 must stream three choices, got {len(streamed)}"
     for one, two in zip(whole, streamed, strict=True):
         for name in ("message", "token_ids", "token_logprobs", "version_spans", "finish_reason"):
             expected, got = getattr(one, name), getattr(two, name)
-            assert expected == got, f"choice {one.index}: the stream's {name} is {got}, answered whole it is {expected}"
+            assert expected == got, (
+                f"choice {one.index}: the stream's {name} is {got}, without streaming it is {expected}"
+            )
 
 
 def stream_equals_whole_with_stop(session: Session) -> None:
-    """Text that turns out to begin a stop string is never streamed."""
+    """Text that turns out to start a stop string is never streamed."""
     seed, _, stop = stoppable(session)
     whole = session.chat(seed=seed, stop=[stop]).choices[0]
     streamed = gathered(session.stream(seed=seed, stop=[stop]))[0]
     assert streamed.message.content == whole.message.content, (
-        f"with stop={stop!r} the stream's text is {streamed.message.content!r}, whole it is {whole.message.content!r}"
+        f"with stop={stop!r} the stream's text is {streamed.message.content!r}, without streaming it is "
+        f"{whole.message.content!r}"
     )
 
 
 def stream_carries_usage(session: Session) -> None:
-    """`stream_options.include_usage` gives a last chunk with usage and no choices."""
+    """`stream_options.include_usage` adds a last chunk with usage and no choices."""
     chunks = list(session.stream(stream_options={"include_usage": True}))
     last = chunks[-1]
     assert last.usage is not None and not last.choices, "the last chunk must carry usage and no choices"
@@ -81,7 +84,7 @@ def stream_carries_usage(session: Session) -> None:
 
 
 def leaving_a_stream_frees_it(session: Session) -> None:
-    """What a client that goes away in the middle of a stream had asked for is not sampled to its end."""
+    """The engine stops sampling for a client that disconnects in the middle of a stream."""
     n, length = 8, min(256, session.card().context_length // 2)
     wasted: list[str] = []
     for seed in range(_LEAVINGS):
@@ -94,7 +97,7 @@ def leaving_a_stream_frees_it(session: Session) -> None:
         at_leaving = session.generated_tokens() - before
         _await_idle(session)
         if at_leaving > whole / 2:
-            # Too little of it is left to tell one that goes on from one that stops a few steps late: ask for more.
+            # Too few tokens are left to distinguish no stop from a stop a few steps late: request more samples.
             n = min(2 * n, _MOST_SAMPLES)
             continue
         after_leaving = session.generated_tokens() - before - at_leaving
@@ -102,26 +105,26 @@ def leaving_a_stream_frees_it(session: Session) -> None:
             _only_its_own_tokens(session)
             return
         wasted.append(f"{after_leaving:g} of the {whole - at_leaving:g} tokens left of a stream")
-    assert not wasted, f"a client had gone, and yet there were sampled {', '.join(wasted)}"
-    raise NotOffered(f"each of {_LEAVINGS} streams was half sampled before its client could leave")
+    assert not wasted, f"after the client disconnected, the engine still sampled {', '.join(wasted)}"
+    raise NotOffered(f"each of {_LEAVINGS} streams was half sampled before its client could disconnect")
 
 
 def _await_idle(session: Session) -> None:
-    """Until no sequence runs."""
+    """Wait until no sequence runs."""
     deadline = time.monotonic() + session.timeout_s
     while running := session.running_sequences():
         assert time.monotonic() < deadline, (
-            f"a stream's client went away, and {session.timeout_s:g} s later {running:g} sequences run"
+            f"{session.timeout_s:g} s after a stream's client disconnected, {running:g} sequences still run"
         )
         time.sleep(0.001)
 
 
 def _only_its_own_tokens(session: Session) -> None:
-    """An engine that says that nothing runs samples what it is asked for then, and no more."""
+    """Fail unless an engine that reports no running sequence samples exactly the tokens of one new request."""
     before = session.generated_tokens()
     own = session.chat().usage.completion_tokens
     grown = session.generated_tokens() - before
-    assert grown == own, f"nothing else ran, and while {own} tokens were asked for {grown:g} were sampled"
+    assert grown == own, f"no other request ran, but {grown:g} tokens were sampled for a request of {own}"
 
 
 CHECKS = (stream_equals_whole, stream_equals_whole_with_stop, stream_carries_usage, leaving_a_stream_frees_it)

@@ -1,6 +1,7 @@
-"""`KitTrainer`: rank 0 of the weight group, as a trainer would be, but written apart from ours: a second opinion.
+"""`KitTrainer`, rank 0 of the weight group, written independently of our trainers as a second implementation.
 
-Its weights are a pure function of (layout, tag), so that the kit can send the same again and expect the same answers.
+Its weights are a pure function of (layout, tag), so that the kit can send the same weights again and expect the same
+answers.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ dist: Any = torch.distributed
 
 _GROUP = "conformance"
 _BUCKET_BYTES = 2**16
-#: By then an engine that was asked to join waits for the others.
+#: Time after which an engine that was asked to join is waiting for the other ranks.
 _JOINS_S = 0.3
 
 
 def weights(layout: WeightLayout, tag: int) -> torch.Tensor:
-    """Bytes [num_bytes] of small, finite weights, another set for each `tag`."""
+    """Return bytes [num_bytes] of small, finite weights, different for each `tag`."""
     return torch.cat([_parameter(spec, tag + 7 * row) for row, spec in enumerate(layout.parameters)])
 
 
@@ -43,7 +44,7 @@ def _parameter(spec: ParameterSpec, tag: int) -> torch.Tensor:
 
 
 def converted(data: torch.Tensor, wire: WeightLayout, layout: WeightLayout) -> torch.Tensor:
-    """The values of `data`, which are of `wire`, as bytes of `layout`."""
+    """Convert `data` from the layout `wire` to bytes of `layout`."""
     parts = zip(wire.parameters, wire.ends, layout.parameters, strict=True)
     return torch.cat(
         [
@@ -58,16 +59,16 @@ def converted(data: torch.Tensor, wire: WeightLayout, layout: WeightLayout) -> t
 
 
 def digest(data: torch.Tensor) -> str:
-    """The contract's digest of these bytes."""
+    """Return the contract's digest of these bytes."""
     bytes_: Any = data.numpy()
     return xxhash.xxh3_128(bytes_).hexdigest()
 
 
 def _listening_store(host: str) -> tuple[Any, int]:
-    """A store at a free port of `host`, and that port."""
+    """Start a store on a free port of `host`; return both."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    # Our own listening socket: a store that opens its own listens on every address.
+    # Pass our own listening socket: a store that opens one itself listens on every address.
     store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     return store, port
 
@@ -82,18 +83,18 @@ class KitTrainer:
         self._store, self._port = _listening_store(self._host)
         self._group: Any = None
         card = session.card()
-        # Above whatever the engine has seen, so that the kit may be run again.
+        # Start above the engine's epoch, so that the kit can run repeatedly.
         self.epoch = card.epoch + 1
         self.layout = card.layout
         self.generation = 1000 * self.epoch
         self.version = card.model_version
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the group and release the store."""
         self._group = self._store = None
 
     def join_request(self, generation: int, **fields: Any) -> dict[str, Any]:
-        """Body of POST /init_process_group."""
+        """Return the body of POST /init_process_group."""
         return {
             "group": _GROUP,
             "backend": "gloo",
@@ -106,7 +107,7 @@ class KitTrainer:
         } | fields
 
     def form(self) -> httpx.Response:
-        """A new membership, one generation up; returns the engine's answer."""
+        """Form a new group with the next generation; return the engine's answer."""
         self.leave()
         self.generation += 1
         answer: list[httpx.Response] = []
@@ -124,7 +125,7 @@ class KitTrainer:
         return answer[0]
 
     def form_and_abandon(self) -> httpx.Response:
-        """Ask for a group of three of which nobody else comes, and close its store; returns the engine's answer."""
+        """Request a group of three without the third rank, then close its store; return the engine's answer."""
         store, port = _listening_store(self._host)
         request = self.join_request(self.generation + 500, rendezvous_port=port, world_size=3)
         with ThreadPoolExecutor(1) as asking:
@@ -134,13 +135,13 @@ class KitTrainer:
             return answer.result()
 
     def formed(self) -> None:
-        """Form a group unless there is one."""
+        """Form a group unless one exists."""
         if self._group is None:
             answer = self.form()
             assert answer.status_code == 200, f"joining must answer 200, got {answer.status_code}: {answer.text[:300]}"
 
     def leave(self) -> None:
-        """Leave the group; an engine that waits in a broadcast sees it at once."""
+        """Leave the group; an engine that waits in a broadcast notices at once."""
         self._group = None
 
     def _joined(self, generation: int) -> Any:
@@ -155,7 +156,7 @@ class KitTrainer:
         return dist.ProcessGroupGloo(store, 0, 2, options)
 
     def update(self, phase: str, version: int, **fields: Any) -> httpx.Response:
-        """POST /request_weight_update; PREPARE names the group and the engine's layout unless told otherwise."""
+        """POST /request_weight_update; by default PREPARE names the group and the engine's layout."""
         request: dict[str, Any] = {
             "phase": phase,
             "version": version,
@@ -170,7 +171,7 @@ class KitTrainer:
         return self._session.post(routes.REQUEST_WEIGHT_UPDATE, request | fields)
 
     def broadcast(self, data: torch.Tensor, *, layout: WeightLayout | None = None) -> None:
-        """Send the bytes, piece by piece; they are of the engine's layout unless told otherwise."""
+        """Send the bytes piece by piece; the default layout is the engine's."""
         for start, end in (layout or self.layout).pieces(_BUCKET_BYTES):
             options = dist.BroadcastOptions()
             options.rootRank = 0
@@ -178,18 +179,18 @@ class KitTrainer:
             self._group.broadcast([data[start:end]], options).wait(options.timeout)
 
     def next_version(self) -> int:
-        """A version that was not used yet."""
+        """Return an unused version."""
         self.version += 1
         return self.version
 
     def publish(self, version: int, *, tag: int, before_commit: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """A whole update, each phase of which must succeed; returns the answer to COMMIT."""
+        """Run a whole update, each phase of which must succeed; return the answer to COMMIT."""
         return self.publish_bytes(version, weights(self.layout, tag), before_commit=before_commit)
 
     def publish_bytes(
         self, version: int, data: torch.Tensor, *, before_commit: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """`publish` with these bytes, of the engine's layout."""
+        """Run `publish` with these bytes, in the engine's layout."""
         self.formed()
         self.accepted(self.update("prepare", version), "prepared")
         self.broadcast(data)
@@ -198,7 +199,7 @@ class KitTrainer:
 
     @staticmethod
     def accepted(response: httpx.Response, status: str) -> dict[str, Any]:
-        """The answer, which must be 200 with this status."""
+        """Return the answer, which must be 200 with this status."""
         assert response.status_code == 200, (
             f"/request_weight_update must answer 200 {status}, got {response.status_code}: {response.text[:300]}"
         )

@@ -1,4 +1,4 @@
-"""Checks of the weight group and of updates in flight; the kit plays rank 0."""
+"""Checks of the weight group and of in-flight updates; the kit plays rank 0."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from inference_contract.weights import DType, WeightLayout
 if TYPE_CHECKING:
     from inference_contract.conformance.trainer import KitTrainer
 
-#: Longest sample that an update waits for, and how often one must have waited: once might have met a gap of the load.
+#: The longest sample that an update waits for, and the number of waits required: a single one might have met a gap in
+#: the load.
 _DRAINED_TOKENS: Final = 32
 _DRAINS: Final = 2
-_NONE_OPEN: Final = "of many samples under load none was open while new weights were committed; try a longer timeout"
+_NONE_OPEN: Final = "no sample under load was in flight while new weights were committed; try a longer timeout"
 
 
 def kit_trainer(session: Session) -> KitTrainer:
-    """The trainer that the kit plays in this session.
+    """Return the trainer that the kit plays in this session.
 
     Raises:
-        NotOffered: torch or xxhash is not installed here.
+        NotOffered: torch or xxhash is not installed.
     """
     try:
         from inference_contract.conformance.trainer import KitTrainer
@@ -45,7 +46,7 @@ def kit_trainer(session: Session) -> KitTrainer:
 
 
 def update_without_group_is_refused(session: Session) -> None:
-    """PREPARE that names a group nobody joined is refused at once."""
+    """PREPARE for a group that was never joined is rejected at once."""
     trainer = kit_trainer(session)
     refused(trainer.update("prepare", trainer.next_version(), generation=trainer.generation + 500), 409)
 
@@ -61,7 +62,7 @@ def group_is_joined(session: Session) -> None:
 
 
 def lower_generation_is_refused(session: Session) -> None:
-    """A membership older than the one joined is refused, and the group lives on."""
+    """A membership older than the one joined is rejected, and the group stays usable."""
     trainer = kit_trainer(session)
     trainer.formed()
     older = session.post(routes.INIT_PROCESS_GROUP, trainer.join_request(trainer.generation - 1))
@@ -70,7 +71,7 @@ def lower_generation_is_refused(session: Session) -> None:
 
 
 def higher_generation_replaces(session: Session) -> None:
-    """A higher generation replaces the group, and updates go through the new one."""
+    """A higher generation replaces the group, and updates use the new one."""
     trainer = kit_trainer(session)
     trainer.formed()
     succeeded(trainer.form())
@@ -78,7 +79,7 @@ def higher_generation_replaces(session: Session) -> None:
 
 
 def abandoned_group_is_given_up(session: Session) -> None:
-    """A join whose trainer closes the rendezvous fails at once, and the group before it lives on."""
+    """A join fails at once if its trainer closes the rendezvous, and the previous group stays usable."""
     trainer = kit_trainer(session)
     trainer.formed()
     began = time.monotonic()
@@ -93,7 +94,7 @@ def abandoned_group_is_given_up(session: Session) -> None:
 
 
 def update_is_served(session: Session) -> None:
-    """After COMMIT the new version serves, and its bytes alone decide what is sampled."""
+    """After COMMIT the new version serves, and its bytes alone determine the samples."""
     trainer = kit_trainer(session)
     trainer.publish(trainer.next_version(), tag=3)
     before = session.greedy()
@@ -112,7 +113,7 @@ def update_is_served(session: Session) -> None:
 
 
 def layout_id_is_enough(session: Session) -> None:
-    """An engine that has seen a layout takes its id, and asks for the whole when it does not know the id."""
+    """An engine that knows a layout accepts its id, and rejects an unknown id."""
     trainer = kit_trainer(session)
     trainer.publish(trainer.next_version(), tag=5)
     version = trainer.next_version()
@@ -123,7 +124,7 @@ def layout_id_is_enough(session: Session) -> None:
 
 
 def same_version_is_a_no_op(session: Session) -> None:
-    """PREPARE and COMMIT of the version that serves change nothing and need no broadcast."""
+    """PREPARE and COMMIT of the served version change nothing and need no broadcast."""
     trainer = kit_trainer(session)
     version = trainer.next_version()
     served = trainer.publish(version, tag=7)
@@ -132,7 +133,7 @@ def same_version_is_a_no_op(session: Session) -> None:
 
 
 def prepare_repeats(session: Session) -> None:
-    """PREPARE of the update that is prepared already is a no-op; of another it is refused."""
+    """A second PREPARE of the same update is a no-op; PREPARE of another one is rejected."""
     trainer = kit_trainer(session)
     trainer.formed()
     version = trainer.next_version()
@@ -143,17 +144,17 @@ def prepare_repeats(session: Session) -> None:
 
 
 def older_version_is_refused(session: Session) -> None:
-    """A version older than the one that serves is refused, and so is an older epoch."""
+    """A version older than the served one is rejected, and so is an older epoch."""
     trainer = kit_trainer(session)
     version = trainer.next_version()
     trainer.publish(version, tag=9)
     refused(trainer.update("prepare", version - 1), 409, code="stale_version")
     refused(trainer.update("prepare", version + 5, epoch=trainer.epoch - 1), 409, code="stale_version")
-    assert session.card().model_version == version, "a refused update must change nothing"
+    assert session.card().model_version == version, "a rejected update must change nothing"
 
 
 def wrong_layout_is_refused(session: Session) -> None:
-    """Missing, foreign, reordered and reshaped parameters, and dtypes that are not converted, are refused by name."""
+    """Missing, unknown, reordered and reshaped parameters, and unconverted dtypes, are rejected by name."""
     trainer = kit_trainer(session)
     trainer.formed()
     version = trainer.next_version()
@@ -178,13 +179,13 @@ def wrong_layout_is_refused(session: Session) -> None:
 
 
 def converted_dtype_is_served(session: Session) -> None:
-    """An update in a dtype that the engine says it converts serves what the same values in its own dtype do."""
+    """An update in a dtype that the engine converts gives the same results as the same values in its own dtype."""
     from inference_contract.conformance.trainer import converted, digest, weights
 
     trainer, card = kit_trainer(session), session.card()
     others = [dtype for dtype in card.converts if any(row.dtype != dtype for row in card.layout.parameters)]
     if not others:
-        raise NotOffered("the engine says of no other dtype that it converts it")
+        raise NotOffered("the engine converts no other dtype")
     trainer.formed()
     for tag, dtype in enumerate(others, start=35):
         rows = (row.model_copy(update={"dtype": dtype}) for row in card.layout.parameters)
@@ -195,14 +196,14 @@ def converted_dtype_is_served(session: Session) -> None:
         trainer.broadcast(data, layout=wire)
         trainer.accepted(trainer.update("commit", version, digest=digest(data)), "committed")
         served, sampled = session.card(), session.greedy()
-        assert served.digest == digest(data), f"after an update in {dtype} the digest must be that of what was sent"
-        assert served.layout == card.layout, "the layout is how the engine keeps its weights, however they came"
+        assert served.digest == digest(data), f"after an update in {dtype} the digest must be that of the bytes sent"
+        assert served.layout == card.layout, "the layout must describe the engine's weights, not the update"
         trainer.publish_bytes(trainer.next_version(), converted(data, wire, card.layout))
-        assert session.greedy() == sampled, f"an update in {dtype} must serve its values, rounded to the nearest"
+        assert session.greedy() == sampled, f"an update in {dtype} must serve its values, rounded to nearest"
 
 
 def commit_needs_prepare(session: Session) -> None:
-    """COMMIT and ABORT of an update that was not prepared are refused."""
+    """COMMIT and ABORT without PREPARE are rejected."""
     trainer = kit_trainer(session)
     version = trainer.next_version()
     refused(trainer.update("commit", version, digest="0" * 32), 409, code="not_prepared")
@@ -210,7 +211,7 @@ def commit_needs_prepare(session: Session) -> None:
 
 
 def wrong_digest_is_refused(session: Session) -> None:
-    """If the bytes do not have the digest, the old weights serve on, and the next update works."""
+    """Bytes that do not match the digest leave the old weights in service, and the next update works."""
     from inference_contract.conformance.trainer import weights
 
     trainer = kit_trainer(session)
@@ -227,7 +228,7 @@ def wrong_digest_is_refused(session: Session) -> None:
 
 
 def abort_leaves_old_weights(session: Session) -> None:
-    """An aborted update leaves the old weights, and a new membership brings the next."""
+    """An aborted update keeps the old weights; after a new join the next update works."""
     trainer = kit_trainer(session)
     serving = trainer.next_version()
     trainer.publish(serving, tag=13)
@@ -241,7 +242,7 @@ def abort_leaves_old_weights(session: Session) -> None:
 
 
 def lost_trainer_leaves_old_weights(session: Session) -> None:
-    """A trainer that dies in the middle of the broadcast leaves an engine that serves and can be updated again."""
+    """The engine keeps serving when the trainer dies during a broadcast, and can be updated again."""
     trainer = kit_trainer(session)
     trainer.publish(trainer.next_version(), tag=15)
     before, version = session.greedy(), trainer.next_version()
@@ -257,7 +258,7 @@ def lost_trainer_leaves_old_weights(session: Session) -> None:
 
 
 def update_in_flight(session: Session) -> None:
-    """Generation goes on across an update, and the spans of a stream say which weights sampled which tokens."""
+    """Generation continues across an update, and a stream's spans give the weights that sampled each token."""
     for update in _updates_under_load(session, session.streamed):
         if update.spans_are_right(update.streamed_choices()):
             return
@@ -265,7 +266,7 @@ def update_in_flight(session: Session) -> None:
 
 
 def update_during_whole_answer(session: Session) -> None:
-    """An answer given whole across an update has the spans of both versions."""
+    """A complete answer that was sampled across an update has spans of both versions."""
     for update in _updates_under_load(session, session.completed):
         if update.spans_are_right(update.whole_choices()):
             return
@@ -273,7 +274,7 @@ def update_during_whole_answer(session: Session) -> None:
 
 
 def abort_on_update_ends_samples(session: Session) -> None:
-    """With on_update=abort each running sample ends with `abort`, all of it from one version."""
+    """With on_update=abort each running sample ends with `abort`, entirely from one version."""
     for update in _updates_under_load(session, session.completed, on_update="abort"):
         aborted = 0
         for choice in update.whole_choices():
@@ -287,7 +288,7 @@ def abort_on_update_ends_samples(session: Session) -> None:
 
 
 def drain_lets_samples_end(session: Session) -> None:
-    """With on_update=drain what runs ends first, with the weights that began it, and is not ended early."""
+    """With on_update=drain running samples finish with the old weights and are not cut short."""
     drained = 0
     for update in _updates_under_load(session, session.completed, length=_DRAINED_TOKENS, on_update="drain"):
         choices = update.whole_choices()
@@ -303,12 +304,12 @@ def drain_lets_samples_end(session: Session) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedUpdate:
-    """An update and the answers that were asked for meanwhile.
+    """An update and the answers to requests sent during it.
 
     Attributes:
-        before_commit: tokens of these answers that were sampled by the time COMMIT was sent, so by `old`. Less of them
-            where an engine counts late: a bound from below.
-        after_commit: tokens that were sampled since COMMIT was answered, so by `new`.
+        before_commit: tokens of these answers that `old` sampled before COMMIT was sent; a lower bound, since an engine
+            may count late.
+        after_commit: tokens sampled by `new` since COMMIT was answered.
     """
 
     old: int
@@ -318,7 +319,7 @@ class LoadedUpdate:
     after_commit: float
 
     def spans_are_right(self, choices: list[Choice]) -> bool:
-        """Returns whether a sample was open while the update was committed; fails where a span is wrong."""
+        """Return True if a sample was open during the commit; fail if a span is wrong."""
         for choice in choices:
             check_columns(choice, versions={self.old, self.new})
         for when, sampled, version in (
@@ -327,28 +328,28 @@ class LoadedUpdate:
         ):
             named = self.named(choices, version)
             assert named >= sampled, (
-                f"{sampled:g} tokens were sampled {when} COMMIT, the spans give {named} to version {version}"
+                f"{sampled:g} tokens were sampled {when} COMMIT, but the spans attribute {named} to version {version}"
             )
         return any(len(choice.version_spans or ()) == 2 for choice in choices)
 
     @staticmethod
     def named(choices: list[Choice], version: int) -> int:
-        """Tokens that the spans name after `version`."""
+        """Return the number of tokens that spans attribute to `version`."""
         return sum(count for choice in choices for each, count in choice.version_spans or () if each == version)
 
     def streamed_choices(self) -> list[Choice]:
-        """The choices of all answers, when they were streamed."""
+        """Return the choices of all answers, which were streamed."""
         return [c for answer in self.answers for c in gathered(chunks(answer, answer.text.splitlines()))]
 
     def whole_choices(self) -> list[Choice]:
-        """The choices of all answers."""
+        """Return the choices of all answers."""
         return [c for answer in self.answers for c in ChatCompletion.model_validate(succeeded(answer)).choices]
 
 
 def _updates_under_load(
     session: Session, ask: Callable[..., httpx.Response], *, length: int = 256, on_update: str = "continue"
 ) -> Iterator[LoadedUpdate]:
-    """Updates, each while samples of up to `length` tokens are open, for as long as the session is patient."""
+    """Yield updates, each with samples of up to `length` tokens in flight, until the session's timeout."""
     trainer, deadline = kit_trainer(session), time.monotonic() + session.timeout_s
     length = min(length, session.card().context_length // 2)
     while time.monotonic() < deadline:
@@ -365,13 +366,13 @@ def _updates_under_load(
 
 
 def _send_and_commit(session: Session, version: int, *, tag: int) -> None:
-    """The rest of an update that is prepared."""
+    """Finish an update that is prepared."""
     trainer = kit_trainer(session)
     trainer.accepted(trainer.update("commit", version, digest=_sent(session, tag=tag)), "committed")
 
 
 def _sent(session: Session, *, tag: int) -> str:
-    """Broadcast the weights of `tag` for an update that is prepared; their digest."""
+    """Broadcast the weights of `tag` for a prepared update; return their digest."""
     from inference_contract.conformance.trainer import digest, weights
 
     trainer = kit_trainer(session)

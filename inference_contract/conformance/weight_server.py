@@ -1,6 +1,6 @@
-"""`WeightServer`: the least that an engine may pull weights from, and what can go wrong with it, for the kit to play.
+"""`WeightServer`, a minimal server to pull weights from, with failures that the kit can trigger.
 
-It serves `routes.WEIGHTS` alone, whole or in ranges, to those who bring the token; it knows nothing of shared memory.
+It serves only `routes.WEIGHTS`, whole or in ranges, to requests with the token. It does not support shared memory.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from inference_contract import routes
 
 @final
 class WeightServer:
-    """Listens from its making until the block ends.
+    """Listens from construction until the `with` block ends.
 
     Attributes:
-        requests: paths that were asked for with the token.
-        breaks_at: connections are closed before this byte of a version is sent; None: never.
-        open: no answer is given while it is not set.
+        requests: paths of authenticated requests.
+        breaks_at: byte offset of a version at which connections are closed; None disables this.
+        open: answers wait until this event is set.
     """
 
     def __init__(self, host: str, token: str | None) -> None:
@@ -63,7 +63,7 @@ class WeightServer:
         self._held[routes.WEIGHTS.format(epoch=epoch, version=version)] = data
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        """One GET."""
+        """Answer one GET."""
         if self.token is not None and handler.headers["authorization"] != f"Bearer {self.token}":
             self._send(handler, 401, b"", {})
             return

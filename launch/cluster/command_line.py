@@ -79,7 +79,7 @@ def refuse_hosts(resume: str, on: str | None, words: list[str] | None, count: in
     if on is not None or words or count is not None:
         raise UserError(
             f"--resume goes on where {resume} was begun: leave out --on, --host and --hosts. Begin its nodes on other "
-            "hosts with `pipelinerl node --host …`, a Slurm job with its slurm.sh (docs/clusters.md)"
+            "hosts with `pipelinerl node --host …`, a Slurm job with its slurm.sh (docs/use/clusters.md)"
         )
 
 

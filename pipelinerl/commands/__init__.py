@@ -1,1 +1,1 @@
-"""One file per command of the command line that is no process of a run."""
+"""One file or folder per command of the command line, except for the processes of a run."""

@@ -1,4 +1,4 @@
-"""What can be refused before a run is started: in no time by `refuse`, in seconds and thoroughly by `findings`."""
+"""Checks before a run starts: `refuse` is quick and looks at names; `findings` is thorough and takes seconds."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ from pipelinerl.system.references import is_reference, place_of
 from pipelinerl.system.storage import Storage
 from trainer_contract.errors import SpecError
 
-#: Of a model's weights so many bytes are read, to see that they are numbers: for seconds, not for minutes.
+#: Bytes of a model's weights that are checked for non-finite numbers: enough for seconds, not minutes.
 _MOST_READ: Final = 8 * 2**30
 
 
 def refuse(config: RunConfig) -> None:
-    """Look at names alone: nothing heavy is imported, nothing large is read.
+    """Check names and settings only, without importing or reading anything large.
 
     Raises:
-        UserError: the first thing that would stop the run.
+        UserError: the first problem that would stop the run.
     """
     check_directory(config.model.resolved)
     refuse_quantised(config.model.resolved)
@@ -111,7 +111,7 @@ def refuse(config: RunConfig) -> None:
 
 
 def _check_other_models(config: RunConfig) -> None:
-    """The critic's and the reference's."""
+    """Check the directories of the critic and the reference."""
     for part, path in _other_models(config).items():
         try:
             check_directory(path)
@@ -120,17 +120,17 @@ def _check_other_models(config: RunConfig) -> None:
 
 
 def _other_models(config: RunConfig) -> dict[str, Path]:
-    """Those that the recipe names beside the policy's."""
+    """Return the paths of other models in the recipe, by section."""
     sections = {part: getattr(config, part) for part in ("critic", "reference")}
     named = {part: section.path for part, section in sections.items() if section is not None}
     return {part: ModelSection(path=path).resolved for part, path in named.items() if path is not None}
 
 
 def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """`pipelinerl check`: (part, finding) for each part of the recipe, in the order of dependence.
+    """Yield (part, finding) for each part of the recipe, in order of dependence, for `pipelinerl check`.
 
     Raises:
-        UserError: the first thing that would stop the run.
+        UserError: the first problem that would stop the run.
     """
     refuse(config)
     _check_model(config)
@@ -143,7 +143,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     for path in dict.fromkeys([config.model.resolved, *_other_models(config).values()]):
         if left := check_values(path, most_bytes=_MOST_READ):
             yield "model", f"{left / 2**30:,.1f} GiB of {path} are not read here; the trainer looks at them as it loads"
-    from pipelinerl.roles.engine_role import build_engine  # with a server's libraries, for which `run` need not wait
+    from pipelinerl.roles.engine_role import build_engine  # imports a server's libraries, which `run` need not load
 
     build_engine(_of_nobody(config))
     dtypes = dtypes_of(config)
@@ -186,7 +186,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) -> Iterator[tuple[str, str]]:
-    """What the domain's verifier says of a real problem, and an episode of its environment."""
+    """Try the domain's verifier on a real problem, and one episode of its environment."""
     problems, where = _problems_of(domain, config), f"domains.{domain.name}"
     if domain.has_verifier:
         yield "verifier", f"{where}: {asyncio.run(tried(domain, problems))}"
@@ -199,7 +199,7 @@ def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) 
 
 
 def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:
-    """Problems to train on, of this domain alone; held-out ones of a domain that is evaluated and not trained on."""
+    """Return training problems of this domain alone, or held-out ones if it is only evaluated."""
     if domain.weight:
         return training_problems(config.model_copy(update={"domains": (domain,), "evaluations": ()}))
     asked = config.evaluation.alone([domain.name])
@@ -207,7 +207,7 @@ def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:
 
 
 def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """The slots as they are resolved, where they differ from the preset's, and what is likely not meant."""
+    """Yield the resolved slots, their differences from the preset, and likely mistakes."""
     objective, name = objective_of(config), preset_of(config.objective)
     needs = ", ".join(sorted(objective.passes | objective.needs)) or "nothing beyond the rollouts"
     others = differing(objective, resolve(name, max_tokens=config.sampling.max_tokens))
@@ -220,14 +220,14 @@ def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_nobody(config: RunConfig) -> Identity:
-    """An engine's process that is not going to be."""
+    """Return an identity for an engine that will never start."""
     return Identity(
         config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
     )
 
 
 def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
-    """What this machine's CPU makes slow, where vLLM was built for it; of another machine nothing is known here."""
+    """Return what is slow on this machine's CPU, if vLLM was built for it; None otherwise."""
     if config.engine.type != "vllm":
         return None
     from pipelinerl.engines.external.vllm.engine import slow_on_cpu
@@ -236,7 +236,7 @@ def _slow(config: RunConfig, dtypes: Dtypes) -> str | None:
 
 
 def _staleness(config: RunConfig, knobs: Knobs) -> str:
-    """The bounds; and where several domains share a step, whom they cost most."""
+    """Return the staleness bounds, and a warning about slow domains if several share a step."""
     share = stale_share(config)
     bounds = f"j = {knobs.j}, k = {knobs.k:g}, {knobs.groups_in_flight} groups in flight" + (
         f"; {share}" if share else ""
@@ -250,7 +250,7 @@ def _staleness(config: RunConfig, knobs: Knobs) -> str:
 
 
 def _not_here(config: RunConfig) -> Iterator[str]:
-    """What of the recipe only a machine with a GPU can do; a recipe may be checked on another."""
+    """Yield the settings that need a GPU, if this machine has none; the recipe may be meant for another machine."""
     from pipelinerl.weights.broadcast.collective import offers
 
     if offers(Backend.NCCL):
@@ -264,7 +264,7 @@ def _not_here(config: RunConfig) -> Iterator[str]:
 
 
 def _step(config: RunConfig) -> str:
-    """How many rollouts, in which groups; where sizes differ, the last group that a step takes may be a large one."""
+    """Return rollouts per step and group sizes. If sizes differ, the last group of a step may exceed the target."""
     rollouts, sizes = (
         config.training.rollouts_per_step,
         {each.name: config.group_size_of(each) for each in config.trained_domains},
@@ -280,7 +280,7 @@ def _step(config: RunConfig) -> str:
 
 
 def _weight_history(config: RunConfig, knobs: Knobs) -> str:
-    """What old log-probs at the sampling weights take: k versions may train, and one in j is published."""
+    """Return the memory for old log-probs at the sampling weights: up to k versions train, one in j is published."""
     each = sum(file.stat().st_size for file in weight_files(config.model.resolved)) / 2**20
     versions = math.ceil(knobs.k / knobs.j)
     return (

@@ -1,4 +1,4 @@
-"""The commands `pipelinerl conformance …`: a contract's kit against a live engine or a class, and what it finds."""
+"""The commands `pipelinerl conformance …`: check a live engine or a trainer class against its contract."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def conformance_engine(
     url: Annotated[str, typer.Argument(help="Base URL of the engine, such as http://127.0.0.1:8001.")],
     token_file: Annotated[Path | None, typer.Option(help="File with the bearer token.")] = None,
 ) -> None:
-    """Run the inference contract's kit against a live engine. It leaves other weights behind."""
+    """Check a live engine against the inference contract. The engine's weights are replaced."""
     from pipelinerl.roles.process import read_token
 
     raise typer.Exit(0 if check_engine(url.rstrip("/"), token=read_token(token_file), say=typer.echo) else 1)
@@ -35,15 +35,15 @@ def conformance_trainer(
     target: Annotated[str, typer.Argument(help="module:Class, or the name of a registered trainer.")],
     model: Annotated[Path, typer.Option(help="Model directory for it to train.")] = MODELS / "tiny_speller",
 ) -> None:
-    """Run the trainer contract's kit against a class."""
+    """Check a trainer class against the trainer contract."""
     raise typer.Exit(0 if check_trainer(target, model, say=typer.echo) else 1)
 
 
 def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> bool:
-    """Run the inference kit against `url`; True when nothing failed.
+    """Run the inference kit against `url`; return True if nothing failed.
 
     Raises:
-        AddressError: nobody answers there.
+        AddressError: no engine answers there.
     """
     import httpx
 
@@ -58,7 +58,7 @@ def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> 
 
 
 def check_trainer(target: str, model: Path, *, say: Callable[[str], None]) -> bool:
-    """Run the trainer kit against `target`, a registered name or `module:Class`; True when nothing failed."""
+    """Run the trainer kit against `target`, a registered name or `module:Class`; return True if nothing failed."""
     from trainer_contract import conformance
     from trainer_contract.conformance.probes import TrainerUnderTest
 

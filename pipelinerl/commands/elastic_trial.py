@@ -1,4 +1,4 @@
-"""`pipelinerl engines elastic`: when a run's own figures would have had engines come or go; nothing is done."""
+"""`pipelinerl engines elastic`: a dry run of the scaling rule on a run's recorded figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipelinerl.observability.events import Event
 
 @dataclass(frozen=True, slots=True)
 class TriedDecision:
-    """One that the rule would have taken, `elapsed_s` after the run began and after `step`."""
+    """A decision that the rule would have made, `elapsed_s` after the start of the run and after `step`."""
 
     elapsed_s: float
     step: int
@@ -26,7 +26,7 @@ class TriedDecision:
 
 
 def show(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """A line for each decision that the recipe's `elastic` section, with `overrides`, would have taken.
+    """Yield a line for each decision of the recipe's `elastic` section with `overrides` applied.
 
     Raises:
         UserError: there is no such run.
@@ -46,7 +46,7 @@ def show(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
 
 
 def decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[TriedDecision]:
-    """What `rule` would have decided on a run's events; the number of engines stays what it was."""
+    """Yield the decisions of `rule` on a run's events; the number of engines stays as recorded."""
     memory, serving, step = ElasticMemory(), set[str](), 0
     for event in events:
         now = float(event.get("elapsed_s", 0.0))

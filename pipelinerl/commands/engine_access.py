@@ -1,4 +1,4 @@
-"""How any OpenAI client reaches the engines of a live run: their URL, the model's name and the key."""
+"""Access to the engines of a live run for any OpenAI client: their URL, the model's name and the key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(answer.choices[0].message.content)"""
 
 
 def access_line(run: str, engines: Sequence[EngineStatus]) -> str:
-    """URL, model and key in one line; without a URL where no engine serves."""
+    """Return URL, model and key in one line; the URL is missing if no engine serves."""
     serving = [engine.url for engine in engines if engine.serves]
     more = f" and {len(serving) - 1} more" if len(serving) > 1 else ""
     where = [f"OpenAI API at {serving[0]}/v1{more}"] if serving else []
@@ -36,7 +36,7 @@ def access_line(run: str, engines: Sequence[EngineStatus]) -> str:
 
 
 def client_snippet(run: str, engines: Sequence[EngineStatus]) -> str:
-    """Return a Python program that asks the first engine that serves.
+    """Return a Python program that sends a request to the first serving engine.
 
     Raises:
         UserError: no engine serves.
@@ -59,7 +59,7 @@ def _tokens_of(run: str) -> Path:
 
 
 def _model_of(run: str) -> str | None:
-    """The name that the run's engines take for their model, the last part of its directory; None if not known here."""
+    """Return the model name that the run's engines accept, the last part of its directory; None if unknown here."""
     if is_url(run) or not (Path(run) / "recipe.toml").is_file():
         return None
     return load_run(Path(run)).model.path.removeprefix("shipped:").rstrip("/").rpartition("/")[2]

@@ -1,8 +1,8 @@
-"""The commands `pipelinerl engines …`: the fleet of a live run, seen and changed.
+"""The commands `pipelinerl engines …`: list and change the engines of a live run.
 
-`add`, `drain`, `remove` and `swap` wait until it has happened, and say what did; with `--no-wait` they only ask for it.
-Processes are started and ended by the run's launcher. Where there is none, since the services were started by hand, the
-commands print what to type, and wait for exactly that engine.
+`add`, `drain`, `remove` and `swap` wait for the result and report it; with `--no-wait` they only send the request. The
+run's launcher starts and stops processes. If there is none, because the services were started manually, the commands
+print the command to type and wait for that engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipelinerl.observability.status import EngineStatus, FleetStatus
 from pipelinerl.system.files import working_directory
 from pipelinerl.system.references import anchored
 
-if TYPE_CHECKING:  # it imports an HTTP library, for which `pipelinerl --help` need not wait
+if TYPE_CHECKING:  # imports an HTTP library, which `pipelinerl --help` need not load
     from pipelinerl.controller.client import ControllerClient
 
 engines_app = typer.Typer(help="List the engines of a live run, or change them.", no_args_is_help=True)
@@ -39,13 +39,13 @@ Patience = Annotated[float, typer.Option(help="Seconds for what it has; what rem
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it has happened.")]
 
 _POLL_S: Final = 0.2
-#: An engine must have joined by then: it loads a model, and waits for a publication.
+#: Deadline for an engine to join: it loads a model and waits for a publication.
 _JOIN_S: Final = 300.0
 
 
 @engines_app.command("list")
 def list_(run: Run) -> None:
-    """Name, type, lifecycle, loaded version, load and last error of each engine; and how a client reaches them."""
+    """List each engine's name, type, lifecycle, version, load and last error, and how a client reaches the engines."""
     from pipelinerl.commands.engine_access import access_line
     from pipelinerl.commands.remote import controller_of
 
@@ -58,7 +58,7 @@ def list_(run: Run) -> None:
 
 @engines_app.command()
 def client(run: Run) -> None:
-    """Print a Python program that asks an engine of the run through OpenAI's client."""
+    """Print a Python program that sends a request to an engine of the run with OpenAI's client."""
     from pipelinerl.commands.engine_access import client_snippet
     from pipelinerl.commands.remote import controller_of
 
@@ -75,7 +75,7 @@ def add(
     count: Annotated[int, typer.Option(help="How many to start.")] = 1,
     wait: Wait = True,
 ) -> None:
-    """Take a running engine into the fleet, or start new ones; they serve once they have proven their weights."""
+    """Add a running engine, or start new ones; they serve once their weights are verified."""
     from pipelinerl.commands.remote import controller_of
 
     if (url is None) == (type is None):
@@ -100,7 +100,7 @@ def add(
 
 @engines_app.command()
 def drain(run: Run, engine: Which, patience: Patience = 60.0, wait: Wait = True) -> None:
-    """Give an engine no more work, and take it out once it has ended what it has."""
+    """Send an engine no more work, and remove it once its running requests have finished."""
     from pipelinerl.commands.remote import controller_of
 
     with controller_of(run) as controller:
@@ -112,7 +112,7 @@ def drain(run: Run, engine: Which, patience: Patience = 60.0, wait: Wait = True)
 
 @engines_app.command()
 def remove(run: Run, engine: Which) -> None:
-    """Take an engine out at once; what it has is sampled anew elsewhere."""
+    """Remove an engine at once; other engines resample its running requests."""
     from pipelinerl.commands.remote import controller_of
 
     with controller_of(run) as controller:
@@ -123,7 +123,7 @@ def remove(run: Run, engine: Which) -> None:
 
 @engines_app.command()
 def swap(run: Run, engine: Which, type: Type = None, patience: Patience = 60.0, wait: Wait = True) -> None:
-    """Replace an engine: start another, and drain the old one when the new one has proven its weights."""
+    """Replace an engine: start another, and drain the old one once the new one's weights are verified."""
     from pipelinerl.commands.remote import controller_of
 
     if type is None:
@@ -149,7 +149,7 @@ def elastic(
         list[str] | None, typer.Argument(help="section.key=value …, such as elastic.waiting=0.3", show_default=False)
     ] = None,
 ) -> None:
-    """When a run's figures would have had engines come or go, by its `elastic` section; does nothing (a dry run)."""
+    """Show when a run's `elastic` section would have added or removed engines; a dry run."""
     from pipelinerl.commands.elastic_trial import show
 
     for line_ in show(run, overrides or ()):
@@ -157,13 +157,13 @@ def elastic(
 
 
 def _known(type: str) -> str:
-    """The engine's type, with an absolute path if it is a file of the user's."""
+    """Return the engine's type, with an absolute path if it is a user's file."""
     registry.known("--type", registry.ENGINES, type := anchored(type, working_directory()))
     return type
 
 
 def _logs(run: str) -> Path:
-    """Where to look for what an engine wrote: on the run's machine, below its directory."""
+    """Return the directory of the engines' logs, on the run's machine and below its directory."""
     from pipelinerl.commands.remote import is_url
 
     return Path("logs") if is_url(run) else Path(run) / "logs"
@@ -171,14 +171,14 @@ def _logs(run: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StartByHand:
-    """How a person starts an engine of `type` for the live run that the command names as `run`."""
+    """Instructions to start an engine of `type` manually for the live run that the user names as `run`."""
 
     run: str
     controller_url: str
     type: str
 
     def command(self, name: str) -> str:
-        """Return the line to type; what only that person knows is in capitals."""
+        """Return the command line to type; values that only the user knows are in capitals."""
         from pipelinerl.commands.remote import is_url
 
         words = ["pipelinerl", "engine", "--name", name, "--type", self.type, "--port", "0"]
@@ -190,7 +190,7 @@ class StartByHand:
 
 
 def _explain(start: StartByHand, names: Sequence[str], *, waits: bool) -> None:
-    """Say that nobody starts these engines unless the person who reads it does."""
+    """Tell the user to start these engines manually, because no launcher does."""
     listed = ", ".join(names)
     typer.echo(f"no launcher runs here (services started by hand): start {listed} yourself, in another terminal:")
     for name in names:
@@ -200,7 +200,7 @@ def _explain(start: StartByHand, names: Sequence[str], *, waits: bool) -> None:
 
 
 def _explain_end(controller: ControllerClient, engine: str) -> None:
-    """Say whose process goes on although its engine is out."""
+    """Tell the user which process keeps running although its engine was removed."""
     from pipelinerl.controller.state.fleet import base_url
 
     fleet = controller.engines()
@@ -210,7 +210,7 @@ def _explain_end(controller: ControllerClient, engine: str) -> None:
 
 
 def table(fleet: FleetStatus) -> list[str]:
-    """A line for each engine, under a heading, and one for each that has not come yet."""
+    """Return a heading, a line per engine, and a line per requested engine that has not joined yet."""
     names = {engine.name for engine in fleet.engines}
     heading = _row("name", "type", "lifecycle", "version", "running", "waiting", "tokens/s", "url")
     waiting = [
@@ -220,7 +220,7 @@ def table(fleet: FleetStatus) -> list[str]:
 
 
 def line(engine: EngineStatus) -> str:
-    """One engine as a row of the table."""
+    """Return one engine as a row of the table."""
     row = _row(
         engine.name or "-",
         engine.type or "-",
@@ -242,10 +242,11 @@ def joined(
     within_s: float = _JOIN_S,
     start: StartByHand | None = None,
 ) -> EngineStatus:
-    """Wait until the engine serves; `start` is how a person starts it, which is said where no launcher does.
+    """Wait until the engine serves; without a launcher, print how to `start` it.
 
     Raises:
-        UserError: it was expelled, or cannot be had; DeadlineError: it has not come in time.
+        UserError: the engine was expelled, or cannot start.
+        DeadlineError: the engine has not joined in time.
     """
     engine = _until(
         controller,
@@ -262,7 +263,7 @@ def joined(
 
 
 def gone(controller: ControllerClient, which: str, *, within_s: float) -> EngineStatus:
-    """Wait until the engine is out; raises DeadlineError when it is not in time."""
+    """Wait until the engine has left; raises DeadlineError on timeout."""
     return _until(controller, which, lambda engine: engine.state == "expelled", within_s, "be out", None)
 
 
@@ -298,7 +299,7 @@ def _until(
 
 
 def _last_word(which: str, logs: Path | None) -> str:
-    """The sentence with which its log ends, if it does, and is here: what a user can mend."""
+    """Return the user error at the end of the engine's log, if the log is here and ends with one."""
     log = None if logs is None else logs / f"{which}.log"
     lines = log.read_text(errors="replace").splitlines() if log is not None and log.is_file() else []
     sentence = lines[-1].removeprefix("pipelinerl: ") if lines else ""

@@ -1,16 +1,17 @@
-"""`pipelinerl explain`: an objective's slots, formula, cost and source; and of stored rollouts, each token's factors.
+"""`pipelinerl explain`: an objective's slots, formula, cost and source, and the factors of each token of given
+rollouts.
 
-Rollouts come from a JSON file or from a stored record of a group (`streams.records`); the first bytes say which. The
-JSON file:
+Rollouts come from a JSON file or from a stored record of a group (`streams.records`), detected by the first bytes.
+The JSON file:
 
     {"rollouts": [{"reward": 1.0, "group": 0, "judged": true, "tokens": ["so", "4"],
                    "behavior_logprobs": [-0.1, -0.7], "logprobs": [-0.2, -0.5],
                    "old_logprobs": [...], "ref_logprobs": [...], "values": [...]}, …]}
 
-`group` is 0, `judged` true, and `logprobs` are the sampler's where they are left out; the other columns are wanted only
-by objectives that read them. All rollouts given together are taken as one step's batch. A record holds the sampler's
-log-probs alone: the current policy, and the recomputed one, are taken to agree with them. So it is with `--run`, which
-takes the groups of a step from the run's own streams.
+Defaults: `group` is 0, `judged` is true, and `logprobs` are the sampler's. Other columns are needed only by
+objectives that read them. All given rollouts form one step's batch. A record holds only the sampler's log-probs, so
+the current policy and recomputed log-probs are assumed equal to them. The same holds for `--run`, which reads the
+groups of a step from the run's own streams.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _COLUMNS: Final = ("behavior_logprobs", "logprobs", "old_logprobs", "ref_logprob
 
 
 def catalogue(console: Console) -> None:
-    """Print the presets, each with its source and the columns that cost passes."""
+    """Print the presets, each with its source and the columns that cost extra passes."""
     table = Table("preset", "source", "passes", box=None, pad_edge=False)
     for name, preset in PRESETS.items():
         table.add_row(name, Text(preset.source), ", ".join(sorted(preset.objective.passes)))
@@ -54,7 +55,7 @@ def catalogue(console: Console) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class OfRun:
-    """The rollouts that a step of a run was made of; of `group`, an order of it, alone the tokens are shown."""
+    """The rollouts of one step of a run. If `group` (an order) is set, only its tokens are shown."""
 
     run_dir: Path
     step: int
@@ -62,18 +63,18 @@ class OfRun:
 
     @property
     def recipe(self) -> Path:
-        """The recipe that the run keeps in its directory."""
+        """The recipe in the run's directory."""
         return self.run_dir / "recipe.toml"
 
 
 def show(
     choice: str, overrides: Sequence[str], files: Sequence[Path], console: Console, *, of_run: OfRun | None = None
 ) -> None:
-    """Print an objective, by preset or recipe, and what it makes of the rollouts in `files`, or of a run's step.
+    """Print an objective, by preset or recipe, and its effect on the rollouts in `files` or of a run's step.
 
     Raises:
-        UserError: the choice is neither, a file is no such file, or lacks a column that the objective reads; the step
-            is not recorded, or its rollouts are not kept any more.
+        UserError: the choice is neither, a file is invalid or lacks a column that the objective reads, the step is not
+            recorded, or its rollouts are no longer stored.
     """
     requested, no_signal, max_tokens, several = _objective_of(choice, overrides)
     name = preset_of(requested)
@@ -101,10 +102,10 @@ def show(
 
 
 def read(path: Path, group: int = 0) -> list[ScoredRollout]:
-    """The rollouts of a file; `group` is the group of those that name none.
+    """Read the rollouts of a file; `group` is used for rollouts that name none.
 
     Raises:
-        UserError: it cannot be read, or is not what the head of this module describes.
+        UserError: the file cannot be read, or has neither format of the module docstring.
     """
     try:
         content = path.read_bytes()
@@ -123,7 +124,7 @@ def read(path: Path, group: int = 0) -> list[ScoredRollout]:
 
 
 class Explained(NamedTuple):
-    """What is to be explained: an objective as `resolve` reads it, and what a recipe says around it."""
+    """An objective as `resolve` reads it, with the recipe's related settings."""
 
     objective: str | dict[str, Any]
     no_signal: NoSignal
@@ -157,7 +158,9 @@ def _slots(objective: PolicyObjective) -> Table:
 def _factors(
     objective: PolicyObjective, rollouts: Sequence[ScoredRollout], *, shown: Collection[int] | None = None
 ) -> Table:
-    """The factors of every token, or of those in the groups `shown`; the rollouts are one batch in any case."""
+    """Return a table of the factors of every token, or only of groups `shown`; all rollouts form one batch in any
+    case.
+    """
     table = Table(box=None, pad_edge=False)
     for name in ("group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"):
         table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
@@ -174,13 +177,13 @@ def _factors(
             f"{row.is_weight:.4g}" + (" cut" if row.truncated else ""),
             f"{row.adv:.4g}",
             "1" if row.kept else "0",
-            f"{row.multiplier + 0.0:+.4g}",  # no −0
+            f"{row.multiplier + 0.0:+.4g}",  # avoids −0
         )
     return table
 
 
 def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None, Table | None]:
-    """The rollouts of the step, tokens as text, the groups of which to show them, and its optimizer steps."""
+    """Return the step's rollouts with tokens as text, the groups to show, and its optimizer steps."""
     config = recipes.load(str(of_run.recipe))
     step = recorded_step(of_run.run_dir, of_run.step)
     if of_run.group is not None and of_run.group not in step.orders:

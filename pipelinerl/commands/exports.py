@@ -1,7 +1,7 @@
-"""A run for other tools, whether it is live, over or crashed: `pipelinerl trace` for Perfetto, `track` for TensorBoard.
+"""Exports of a live, finished or crashed run: `pipelinerl trace` for Perfetto, `pipelinerl track` for TensorBoard.
 
-A trace is written as the events are read, beside its place, and put there when it is whole. Trackers are fed from the
-same events, by what a run with a tracker feeds them by.
+A trace is written to a draft file while the events are read, and renamed once complete. TensorBoard is fed by the same
+code that feeds a run's trackers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pipelinerl.observability.timeline.chrome_trace import ChromeTrace, write_tr
 from pipelinerl.observability.trackers.feed import TrackerFeed
 from pipelinerl.observability.trackers.tracker import missing_package
 
-#: The name of the file in the run's directory, where no other is asked for.
+#: Default file name in the run's directory.
 DEFAULT_NAME: Final = "trace.json.gz"
 
 
 def trace_run(run_dir: Path, output: Path | None) -> str:
-    """Write the trace; returns a sentence on what was written.
+    """Write the trace and return a message about it.
 
     Raises:
         UserError: there is no run, its log is damaged, or the file cannot be written.
@@ -54,12 +54,12 @@ def _opened(path: Path) -> IO[str]:
 
 
 def track_run(run_dir: Path, directory: Path) -> str:
-    """Take what is new since the last time to event files in `directory`; returns a sentence on it.
+    """Write what is new since the last call to event files in `directory`, and return a message about it.
 
     Raises:
         UserError: there is no run, tensorboardX is missing, or something cannot be read or written.
     """
-    from pipelinerl.roles.tracker_role import open_tensorboard  # and with it what a role needs, and a trace does not
+    from pipelinerl.roles.tracker_role import open_tensorboard  # imports a role's libraries
 
     if not (run_dir / "events.jsonl").is_file():
         raise UserError(f"{run_dir} is no run: it has no events.jsonl")

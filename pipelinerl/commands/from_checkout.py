@@ -1,4 +1,4 @@
-"""The commands `pipelinerl bench` and `chaos`: they run what is part of a checkout, and not of an installed package."""
+"""The commands `pipelinerl bench` and `chaos`, which run code that exists only in a checkout of the repository."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def bench(
     name: Annotated[str, typer.Argument(help="A benchmark's name, or `all`.")] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes.")] = False,
 ) -> None:
-    """Run benchmarks and write their records (from a checkout)."""
+    """Run benchmarks and write their records (needs a checkout)."""
     raise typer.Exit(run_in_checkout("benchmarks", name, *(["--quick"] if quick else []), what="benchmarks are"))
 
 
@@ -28,16 +28,16 @@ def chaos(
     count: Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on.")] = 1,
     list_only: Annotated[bool, typer.Option("--list", help="Say which scenarios there are.")] = False,
 ) -> None:
-    """Kill, fence and starve runs by seed, and check that nothing is lost (from a checkout)."""
+    """Kill, partition and starve seeded runs, and check that nothing is lost (needs a checkout)."""
     words = ["--seed", str(seed), "--scenario", scenario, "--count", str(count), *(["--list"] if list_only else [])]
     raise typer.Exit(run_in_checkout("tests.faults.scenarios", *words, what="the fault scenarios are"))
 
 
 def run_in_checkout(module: str, *words: str, what: str) -> int:
-    """`python -m module words…`; its exit status. `what` is how a sentence calls it, with its verb.
+    """Run `python -m module words…` and return its exit status; `what` is the subject and verb of the error message.
 
     Raises:
-        UserError: this package lies in no checkout.
+        UserError: this package is not in a checkout.
     """
     if not _CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file():
         raise UserError(

@@ -1,7 +1,7 @@
-"""`pipelinerl new`: a recipe and a reward for a model and a data file of one's own, ready for `check` and `run`.
+"""`pipelinerl new`: a recipe and a reward for a user's model and data file, ready for `check` and `run`.
 
-Every value is chosen from what is there (the model's size, the lengths of prompts and answers, an accelerator or none)
-and stands in the recipe with the reason for it.
+Every value follows from the model's size, the lengths of prompts and answers, and the presence of an accelerator. The
+recipe states the reason for each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipelinerl.system.accelerators import has_accelerator
 _PROMPTS: Final = ("prompt", "messages", "question", "problem", "instruction", "query", "input")
 _ANSWERS: Final = ("answer", "solution", "ground_truth", "target", "label", "output", "response", "completion")
 _HEAD: Final = FirstRows(rows=512, bytes=2**24)
-#: Learning rates of AdamW on all weights, by millions of parameters up to which they hold.
+#: Learning rates of AdamW on all weights, by the model size in millions of parameters up to which they apply.
 _RATES: Final = ((200, 2e-5), (700, 1e-5), (2000, 5e-6), (10_000, 2e-6))
 _SMALLEST_RATE: Final = 1e-6
 _TEMPLATE: Final = Path(__file__).with_name("new_recipe.toml.txt")
@@ -39,7 +39,7 @@ _REWARDS: Final = Path(__file__).with_name("new_rewards.py.txt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens of the longest prompt, of the longest reference answer, and what a sequence and an answer may take."""
+    """Tokens of the longest prompt and reference answer, and the limits for an answer and a sequence."""
 
     prompt: int
     answer: int
@@ -48,10 +48,10 @@ class Lengths:
 
 
 def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | None, answer_field: str | None) -> Path:
-    """Write `recipe.toml` and `rewards.py` into a new directory; returns the recipe's path.
+    """Write `recipe.toml` and `rewards.py` into a new directory; return the recipe's path.
 
     Raises:
-        UserError: the directory is taken, the model or the data cannot be used, or no field looks like what is needed.
+        UserError: the directory is in use, the model or the data are unusable, or no field matches.
     """
     model, data = Path(model).expanduser(), Path(data).expanduser()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -61,7 +61,7 @@ def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | N
     if not data.is_file():
         raise UserError(
             f"--data must be a file of JSON lines, JSON, CSV, Parquet or Arrow, got {data}, which is "
-            f"{'a folder' if data.is_dir() else 'not there'}; other layouts: docs/data.md"
+            f"{'a folder' if data.is_dir() else 'not there'}; other layouts: docs/start/data.md"
         )
     rows = _first_rows(data)
     if not rows:
@@ -132,7 +132,7 @@ def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data
 
 
 def _held_out(fields: FieldMap, data: Path) -> int:
-    """Return how many rows are set apart for evaluations."""
+    """Return the number of rows that are held out for evaluations."""
     prompt = fields.messages_field or fields.prompt_field
     parameters = {
         "path": str(data),
@@ -177,5 +177,5 @@ def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths:
 
 
 def _text(value: str) -> str:
-    """Return `value` as TOML writes a string; JSON's strings are strings of TOML."""
+    """Return `value` as a TOML string; JSON strings are valid TOML strings."""
     return orjson.dumps(value).decode()

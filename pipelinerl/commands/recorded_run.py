@@ -1,9 +1,9 @@
-"""What a run that has ended has recorded of its steps: their figures and orders, and the groups that they trained on.
+"""The recorded steps of a finished run: their figures and orders, and the groups that they trained on.
 
     runs/<name>/  recipe.toml · events.jsonl (which groups, which figures) · redis/ (the groups)
 
-Rollouts are kept from the oldest kept checkpoint on. The run must not be live: what is read are its files, the stream
-server's from a copy.
+Rollouts are stored from the oldest kept checkpoint on. The run must not be live, because its files are read; the stream
+server's data are read from a copy.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from pipelinerl.types import RolloutGroup
 
 log = logging.getLogger("pipelinerl")
 
-#: The event with which a trainer begins.
+#: The event that a starting trainer writes.
 _BEGUN: Final = "trainer_ready"
-#: Stands for the trainer that took a step where the log does not say: its groups cannot be told from others then.
+#: Stands for an unknown trainer, if the log does not name the one that took a step; its groups cannot be identified.
 _NOBODY: Final = (0, 0)
 
 
 def recorded_events(run_dir: Path) -> list[Event]:
-    """The whole log.
+    """Return all events of a run.
 
     Raises:
         UserError: there is no such run.
@@ -54,17 +54,17 @@ def recorded_events(run_dir: Path) -> list[Event]:
 
 
 def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
-    """By the version that they made. Raises UserError, as `recorded_events` does."""
+    """Return the steps by the version that they made. Raises UserError like `recorded_events`."""
     events = recorded_events(run_dir)
     begun = [(int(event["epoch"]), int(event["model_version"])) for event in events if event["kind"] == _BEGUN]
     return {version: _record(event, begun) for event in tell(events).steps if (version := int(event["step"]))}
 
 
 def recorded_step(run_dir: Path, step: int) -> RecordedStep:
-    """One of them.
+    """Return one step.
 
     Raises:
-        UserError: there is no such run or step; says which there are.
+        UserError: there is no such run or step; the message lists the steps.
     """
     steps = recorded_steps(run_dir)
     if step not in steps:
@@ -74,7 +74,7 @@ def recorded_step(run_dir: Path, step: int) -> RecordedStep:
 
 
 def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGroup]]:
-    """The groups that still lie in the streams, by order, each order's in the order of their arrival.
+    """Return the groups that are still in the streams, by order, each order's in order of arrival.
 
     Raises:
         UserError: the run is live, or its rollouts were not kept.
@@ -84,7 +84,7 @@ def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutG
 
 def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
     version = int(event["step"])
-    # Of a step that was taken twice the later counts: that of the last trainer which began below it.
+    # If a step was taken twice, the later one counts: that of the last trainer that started below it.
     epoch, began_at = max((each for each in begun if each[1] < version), default=_NOBODY)
     return RecordedStep(
         version=version,
@@ -104,7 +104,7 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
                 for entry in await stream.read({partition: START}, count=2**31, block_s=0):
                     try:
                         group = decode_group(entry.payload)
-                    except RecordError as error:  # the trainer has buried it, too
+                    except RecordError as error:  # the trainer skipped it, too
                         log.warning("skipping a record in %s that cannot be read: %s", partition, error)
                         continue
                     groups.setdefault(group.index, []).append(group)
@@ -114,7 +114,7 @@ async def _groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGro
 
 
 def _is_live(run_dir: Path) -> bool:
-    """Does its controller answer? One that was killed leaves its address behind."""
+    """Return True if the run's controller answers; a killed one leaves its address behind."""
     try:
         with controller_of(run_dir) as controller:
             controller.status()
@@ -125,7 +125,7 @@ def _is_live(run_dir: Path) -> bool:
 
 @contextmanager
 def _server(config: RunConfig, run_dir: Path) -> Iterator[str]:
-    """The run's own server where the recipe names one, else a copy of the embedded one's data."""
+    """Yield the URL of the recipe's own server, or of a server on a copy of the embedded one's data."""
     if config.streams.redis_url is not None:
         yield os.environ.get(REDIS_VARIABLE) or config.streams.redis_url.get_secret_value()
         return

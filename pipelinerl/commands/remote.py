@@ -1,4 +1,4 @@
-"""Finds a live run's controller, through the run's directory or by its URL, for the commands that talk to it."""
+"""Lookup of a live run's controller, by the run's directory or its URL, for commands that talk to it."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from pipelinerl.observability.events import read_events
 from pipelinerl.observability.run_history import tell
 from pipelinerl.roles.process import read_token
 
-#: How long a controller may take to show that it is there.
+#: Timeout for checking that a controller is alive.
 _ANSWERS_S = 2.0
 
 
 class ControllerAddress(msgspec.Struct, frozen=True):
-    """What a controller leaves in its run's directory, as `controller.json`."""
+    """Contents of `controller.json`, which a controller writes into its run's directory."""
 
     url: str
     token: str | None
 
 
 def controller_of(run: Path | str, *, timeout_s: float = TIMEOUT_S) -> ControllerClient:
-    """The controller of the run in a directory, or at a URL; then with the token of $PIPELINERL_TOKEN.
+    """Return a client of the controller in a run's directory, or at a URL with the token in $PIPELINERL_TOKEN.
 
     Args:
-        timeout_s: for which it may keep a question waiting.
+        timeout_s: timeout of each request.
 
     Raises:
-        UserError: no run is live in the directory, or one that another version of the project began.
+        UserError: no run is live in the directory, or another version of the project started it.
     """
     address = address_of(run)
     return ControllerClient(address.url, address.token, who=_user(), timeout_s=timeout_s)
 
 
 def started_by_hand(run_dir: Path) -> str:
-    """Return where the controller of a live run that has no launcher answers, in words; empty when none does."""
+    """Describe the controller of a live run without a launcher; empty if there is none."""
     if not (run_dir / "controller.json").is_file():
         return ""
     try:
@@ -52,7 +52,7 @@ def started_by_hand(run_dir: Path) -> str:
 
 
 def address_of(run: Path | str) -> ControllerAddress:
-    """Where that controller is; raises as `controller_of` does."""
+    """Return the controller's address; raises like `controller_of`."""
     if is_url(run):
         return ControllerAddress(str(run).rstrip("/"), read_token(None))
     check_layout(Path(run))
@@ -64,7 +64,7 @@ def address_of(run: Path | str) -> ControllerAddress:
 
 
 def _why_none(run_dir: Path) -> str:
-    """What is in the directory instead of a run that is live, and what can be done with that."""
+    """Explain why the directory has no live run, and what can be done with it."""
     if not run_dir.is_dir():
         return "there is no such directory"
     if not (run_dir / "recipe.toml").is_file():
@@ -81,12 +81,12 @@ def _why_none(run_dir: Path) -> str:
 
 
 def is_url(run: Path | str) -> bool:
-    """Is a run named by its controller's URL, and not by its directory?"""
+    """Return True if `run` is a controller's URL rather than a directory."""
     return str(run).startswith(("http://", "https://"))
 
 
 def _user() -> str:
-    """Who asks, for the log of changes; a container may run as somebody without a name."""
+    """Return the user's name for the log of changes; containers may have users without a name."""
     try:
         return getpass.getuser().encode("ascii", "replace").decode()
     except (KeyError, OSError):

@@ -1,7 +1,7 @@
-"""`pipelinerl replay`: take a step of a run again, from its checkpoint and streams, and compare.
+"""`pipelinerl replay`: repeat a step of a run from its checkpoint and streams, and compare the results.
 
-Rollouts are kept from the oldest kept checkpoint on, so earlier steps cannot be replayed. What else is read, and when:
-`recorded_run`.
+Rollouts are stored from the oldest kept checkpoint on, so earlier steps cannot be replayed. `recorded_run` reads the
+rest.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from pipelinerl.training.step.adaptive import AdaptiveObjective
 
 log = logging.getLogger("pipelinerl")
 
-#: Columns that take weights beside the policy's: a reference, a critic.
+#: Columns that need weights other than the policy's: a reference or a critic.
 _OTHER_WEIGHTS: Final = frozenset({"ref_logprobs", "values"})
-#: Figures that are shown without being compared.
+#: Figures that are shown but not compared.
 _MORE: Final = ("kl_k3", "ess", "clip_fraction", "truncated_fraction")
 
 
 def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -> bool:
-    """Replay step `step` and print it beside the record; True when both are the same to the bit.
+    """Replay step `step` and print it next to the record; return True if both are bit-identical.
 
     Args:
-        objective: a preset to take that one step with instead.
+        objective: a preset to use for that step instead of the run's objective.
 
     Raises:
-        UserError: the run, the step, or what it needs is not there, or the run is of another layout.
+        UserError: the run, the step or its inputs are missing, or the run has another layout.
     """
     check_layout(run_dir)
     config = load_run(run_dir).in_one_process
@@ -87,10 +87,10 @@ def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -
 
 
 def _other(config: RunConfig, preset: str) -> PolicyObjective:
-    """The objective to take the step with instead.
+    """Return the alternative objective for the step.
 
     Raises:
-        UserError: there is none of that name, or the run has not kept what it needs.
+        UserError: there is none of that name, or the run lacks weights that it needs.
     """
     chosen = resolve(preset, max_tokens=config.sampling.max_tokens)
     lacking = sorted((chosen.passes - objective_of(config).passes) & _OTHER_WEIGHTS)
@@ -106,7 +106,7 @@ def _step(steps: Mapping[int, RecordedStep], version: int) -> RecordedStep:
 
 
 def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Path | None, TrainingState]:
-    """The newest whole checkpoint before the step; the run's own beginning where nothing was trimmed yet."""
+    """Return the newest intact checkpoint before the step, or the run's start if there is none."""
     for path in reversed(checkpoints_of(config, run_dir).all()):
         try:
             state = checkpoint.load(path)

@@ -1,7 +1,7 @@
-"""`pipelinerl samples`: what the model of a run answers, what the verifier says of it, what the step made of it.
+"""`pipelinerl samples`: a run's sampled answers with their verdicts, rewards and advantages.
 
-It reads the files in the run's directory and asks no process, so that a live run, one that ended and one that crashed
-look the same. What a model wrote is shown inert: nothing in it reaches the terminal as anything but text.
+It reads only files in the run's directory and contacts no process, so live, finished and crashed runs look the same.
+Model output is escaped and has no effect on the terminal.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from pipelinerl.observability.samples.reading import (
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, shortened
 from pipelinerl.observability.samples.visible import one_line, visible
 
-#: Most characters of a text that are printed; `--json` has all that was kept.
+#: Maximum characters printed of a text; `--json` has all that was stored.
 _MOST: Final = 2000
 _FOLLOW_S: Final = 0.5
-#: No event that ends a run is longer.
+#: Longer than any event that ends a run.
 _TAIL: Final = 65536
 _OVER: Final = ("run_finished", "run_suspended", "run_failed")
 _STYLES: Final = {"correct": "green", "partial": "yellow", "wrong": "red"}
 
 
 def show(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) -> None:
-    """Print the samples that are asked for.
+    """Print the samples that match the query.
 
     Raises:
-        UserError: there is no run, it keeps no samples, or none of them is asked for.
+        UserError: there is no run, it has no samples, or none match.
     """
     _require_run(run_dir)
     with _readable(run_dir):
@@ -59,7 +59,7 @@ def show(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) 
 
 
 def follow(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool) -> None:
-    """Print samples as they come until the run is over.
+    """Print samples as they arrive until the run is over.
 
     Raises:
         UserError: there is no run.
@@ -68,7 +68,7 @@ def follow(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool
     reader = SampleReader(run_dir)
     first, over = True, False
     while True:
-        last, over = over, _is_over(run_dir)  # one more look, after the end: a writer may be a moment behind
+        last, over = over, _is_over(run_dir)  # read once more after the end: the writer may lag
         limited = replace(query, limit=query.limit if first else None)
         with _readable(run_dir):
             groups = reader.new()
@@ -93,7 +93,7 @@ def _readable(run_dir: Path) -> Iterator[None]:
 
 
 def _is_over(run_dir: Path) -> bool:
-    """Is the last event of the log the run's end? Only its tail is read, which is looked at again and again."""
+    """Return True if the log ends with the run's end. Only the tail is read, because this is polled."""
     try:
         with (run_dir / "events.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -126,7 +126,7 @@ def _print(chosen: Iterable[ChosenSample], console: Console, *, as_json: bool) -
     if as_json:
         for group, answer in chosen:
             row = {name: value for name, value in msgspec.to_builtins(group).items() if name != "answers"}
-            # ASCII alone, so that no terminal acts on what a model wrote
+            # ASCII only, so that no terminal acts on model output
             console.out(json.dumps(row | msgspec.to_builtins(answer)).replace("\x7f", "\\u007f"), highlight=False)
         return
     for _, members in groupby(chosen, key=lambda each: id(each.group)):
@@ -179,7 +179,7 @@ def _indented(label: str, text: str, *, style: str = "") -> Text:
 
 
 def _line(text: str) -> str:
-    """A name in one line."""
+    """Return a name on one line."""
     return one_line(shortened(text, 200))
 
 

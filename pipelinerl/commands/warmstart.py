@@ -1,7 +1,7 @@
 """`pipelinerl warmstart`: a small model, fitted to demonstrations of a recipe's domains until it has partial skill.
 
-Of one domain that has one right answer, skill is the share of exact greedy answers. Of several, which their verifiers
-judge in ways of their own, it is the reward of sampled answers, domain by domain.
+With one domain that has a single right answer, skill is the share of exact greedy answers. With several domains, each
+with its own verifier, skill is the reward of sampled answers per domain.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from pipelinerl.roles.wiring import problems_of
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 
-#: Problems from whose texts the tokens are learned.
+#: Problems whose texts train the tokenizer.
 _READ: Final = 4000
-#: Of each domain, so many problems of the validation split are answered at each check, so many times.
+#: Problems of the validation split per domain at each check, and samples per problem.
 _CHECKED: Final = 24
 _SAMPLES: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartOptions:
-    """The model's size and the band of its skill on the validation split in which to stop.
+    """The model's size, and the band of validation skill in which to stop.
 
-    With a `vocab`, its tokens are so many pieces of words, learned from the problems; with 0 they are characters.
+    `vocab` is the number of word pieces that are learned from the problems; 0 means characters.
     """
 
     hidden: int
@@ -66,7 +66,7 @@ def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Cal
     """
     if output.exists():
         raise UserError(f"{output} exists; name a directory to be made")
-    # Another order of problems than any run's, so that RL does not begin with what was just demonstrated.
+    # A different order of problems than any run's, so that RL does not start with problems just demonstrated.
     seed = rng.key(options.seed, "demonstrations") % 2**31
     tokenizer = _tokenizer(problems_of(config, Split.TRAIN, seed=seed).problem, options.vocab)
     try:
@@ -163,7 +163,7 @@ def _fit_domains(
 
 @final
 class _Rewards:
-    """Mean reward of a model's sampled answers to a few validation problems of each domain. To be closed."""
+    """Mean reward of sampled answers to a few validation problems per domain. Must be closed."""
 
     def __init__(self, config: RunConfig, tokenizer: ChatTokenizer, *, seed: int) -> None:
         self._domains = {domain.name: domain for domain in config.trained_domains}
@@ -184,7 +184,7 @@ class _Rewards:
         self._runner.close()
 
     async def _reward(self, model: Any, name: str) -> float:
-        """What the domain's own verifier gives on average; an answer that it cannot judge is an error."""
+        """Return the mean reward of the domain's own verifier; an answer that it cannot judge is an error."""
         if name not in self._verifiers:
             self._verifiers[name] = open_verifier(self._domains[name])
         asked = [problem for problem in self._problems[name] for _ in range(_SAMPLES)]
@@ -201,5 +201,5 @@ class _Rewards:
 
 
 def _alone(config: RunConfig) -> dict[str, RunConfig]:
-    """The recipe with each of its domains alone."""
+    """Return the recipe reduced to each of its domains."""
     return {domain.name: config.model_copy(update={"domains": (domain,)}) for domain in config.trained_domains}

@@ -1,1 +1,1 @@
-"""A run as a TOML recipe: read once, resolved, validated, frozen."""
+"""A run's configuration, written as a TOML recipe: read once, resolved, validated, frozen."""

@@ -1,7 +1,7 @@
-"""Files that a recipe names: users' code and data become absolute paths, and few-shot files are read.
+"""Resolution of file names in a recipe: makes paths of user code and data absolute, and reads few-shot files.
 
-Promises that what is read of a recipe means the same wherever it is saved: a path is relative to the file that says it,
-and the resolved recipe, which roles and a resumed run read from the run's directory, names files wherever that lies.
+A path is relative to the file that contains it. The resolved recipe, which roles and resumed runs read from the run's
+directory, contains absolute paths only, so it means the same wherever it is saved.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.system.files import from_home
 from pipelinerl.system.references import anchored
 
-#: Keys whose value names a part of the run, at any depth.
+#: Keys whose value is the name of a component or a reference to one, at any depth.
 _NAME_A_PART: Final = frozenset({"type", "source", "verifier", "function", "filter", "environment"})
-#: Tables that belong to a part, which alone knows what their keys mean; of the source `files` they are known here.
+#: Tables whose keys only their component understands; for the source `files` the path keys are known here.
 _OF_A_PART: Final = frozenset({"parameters", "options"})
 _FILES: Final = "files"
 _PATHS: Final = frozenset({"path", "validation_path", "held_out_path"})
 
 
 def resolved_beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The table, relative paths being meant from `folder`; what is absolute already stays as it is.
+    """Return the table with paths relative to `folder` made absolute; absolute paths stay unchanged.
 
     Raises:
-        RecipeError: a few-shot file is missing, or holds no messages.
+        RecipeError: a few-shot file is missing, or does not contain messages.
     """
     resolved = _with_references(table, folder)
     elastic = resolved.get("elastic")
-    if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):  # parts that are named by keys
+    if isinstance(elastic, dict) and isinstance(elastic.get("types"), dict):  # keyed by component name
         types = {anchored(type, folder): limits for type, limits in elastic["types"].items()}
         resolved["elastic"] = {**elastic, "types": types}
     domains = resolved.get("domains")
@@ -46,7 +46,7 @@ def _with_references(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _referenced(key: str, value: Any, folder: Path) -> Any:
-    """`path.py:attribute` made absolute, wherever a part is named."""
+    """Make references `path.py:attribute` absolute wherever a component is named."""
     if key in _OF_A_PART:
         return value
     if isinstance(value, Mapping):
@@ -57,7 +57,7 @@ def _referenced(key: str, value: Any, folder: Path) -> Any:
 
 
 def _with_files(domain: Any, folder: Path) -> Any:
-    """A domain with its data and its examples. What is no table is left to the schema to refuse."""
+    """Resolve a domain's data paths and read its few-shot file. Values that are not tables are left to validation."""
     if not isinstance(domain, dict):
         return domain
     made, parameters = dict(domain), domain.get("parameters")
@@ -71,7 +71,7 @@ def _with_files(domain: Any, folder: Path) -> Any:
 
 
 def _absolute(value: Any, folder: Path) -> Any:
-    """A path or glob, or a list of them."""
+    """Make a path or glob absolute, or each of a list."""
     if isinstance(value, list):
         return [_absolute(item, folder) for item in value]
     return str(folder / from_home(value)) if isinstance(value, str) and value else value

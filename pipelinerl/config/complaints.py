@@ -1,7 +1,7 @@
-"""What a recipe that does not fit the schema is told: a line for each field, with what was expected and what came.
+"""Error messages for recipes that do not fit the schema: a line for each field, with the expected and the given value.
 
-A key that nobody knows is told the one that is meant, as far as that can be seen: the nearest of its section, or the
-section that has one of that name. What no file could hold, and so no role could be told, is refused before.
+For an unknown key the message suggests the likely one: the closest key of the same section, or the sections that have a
+key of this name. Values that no file could represent, and that could not be passed on to roles, are rejected first.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pydantic import BaseModel, ValidationError
 from pipelinerl.errors import RecipeError
 from pipelinerl.observability.redaction import without_secrets
 
-#: Of a table in a list, where it can stand between dots.
+#: Names that identify a table of a list within a dotted path.
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]+")
-#: What TOML promises of a whole number, and what a journal and a stream can carry.
+#: Limit of TOML integers, and of what a journal and a stream can represent.
 _LARGEST: Final = 2**63 - 1
 
 
 def refuse_unwritable(value: Any, path: str = "") -> None:
-    """Return when every text is Unicode and every whole number has 64 bits.
+    """Check that all texts are valid Unicode and all integers fit into 64 bits.
 
     Raises:
-        RecipeError: names the key of one that is not.
+        RecipeError: names the key of the first value that does not.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -41,8 +41,8 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
 
 
 def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str, Any]) -> str:
-    """A line for each field of `model` that is wrong in `table`, without secrets."""
-    said: dict[str, list[str]] = {}  # what several types of one field say of it is one line
+    """Return a line for each field of `model` that is invalid in `table`, without secrets."""
+    said: dict[str, list[str]] = {}  # merges the errors of a union's types into one line per field
     came: dict[str, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
         steps = [step for step in problem["loc"] if not _is_choice(step)]
@@ -54,7 +54,7 @@ def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str
             case "missing":
                 message = "must be given"
             case "value_error":
-                path = "" if message.startswith(path) else path  # a finding on several fields names them itself
+                path = "" if message.startswith(path) else path  # an error about several fields names them itself
             case "tuple_type" | "list_type" if isinstance(problem["input"], Mapping) and len(steps) == 1:
                 message = f"is a list of tables: begin each with [[{path}]] instead of [{path}]"
             case "model_type" | "dataclass_type" | "dict_type":
@@ -69,7 +69,7 @@ def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str
 
 
 def _path(steps: list[int | str], table: Any) -> str:
-    """Keys with dots between; of a list of tables one by its name, as an override names it."""
+    """Return the dotted path of a field; a table in a list is identified by its name, as in an override."""
     said = []
     for step in steps:
         listed = isinstance(table, list) and isinstance(step, int) and step < len(table)
@@ -89,12 +89,12 @@ def _is_unicode(text: str) -> bool:
 
 
 def _is_choice(step: int | str) -> bool:
-    """Does pydantic name one of a field's types here, and not a key? `literal['auto']`, `str-enum[WeightDType]`."""
+    """Return True if pydantic inserted a type of a union here, such as `literal['auto']` or `str-enum[WeightDType]`."""
     return isinstance(step, str) and step.endswith("]") and "[" in step
 
 
 def _meant(model: type[BaseModel], steps: list[int | str]) -> str:
-    """Which key may be meant by an unknown one."""
+    """Suggest the key that was meant by an unknown one."""
     *above, key = steps
     section = _section_at(model, above)
     known = list(section.model_fields) if section is not None else []
@@ -106,7 +106,7 @@ def _meant(model: type[BaseModel], steps: list[int | str]) -> str:
 
 
 def _section_at(model: type[BaseModel], steps: list[int | str]) -> type[BaseModel] | None:
-    """The section that is meant by these keys; places in a list are passed over."""
+    """Return the section at this path; list indices are skipped."""
     for step in steps:
         if isinstance(step, str):
             found = model.model_fields.get(step)
@@ -123,7 +123,7 @@ def _sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Those that a type consists of: itself, what it may be, what it is a list of."""
+    """Yield the models that a type consists of: itself, union members, and list elements."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):

@@ -1,4 +1,4 @@
-"""Sections of a recipe that say which problems are asked, and which groups train: docs/curation.md."""
+"""Recipe sections for curation: which problems are issued and which groups train (docs/understand/curation.md)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pipelinerl.config.sections import Section
 
 
 class CooldownSection(Section):
-    """For how long a problem is not asked again once its groups were all right; by default it always is."""
+    """Rest of problems that were answered correctly by a whole group; by default they do not rest."""
 
     epochs: int = Field(default=0, ge=0, le=1000)
-    """So many times its turn is passed over; an epoch of a data set has one turn of each problem."""
+    """The number of turns to skip; each problem has one turn per epoch of its data set."""
     steps: int = Field(default=0, ge=0, le=10**6)
-    """For so many steps, in place of epochs."""
+    """The number of steps to skip it for, as an alternative to `epochs`."""
     times: int = Field(default=1, ge=1, le=100)
-    """After so many groups that were all right."""
+    """The number of fully correct groups before the problem is skipped."""
 
     @model_validator(mode="after")
     def _one_measure(self) -> Self:
@@ -27,15 +27,17 @@ class CooldownSection(Section):
 
 
 class CurationSection(Section):
-    """What a run does about problems that teach nothing."""
+    """Treatment of problems that teach nothing."""
 
     oversample: float | None = Field(default=None, ge=1, le=16)
-    """Most orders that are issued for each that is expected to train, where groups are filtered; 1 issues others only
-    once some were. Left out, it is 3 where groups are filtered and k > j: in lockstep (k = j) more orders would make
-    what a step trains on a question of which group comes first."""
+    """The most orders issued per order that is expected to train, if groups are filtered.
+
+    1 issues replacements only after groups were filtered. By default 3 if groups are filtered and k > j, otherwise 1:
+    in lockstep (k = j), the groups that train would depend on which of the extra orders finish first.
+    """
     cooldown: CooldownSection = CooldownSection()
-    """Of domains that say nothing else."""
+    """Cooldown for domains without their own."""
     filter: str | None = None
-    """A function of the user's (`path.py:keep`) that says of each finished group whether it may train."""
+    """User function (`path.py:keep`) that decides for each finished group whether it may train."""
     filter_timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """How long it may take for a group."""
+    """Time limit of the filter for one group."""

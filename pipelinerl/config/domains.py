@@ -1,5 +1,4 @@
-"""`DomainSection`: a `[[domains]]` block of a recipe. It says where problems come from, how they are asked, and what
-judges the answers."""
+"""`DomainSection`: a `[[domains]]` table of a recipe, with its problems, prompts, verifier and sampling."""
 
 from __future__ import annotations
 
@@ -26,61 +25,72 @@ class FewShotSection(Section):
     """One message of an example conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
+    """Author of the message."""
     content: str
+    """Text of the message."""
 
 
 class DomainSection(Section):
-    """A kind of problem: where its problems come from, how they are asked, what verifies them, and its share."""
+    """A kind of problem: its source, prompt format, verifier, and share of the training problems."""
 
     name: str
+    """Unique name of the domain, as it appears in figures and knobs."""
     source: str
+    """Name of a registered problem source, such as `files`, or a user's source as path.py:name; docs/start/data.md."""
     weight: float = Field(default=1.0, ge=0)
-    """Its share of the training problems. Of a domain of weight 0 none is trained on: evaluation sets may name it."""
+    """Relative share of the training problems; a domain with weight 0 is only available to evaluation sets."""
     parameters: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the source; each source documents its own."""
 
-    # what judges answers: docs/rewards.md
+    # verification: docs/start/rewards.md
     verifier: str | None = None
-    """What judges an answer: by default `math_answer`, unless `rewards` do."""
+    """Verifier of the answers; by default `math_answer`, unless `rewards` are given."""
     rewards: tuple[RewardPartSection, ...] = ()
     """Functions and verifiers whose weighted sum is the reward."""
     correct_at: float = 1.0
-    """An answer whose reward is a number, or a sum, counts as correct from here on."""
+    """Threshold from which an answer counts as correct, if its reward is a number or a sum."""
     verifier_timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """How long the judgement of one answer may take."""
+    """Time limit for judging one answer."""
     verifier_workers: int | None = Field(default=None, ge=1, le=1024)
-    """Processes in each actor that judge at once; by default one for each of its cores, and two at least."""
+    """Verifier processes per actor; by default one for each of its cores, and at least two."""
     reward: RewardSection | None = None
+    """Reward shaping; by default rewards are used unchanged."""
     instructions: InstructionsSection = InstructionsSection()
-    """Of the verifier `instruction_following`."""
+    """Settings of the verifier `instruction_following`."""
     judge: JudgeSection | None = None
-    """Of the verifier `judge`."""
+    """Settings of the verifier `judge`."""
     oubliette: OublietteSection = OublietteSection()
+    """Settings of the verifier `oubliette`."""
     cooldown: CooldownSection | None = None
-    """For how long solved problems are not asked again, where it is not as in [curation]."""
+    """Cooldown of solved problems; overrides the one in [curation]."""
 
-    # who answers the model's answers: docs/environments.md
+    # multi-turn episodes: docs/start/environments.md
     environment: str | None = None
     """An async function of (task, client), or a class with reset, step and close, as path.py:name."""
     command: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """A program that plays an episode through OPENAI_BASE_URL; `{task}` in an argument is the last user message."""
+    """A program that plays episodes through OPENAI_BASE_URL; `{task}` in an argument is the last user message."""
     episode: EpisodeSection = EpisodeSection()
+    """Limits of episodes; only for domains with an environment or a command."""
 
-    # how problems are asked: docs/data.md
+    # prompts: docs/start/data.md
     system_prompt: str = ""
+    """System message of each conversation; empty for none."""
     prompt_template: Annotated[str, Field(min_length=1)] | None = None
-    """The last user message, as a Jinja template or with `{field}` alone, over the fields of the problem's row."""
+    """The last user message, as a Jinja template or with plain `{field}`, over the fields of the problem's row."""
     few_shot: tuple[FewShotSection, ...] = ()
-    """Example messages before each problem; in a recipe also the path of a JSON file that holds them."""
+    """Example messages before each problem; a recipe may give the path of a JSON file instead."""
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """What the model's chat template is given beside the messages, such as Qwen3's enable_thinking."""
+    """Further arguments for the model's chat template, such as Qwen3's enable_thinking."""
 
-    # how answers are sampled, where it differs from [sampling]
+    # sampling, if it differs from [sampling]
     group_size: int | None = Field(default=None, ge=1)
-    """Answers to each training problem; `docs/data.md` says what makes a step where domains differ."""
+    """Answers per training problem; docs/start/data.md explains the size of a step if domains differ."""
     temperature: float | None = Field(default=None, ge=COLDEST, le=HOTTEST)
-    """Of training. The knob `temperature` leaves it alone: it sets that of the domains which have none of their own."""
+    """Training temperature of this domain. The knob `temperature` only affects domains without their own."""
     max_tokens: int | None = Field(default=None, ge=1)
+    """The most tokens of one answer; by default `sampling.max_tokens`."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
+    """Strings that end an answer; by default `sampling.stop`."""
 
     @field_validator("prompt_template")
     @classmethod
@@ -121,22 +131,22 @@ class DomainSection(Section):
 
     @property
     def has_environment(self) -> bool:
-        """Whether its rollouts are episodes, played by a user's program."""
+        """True if its rollouts are episodes, played by a user's program."""
         return self.environment is not None or bool(self.command)
 
     @property
     def names_verifier(self) -> bool:
-        """Whether it says what judges an answer."""
+        """True if the domain names a verifier or rewards."""
         return self.verifier is not None or bool(self.rewards)
 
     @property
     def has_verifier(self) -> bool:
-        """Whether answers are judged by a verifier: always, unless an environment rewards its episodes itself."""
+        """True if a verifier judges the answers: always, unless an environment computes the rewards."""
         return self.names_verifier or not self.has_environment
 
     @property
     def prompts(self) -> Prompts:
-        """How problems are asked."""
+        """The prompt format."""
         return Prompts(
             system=self.system_prompt,
             few_shot=tuple(Message(shot.role, shot.content) for shot in self.few_shot),
@@ -145,7 +155,7 @@ class DomainSection(Section):
 
     @property
     def sampling(self) -> DomainSampling:
-        """How answers are sampled, where it differs from the rest of the run."""
+        """The sampling parameters that differ from the run's."""
         return DomainSampling(
             group_size=self.group_size,
             temperature=self.temperature,

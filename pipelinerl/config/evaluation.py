@@ -1,7 +1,7 @@
-"""Sections of a recipe that say what evaluations ask: `[evaluation]`, and a table of `[[evaluations]]` for each set.
+"""Recipe sections for evaluations: `[evaluation]`, and one `[[evaluations]]` table for each set.
 
-`[evaluation]` is what sets have in common, as `[sampling]` is what domains have: a set says what it has its own way. A
-recipe without `[[evaluations]]` has one set, of which `[evaluation]` says all.
+`[evaluation]` holds the defaults of all sets, like `[sampling]` for domains; a set overrides single keys. A recipe
+without `[[evaluations]]` has one set, fully described by `[evaluation]`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from pipelinerl.config.sections import Section
 from pipelinerl.enums import COLDEST, HOTTEST, Pin
 
 SplitName = Literal["held_out", "validation"]
-#: The k of pass@k.
+#: The values of k for pass@k.
 PassAt = tuple[Annotated[int, Field(ge=1)], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutSet:
-    """An evaluation set with all that is said of it: `domains` by name, `max_tokens` None as in training.
+    """An evaluation set with all its settings resolved.
 
-    `interval_steps` is None where the knob `evaluation_interval_steps` says it; `place` is its own in the recipe.
+    `domains` are names; `max_tokens` None means as in training. `interval_steps` is None if the knob
+    `evaluation_interval_steps` sets it. `place` is the set's position in the recipe.
     """
 
     name: str
@@ -39,7 +40,7 @@ class HeldOutSet:
     pass_at: tuple[int, ...]
 
     def faults(self, key: str) -> Iterator[str]:
-        """A sentence for each thing that cannot be estimated; `key` is the table's of the recipe that asks for it."""
+        """Yield a message for each figure that cannot be estimated; `key` is the path of the recipe's table."""
         if 0 < self.temperature < COLDEST:
             yield f"{key}.temperature must be 0 or at least {COLDEST:g}, got {self.temperature:g}"
         if self.samples > 1 and self.temperature == 0:
@@ -57,25 +58,29 @@ class HeldOutSet:
 
 
 class EvaluationSection(Section):
-    """Accuracy on problems never trained on; choose hyper-parameters on `validation`, report `held_out`."""
+    """Evaluation on held-out problems; choose hyper-parameters on `validation`, report `held_out`."""
 
     split: SplitName = "held_out"
+    """The data split to evaluate."""
     interval_steps: int = Field(default=50, ge=1)
+    """Steps between evaluations; the knob `evaluation_interval_steps` changes it."""
     problems: int = Field(default=512, ge=0)
+    """Problems per set; 0 disables evaluations."""
     max_tokens: int | None = Field(default=None, ge=1)
+    """The most tokens of one answer; by default as in training."""
     samples: int = Field(default=1, ge=1)
-    """How often each problem is sampled; more than one sample needs a temperature."""
+    """Samples per problem; more than one needs a temperature above 0."""
     temperature: float = Field(default=0.0, ge=0, le=HOTTEST)
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     pass_at: PassAt = ()
-    """The k of pass@k, each at most `samples`."""
+    """The values of k for pass@k, each at most `samples`."""
     pin: Pin = Pin.AUTO
-    """How it is seen to that one version answers; see docs/evaluation.md."""
+    """Method of ensuring that all answers come from one model version; see docs/use/evaluation.md."""
     hold_s: float = Field(default=60.0, gt=0)
-    """Longest that pin = gate postpones updates of the weights."""
+    """The longest time for which pin = gate postpones weight updates."""
 
     def alone(self, domains: Sequence[str]) -> HeldOutSet:
-        """The one set of a recipe without others, named by its split."""
+        """Return the only set of a recipe without `[[evaluations]]`, named after its split."""
         return EvaluationSetSection(name=self.split).within(self, place=0, domains=domains)
 
     @model_validator(mode="after")
@@ -86,22 +91,29 @@ class EvaluationSection(Section):
 
 
 class EvaluationSetSection(Section):
-    """One of several evaluation sets: what it has its own way, the rest being as `[evaluation]` says."""
+    """One of several evaluation sets; keys that are left out default to `[evaluation]`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    """Unique name of the set, as it appears in figures."""
     domains: tuple[str, ...] = ()
-    """Of which domains its problems are; by default of all that are trained on."""
+    """Names of the domains that provide the problems; by default all domains that are trained on."""
     split: SplitName | None = None
+    """The data split to evaluate; by default `evaluation.split`."""
     interval_steps: int | None = Field(default=None, ge=1)
-    """The knob `evaluation_interval_steps` leaves it alone: it sets that of the sets which have none of their own."""
+    """Steps between evaluations of this set; the knob `evaluation_interval_steps` then does not affect it."""
     problems: int | None = Field(default=None, ge=1)
+    """Problems of the set; by default `evaluation.problems`."""
     max_tokens: int | None = Field(default=None, ge=1)
+    """The most tokens of one answer; by default `evaluation.max_tokens`."""
     samples: int | None = Field(default=None, ge=1)
+    """Samples per problem; by default `evaluation.samples`."""
     temperature: float | None = Field(default=None, ge=0, le=HOTTEST)
+    """Sampling temperature, 0 is greedy; by default `evaluation.temperature`."""
     pass_at: PassAt | None = None
+    """The values of k for pass@k; by default `evaluation.pass_at`."""
 
     def within(self, common: EvaluationSection, *, place: int, domains: Sequence[str]) -> HeldOutSet:
-        """The set, with what `common` says of all; `domains` are those that are trained on."""
+        """Return the set with the defaults of `common` filled in; `domains` are those that are trained on."""
         samples = common.samples if self.samples is None else self.samples
         return HeldOutSet(
             name=self.name,

@@ -1,4 +1,4 @@
-"""Sections of a domain that say how a registered verifier judges, where it can be told: docs/verification.md."""
+"""Recipe sections with the settings of registered verifiers: docs/use/verification.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelinerl.enums import HOTTEST
 from pipelinerl.errors import RecipeError
 from pipelinerl.instructions.scoring import Matching, Score
 
-#: Rubrics by name.
+#: Built-in rubrics by name.
 RUBRICS: Final = {
     "quality": (
         "A model was asked this:\n\n{{ question }}\n\nIt answered:\n\n{{ answer }}\n\n"
@@ -31,50 +31,53 @@ _MENTIONS_THE_ANSWER: Final = "answer"
 
 
 class InstructionsSection(Section):
-    """How the verifier `instruction_following` counts."""
+    """Scoring by the verifier `instruction_following`."""
 
     score: Score = Score.SHARE
-    """What an answer is worth: the share of instructions that it follows, or 1 only if it follows all."""
+    """The reward: the share of instructions that the answer follows, or 1 only if it follows all."""
     matching: Matching = Matching.STRICT
-    """Whether an answer is also looked at without its first or last line and its asterisks (`loose`)."""
+    """With `loose`, the answer is also checked without its first or last line and without asterisks."""
 
 
 class JudgeSection(Section):
-    """Whom the verifier `judge` asks, by which rubric, and what that may cost."""
+    """Settings of the verifier `judge`: the judge model, its rubric, and limits on cost."""
 
     url: Annotated[str, StringConstraints(pattern=r"^https?://[^?#@\s]+$", max_length=256)]
-    """Of any server that speaks OpenAI's chat completions, an engine of ours among them; with or without `/v1`."""
+    """Base URL of a server with OpenAI's chat completions, such as an engine of this project; with or without `/v1`."""
     model: str | None = None
-    """By default the first that the server lists."""
+    """Name of the judge model; by default the first that the server lists."""
     key_variable: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    """The environment variable that holds the bearer key; the key itself is in no recipe."""
+    """Name of the environment variable with the bearer key; recipes never contain the key itself."""
 
     rubric: str = "quality"
     """`quality`, `reference`, or a template (Jinja, or {field}) over question, answer, reference and metadata."""
     low: float = 1.0
     high: float = 10.0
-    """The scores that the judge may say; the reward is the score moved to 0…1."""
+    """The range of the judge's scores, `low` to `high`; the reward is the score scaled to 0…1."""
     pattern: str | None = None
-    """A regular expression whose one group is the score; without it the judge replies with JSON."""
+    """A regular expression with one group, the score; by default the judge replies with JSON."""
 
     votes: int = Field(default=1, ge=1, le=64)
+    """Judge replies per answer; several need a temperature above 0."""
     least_agreement: float = Field(default=0.0, ge=0, le=1)
-    """1 − (highest vote − lowest) ÷ range must be so high, or the answer is not judged."""
+    """The least agreement of the votes, 1 − (highest − lowest) ÷ range; below it the answer is not judged."""
     temperature: float = Field(default=0.0, ge=0, le=HOTTEST)
+    """Sampling temperature of the judge."""
     max_tokens: int = Field(default=256, ge=1)
+    """The most tokens of one reply."""
     most_chars: int = Field(default=20_000, ge=1)
-    """So much of each text is shown to the judge."""
+    """The most characters of each text that the judge sees."""
 
     timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """Longest that a vote may take, all its tries together, from when its turn has come."""
+    """Time limit of one vote, from the start of its first attempt and including all retries."""
     concurrency: int = Field(default=8, ge=1, le=1024)
-    """Calls of one actor that are under way at once."""
+    """Concurrent judge calls per actor."""
     most_calls: int | None = Field(default=None, ge=1)
-    """Of the whole run; each actor has an equal share. When it is spent, answers are masked."""
+    """Budget of calls for the whole run, divided equally among actors. When it is used up, answers are masked."""
     most_tokens: int | None = Field(default=None, ge=1)
-    """Of prompts and replies, as `most_calls`."""
+    """Budget of prompt and reply tokens for the whole run, divided like `most_calls`."""
     remembered: int = Field(default=10_000, ge=0, le=1_000_000)
-    """Verdicts that an actor keeps, so that an equal answer to an equal question is not judged again."""
+    """Verdicts cached per actor, so that an identical answer to the same question is not judged again."""
 
     @field_validator("url")
     @classmethod
@@ -115,12 +118,16 @@ class JudgeSection(Section):
 
     @property
     def template(self) -> Template:
-        """The rubric."""
+        """The rubric's template."""
         return Template(RUBRICS.get(self.rubric, self.rubric), where="rubric")
 
     @property
     def key(self) -> SecretStr | None:
-        """The bearer key. Raises `RecipeError` where its variable is not set."""
+        """The bearer key; None if the server needs none.
+
+        Raises:
+            RecipeError: the environment variable is not set.
+        """
         if self.key_variable is None:
             return None
         key = os.environ.get(self.key_variable)

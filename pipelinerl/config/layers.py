@@ -1,8 +1,8 @@
-"""Layers of a recipe: a base, what a recipe changes of it, and the overrides of a command line, from below upward.
+"""Layers of a recipe, from bottom to top: its base, the recipe's own keys, and overrides on the command line.
 
-A layer changes single keys of the layers below it. A choice that it makes anew it makes whole: where it names the
-objective's preset, nothing that a layer below said of the objective is left, and where it names a slot's kind, nothing
-of that slot. What the same layer says beside the name refines the choice, in any order.
+A layer changes single keys of the layers below. A layer that names the objective's preset replaces the objective of all
+lower layers, and one that names a slot's `kind` replaces that slot. Other keys of the same layer refine the choice, in
+any order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PRESET: Final = "preset"
 
 
 def merged(below: Mapping[str, Any], layer: Mapping[str, Any], path: Path = ()) -> dict[str, Any]:
-    """The tables `below` with those of a layer above them."""
+    """Return the tables `below` with a higher layer merged into them."""
     result = dict(below)
     for key, value in layer.items():
         here = (*path, key)
@@ -33,12 +33,13 @@ def merged(below: Mapping[str, Any], layer: Mapping[str, Any], path: Path = ()) 
 
 
 def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The tables with `section.key=value` overrides: one layer, in which a value replaces what was at its key.
+    """Apply `section.key=value` overrides as one layer; each value replaces the previous value of its key.
 
-    Of a list of tables one is meant by its name: `domains.math.max_tokens=64`.
+    A table in a list is identified by its name: `domains.math.max_tokens=64`.
 
     Raises:
-        RecipeError: an override is no such text, holds a password, or leads through a value that is no table.
+        RecipeError: an override is malformed, contains a password, or its path passes through a value that is not a
+            table.
     """
     changes = [_parsed(override) for override in overrides]
     result = _copied(table)
@@ -51,14 +52,14 @@ def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
 
 
 def _selector(path: Path) -> str | None:
-    """The key by which the table at this path makes a choice: `preset` of the objective, `kind` of one of its slots."""
+    """Return the key that selects the table's variant: `preset` for the objective, `kind` for one of its slots."""
     if path == (_OBJECTIVE,):
         return _PRESET
     return "kind" if len(path) == 2 and path[0] == _OBJECTIVE and path[1] != _PRESET else None
 
 
 def _as_table(value: Any, path: Path) -> Any:
-    """A choice by its name alone is a table with nothing but the name."""
+    """Expand a variant given by its bare name to a table with only the name."""
     selector = _selector(path)
     return {selector: value} if selector and isinstance(value, str) else value
 
@@ -78,7 +79,7 @@ def _parsed(override: str) -> tuple[Path, Any]:
 
 
 def _literal(text: str) -> Any:
-    """A TOML value, or the text itself when it is not one, so that shells need no double quoting."""
+    """Parse a TOML value; otherwise return the text, so that shells need no double quoting."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -92,7 +93,7 @@ def _copied(value: Any) -> Any:
 
 
 def _forget(table: dict[str, Any], path: Path) -> None:
-    """Take out what is at this path, if anything is."""
+    """Remove the value at this path, if there is one."""
     node: Any = table
     for key in path[:-1]:
         node = node.get(key) if isinstance(node, dict) else None
@@ -119,7 +120,7 @@ def _are_tables(value: Any) -> bool:
 
 
 def _named(tables: list[dict[str, Any]], path: Path, depth: int) -> dict[str, Any]:
-    """One of a list of tables, such as a domain, by its name."""
+    """Return the table of a list, such as a domain, that has the wanted name."""
     wanted = path[depth - 1]
     found = next((table for table in tables if table.get("name") == wanted), None)
     if found is None:

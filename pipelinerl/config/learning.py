@@ -1,4 +1,4 @@
-"""Sections of a recipe that say what a run learns from, beside the objective; `config` puts the whole together."""
+"""Recipe sections for learning, except the objective; `recipe.py` combines all sections."""
 
 from __future__ import annotations
 
@@ -14,28 +14,33 @@ from pipelinerl.objective.reward import NormalizationScope, RewardShaping
 
 
 class TrainingSection(Section):
-    """How many rollouts or tokens make a step, and which of them it learns from."""
+    """The size of a step, and the rollouts that it learns from."""
 
     rollouts_per_step: int = Field(default=256, ge=1)
+    """Rollouts that make a step, in whole groups; a knob while the run is live."""
     tokens_per_step: int | None = Field(default=None, ge=1)
     """Step as soon as this many tokens are ready, even if `rollouts_per_step` is not reached."""
     no_signal: NoSignal | None = None
-    """Groups whose rewards are all equal: part of their step (`train`), or replaced by others (`filter`). Left out, it
-    is what the objective's preset does: DAPO filters."""
+    """Treatment of groups whose rewards are all equal: `train` keeps them, `filter` replaces them.
+
+    The default depends on the objective's preset: DAPO filters.
+    """
     old_logprobs: OldLogprobs = OldLogprobs.RECOMPUTE
-    """Where an objective's `old_logprobs` come from: a pass at the weights that sampled each token (`sampling_weights`,
-    which keeps about k/j versions in host memory), one at those that the step starts from (`recompute`), or the sampler
-    (`behavior`)."""
+    """Source of an objective's `old_logprobs`.
+
+    `recompute` uses the weights at the start of the step, `sampling_weights` those that sampled each token (about k/j
+    versions are kept in host memory), and `behavior` takes the sampler's log-probs.
+    """
     truncated: Truncated = Truncated.TRAIN
-    """Rollouts that ended for want of tokens: in the loss (`train`), or in their group's baseline alone (`mask`)."""
+    """Rollouts cut off by the token limit: in the loss (`train`), or only in the group's baseline (`mask`)."""
     epochs: int = Field(default=1, ge=1)
-    """Passes over the rollouts of a step (PPO's K); docs/epochs.md."""
+    """Passes over the rollouts of a step (PPO's K); docs/understand/epochs.md."""
     mini_batches: int = Field(default=1, ge=1)
-    """Optimizer steps in each pass, on whole groups; what a step makes of the weights is one version all the same."""
+    """Optimizer steps per pass, on whole groups; a step still produces one model version."""
     target_kl: float | None = Field(default=None, gt=0)
-    """A step of several optimizer steps ends before one at which the KL from π_old, in nats per token, exceeds this."""
+    """KL from π_old, in nats per token, above which a step skips its remaining optimizer steps."""
     deadline_s: float = Field(default=300.0, gt=0)
-    """How long a step may wait without a rollout, or a word of the controller, before the run says so and stops."""
+    """The longest time without a rollout or a directive before the trainer reports it and stops."""
 
     @model_validator(mode="after")
     def _ends_what_can_end(self) -> Self:
@@ -48,16 +53,24 @@ class TrainingSection(Section):
 
 
 class RewardSection(Section):
-    """What a domain makes of its verifier's rewards before advantages are taken; see `objective.reward`."""
+    """Reward shaping of a domain, applied before advantages are computed; see `objective.reward`."""
 
     overlong_tokens: int = Field(default=0, ge=0)
+    """Answers that exceed this length lose 1 (DAPO's soft overlong punishment); 0 for none."""
     overlong_margin: int = Field(default=0, ge=0)
+    """Length, below `overlong_tokens`, over which the punishment grows linearly."""
     mean: NormalizationScope = NormalizationScope.NONE
+    """The rollouts over which a mean reward is subtracted; by default none is."""
     std: NormalizationScope = NormalizationScope.NONE
+    """The rollouts over whose standard deviation rewards are divided; by default they are not."""
     epsilon: float = Field(default=1e-6, ge=0)
+    """Added to the standard deviation."""
     low: float = Field(default=-math.inf, allow_inf_nan=True)
+    """Lower bound of the result."""
     high: float = Field(default=math.inf, allow_inf_nan=True)
+    """Upper bound of the result."""
     scale: float = Field(default=1.0, gt=0)
+    """Factor that is applied last."""
 
     @property
     def shaping(self) -> RewardShaping:
@@ -72,39 +85,40 @@ class RewardSection(Section):
 
 
 class KLControlSection(Section):
-    """Steers the coefficient of the objective's KL term, which it begins with, towards a wanted KL."""
+    """Adaptive control of the coefficient of the objective's KL term towards a target KL."""
 
     target: float = Field(gt=0)
-    """KL from the reference in nats per token."""
+    """Target KL from the reference, in nats per token."""
     gain: float = Field(default=0.1, gt=0, le=1)
+    """Speed of the control: the coefficient changes by at most 0.2 × `gain` of itself per step."""
 
     @property
     def controller(self) -> KLController:
-        """The rule that moves the coefficient after each step."""
+        """The rule that updates the coefficient after each step."""
         return KLController(target=self.target, gain=self.gain)
 
 
 class CriticSection(Section):
-    """The value model of an objective with values, such as ppo: the policy's architecture with a scalar head."""
+    """Value model of an objective with values, such as ppo: the policy's architecture with a scalar head."""
 
     path: str | None = None
     """Directory of a value model or a language model to start from; by default the policy's."""
     learning_rate: float | None = Field(default=None, gt=0)
-    """At its peak; by default the policy's."""
+    """Peak learning rate; by default the policy's."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate changes over the run's steps, as `optimizer.schedule` says it of the policy's."""
+    """Learning-rate schedule over the run's steps, like `optimizer.schedule` for the policy."""
     rate_warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the rate rises to its peak."""
+    """Steps over which the rate rises to its peak."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
-    """The share of the peak that is left at the last step; a constant rate ignores it."""
+    """The share of the peak rate that remains at the last step; ignored by a constant schedule."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the critic learns and the policy stands still; they count as steps of the run."""
+    """First steps in which only the critic learns, not the policy; they count as steps of the run."""
     clip: float = Field(default=0.2, gt=0, allow_inf_nan=True)
-    """How far a value may move in one step, in units of reward; `inf` for any distance."""
+    """The largest change of a value in one step, in units of reward; `inf` for no limit."""
 
 
 class ReferenceSection(Section):
-    """The frozen policy that a KL term measures the distance to."""
+    """The frozen policy of a KL term."""
 
     path: str | None = None
-    """Its model directory, or `shipped:<name>`; by default the policy's before its first step."""
+    """Its model directory, or `shipped:<name>`; by default the initial policy."""

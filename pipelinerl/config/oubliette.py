@@ -1,4 +1,4 @@
-"""The section of a domain that says how the programs in its answers are judged; docs/verification.md."""
+"""Recipe section for judging programs in a domain's answers; docs/use/verification.md."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from pipelinerl.verifiers.oubliette.runs import Tier
 
 
 class OublietteSection(Section):
-    """What the verifier `oubliette` does where a problem's metadata says nothing else."""
+    """Defaults of the verifier `oubliette`; a problem's metadata may override them."""
 
     tier: Tier = Tier.DEFAULT
-    """The sandbox; where it cannot be had, nothing is judged."""
+    """The sandbox tier; if it is unavailable, nothing is judged."""
     language: str = "python"
-    """Of a fenced block that names none."""
+    """Language of a fenced code block that names none."""
     languages: tuple[str, ...] = ()
-    """Those that are judged; by default `language` alone."""
+    """Languages that are judged; by default `language` alone."""
     scoring: Scoring = Scoring.ALL
-    """The reward: 1 where every test is passed (`all`), or the share that is (`share`)."""
+    """The reward: 1 if every test passes (`all`), or the share of passed tests (`share`)."""
     checker: Checker = Checker.TOKENS
-    """How outputs are compared: `exact`, `tokens`, `float`."""
+    """Comparison of outputs: `exact`, `tokens`, `float`."""
     tolerance: float = Field(default=1e-6, ge=0, lt=1)
-    """Of the checker `float`."""
+    """Tolerance of the checker `float`."""
     time_limit_s: float = Field(default=4.0, gt=0, le=600)
-    """Processor time of one test; on the clock it may take twice that and a second."""
+    """CPU time of one test; its wall-clock limit is twice that plus one second."""
     memory_mb: int = Field(default=512, ge=16, le=65536)
-    """Memory of one test, all its processes together."""
+    """Memory of one test, shared by all its processes."""
 
     url: Annotated[str, StringConstraints(pattern=r"^(https?://.+)?$")] = ""
-    """Of an Oubliette service (`pipelinerl oubliette serve`) that runs the programs; by default this machine does."""
+    """URL of an Oubliette service (`pipelinerl oubliette serve`); by default programs run on this machine."""
     key_variable: Annotated[str, StringConstraints(pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")] = ""
-    """The environment variable that holds the service's token."""
+    """Name of the environment variable with the service's token."""
     repository: str = ""
-    """The folder into which the links of problems lead (`pipelinerl oubliette upload`), without a service."""
+    """The folder for links in problems (`pipelinerl oubliette upload`), if there is no service."""
 
     @model_validator(mode="after")
     def _knows_languages(self) -> Self:
@@ -51,7 +51,7 @@ class OublietteSection(Section):
 
     @property
     def rules(self) -> CodeRules:
-        """As the verifier has them."""
+        """The settings in the verifier's form."""
         return CodeRules(
             tier=self.tier,
             language=self.language,

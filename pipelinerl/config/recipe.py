@@ -1,9 +1,9 @@
-"""`RunConfig`: a run, as a TOML recipe. Read once, resolved, validated, frozen.
+"""`RunConfig`: a run as a TOML recipe. Read once, resolved, validated, frozen.
 
-A recipe may begin with `base = "other.toml"` (a path beside it, or the name of a shipped recipe) and change only what
-differs. Overrides `section.key=value` come last; `config_layers` says what a change leaves of the layers below. Every
-error names the path of the field; types are never guessed: text is no number, `true` is no 1, and no number is infinite
-but k.
+A recipe may begin with `base = "other.toml"` (a path relative to it, or the name of a shipped recipe) and contain only
+the differences. Overrides `section.key=value` are applied last; `layers.py` defines how layers combine. Every error
+names the path of the field. Types are strict: text is not converted to numbers, `true` is not 1, and numbers must be
+finite except k.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "launch" / "recipes"
 
 
 class RunConfig(Section):
-    """A run as its recipe describes it: one section for each part."""
+    """A run as described by its recipe, with one section for each part."""
 
     model: ModelSection
     domains: tuple[DomainSection, ...]
@@ -142,7 +142,11 @@ class RunConfig(Section):
         return self
 
     def _has_room_for_groups(self) -> None:
-        """Raises ValueError when some step, or some engine, could not take its groups."""
+        """Check that every step and every engine can take its groups.
+
+        Raises:
+            ValueError: one cannot.
+        """
         rollouts, trained = self.training.rollouts_per_step, self.trained_domains
         smallest, largest = min(trained, key=self.group_size_of), max(trained, key=self.group_size_of)
         says, size = self.key_of_group_size(largest), self.group_size_of(largest)
@@ -167,7 +171,11 @@ class RunConfig(Section):
             )
 
     def _sets_can_be_asked(self) -> None:
-        """Raises ValueError when two evaluation sets have one name, or one cannot be asked or estimated."""
+        """Check that evaluation sets have unique names, known domains and estimable figures.
+
+        Raises:
+            ValueError: one does not.
+        """
         names, domains = [each.name for each in self.evaluations], [domain.name for domain in self.domains]
         if len(set(names)) != len(names):
             raise ValueError(f"evaluations must have names of their own, got {', '.join(names)}")
@@ -182,12 +190,12 @@ class RunConfig(Section):
 
     @property
     def trained_domains(self) -> tuple[DomainSection, ...]:
-        """Domains whose problems are trained on; the others are evaluated alone."""
+        """Domains whose problems are trained on; the others are only evaluated."""
         return tuple(domain for domain in self.domains if domain.weight)
 
     @property
     def evaluation_sets(self) -> tuple[HeldOutSet, ...]:
-        """What evaluations ask; the first set is the one that decisions go by."""
+        """The evaluation sets; decisions use the first one."""
         trained = [domain.name for domain in self.trained_domains]
         several = enumerate(self.evaluations)
         sets = tuple(each.within(self.evaluation, place=place, domains=trained) for place, each in several)
@@ -200,7 +208,7 @@ class RunConfig(Section):
 
     @property
     def groups_per_step(self) -> int:
-        """Groups that make a step; where their sizes differ, about so many do."""
+        """The number of groups in a step; an average if group sizes differ."""
         return groups_of_step(
             self.training.rollouts_per_step,
             {domain.name: self.group_size_of(domain) for domain in self.trained_domains},
@@ -209,9 +217,10 @@ class RunConfig(Section):
 
     @property
     def groups_in_flight(self) -> int:
-        """Groups that each actor holds: the recipe's number, or twice what fills the slots of all engines there may be.
+        """The number of groups in flight per actor.
 
-        An engine is busy while other groups wait for the last answers of one. Pacing holds fewer where k asks for it.
+        The recipe's number, or twice what fills the slots of all possible engines. The factor of two keeps engines busy
+        while the last answers of a group are sampled. Pacing may hold fewer, depending on k.
         """
         if self.actor.groups_in_flight is not None:
             return self.actor.groups_in_flight
@@ -221,28 +230,29 @@ class RunConfig(Section):
         return max(1, math.ceil(2 * engines * self.engine.slots / (smallest * self.actor.count)))
 
     def gpus_of_engine(self, type: str | None = None) -> int:
-        """How many GPUs an engine takes (of another type than the recipe's) where there are any."""
+        """Return the number of GPUs per engine (of the given type) on a machine with GPUs."""
         on_host = self.engine.device is Device.CPU or (type or self.engine.type) in registry.ON_THE_HOST
         return 0 if on_host else self.engine.devices
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the whole run, if no step ends early: of its schedules."""
+        """The number of optimizer steps of the run, if no step ends early; used by schedules."""
         return self.run.steps * self.training.epochs * self.training.mini_batches
 
     @property
     def gpus_of_trainer(self) -> int:
-        """How many GPUs the trainer takes where there are any: one, or what its mesh is made of."""
+        """The number of GPUs of the trainer on a machine with GPUs: one, or the size of its mesh."""
         if self.trainer.device is Device.CPU or self.trainer.type in registry.ON_THE_HOST:
             return 0
-        mesh = self.trainer.options.get("mesh", {})  # which the trainer checks
+        mesh = self.trainer.options.get("mesh", {})  # the trainer validates it
         return math.prod(axis for axis in mesh.values() if isinstance(axis, int)) if isinstance(mesh, dict) else 1
 
     @property
     def trainer_processes(self) -> int:
-        """Processes of the trainer that the launcher starts: those of a torch trainer's mesh, which `check` checks.
+        """The number of trainer processes that the launcher starts: the size of a torch trainer's mesh.
 
-        Only one where the recipe says where they meet: then the others are started by whoever says it.
+        Only one if the recipe sets a rendezvous (`distributed`): then the user starts the others. `check` validates the
+        mesh.
         """
         mesh = self.trainer.options.get("mesh", {})
         if self.trainer.type != "torch" or "distributed" in self.trainer.options or not isinstance(mesh, dict):
@@ -251,7 +261,7 @@ class RunConfig(Section):
 
     @property
     def in_one_process(self) -> Self:
-        """The same run with a torch trainer of one process, whose steps are the same but for rounding."""
+        """The same run with a single-process torch trainer, whose steps are equal up to rounding."""
         if self.trainer.type != "torch":
             return self
         options = {name: value for name, value in self.trainer.options.items() if name not in ("mesh", "distributed")}
@@ -259,24 +269,24 @@ class RunConfig(Section):
 
     @property
     def servers_to_start(self) -> int:
-        """Parameter servers that the launcher starts: where weights are pulled, and none is named."""
+        """The number of parameter servers that the launcher starts, if weights are pulled and the recipe names none."""
         wanted = self.weights.transport is Transport.PULL and not self.parameter_server.urls
         return self.parameter_server.shards * self.parameter_server.replicas if wanted else 0
 
     def group_size_of(self, domain: DomainSection) -> int:
-        """Answers to each of its training problems."""
+        """Return the number of answers to each of its training problems."""
         return domain.group_size or self.sampling.group_size
 
     def key_of_group_size(self, domain: DomainSection) -> str:
-        """The key of the recipe that says how many."""
+        """Return the recipe key that sets this number."""
         return "sampling.group_size" if domain.group_size is None else f"domains.{domain.name}.group_size"
 
     def max_tokens_of(self, domain: DomainSection) -> int:
-        """Most tokens of an answer to train on."""
+        """Return the most tokens of a training answer."""
         return domain.max_tokens or self.sampling.max_tokens
 
     def evaluation_max_tokens_of(self, domain: DomainSection, asked: HeldOutSet) -> int:
-        """Most tokens of an answer to a problem of an evaluation set."""
+        """Return the most tokens of an answer to a problem of an evaluation set."""
         return asked.max_tokens or self.max_tokens_of(domain)
 
 
@@ -284,16 +294,16 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe file (or the name of a shipped one) and apply `section.key=value` overrides.
 
     Raises:
-        RecipeError: with the path of the field, what was expected and what came.
+        RecipeError: names the path of the field, and the expected and the given value.
     """
     return parse(resolved_beside(overridden(_read(_locate(str(recipe), beside=None)), overrides), working_directory()))
 
 
 def load_run(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The resolved recipe of a run that was begun, with overrides.
+    """Load the resolved recipe of an existing run, with overrides.
 
     Raises:
-        UserError: there is no run in the directory.
+        UserError: the directory contains no run.
         RecipeError: its recipe is damaged.
     """
     recipe = run_dir / "recipe.toml"
@@ -306,10 +316,10 @@ def parse(table: Mapping[str, Any]) -> RunConfig:
     """Validate a resolved table.
 
     Raises:
-        RecipeError: a line for each field that is wrong.
+        RecipeError: a line for each invalid field.
     """
     refuse_unwritable(table)
-    try:  # through JSON, in which pydantic takes words for enums and lists for tuples without guessing at numbers
+    try:  # via JSON, so that pydantic accepts strings for enums and lists for tuples, but stays strict about numbers
         return RunConfig.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise RecipeError(sentences(error, RunConfig, table)) from None
@@ -327,11 +337,11 @@ def _locate(recipe: str, *, beside: Path | None) -> Path:
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The table of a recipe file, on those of its bases; `above` are the files that led here."""
+    """Read the table of a recipe file on top of its bases; `above` are the files that refer to it."""
     if path.resolve() in above:
         raise RecipeError(f"{path}: base leads back to this file; end the chain with a recipe that has no base")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of some systems begin with a mark
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors add a byte order mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
@@ -346,10 +356,10 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def to_table(config: RunConfig, *, without_defaults: bool = False) -> dict[str, Any]:
-    """The resolved recipe as plain TOML values, without its secrets; keys that are None are left out.
+    """Return the resolved recipe as plain TOML values, without secrets; keys that are None are left out.
 
     Args:
-        without_defaults: leave out what is as it would be if nobody had said it; j and k always stay.
+        without_defaults: leave out keys with their default value; j and k always stay.
     """
 
     def plain(value: Any) -> Any:
@@ -370,9 +380,9 @@ def to_table(config: RunConfig, *, without_defaults: bool = False) -> dict[str, 
 
 
 def save(config: RunConfig, path: Path, *, notes: Sequence[str] = ()) -> None:
-    """Write the resolved recipe, whole: no base, no overrides, its secrets with it. It is its owner's only.
+    """Write the whole resolved recipe, readable only by its owner: no base, no overrides, secrets included.
 
-    `notes` become comments at its beginning.
+    `notes` become comments at the top.
     """
     table = to_table(config)
     if config.streams.redis_url is not None:
@@ -382,15 +392,15 @@ def save(config: RunConfig, path: Path, *, notes: Sequence[str] = ()) -> None:
 
 
 def write_layout(run_dir: Path) -> None:
-    """Note in the directory of a run that begins, beside its recipe, that it is of this layout (`messages.LAYOUT`)."""
+    """Write the layout version (`messages.LAYOUT`) to the directory of a new run, next to its recipe."""
     (run_dir / "layout").write_text(f"{LAYOUT}\n")
 
 
 def check_layout(run_dir: Path) -> None:
-    """Return when the directory holds no run yet, or one of this layout; the first layout left no number.
+    """Check that the directory contains no run yet, or one of this layout; the first layout wrote no number.
 
     Raises:
-        UserError: it holds a run that another version of the project began.
+        UserError: the run was begun by an incompatible version of the project.
     """
     if not (run_dir / "recipe.toml").is_file():
         return

@@ -1,4 +1,4 @@
-"""Sections of a recipe: what samples, what trains, how a run is carried; `config` puts the whole together."""
+"""Recipe sections for sampling, training and running; `recipe.py` combines all sections."""
 
 from __future__ import annotations
 
@@ -30,114 +30,141 @@ MODELS = Path(__file__).resolve().parents[1] / "models"
 
 
 class Section(BaseModel):
-    """Base of every section: immutable and closed to unknown keys."""
+    """Base of every section: immutable, and unknown keys are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 def shared_values(section: Section, settings: type[Any]) -> dict[str, Any]:
-    """The values that a section and the dataclass `settings` call by the same names: it takes them as they are."""
+    """Return the values of all fields that the section shares by name with the dataclass `settings`."""
     names = [field.name for field in fields(settings) if field.name in type(section).model_fields]
     return {name: getattr(section, name) for name in names}
 
 
 class RunSection(Section):
-    """What the run is called, where it writes and when it ends."""
+    """The run's name, directory and end."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "run"
+    """Name of the run, and of its directory."""
     directory: Path = Path("runs")
+    """Parent of the run's directory."""
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of all random choices."""
     steps: int = Field(default=100, ge=1)
+    """Steps to train."""
     until_accuracy: float | None = Field(default=None, gt=0, le=1)
     """End early once an evaluation reaches this held-out accuracy."""
     stall_s: float = Field(default=120.0, gt=0)
-    """When nothing has got on for so long, an event and the controller's log say what the run waits for."""
+    """Time without progress after which an event and the controller's log name the blocker."""
     no_signal_steps: int = Field(default=20, ge=1)
-    """After so many steps' worth of groups without signal in a row there is an alarm at half of them, and where such
-    groups are dropped the run ends: as solved, or as hopeless."""
+    """Consecutive steps' worth of groups without signal that end the run, if such groups are dropped.
+
+    The run then ends as solved or hopeless. An alarm is raised at half of this number.
+    """
     engine_timeout_s: float = Field(default=300.0, gt=0)
-    """The run ends, its state saved, when no engine has been alive for so long."""
+    """Time without a live engine after which the run saves its state and ends."""
 
 
 class ModelSection(Section):
-    """The policy to start from: a local Hugging Face directory, or `shipped:<name>`."""
+    """The initial policy: a local Hugging Face directory, or `shipped:<name>`."""
 
     path: str
+    """A directory in Hugging Face format, or `shipped:<name>`."""
     head_precision: HeadPrecision = HeadPrecision.MODEL
-    """Arithmetic of the output layer, in engine and trainer alike: as the rest, or `fp32` (MiniMax-M1)."""
+    """Precision of the output layer, in engine and trainer: like the other layers, or `fp32` (MiniMax-M1)."""
 
     @property
     def resolved(self) -> Path:
-        """The directory that `path` names, a shipped model or one in the file system."""
+        """The directory that `path` refers to: a shipped model or a directory."""
         name = self.path.removeprefix("shipped:")
         return MODELS / name if name != self.path else from_home(self.path)
 
 
-#: Above 0 and at most 1.
+#: A share above 0 and at most 1.
 MemoryShare = Annotated[float, Field(gt=0, le=1)]
 
-#: Places in the list of the GPUs that the run may use.
+#: Indices into the list of GPUs that the run may use.
 DeviceIndices = tuple[Annotated[int, Field(ge=0)], ...]
 
 
 class EngineSection(Section):
-    """The inference servers: their type, how many, and what each may hold."""
+    """The inference servers: type, number and capacity."""
 
     type: str = "torch"
+    """Name of a registered engine type, such as `torch`, `vllm` or `sglang_server`, or a user's as path.py:name."""
     count: int = Field(default=1, ge=1)
+    """Engines that the launcher starts."""
     slots: int = Field(default=128, ge=1)
+    """Sequences that one engine decodes at a time."""
     max_waiting: int = Field(default=4096, ge=1)
+    """Sequences that one engine queues; further requests are rejected."""
     context_length: int = Field(default=512, ge=2)
+    """The most tokens of prompt and answer together."""
     dtype: Literal["auto"] | WeightDType = "auto"
-    """The type of weights, cache and arithmetic; `auto`: float32 on a CPU, else the model directory's."""
+    """Type of weights, cache and arithmetic; `auto` is float32 on a CPU, and otherwise the model directory's."""
     weights: WeightFormat = WeightFormat.NATIVE
-    """How linear layers are kept: as they come, or quantised (`int8`)."""
+    """Format of linear layers: native, or quantised (`int8`)."""
     device: Device = Device.AUTO
+    """Device of the engine; `auto` takes a GPU if there is one."""
     devices: int = Field(default=1, ge=1)
-    """How many devices share one engine's model (types jax and vllm)."""
+    """Devices that share one engine's model (types jax and vllm)."""
     servers: tuple[BaseUrl, ...] = ()
-    """Base URLs of the servers that engines of the types vllm_server and sglang_server stand for, one for each."""
+    """Base URLs of the servers behind engines of the types vllm_server and sglang_server, one per engine."""
     memory_share: MemoryShare | None = None
-    """Most of each GPU's memory that one engine takes; by default what `launch/placement.py` divides, or all."""
+    """The most of each GPU's memory for one engine; by default as divided by `launch/placement.py`, or all."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options that this type of engine alone knows and checks: for vllm, fields of its `AsyncEngineArgs`."""
+    """Options of this engine type, checked by the engine: for vllm, fields of its `AsyncEngineArgs`."""
     on_update: OnUpdate = OnUpdate.CONTINUE
+    """Treatment of sequences in flight when new weights arrive."""
     receiver: Receiver = Receiver.IN_PROCESS
-    """Which process is in the weight group: the engine's, or one that may die of what a peer sends (`own_process`)."""
+    """The process that joins the weight group: the engine's, or a separate one (`own_process`).
+
+    A separate process may crash on bad data from a peer without ending the engine.
+    """
 
 
 class ActorSection(Section):
-    """Loops around the engines.
+    """The processes that sample rollouts from the engines and have them verified.
 
-    What an engine samples reaches the actor every `stream_interval_s`, so that another can go on with it; with 0 an
-    answer comes when it is whole, and an engine that dies takes what it had with it.
+    An engine streams its samples to the actor every `stream_interval_s`, so that another engine can continue them if it
+    dies. With 0, an answer arrives only when complete, and an engine that dies loses its samples.
     """
 
     count: int = Field(default=1, ge=1)
+    """Actors that the launcher starts."""
     groups_in_flight: int | None = Field(default=None, ge=1)
-    """Groups of each actor at a time; by default twice what fills the engines' slots."""
+    """Groups in flight per actor; by default twice what fills the engines' slots."""
     attempts: int = Field(default=4, ge=1)
+    """Attempts per group if weight updates abort its samples."""
     timeout_s: float = Field(default=300.0, gt=0)
+    """Time limit for an engine's answer."""
     stream_interval_s: float = Field(default=1.0, ge=0, le=3600)
+    """Seconds between an engine's partial answers; 0 for none."""
 
 
 class SamplingSection(Section):
-    """How training rollouts are sampled."""
+    """Sampling of training rollouts."""
 
     group_size: int = Field(default=16, ge=1)
+    """Answers per training problem."""
     temperature: float = Field(default=1.0, ge=COLDEST, le=HOTTEST)
+    """Sampling temperature; a knob while the run is live."""
     top_p: float = Field(default=1.0, ge=1e-6, le=1)
+    """Nucleus sampling; 1 keeps the whole distribution."""
     top_k: int = Field(default=0, ge=0, lt=2**31)
+    """Sample from the k most probable tokens; 0 for all."""
     max_tokens: int = Field(default=256, ge=1)
+    """The most tokens of one answer."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end an answer."""
 
     @property
     def of_an_order(self) -> Sampling:
-        """How a training order is sampled."""
+        """The sampling parameters of a training order."""
         return Sampling(num_samples=self.group_size, **self.model_dump(exclude={"group_size"}))
 
 
-#: At least 0 and below 1.
+#: A number of at least 0 and below 1.
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -145,41 +172,60 @@ class OptimizerSection(Section):
     """AdamW and the learning-rate schedule."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate; a knob while the run is live."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises to its peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning-rate schedule after the warm-up."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
+    """The share of the peak rate that remains at the last step; ignored by a constant schedule."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's β₁ and β₂."""
     eps: float = Field(default=1e-8, gt=0)
+    """AdamW's ε."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
     grad_clip: float = Field(default=1.0, ge=0)
+    """The largest norm of the gradient; 0 disables clipping."""
 
     @property
     def spec(self) -> OptimizerSpec:
-        """The trainer's part: all but the schedule, which is the training loop's."""
+        """The trainer's part: all but the schedule, which belongs to the training loop."""
         return OptimizerSpec(**shared_values(self, OptimizerSpec))
 
 
-#: What `trainer.micro_batch_tokens = "auto"` takes where memory allows.
+#: The upper limit of `trainer.micro_batch_tokens = "auto"`.
 MOST_TOKENS = 16384
 
 
 class TrainerSection(Section):
-    """The training backend: its type, arithmetic and memory."""
+    """The training backend: its type, precision and memory."""
 
     type: str = "torch"
+    """Name of a registered trainer type, such as `torch` or `jax`, or a user's as path.py:name."""
     precision: Precision = Precision.FP32
+    """Precision of forward and backward passes; master weights and optimizer state are fp32."""
     device: Device = Device.AUTO
+    """Device of the trainer; `auto` takes a GPU if there is one."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, to save memory."""
     micro_batch_tokens: int | str = "auto"
-    """Most tokens of one backward pass. `auto`: as many as the device holds, up to 16,384, chosen when a run begins."""
+    """The most tokens of one backward pass.
+
+    `auto` takes as many as the device can hold, up to 16,384, chosen at the start of the run.
+    """
     routing_replay: RoutingReplay = RoutingReplay.OFF
-    """Of a mixture-of-experts model: `rollout` computes each token with the experts that computed it in the sampler
-    (R3), docs/mixtures.md."""
+    """Routing of a mixture-of-experts model; docs/understand/mixtures.md.
+
+    `rollout` computes each token with the experts that the sampler used (R3).
+    """
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options that this type of trainer alone knows and checks: for torch `mesh` (docs/trainers.md), for jax `mesh` and
-    what else `JaxOptions` lists."""
+    """Options of this trainer type, checked by the trainer.
+
+    For torch `mesh` (docs/understand/trainers.md); for jax `mesh` and the other fields of `JaxOptions`.
+    """
     memory_share: MemoryShare | None = None
-    """Most of each GPU's memory that the trainer takes, as `engine.memory_share`."""
+    """The most of each GPU's memory for the trainer, like `engine.memory_share`."""
 
     @field_validator("micro_batch_tokens")
     @classmethod
@@ -190,27 +236,33 @@ class TrainerSection(Section):
 
     @property
     def token_budget(self) -> int:
-        """`micro_batch_tokens` as a number; `auto` that nobody has settled is `MOST_TOKENS`."""
+        """`micro_batch_tokens` as a number; an unresolved `auto` is `MOST_TOKENS`."""
         return MOST_TOKENS if isinstance(self.micro_batch_tokens, str) else self.micro_batch_tokens
 
 
 class StalenessSection(Section):
-    """The bounds j and k (RLAX §3.1), by preset or by number."""
+    """The staleness bounds j and k (RLAX §3.1), by preset or by number."""
 
     preset: str | None = None
+    """Name of a pair (j, k); by default `pipeline`."""
     j: int | None = None
+    """Engines receive new weights when they are j versions behind the trainer; a knob while the run is live."""
     k: float | None = Field(default=None, allow_inf_nan=True)
+    """The largest age of a trained token in versions, `inf` for no limit; a knob while the run is live."""
     scope: StalenessScope = StalenessScope.GROUP
-    """What is refused when a token is too old: its whole `group`, or its `rollout`; two that are left train."""
+    """The unit that is dropped if a token is too old: its `group`, or only its `rollout`.
+
+    With `rollout`, the rest of the group trains while it has two or more rollouts.
+    """
 
     overdue: Overdue = Overdue.DROP
-    """What becomes of a group that is still being sampled when its last step comes: `drop`, or the step waits."""
+    """Treatment of a group that is still being sampled at its last admissible step: `drop`, or `wait` for it."""
     overdue_s: float = Field(default=60.0, gt=0)
-    """Longest that each step waits for what is overdue."""
+    """The longest time that each step waits for overdue groups."""
 
     @property
     def bounds(self) -> StalenessBounds:
-        """The pair, a number given here taking precedence over the preset's."""
+        """The bounds; numbers given here override the preset's."""
         base = PRESETS[self.preset or "pipeline"]
         return StalenessBounds(base.j if self.j is None else self.j, base.k if self.k is None else self.k)
 
@@ -226,61 +278,71 @@ class StalenessSection(Section):
 
 
 class CheckpointSection(Section):
-    """When to checkpoint, how many to keep, and where copies go."""
+    """Interval, number and location of checkpoints."""
 
     interval_steps: int = Field(default=100, ge=1)
+    """Steps between checkpoints."""
     keep: int = Field(default=2, ge=1)
-    """The newest, to go on from; the streams keep what they would read again."""
+    """The newest checkpoints to keep, for resuming; the streams keep the entries that they would read again."""
     keep_best: int = Field(default=0, ge=0)
-    """Beside them, those with the highest accuracy in the evaluation of their version, however old."""
+    """In addition, the checkpoints with the highest evaluation accuracy to keep, regardless of age."""
     location: str | None = None
-    """Directory, or URL that fsspec knows, of copies: `run --resume <location>/<name>` goes on from them anywhere."""
+    """Directory or fsspec URL for copies; `run --resume <location>/<name>` resumes from them on any machine."""
 
     def url_of(self, name: str) -> str | None:
-        """Where the copies of the run `name` lie."""
+        """Return the location of the copies of the run `name`."""
         return None if self.location is None else f"{self.location.rstrip('/')}/{name}"
 
 
 class StreamsSection(Section):
-    """Where the streams live; without `redis_url` the launcher starts an embedded server."""
+    """Location of the streams; without `redis_url` the launcher starts an embedded server."""
 
     redis_url: SecretStr | None = None
-    """It may hold a password: nothing that prints a recipe shows it."""
+    """URL of a Redis server. It may contain a password, so it is never printed."""
     max_groups: int = Field(default=4096, ge=1)
-    """Most groups issued and not yet accounted for: the bound of every stream."""
+    """The most groups issued and not yet accounted for; this bounds every stream."""
 
     @field_validator("redis_url")
     @classmethod
     def _of_a_server(cls, url: SecretStr | None) -> SecretStr | None:
         if url is not None and not url.get_secret_value().startswith(
             ("redis://", "rediss://", "unix://")
-        ):  # not shown: it may hold a secret
+        ):  # not shown: it may contain a secret
             raise ValueError("must begin with redis://, rediss:// or unix://; leave it out for an embedded server")
         return url
 
 
-#: As many engines are told of a version by requests, unless the recipe says otherwise.
+#: The number of engines up to which versions are announced by requests, unless the recipe decides.
 TOLD_ONE_BY_ONE = 64
 
 
 class WeightsSection(Section):
-    """How the trainer's weights reach the engines."""
+    """Transfer of the trainer's weights to the engines."""
 
     transport: Transport = Transport.BROADCAST
-    """Pushed to all engines at once, or pulled by each from a parameter server."""
+    """`broadcast` to all engines at once, or `pull` by each engine from a parameter server."""
     backend: Backend = Backend.GLOO
-    """What carries a broadcast: gloo by way of the hosts' memory, nccl from GPU to GPU, each of which is one rank's."""
+    """Transport of a broadcast: gloo through host memory, or nccl between GPUs, with one rank per GPU."""
     host: Annotated[str, Field(min_length=1)] | None = None
-    """Address of the trainer's machine at which engines meet for a broadcast; by default the one that faces them."""
+    """Address of the trainer's host for broadcasts; by default that of the interface that faces the engines."""
     dtype: WeightDType | None = None
-    """In which they travel, whatever an engine keeps them in; by default the model directory's, or engine.dtype if that
-    is float32."""
+    """Type in which weights are sent; each engine casts them to its own.
+
+    By default the model directory's, or `engine.dtype` if that is float32.
+    """
     rounding: Rounding = Rounding.DITHERED
-    """How fp32 weights become bfloat16: `dithered` lets small updates through, `nearest` holds them back."""
+    """Rounding of fp32 weights to bfloat16.
+
+    `dithered` preserves small updates on average, `nearest` suppresses them.
+    """
     timeout_s: float = Field(default=120.0, gt=0, le=3600)
-    """Longest that a publication may take. An engine that is not reached within it gets the next one."""
+    """Time limit of a publication. An engine that is not reached in time gets the next version."""
     announce: Announce = Announce.AUTO
-    """How engines that pull are told of a version: one by one, or all by one entry of a stream that they follow."""
+    """Announcement of versions to engines that pull.
+
+    Either a request to each engine, or one entry of a stream that all follow; `auto` uses the stream for more than 64
+    engines.
+    """
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
@@ -291,7 +353,7 @@ class WeightsSection(Section):
         return self
 
     def announced_to(self, engines: int) -> bool:
-        """Is a version announced by a stream in a run that begins with so many, rather than by requests to each?"""
+        """Return True if versions are announced by a stream, given the initial number of engines."""
         if self.transport is not Transport.PULL:
             return False
         return self.announce is Announce.STREAM or (self.announce is Announce.AUTO and engines > TOLD_ONE_BY_ONE)
@@ -301,16 +363,18 @@ class ParameterServerSection(Section):
     """Servers that hold versions of the weights in memory, for the transport `pull`."""
 
     shards: int = Field(default=1, ge=1, le=64)
-    """Into how many parts of about equal size each version is cut; each has servers of its own."""
+    """The number of equal parts of each version; each part has its own servers."""
     replicas: int = Field(default=1, ge=1, le=64)
-    """How many servers the launcher starts for each shard, which hold the same; engines are spread over them."""
+    """Servers that the launcher starts per shard, all with the same content; engines are spread over them."""
     urls: tuple[BaseUrl, ...] = ()
-    """Servers that run already, here or elsewhere, shard after shard; with any, the launcher starts none."""
+    """Base URLs of running servers, ordered by shard; if given, the launcher starts none."""
     versions: int = Field(default=3, ge=2)
-    """Most that a server holds: one that serves, one that comes, and one that may still be being saved."""
+    """The most versions that a server holds: one that serves, one that arrives, and one that may still be saved."""
     copies: str | None = None
-    """Directory, or URL that fsspec knows, of the persistent copies, by run and server; by default below the run's
-    directory. What a run of this name before has left there is dropped."""
+    """Directory or fsspec URL of the persistent copies, by run and server; by default in the run's directory.
+
+    Copies of an earlier run with this name are deleted.
+    """
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:
@@ -325,26 +389,33 @@ class ParameterServerSection(Section):
 
 
 class LaunchSection(Section):
-    """How the local launcher runs the roles."""
+    """Process settings of the local launcher."""
 
     threads: int = Field(default=1, ge=1)
+    """Compute threads of each process."""
     pin: Literal["auto", "none"] = "auto"
+    """On small CPU machines, `auto` gives engines and trainer cores of their own; `none` leaves it to the scheduler."""
     engine_devices: tuple[DeviceIndices, ...] = ()
     """GPUs of each engine, such as [[0, 1], [2, 3]]; by default the first, apart from the trainer's."""
     trainer_devices: DeviceIndices = ()
     """GPUs of the trainer; by default the last."""
     start_timeout_s: float = Field(default=120.0, gt=0)
+    """Time limit for a process to become healthy."""
     restarts: int = Field(default=3, ge=0)
+    """Restarts of a process that dies repeatedly, before the run ends; uptime earns further ones."""
     save_s: float = Field(default=30.0, gt=0)
-    """How long a run, or a trainer, that is told to end may take to save its state first."""
+    """Time for a run, or a trainer, to save its state when it is stopped."""
     grace_s: float = Field(default=5.0, gt=0)
+    """Time for a process to end before it is killed."""
 
 
 class EngineLimits(Section):
-    """How many engines of one type there may be; knobs change both while the run is live."""
+    """Limits on the number of engines of one type; both are knobs while the run is live."""
 
     min: int = Field(default=1, ge=0, le=4096)
+    """The fewest engines of this type."""
     max: int = Field(ge=1, le=4096)
+    """The most engines of this type."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -354,21 +425,34 @@ class EngineLimits(Section):
 
 
 class ElasticSection(Section):
-    """When there are too few engines by a run's own figures, and when too many (docs/fleet.md); `ElasticRule` says what
-    each number is."""
+    """Automatic scaling of the number of engines by the run's own figures (docs/use/fleet.md).
+
+    `ElasticRule` explains each threshold.
+    """
 
     mode: Elasticity = Elasticity.ON
+    """`on` scales the number of engines; `dry_run` only records what it would do."""
     interval_s: float = Field(default=10.0, gt=0, le=3600)
+    """Length of one measurement interval."""
     patience: int = Field(default=3, ge=1, le=1000)
+    """Consecutive intervals that must agree before a change."""
     settle_s: float = Field(default=60.0, ge=0, le=86400)
+    """Least time between changes."""
     waiting: float = Field(default=0.15, gt=0, lt=1)
+    """The trainer's share of waiting time above which busy engines are too few."""
     content: float = Field(default=0.05, gt=0, lt=1)
+    """The trainer's share of waiting time below which engines may be too many."""
     busy: float = Field(default=0.8, gt=0, le=1)
+    """The share of occupied slots from which on engines are busy."""
     stale: float = Field(default=0.1, ge=0, le=1)
+    """The share of stale groups above which busy engines are too few."""
     drain_s: float = Field(default=60.0, gt=0, le=86400)
+    """Time limit for the remaining work of an engine that is removed."""
     types: dict[str, EngineLimits] = Field(default_factory=dict)
-    """Limits by type: more come of the first that has room, fewer go of the last. Without any, the run is as large as
-    its recipe says."""
+    """Limits by engine type; without any, the number of engines is fixed.
+
+    Engines are added to the first type below its maximum, and removed from the last type above its minimum.
+    """
 
     @model_validator(mode="after")
     def _band(self) -> Self:

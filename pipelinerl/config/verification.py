@@ -1,4 +1,4 @@
-"""How answers are judged: by one verifier or a weighted sum of rewards (keys of a domain), and in whose processes."""
+"""Recipe sections for verification: verifiers and rewards of a domain, and the processes that judge."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from pipelinerl.config.sections import Section
 from pipelinerl.enums import VerifierLocation
 from pipelinerl.system.references import is_reference
 
-#: What judges a domain that says nothing else.
+#: The verifier of domains that name none.
 DEFAULT_VERIFIER: Final = "math_answer"
 
 
 class VerificationSection(Section):
-    """Whose processes judge answers, and what verifier services may take; docs/verification.md."""
+    """The processes that judge answers, and limits of verifier services; docs/use/verification.md."""
 
     services: int = Field(default=0, ge=0, le=256)
-    """Verifier services that the launcher starts; with 0, each actor judges what it sampled."""
+    """Verifier services that the launcher starts; with 0, each actor judges its own samples."""
     judged_in: VerifierLocation | None = None
-    """`services` where none is started by the launcher but elsewhere; by default what `services` says."""
+    """`services` if services run elsewhere and the launcher starts none; by default follows from `services`."""
     cache_mb: int = Field(default=64, ge=0, le=65_536)
-    """What a service may keep of verdicts that it need not reach again."""
+    """Verdict cache of each service."""
     grace_s: float = Field(default=60.0, gt=0, le=3600)
-    """How long an answer whose service failed is taken to others before it is masked."""
+    """The longest time for retrying an answer at other services after its service failed; then it is masked."""
     silence_s: float = Field(default=30.0, ge=5, le=3600)
-    """A service that shows no sign of life for so long has failed."""
+    """Silence after which a service counts as failed."""
     timeout_s: float = Field(default=900.0, gt=0, le=86_400)
-    """Longest that a service may take for the answers to one problem, its queue included."""
+    """Time limit of a service for the answers to one problem, including its queue."""
 
     @property
     def uses_services(self) -> bool:
-        """Whether actors leave judging to services."""
+        """True if actors leave judging to services."""
         return (
             self.judged_in or (VerifierLocation.SERVICES if self.services else VerifierLocation.ACTORS)
         ) is VerifierLocation.SERVICES
@@ -46,12 +46,14 @@ class VerificationSection(Section):
 
 
 class RewardPartSection(Section):
-    """One of the rewards that a domain adds up: a function of the user's, or a registered verifier."""
+    """One term of a domain's reward: a user's function, or a registered verifier."""
 
     function: str
+    """A user's function (`path.py:name`), or the name of a registered verifier."""
     weight: float = 1.0
+    """Factor of this term; must not be 0."""
     name: str = ""
-    """Under which it is shown; by default the function's."""
+    """Name in figures; by default the function's."""
 
     @property
     def shown_as(self) -> str:
@@ -60,7 +62,7 @@ class RewardPartSection(Section):
 
 
 def contradictions(verifier: str | None, rewards: tuple[RewardPartSection, ...]) -> Iterator[str]:
-    """What a domain cannot say at once."""
+    """Yield a message for each contradiction between a domain's verifier and rewards."""
     if verifier is not None and rewards:
         yield "verifier and rewards exclude each other; name the verifier as one of rewards"
     names = [part.shown_as for part in rewards]

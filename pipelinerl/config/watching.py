@@ -1,4 +1,4 @@
-"""Sections of a recipe that say what a run shows of itself, and which trackers (docs/trackers.md) it is told to."""
+"""Recipe sections for observing a run: samples, figures, and experiment trackers (docs/reference/trackers.md)."""
 
 from __future__ import annotations
 
@@ -10,56 +10,64 @@ from pipelinerl.config.sections import Section
 
 
 class SamplesSection(Section):
-    """The samples that the run's directory keeps for readers; `pipelinerl samples` shows them."""
+    """Samples kept in the run's directory for users; `pipelinerl samples` shows them."""
 
     log: Literal["on", "off"] = "on"
+    """`off` keeps no samples."""
     groups_per_step: int = Field(default=2, ge=1, le=1024)
-    """How many groups of a step are kept, drawn by seed; of those that were filtered, one is kept beside them."""
+    """Groups of each step that are kept, drawn by seed; one filtered group is kept in addition."""
     max_bytes: int = Field(default=32 * 2**20, ge=2**20)
-    """What all sample files of the run come to at most: half of it for training, half for evaluations."""
+    """Size limit of all sample files of the run: half for training, half for evaluations."""
 
 
 class FiguresSection(Section):
-    """Figures of the steps that cost something."""
+    """Step figures that cost extra time."""
 
     exact_entropy_interval: int | None = Field(default=None, ge=0)
-    """Every so many steps the entropy over the whole vocabulary is measured, on one rollout in 16; 0 for never. Left
-    out, it is every 10, and never with the JAX trainer, which compiles programs of their own for it."""
+    """Steps between measurements of the entropy over the whole vocabulary, on one rollout in 16; 0 for never.
+
+    By default 10, and never with the JAX trainer, which would have to compile extra programs.
+    """
 
     def interval(self, trainer: str) -> int:
-        """The number of steps with this type of trainer."""
+        """Return the interval in steps for this type of trainer."""
         if self.exact_entropy_interval is not None:
             return self.exact_entropy_interval
         return 0 if trainer == "jax" else 10
 
 
 class WandbSection(Section):
-    """A run of Weights & Biases; its key is where `wandb login` has put it."""
+    """A Weights & Biases run; its key is read from where `wandb login` stored it."""
 
     project: str = Field(min_length=1, max_length=128)
+    """Name of the project."""
     entity: str | None = None
-    """A user or a team; by default the one who has logged in."""
+    """A user or team; by default the user who is logged in."""
     mode: Literal["online", "offline"] = "online"
+    """`offline` writes local files that `wandb sync` can upload later."""
 
 
 class TrackioSection(Section):
-    """A run of trackio."""
+    """A trackio run."""
 
     project: str = Field(min_length=1, max_length=128)
+    """Name of the project."""
     space_id: str | None = None
-    """A space of the Hugging Face hub; by default on this machine."""
+    """A Hugging Face space; by default the run is tracked on this machine."""
 
 
 class TrackersSection(Section):
-    """A process of its own feeds them from the run's events: none can slow the run, or end it."""
+    """Experiment trackers, fed from the run's events by a separate process, so they cannot slow or end the run."""
 
     tensorboard: bool = False
-    """Event files in the run's directory, below `tensorboard/`."""
+    """Write event files to `tensorboard/` in the run's directory."""
     wandb: WandbSection | None = None
+    """Settings of Weights & Biases; leave out to disable it."""
     trackio: TrackioSection | None = None
+    """Settings of trackio; leave out to disable it."""
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Their names."""
+        """Names of the enabled trackers."""
         wanted = {"tensorboard": self.tensorboard, "wandb": self.wandb, "trackio": self.trackio}
         return tuple(name for name, section in wanted.items() if section)

@@ -1,1 +1,1 @@
-"""The only active entity: issues prompts, accounts for each, paces by staleness, orders what the others do."""
+"""The only process that makes decisions: issues prompts, accounts for each, paces by staleness, directs other roles."""

@@ -1,16 +1,16 @@
-"""The controller's HTTP API as calls: `ControllerClient`, which blocks, and `AsyncControllerClient`, for an event loop.
+"""Clients of the controller's HTTP API: `ControllerClient` (blocking) and `AsyncControllerClient` (for an event loop).
 
-Whoever talks to a controller does it by one of them: the commands and the launcher by the first, engines and actors by
-the second.
+All processes talk to a controller through one of them: commands and the launcher use the first, engines and actors the
+second.
 
     with ControllerClient(url, token) as controller:
         controller.change_knobs({"k": 4})
 
 Every call raises:
 
-    AddressError   nobody answers in time, or somebody who is no controller
-    TokenRefused   the controller wants another token
-    RecipeError    the controller refused, with its own sentence
+    AddressError   no controller answers in time at this address
+    TokenRefused   the controller requires a different token
+    RecipeError    the controller rejected the request; the message is the controller's
 """
 
 from __future__ import annotations
@@ -31,19 +31,23 @@ from pipelinerl.verifiers.service.wire import VerifierLease
 
 T = TypeVar("T")
 
-#: An operator waits longer for an answer than a role does, which asks again soon.
+#: Commands wait longer than roles, which retry soon.
 TIMEOUT_S: Final = 10.0
 _ROLE_TIMEOUT_S: Final = 5.0
-#: What an operator may ask; a role waits for its controller.
+#: Suggestion for users; a role waits for its controller instead.
 _HINT: Final = "; has the run ended?"
 
 
 @final
 class ControllerClient:
-    """Blocking calls to the controller at `url`; `who` asks, for the log of changes. Used from one thread."""
+    """Blocking client of the controller at `url`; `who` names the caller in the knob log. Use from one thread."""
 
     def __init__(self, url: str, token: str | None, *, who: str = "", timeout_s: float = TIMEOUT_S) -> None:
-        """Raises AddressError when `url` is none."""
+        """Create a client without connecting.
+
+        Raises:
+            AddressError: `url` is invalid.
+        """
         self.url = url
         headers = {routes.WHO: who} if who else {}
         try:
@@ -60,11 +64,11 @@ class ControllerClient:
         self.close()
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close all connections."""
         self._http.close()
 
     def status(self) -> RunStatus:
-        """Return what the run is doing."""
+        """Return the status of the run."""
         return self._call("GET", routes.STATUS, RunStatus)
 
     def knobs(self) -> KnobsAnswer:
@@ -72,9 +76,9 @@ class ControllerClient:
         return self._call("GET", routes.KNOBS, KnobsAnswer)
 
     def change_knobs(self, changes: dict[str, Any]) -> KnobsAnswer:
-        """Change knobs, all of them or none; they take effect at the next step boundary."""
+        """Change knobs, all of them or none; the change takes effect at the next step boundary."""
         try:
-            body = json.dumps(changes, allow_nan=False)  # escapes half a surrogate pair, which the controller refuses
+            body = json.dumps(changes, allow_nan=False)  # escapes lone surrogates, which the controller rejects
         except ValueError:
             raise RecipeError("knobs must be finite numbers, or the text inf for no bound on k") from None
         headers = {"content-type": "application/json"}
@@ -85,43 +89,43 @@ class ControllerClient:
         self._call("POST", routes.STOP, Done)
 
     def suspend(self) -> None:
-        """End the run with its state saved as soon as the step under way is taken, to go on another time."""
+        """End the run after the current step with its state saved, to be resumed later."""
         self._call("POST", routes.SUSPEND, Done)
 
     def engines(self) -> FleetStatus:
-        """Return the engines, those that are to come and those that are to go."""
+        """Return the engines, including requested ones and those that are leaving."""
         return self._call("GET", routes.ENGINES, FleetStatus)
 
     def register_engine(self, url: str) -> None:
-        """Take a running engine into the fleet."""
+        """Add a running engine to the fleet."""
         self._call("POST", routes.ENGINES, Done, json={"url": url})
 
     def request_engines(
         self, type: str, *, count: int = 1, replaces: str = "", grace_s: float = routes.GRACE_S
     ) -> tuple[str, ...]:
-        """Have the launcher start engines and return their names; see `routes.EngineStart`."""
+        """Have the launcher start engines, and return their names; see `routes.EngineStart`."""
         start = {"type": type, "count": count, "replaces": replaces, "grace_s": grace_s}
         return self._call("POST", routes.ENGINES_REQUEST, EngineNames, json=start).names
 
     def drain_engine(self, engine: str, *, grace_s: float = routes.GRACE_S) -> None:
-        """Let an engine (URL or name) end what it has, at most `grace_s` seconds long, and take it out."""
+        """Remove an engine (URL or name) once its current work is finished, or after `grace_s` seconds."""
         self._call("POST", routes.ENGINES_DRAIN, Done, json={"engine": engine, "grace_s": grace_s})
 
     def remove_engine(self, engine: str) -> None:
-        """Take an engine (URL or name) out at once."""
+        """Remove an engine (URL or name) at once."""
         self._call("DELETE", routes.ENGINES, Done, params={"engine": engine})
 
     def _call(self, method: str, path: str, answer: type[T], **content: Any) -> T:
         try:
             response = self._http.request(method, path, **content)
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # a label of 70 letters is no InvalidURL
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # a long host label raises UnicodeError
             raise _silent(self.url, error, _HINT) from None
         return _decoded(self.url, response, answer, _HINT)
 
 
 @final
 class AsyncControllerClient:
-    """What engines and actors ask of the controller at `url`; used from one event loop, and closed in it."""
+    """Async client of the controller at `url` for engines and actors; use and close it in one event loop."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self.url = url
@@ -136,21 +140,23 @@ class AsyncControllerClient:
         await self._http.aclose()
 
     async def assignment(self) -> ActorAssignment:
-        """Return what an actor works by."""
+        """Return the current settings for actors."""
         return await self._call("GET", routes.ASSIGNMENT, ActorAssignment)
 
     async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> float:
-        """Offer an engine, and return after how many seconds to do so again; the controller takes a repetition for
-        nothing new. See `routes.EngineOffer`."""
+        """Offer an engine, and return the number of seconds after which to repeat the offer.
+
+        The controller ignores repeated offers of the same incarnation. See `routes.EngineOffer`.
+        """
         offer = {"url": url, "incarnation": incarnation, "name": name, "type": type}
         return (await self._call("POST", routes.ENGINES, EngineTaken, json=offer)).again_s
 
     async def offer_verifier(self, lease: VerifierLease) -> None:
-        """Say that a verifier service is there; it is said again and again. See `routes.VerifierOffer`."""
+        """Offer a verifier service; the offer must be repeated. See `routes.VerifierOffer`."""
         await self._call("POST", routes.VERIFIERS, Done, json=msgspec.to_builtins(lease))
 
     async def withdraw_verifier(self, url: str) -> None:
-        """Have nothing new sent to a verifier service."""
+        """Stop new work from being sent to a verifier service."""
         await self._call("DELETE", routes.VERIFIERS, Done, params={"url": url})
 
     async def _call(self, method: str, path: str, answer: type[T], **content: Any) -> T:
@@ -162,7 +168,7 @@ class AsyncControllerClient:
 
 
 def _silent(url: str, error: Exception, hint: str = "") -> AddressError:
-    reason = str(error) or type(error).__name__  # a connection that times out has no words
+    reason = str(error) or type(error).__name__  # a connection timeout has no message
     return AddressError(f"the controller at {url} does not answer ({reason}){hint}")
 
 
@@ -171,7 +177,7 @@ def _decoded(url: str, response: httpx.Response, answer: type[T], hint: str = ""
         if not response.is_error:
             return msgspec.json.decode(response.content, type=answer)
         sentence = msgspec.json.decode(response.content, type=Refusal).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets two through as they are
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec raises the last two unchanged
         reason = f"{response.status_code} {response.reason_phrase}: {error}"
         raise AddressError(f"what answers at {url} is no controller ({reason}){hint}") from None
     refused = TokenRefused if response.status_code == httpx.codes.UNAUTHORIZED else RecipeError

@@ -1,27 +1,24 @@
-"""The controller's HTTP API as values: its paths, and what is asked and answered, for `service/api.py` and `client.py`.
+"""Paths, requests and responses of the controller's HTTP API, used by `service/api.py` and `client.py`.
 
-GET    /health            liveness, without a token
-GET    /status            → `RunStatus`
-GET    /metrics           the run in Prometheus' text form
-GET    /knobs             → `KnobsAnswer`: values and the log of changes
-PATCH  /knobs             {"k": 4, …} → `KnobsAnswer`; 422 with one sentence when they cannot run
-GET    /assignment        → `ActorAssignment`: what an actor works by
-GET    /engines           → `FleetStatus`
-POST   /engines           `EngineOffer` → `EngineTaken`: an engine joins; 422 for a loopback address of another machine,
-                          and where no engine answers
-POST   /engines/request   `EngineStart` → `EngineNames`: the launcher starts engines; 409 when the one to be replaced is
-                          to go already
-POST   /engines/drain     `EngineDrain` → `Done`: an engine ends what it has, and is taken out
-DELETE /engines?engine=…  → `Done`: an engine is taken out; only its next life, or an offer without incarnation, brings
+GET    /health            liveness, without a token GET    /status            → `RunStatus` GET    /metrics
+metrics of the run in Prometheus' text format GET    /knobs             → `KnobsAnswer`: values and the log of changes
+PATCH  /knobs             {"k": 4, …} → `KnobsAnswer`; 422 with one sentence if the knobs cannot run GET    /assignment
+→ `ActorAssignment`: settings for actors GET    /engines           → `FleetStatus` POST   /engines
+`EngineOffer` → `EngineTaken`: add an engine; 422 for a loopback address sent from another
+                          machine, and if no engine answers there
+POST   /engines/request   `EngineStart` → `EngineNames`: have the launcher start engines; 409 if the engine to be
+                          replaced is leaving already
+POST   /engines/drain     `EngineDrain` → `Done`: remove an engine once its current work is finished DELETE
+/engines?engine=…  → `Done`: remove an engine; only a new incarnation, or an offer without incarnation, brings
                           it back
-POST   /verifiers         `VerifierOffer` → `Done`: a verifier service is there, for `LEASE_S` unless it says so again
-DELETE /verifiers?url=…   → `Done`: one gets nothing new
-POST   /stop              → `Done`: end the run at the next step boundary
+POST   /verifiers         `VerifierOffer` → `Done`: add a verifier service for `LEASE_S`, unless it repeats the offer
+DELETE /verifiers?url=…   → `Done`: send a verifier service no new work POST   /stop              → `Done`: end the run
+at the next step boundary POST   /suspend           → `Done`: end the run after the current step with its state saved
 
-An engine is named by its URL or by its name. What is taken out and was started by the launcher is ended by it. The
-header `x-who` says who asks, for the log of changes. Refusals have OpenAI's shape, `Refusal`.
+Engines are identified by URL or name. The launcher ends the process of a removed engine that it had started. The header
+`x-who` names the caller, for the knob log. Errors have OpenAI's format, `Refusal`.
 
-Questions are checked by the controller alone, so that there is one sentence for each mistake.
+Only the controller validates requests, so there is one message for each mistake.
 """
 
 from __future__ import annotations
@@ -47,15 +44,15 @@ ENGINES_DRAIN: Final = "/engines/drain"
 VERIFIERS: Final = "/verifiers"
 STOP: Final = "/stop"
 SUSPEND: Final = "/suspend"
-#: The header that says who asks, and what a launcher says there.
+#: Header that names the caller, and the launcher's value of it.
 WHO: Final = "x-who"
 LAUNCHER: Final = "the launcher"
 
-#: How long what an engine has may run on when the engine is to go, in seconds, unless its operator says otherwise.
+#: Default time in seconds for the remaining work of an engine that leaves.
 GRACE_S: Final = 60.0
 
 
-#: A base URL as somebody writes it, with a slash behind or without: no path, no query, no secret.
+#: A base URL as users write it, with or without a trailing slash: no path, no query, no credentials.
 _OfferedUrl = Annotated[
     str, Field(pattern=r"^https?://[^/?#@\s]+/?$", max_length=256), AfterValidator(can_be_looked_up)
 ]
@@ -63,9 +60,9 @@ _Name = Annotated[str, Field(max_length=64)]
 
 
 def _plain_json(changes: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what Python's reader takes and JSON cannot carry: NaN, infinite numbers and halves of surrogate pairs.
+    """Reject values that Python's parser accepts but JSON cannot represent: NaN, infinities and lone surrogates.
 
-    No bound on k is the text `inf`.
+    An unbounded k is the string `inf`.
     """
     for name, value in changes.items():
         each = value if isinstance(value, dict) else {"": value}
@@ -85,26 +82,26 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-#: New values by knob, as a request's body.
+#: New values by knob, as a request body.
 KnobChanges = Annotated[dict[str, Any], AfterValidator(_plain_json)]
-#: Recipes bound no domain's name; every actor is told those of every verifier service.
+#: The limit on a domain's name: recipes have none, and all actors receive the domains of every verifier service.
 _DomainName = Annotated[str, Field(max_length=256)]
-#: A verifier service that has not been heard of for so many seconds is given nothing new.
+#: Silence in seconds after which a verifier service gets no new work.
 LEASE_S: Final = 15.0
 _Grace = Annotated[float, Field(ge=0, le=86_400)]
-#: How often an engine offers itself, in seconds, in a fleet of `OFFERS_AT_ONCE` at most: of a larger one each does it
-#: more rarely, so that offers cost the controller the same.
+#: Interval in seconds between offers of an engine, for fleets of up to `OFFERS_AT_ONCE` engines. In larger fleets the
+#: interval grows in proportion, so the controller's load stays the same.
 OFFER_S: Final = 2.0
 OFFERS_AT_ONCE: Final = 32
 
 
 class EngineOffer(BaseModel):
-    """An engine that is running.
+    """A running engine.
 
     Attributes:
-        url: where others reach it.
-        incarnation: tells one life of it from the next; empty when an operator offers it.
-        name: what it calls itself.
+        url: base URL at which other processes reach it.
+        incarnation: distinguishes process lifetimes; empty if an operator offers it.
+        name: the engine's name for itself.
         type: its name in the registry of engines.
     """
 
@@ -115,12 +112,12 @@ class EngineOffer(BaseModel):
 
 
 class VerifierOffer(BaseModel):
-    """A verifier service that is running.
+    """A running verifier service.
 
     Attributes:
-        url: where actors reach it.
-        incarnation: tells one life of it from the next.
-        domains: by name, the digest of the rules by which it judges.
+        url: base URL at which actors reach it.
+        incarnation: distinguishes process lifetimes.
+        domains: digest of the verification rules, by domain name.
     """
 
     url: _OfferedUrl
@@ -129,13 +126,13 @@ class VerifierOffer(BaseModel):
 
 
 class EngineStart(BaseModel):
-    """Engines that the launcher is to start.
+    """A request for the launcher to start engines.
 
     Attributes:
         type: their name in the registry of engines.
-        count: how many.
+        count: number of engines.
         replaces: URL or name of an engine that is drained once the new one serves; empty for none.
-        grace_s: how long what that one has may run on, in seconds.
+        grace_s: time limit in seconds for the remaining work of the replaced engine.
     """
 
     type: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,32}$")]
@@ -145,31 +142,31 @@ class EngineStart(BaseModel):
 
 
 class EngineDrain(BaseModel):
-    """An engine, by URL or name, that is to go once it has ended what it has, or after `grace_s` seconds."""
+    """A request to remove an engine (URL or name) once its work is finished, or after `grace_s` seconds."""
 
     engine: str
     grace_s: _Grace = GRACE_S
 
 
 class ActorAssignment(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor works by: engines, concurrency, and when a rollout is fresh."""
+    """Settings for actors: engines, concurrency, and the staleness bound."""
 
     serving: tuple[str, ...]
     """Base URLs of the engines that may be given work."""
     finishing: tuple[str, ...]
-    """Base URLs of those that may end what they have, and are given nothing new."""
+    """Base URLs of engines that may finish their work, but get no new work."""
     groups_in_flight: int
-    """How many groups each actor may hold."""
+    """The most groups in flight per actor."""
     model_version: int
     """The trainer's newest version."""
     k: float | None
-    """How many versions old a rollout may be at its step; None where there is no bound, which JSON cannot say."""
+    """Staleness bound k in versions; None if unbounded, since JSON has no infinity."""
     verifiers: tuple[VerifierLease, ...] = ()
-    """The verifier services that answers may be sent to."""
+    """Verifier services that may be used."""
 
     @property
     def staleness_bound(self) -> float:
-        """`k` as a number: infinity where there is no bound."""
+        """`k` as a number: infinity if unbounded."""
         return math.inf if self.k is None else self.k
 
 
@@ -179,9 +176,9 @@ class KnobsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     knobs: dict[str, Any]
     """Values by name."""
     log: list[KnobChange] = []
-    """Every change so far, the oldest first."""
+    """All changes so far, oldest first."""
     effective: str = ""
-    """When a change that was just made takes effect."""
+    """The time at which the change just made takes effect."""
 
 
 class EngineNames(msgspec.Struct, frozen=True):
@@ -191,9 +188,9 @@ class EngineNames(msgspec.Struct, frozen=True):
 
 
 class EngineTaken(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An engine is known (`joining`), or its address has to wait (`waiting`).
+    """Response to an offer: the engine is known (`joining`), or its address must wait (`waiting`).
 
-    It offers itself again after `again_s`.
+    The engine repeats its offer after `again_s`.
     """
 
     state: str
@@ -201,18 +198,18 @@ class EngineTaken(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """What became of a question that has no other answer: `joining`, `draining`, `removed`, `stopping`."""
+    """Response without other content: `joining`, `draining`, `removed`, `stopping`."""
 
     state: str
 
 
 class RefusalReason(msgspec.Struct, frozen=True):
-    """Why a question was refused, in one sentence."""
+    """The reason for an error, in one sentence."""
 
     message: str
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The body of an answer that is not a success."""
+    """The body of an error response."""
 
     error: RefusalReason

@@ -1,6 +1,6 @@
-"""Problems made by generators: additions, and the tasks of the library reasoning-gym, each with its own scorer.
+"""Generated problems: additions, and the tasks of the library reasoning-gym, each with its own scorer.
 
-Promises that validation and held-out problems are distinct; training problems may recur.
+Validation and held-out problems are distinct; training problems may repeat.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipelinerl.system import gym_tasks
 from pipelinerl.types import Message, Problem
 
 _MAX_DRAWS: Final = 10_000
-#: Entries that a reasoning-gym task can make; every index below it is a problem.
+#: Size of a reasoning-gym data set; every index below it is a problem.
 NUM_ENTRIES: Final = 2**31 - 1
 
 
@@ -28,7 +28,7 @@ Parameters = TypeVar("Parameters")
 
 
 def parameters_of(asked: SourceRequest, kind: type[Parameters], *, source: str) -> Parameters:
-    """What a recipe says to a generator of ours, as its `kind`. Raises `RecipeError` for what it does not know."""
+    """Parse the parameters of a built-in generator as `kind`. Raises `RecipeError` for unknown or invalid ones."""
     if asked.argument:
         raise RecipeError(f"{asked.where}.source must be {source} alone, got {source}:{asked.argument}")
     try:
@@ -42,9 +42,9 @@ class GeneratedSource:
     """Problems of a generator that belong to one split.
 
     Args:
-        draw: the draft of a 63-bit key, a pure function.
-        pattern: what the whole ground truth must match, if anything.
-        prompts: how the domain asks.
+        draw: returns the draft for a 63-bit key; a pure function.
+        pattern: regular expression that the whole ground truth must match, if any.
+        prompts: the domain's prompts.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class GeneratedSource:
         self._seed = seed
         self._pattern = pattern
         self._prompts = prompts
-        # Distinct problems have to be enumerated; this is a cache of a pure function, nothing more.
+        # Distinct problems must be enumerated; this only caches a pure function.
         self._distinct: dict[tuple[Message, ...], Problem] = {}
         self._in_order: list[Problem] = []
         self._tried = 0
 
     def problem(self, index: int) -> Problem:
-        """Problem `index`. Raises `RecipeError` when the generator yields too few that fit."""
+        """Return problem `index`. Raises `RecipeError` if the generator yields too few that fit."""
         if self._split is Split.TRAIN:
             return self._prompts.dress(self._fitting(index))
         while len(self._in_order) <= index:
@@ -106,21 +106,21 @@ class GeneratedSource:
 
 
 def open_addition(asked: SourceRequest) -> GeneratedSource:
-    """The source `addition`."""
+    """Open the source `addition`."""
     if asked.argument:
         raise RecipeError(f"{asked.where}.source must be addition alone, got addition:{asked.argument}")
     return _generated(asked, lambda own: addition_drafts(own, where=asked.where))
 
 
 def open_reasoning_gym(asked: SourceRequest) -> GeneratedSource:
-    """The source `reasoning_gym:<task>`."""
+    """Open the source `reasoning_gym:<task>`."""
     if not asked.argument:
         raise RecipeError(f"{asked.where}.source must be reasoning_gym:<task>, got no task")
     return _generated(asked, lambda own: reasoning_gym_drafts(asked.argument, own, where=asked.where))
 
 
 def _generated(asked: SourceRequest, drafts: Callable[[Mapping[str, Any]], Callable[[int], Draft]]) -> GeneratedSource:
-    """Of any generator; `answer_pattern` is a regular expression that the whole answer must match."""
+    """Build the source of a generator; `answer_pattern` is a regular expression that the whole answer must match."""
     own = dict(asked.parameters)
     answer_pattern = own.pop("answer_pattern", None)
     try:
@@ -133,7 +133,10 @@ def _generated(asked: SourceRequest, drafts: Callable[[Mapping[str, Any]], Calla
 
 
 def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
-    """`12+345=` → `357`, operands of 1 to `max_digits` digits (each number of digits equally likely)."""
+    """Return drafts of additions such as `12+345=` → `357`.
+
+    Operands have 1 to `max_digits` digits; each length is equally likely.
+    """
     unknown = set(parameters) - {"max_digits"}
     max_digits = parameters.get("max_digits", 3)
     if unknown or not isinstance(max_digits, int) or not 1 <= max_digits <= 18:
@@ -148,13 +151,13 @@ def addition_drafts(parameters: Mapping[str, Any], *, where: str) -> Callable[[i
 
 
 def reasoning_gym_drafts(task: str, parameters: Mapping[str, Any], *, where: str) -> Callable[[int], Draft]:
-    """The drafts of a reasoning-gym task; `parameters` are those of the task's configuration class.
+    """Return the drafts of a reasoning-gym task; `parameters` are those of the task's configuration class.
 
-    A draft carries (task, parameters, index) as metadata, from which `verifiers/reasoning_gym.py` makes the same entry
-    again: small on the wire, and no entry has to survive serialisation.
+    A draft's metadata holds (task, parameters, index), from which `verifiers/reasoning_gym.py` recreates the entry.
+    This is small on the wire, and no entry has to be serialised.
 
     Raises:
-        RecipeError: the library is absent, or does not know the task or a parameter.
+        RecipeError: the library is not installed, or does not know the task or a parameter.
     """
     reserved = {"seed", "size"} & set(parameters)
     if reserved:

@@ -1,11 +1,11 @@
-"""The source `instructions`: a topic to write on, with instructions whose following can be checked.
+"""The source `instructions`: requests to write about a topic, with instructions that can be checked.
 
     parameters = { min_instructions = 1, max_instructions = 3, level = 1, sentences = 3,
                    kinds = ["punctuation:no_comma", …], topics = ["the sea", …] }
 
-Promises: problem i is a pure function of split, seed and i; its instructions can be followed at once, for its ground
-truth is an answer that follows all of them (`reference_answers.py`); its metadata names them as the verifier
-`instruction_following` reads them, and it is tagged with how many there are.
+Problem i is a pure function of split, seed and i. Its instructions are compatible: its ground truth is an answer that
+follows all of them (`reference_answers.py`). Its metadata lists them in the form that the verifier
+`instruction_following` reads, and a tag gives their number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.instructions.catalogue import Asked, made
 from pipelinerl.types import Message
 
-#: Sets of instructions that are tried for one problem; some cannot be followed at once.
+#: Sets of instructions tried for one problem; some sets contradict one another.
 _TRIES: Final = 200
 
 TOPICS: Final = (
@@ -50,12 +50,12 @@ _ENDINGS: Final = (
     "See you soon.", "Peace!",
 )  # fmt: skip
 
-#: From noise, level and the request to an instruction's parameters.
+#: Draws an instruction's parameters from noise, level and request.
 _Draw = Callable[[np.random.Generator, int, str], dict[str, Any]]
 
 
 def _up_to(noise: np.random.Generator, low: int, high: int) -> int:
-    """A whole number from `low` to `high`, both included."""
+    """Return an integer from `low` to `high`, both included."""
     return int(noise.integers(low, high + 1))
 
 
@@ -105,7 +105,7 @@ def _nth_paragraph(noise: np.random.Generator, level: int, _: str) -> dict[str, 
     return {"num_paragraphs": paragraphs, "nth_paragraph": nth, "first_word": _one(noise, _WORDS)}
 
 
-#: What is asked for, by kind; that of another language is left out, since nobody writes its reference answers.
+#: Parameters by kind of instruction. The kind that asks for another language is missing: it has no reference answers.
 _DRAWS: Final[Mapping[str, _Draw]] = {
     "change_case:capital_word_frequency": _capitals,
     "change_case:english_capital": lambda noise, level, request: {},
@@ -142,7 +142,7 @@ _DRAWS: Final[Mapping[str, _Draw]] = {
     "startend:quotation": lambda noise, level, request: {},
 }
 
-#: Of each of these sets, one at most: they order the answer, its case, or what surrounds it, each in its own way.
+#: At most one kind from each of these sets: they conflict in the answer's layout, its case, or its beginning and end.
 _ONE_OF: Final = (
     frozenset(
         {
@@ -161,9 +161,9 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     min_instructions: Annotated[int, Meta(ge=1, le=8)] = 1
     max_instructions: Annotated[int, Meta(ge=1, le=8)] = 3
     level: Annotated[int, Meta(ge=1, le=5)] = 1
-    """How much is asked for: 1 for a few words and points, 5 for five times as many."""
+    """Scale of the requirements: 1 for a few words and points, 5 for five times as many."""
     sentences: Annotated[int, Meta(ge=1, le=15)] = DEFAULT_SENTENCES
-    """Of a reference answer whose instructions ask for no number of them."""
+    """Number of sentences in a reference answer whose instructions do not set one."""
     kinds: list[str] = field(default_factory=lambda: list(_DRAWS))
     topics: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)] = field(
         default_factory=lambda: list(TOPICS)
@@ -177,7 +177,7 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def open_instructions(asked: SourceRequest) -> GeneratedSource:
-    """The source `instructions`. Raises `RecipeError` for parameters that it does not know or cannot follow."""
+    """Open the source `instructions`. Raises `RecipeError` for unknown parameters or incompatible instructions."""
     parameters = parameters_of(asked, _Parameters, source="instructions")
     return GeneratedSource(
         lambda key: _drawn(parameters, key, where=asked.where),
@@ -189,7 +189,7 @@ def open_instructions(asked: SourceRequest) -> GeneratedSource:
 
 
 def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
-    """The first set of instructions of this key that can be followed at once."""
+    """Return the first compatible set of instructions for this key."""
     for attempt in range(_TRIES):
         noise = rng.generator(key, "instructions", attempt)
         topic = _one(noise, parameters.topics)
@@ -213,7 +213,7 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
 
 
 def _composed(parameters: _Parameters, noise: np.random.Generator, request: str) -> list[Asked]:
-    """As many instructions as are drawn, none of which excludes another by its kind."""
+    """Draw instructions whose kinds do not exclude one another, up to the drawn number."""
     wanted = _up_to(noise, parameters.min_instructions, parameters.max_instructions)
     chosen: list[str] = []
     for place in noise.permutation(len(parameters.kinds)):

@@ -1,7 +1,7 @@
-"""Where problems come from: the source that a recipe names is opened here, by its name in the registry.
+"""Opening of problem sources by the name that a recipe gives, through the registry.
 
-To add a source to the package, write a function `(SourceRequest) -> ProblemSource` and a line in `registry.SOURCES`.
-A user's own is a function of its `parameters` that returns problems, in a file of the user's (`user_source.py`).
+To add a source to the package, write a function `(SourceRequest) -> ProblemSource` and a line in `registry.SOURCES`. A
+user's own source is a function of its `parameters` that returns problems, in a file of the user's (`user_source.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipelinerl.types import Problem
 
 __all__ = ["ProblemSource", "Split", "open_source"]
 
-#: Problems of a generator that are looked at: an evaluation's, too, are of the same kind.
+#: Number of a generator's problems that are checked; all of them, including evaluation's, are of the same kind.
 _OF_A_GENERATOR: Final = 2
 
 
@@ -35,25 +35,25 @@ def open_source(
     parameters: Mapping[str, Any] | None = None,
     prompts: Prompts = NO_PROMPTS,
 ) -> ProblemSource:
-    """The source that a recipe names: a registered one, with what follows its colon, or else a user's own.
+    """Open the source that a recipe names: a registered one, with an argument after its colon, or a user's own.
 
     Raises:
-        RecipeError: the source is unknown, its parameters are wrong, or its file is.
+        RecipeError: the source is unknown, or its parameters or its file are invalid.
     """
     asked = SourceRequest(domain=domain, split=split, seed=seed, parameters=dict(parameters or {}), prompts=prompts)
     return _opened(source, asked)
 
 
 def look_at(source: str, asked: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Make the first problems of the source that a recipe names, and have each checked; returns the first, if any.
+    """Make and check the first problems of the source that a recipe names; return the first, if any.
 
-    Of data these are as many as `head` says; of a generator, whose problems are all of a kind, a few.
+    The limit for data is `head`; a generator's problems are all of one kind, so a few suffice.
 
     Args:
-        check: raises `RecipeError` for what nobody could judge.
+        check: raises `RecipeError` for a problem that cannot be verified.
 
     Raises:
-        RecipeError: one cannot be made, or is refused; it is named by its row, or by its id where it has none.
+        RecipeError: a problem cannot be made, or is rejected; it is named by its row, or else by its id.
     """
     name, argument = _name_of(source)
     if name in registry.LOOKS:
@@ -81,7 +81,7 @@ def _opened(source: str, asked: SourceRequest) -> ProblemSource:
 
 
 def check_source(source: str, *, domain: str) -> None:
-    """Look at the name alone; of a user's source, the file is imported.
+    """Check only the source's name; for a user's source, import its file.
 
     Raises:
         RecipeError: the source is unknown, or a package that it needs is not installed.
@@ -90,6 +90,9 @@ def check_source(source: str, *, domain: str) -> None:
 
 
 def _name_of(source: str) -> tuple[str, str]:
-    """The name in the registry, and what follows its colon; or a user's reference, which has a colon of its own."""
+    """Return the registered name and the text after its colon.
+
+    A user's reference, which has its own colon, stays whole.
+    """
     name, _, argument = source.partition(":")
     return (name, argument) if name in registry.SOURCES else (source, "")

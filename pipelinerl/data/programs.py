@@ -1,10 +1,10 @@
-"""The source `programs`: small programs to write in Python, each with tests of its own, for the verifier `oubliette`.
+"""The source `programs`: small Python programs to write, each with its own tests, for the verifier `oubliette`.
 
     parameters = { operations = 1, max_number = 9, tests = 3 }
 
-A problem says in words what a program makes of the number that it reads: "x times 7", or with two operations "(the
-larger of x and 7) minus 3". Promises: problem i is a pure function of split, seed and i; its ground truth is a program
-that passes; the first test's number is one at which the operation makes a difference; a tag says how many operations.
+A problem describes in words a function of the number that the program reads: "x times 7", or with two operations "(the
+larger of x and 7) minus 3". Problem i is a pure function of split, seed and i. Its ground truth is a program that
+passes. The first test uses a number that the operation changes. A tag gives the number of operations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROGRAM: Final = "```\nx = int(input())\nprint({})\n```"
 
 
 class _Operation(NamedTuple):
-    """What is done with a number: in words, as code, and in fact; `{0}` is what it is done with, `{1}` the other."""
+    """An operation on a number, in words, as code and as a function; `{0}` is its operand, `{1}` the other number."""
 
     words: str
     code: str
@@ -47,13 +47,13 @@ _OPERATIONS: Final = (
 
 class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     operations: Annotated[int, Meta(ge=1, le=3)] = 1
-    """Most that are done one after the other."""
+    """Maximum number of chained operations."""
     max_number: Annotated[int, Meta(ge=2, le=10_000)] = 9
     tests: Annotated[int, Meta(ge=1, le=100)] = 3
 
 
 def open_programs(asked: SourceRequest) -> GeneratedSource:
-    """The source `programs`. Raises `RecipeError` for parameters that it does not know."""
+    """Open the source `programs`. Raises `RecipeError` for unknown parameters."""
     parameters = parameters_of(asked, _Parameters, source="programs")
     return GeneratedSource(
         lambda key: _drawn(parameters, key),
@@ -85,7 +85,7 @@ def _step(noise: np.random.Generator, max_number: int) -> tuple[_Operation, int]
 
 
 def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], parameters: _Parameters) -> list[int]:
-    """Numbers that a program is tried on, below and above those of the problem; the first is changed by it."""
+    """Return test inputs below and above the problem's numbers; the first is one that the program changes."""
     top = 3 * parameters.max_number
     inputs = [int(noise.integers(top)) for _ in range(parameters.tests)]
     tried = (*range(inputs[0], top), *range(inputs[0]))

@@ -1,9 +1,9 @@
-"""`Prompts`: how a domain dresses its problems: a system prompt, few-shot messages, a template.
+"""`Prompts`: additions of a domain to its problems: a system prompt, few-shot messages and a template.
 
     [system prompt] [few-shot messages …] [the problem's messages, the last user message through the template]
 
-Promises that a problem keeps its id and split whatever it is dressed in, that one which asks nothing is refused, and
-that all of it is text: no message of a user or of data becomes a control token (`models/control_tokens.py`).
+A problem keeps its id and split under any prompts, and an empty question is rejected. All parts are text: no message of
+a user or of data becomes a control token (`models/control_tokens.py`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Prompts:
     """The parts of a prompt that a domain adds.
 
     Attributes:
-        system: stands first, in place of a system message of the problem's own.
-        few_shot: stand before the problem's messages.
-        template: of the last user message; over the fields of the problem's row, or over `prompt`, what that message
-            would have been, and the metadata's fields.
+        system: comes first, and replaces the problem's own system message.
+        few_shot: come before the problem's messages.
+        template: rewrites the last user message. Its fields are those of the problem's row, or `prompt` (the original
+            message) and the fields of the metadata.
     """
 
     system: str = ""
@@ -37,7 +37,7 @@ class Prompts:
     template: Template | None = None
 
     def around(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """These messages, with the system prompt and the few-shot messages before them."""
+        """Return these messages, preceded by the system prompt and the few-shot messages."""
         if not (self.system or self.few_shot):
             return tuple(messages)
         own = [message for message in messages[:1] if message.role == _SYSTEM]
@@ -45,10 +45,10 @@ class Prompts:
         return (*first, *self.few_shot, *messages[len(own) :])
 
     def dress(self, problem: Problem) -> Problem:
-        """The problem as this domain asks it.
+        """Return the problem with this domain's prompts.
 
         Raises:
-            RecipeError: the template needs a field that the problem does not have, or nothing is asked.
+            RecipeError: the template needs a field that the problem does not have, or the question is empty.
         """
         messages = problem.messages
         if self.template is not None:
@@ -66,20 +66,20 @@ NO_PROMPTS: Final = Prompts()
 
 
 def question(messages: Sequence[Message]) -> str | None:
-    """The last user message's text."""
+    """Return the last user message's text."""
     return next((message.content for message in reversed(messages) if message.role == _USER), None)
 
 
 def asks_nothing(messages: Sequence[Message]) -> bool:
-    """Is there no message, or nothing but white space in the last one, which is for the model to answer?
+    """Return whether there is no message, or the last one, which the model is to answer, is only white space.
 
-    A tool may well have found nothing.
+    A tool's message may be empty: it may have found nothing.
     """
     return not messages or (messages[-1].role != _TOOL and not messages[-1].content.strip())
 
 
 def asked_by(messages: Sequence[Message], template: Template, fields: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The messages with the last user message as the template writes it; with none, that one is added."""
+    """Replace the last user message by the rendered template, or append it if there is none."""
     asked = Message(_USER, template.render(fields))
     last = max((place for place, message in enumerate(messages) if message.role == _USER), default=len(messages))
     return (*messages[:last], asked, *messages[last + 1 :])

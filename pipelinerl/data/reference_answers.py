@@ -1,7 +1,7 @@
-"""An answer that follows given instructions, built from them: simple sentences on a topic, put into the form asked for.
+"""Reference answers built from instructions: simple sentences about a topic, in the form that the instructions require.
 
-Promises that what is returned follows every instruction strictly, for that is checked; None where this builder finds
-no such answer. It is plain English without commas, and good enough to show a model how instructions are followed.
+A returned answer was checked to follow every instruction strictly; the result is None if no such answer was found. The
+text is plain English without commas, good enough to show a model how instructions are followed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SENTENCES: Final = (
     "Here is a plain idea about {}.", "Each part of {} has a place.",
 )  # fmt: skip
 _PLACES: Final = ("name", "place", "date", "address", "number", "title", "city", "friend", "time", "color")
-#: Words with letters that are rare.
+#: Words that contain rare letters.
 _HOLDERS: Final = {
     "j": "joy",
     "k": "kind",
@@ -41,16 +41,16 @@ _HOLDERS: Final = {
     "z": "zoo",
 }
 DEFAULT_SENTENCES: Final = 3
-#: Lengths that are tried after the one that is asked for: a shorter text follows some instructions better.
+#: Lengths tried after the requested one: a shorter text follows some instructions better.
 _OTHER_LENGTHS: Final = (1, 2)
 
 
 def answer_following(
     asked: Sequence[Asked], topic: str, noise: np.random.Generator, *, sentences: int = DEFAULT_SENTENCES
 ) -> str | None:
-    """An answer on the topic that follows all of them; None where none was found.
+    """Return an answer about the topic that follows all instructions, or None if none was found.
 
-    It has so many `sentences` where no instruction asks for another number of them.
+    It has `sentences` sentences unless an instruction asks for another number.
     """
     by_kind = {type(each.instruction): each.instruction for each in asked}
     order = [_SENTENCES[int(place)].format(topic) for place in noise.permutation(len(_SENTENCES))]
@@ -62,7 +62,7 @@ def answer_following(
 
 
 def _formed(by_kind: dict[type, Any], order: Sequence[str], length: int) -> str:
-    """The text in its paragraphs, points or sections."""
+    """Arrange the text in its paragraphs, points or sections."""
     if formats.ConstrainedResponse in by_kind:
         return formats.CONSTRAINED_RESPONSES[0]
     layout = next((each for kind, each in by_kind.items() if kind in _PARTS), None)
@@ -89,7 +89,7 @@ def _formed(by_kind: dict[type, Any], order: Sequence[str], length: int) -> str:
     return " ".join(sentences)
 
 
-#: Into how many parts a layout orders the answer.
+#: Number of parts that each layout requires.
 _PARTS: Final[dict[type, Any]] = {
     counts.NumberOfParagraphs: lambda layout: layout.num_paragraphs,
     counts.NthParagraphFirstWord: lambda layout: layout.num_paragraphs,
@@ -104,7 +104,7 @@ def _sentence(order: Sequence[str], place: int) -> str:
 
 
 def _lengthened(sentences: list[str], by_kind: dict[type, Any], order: Sequence[str]) -> list[str]:
-    """The sentences with what must stand in them, as clauses of the last: their number stays."""
+    """Add the required words to the last sentence as clauses, so that the number of sentences stays."""
     clauses = list(_clauses(by_kind, " ".join(sentences)))
     wanted = by_kind.get(counts.NumberOfWords)
     if wanted is not None and wanted.relation is Relation.AT_LEAST:
@@ -140,14 +140,14 @@ def _clauses(by_kind: dict[type, Any], text: str) -> list[str]:
 
 
 def _shared_out(sentences: Sequence[str], parts: int) -> list[str]:
-    """The sentences in so many parts, the first ones in the larger."""
+    """Split the sentences into `parts` parts of nearly equal size; the first ones may have one more."""
     size, more = divmod(len(sentences), parts)
     ends = [place * size + min(place, more) for place in range(parts + 1)]
     return [" ".join(sentences[begin:end]) for begin, end in pairwise(ends)]
 
 
 def _surrounded(text: str, by_kind: dict[type, Any], topic: str) -> str:
-    """The text with what stands around it, and in its case."""
+    """Add title, postscript, end phrase and so on, and set the required case."""
     if formats.Title in by_kind:
         text = f"<<About {topic}>>\n{text}"
     if formats.Postscript in by_kind:

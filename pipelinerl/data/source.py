@@ -1,6 +1,7 @@
-"""`ProblemSource`: what a source is; and `SourceRequest`: what one is opened for.
+"""`ProblemSource`, the interface of a source, and `SourceRequest`, the arguments with which it is opened.
 
-A source is a pure function of (seed, split, i): it keeps no state and no order of asking, and asks no network.
+A source is a pure function of (seed, split, i). It keeps no state, does not depend on the order of calls, and uses no
+network.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ class ProblemSource(Protocol):
     """An endless (training) or finite (validation, held-out) sequence of problems."""
 
     def problem(self, index: int) -> Problem:
-        """Problem `index` ≥ 0, the same one each time. Raises `RecipeError` past the end of a finite source."""
+        """Return problem `index` ≥ 0, the same one each time. Raises `RecipeError` past the end of a finite source."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRequest:
-    """What a source is opened for.
+    """Arguments with which a source is opened.
 
     Attributes:
-        argument: what stands after the colon of the name, such as the task of reasoning_gym.
+        argument: the text after the colon of the name, such as the task of reasoning_gym.
         domain: the domain's name, which its problems carry.
-        split: which part of the problems.
-        seed: of the order in which they come.
+        split: the split to open.
+        seed: determines the order of problems.
         parameters: the source's own.
-        prompts: how the domain asks.
+        prompts: the domain's prompts.
     """
 
     argument: str = ""

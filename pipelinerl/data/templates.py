@@ -1,7 +1,7 @@
-"""`Template`: a prompt with places for a problem's fields, as a Jinja template or with `{field}` alone.
+"""`Template`: a prompt with placeholders for a problem's fields, as a Jinja template or with `{field}` alone.
 
-Promises that what fields hold stays text (it is never read as a template), that a template can reach nothing but the
-fields (Jinja's sandbox), and that a field which is not there is an error which names it, never an empty place.
+Field values stay text and are never parsed as a template. A template can access only the fields (Jinja's sandbox). A
+missing field raises an error that names it; it never renders as an empty string.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any, Final, final
 from pipelinerl.errors import RecipeError
 
 _PLACE: Final = re.compile(r"\{([A-Za-z_]\w*)\}|\{\{\}\}")
-#: What only Jinja has: `{{ name }}`, `{% if … %}`, `{# … #}`. LaTeX's `\boxed{}` and `\boxed{{}}` have none of it.
+#: Syntax that only Jinja has: `{{ name }}`, `{% if … %}`, `{# … #}`. LaTeX's `\boxed{}` and `\boxed{{}}` do not match.
 _JINJA: Final = re.compile(r"\{\{-?\s*[^\s{}-]|\{%|\{#")
-#: What computing with a field of another type than the template expects ends in.
+#: Errors raised when a template computes with a field of an unexpected type.
 _FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 
 
 @final
 class Template:
-    """One template; errors begin with `where`, its key. Equal texts are equal templates.
+    """One template; errors begin with `where`, its key. Templates with equal text are equal.
 
     Raises:
-        RecipeError: the text is no Jinja template, though it looks like one.
+        RecipeError: the text uses Jinja syntax but is not a valid template.
     """
 
     def __init__(self, text: str, *, where: str = "prompt_template") -> None:
@@ -43,14 +43,14 @@ class Template:
 
     @property
     def fields(self) -> frozenset[str]:
-        """The fields that it mentions."""
+        """The fields that the template mentions."""
         return self._compiled[1] if self.is_jinja else frozenset(filter(None, _PLACE.findall(self.text)))
 
     def render(self, fields: Mapping[str, Any]) -> str:
-        """The text with these fields in their places; a field that is None is not there.
+        """Return the text with the fields filled in; a field that is None counts as missing.
 
         Raises:
-            RecipeError: a field is missing, or cannot be computed with.
+            RecipeError: a field is missing, or the template cannot compute with it.
         """
         present = {name: value for name, value in fields.items() if value is not None}
         if self.is_jinja:
@@ -75,7 +75,7 @@ class Template:
 
     @cached_property
     def _compiled(self) -> tuple[Any, frozenset[str]]:
-        """The template as Jinja compiles it, and the fields that it mentions."""
+        """The compiled Jinja template, and the fields that it mentions."""
         from jinja2 import StrictUndefined, TemplateSyntaxError, meta
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -1,12 +1,14 @@
-"""Sources of users: a function of the recipe's `parameters` that returns problems, in a file of the user's.
+"""Users' own sources: a function of the recipe's `parameters` that returns problems, in a file of the user's.
 
     def problems(level: int = 1):
         return [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1000)]
 
-Each problem is a dict with `prompt` or `messages`, `answer` and, if it likes, `metadata` and `tags`. The hash of what
-it asks decides its split, as of rows of files, unless the function takes `split`: then it is called for each split by
-its name. It may take `seed`, too. An object with a method `problem(index)` that returns `Problem`s, such as a generator
-without end, is a `ProblemSource` and is used as it is.
+Each problem is a dict with `prompt` or `messages`, `answer` and optionally `metadata` and `tags`. The hash of its
+question decides its split, as for rows of files, unless the function takes `split`. In that case it is called once per
+split, with the split's name. It may also take `seed`.
+
+An object with a method `problem(index)` that returns `Problem`s, such as an endless generator, is a `ProblemSource` and
+is used directly.
 """
 
 from __future__ import annotations
@@ -25,20 +27,20 @@ from pipelinerl.data.source import ProblemSource, SourceRequest
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Message, Problem
 
-#: More are no list: whoever makes so many writes a `ProblemSource`, or files.
+#: Longest list of problems; a larger source must be a `ProblemSource` or files.
 MOST_ROWS: Final = 10_000_000
 
 
 @final
 class UserSource:
-    """A user's `ProblemSource`, whose problems are asked as the domain asks them."""
+    """A user's `ProblemSource`, with the domain's prompts added."""
 
     def __init__(self, source: Any, asked: SourceRequest) -> None:
         self._source = source
         self._asked = asked
 
     def problem(self, index: int) -> Problem:
-        """Problem `index` of the user's. Raises `RecipeError` for what is no problem."""
+        """Return the user's problem `index`. Raises `RecipeError` for an invalid problem."""
         problem = self._source.problem(index)
         if not isinstance(problem, Problem) or not all(isinstance(each, Message) for each in problem.messages):
             raise RecipeError(
@@ -48,10 +50,10 @@ class UserSource:
 
 
 def open_users(function: Any, asked: SourceRequest) -> ProblemSource:
-    """The source that a user's function makes.
+    """Open the source that a user's function makes.
 
     Raises:
-        RecipeError: it is no function, does not take the recipe's parameters, or returns no problems.
+        RecipeError: it is not a function, does not take the recipe's parameters, or returns no problems.
     """
     if not callable(function):
         raise RecipeError(f"{asked.where}.source must name a function, got {function!r:.80}")
@@ -83,7 +85,7 @@ def _indexed(made: Any, field_map: FieldMap, function: Callable[..., Any], asked
             f"{asked.where}.source: {_name(function)} must return problems, as dicts with prompt and answer, or an "
             f"object with a method problem(index); got {made!r:.80}"
         )
-    rows: Any = made  # a data set that makes its rows when they are asked for stays one
+    rows: Any = made  # a data set that makes its rows on demand is not copied
     if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
         rows = list(itertools.islice(made, MOST_ROWS + 1))
     if len(rows) > MOST_ROWS:

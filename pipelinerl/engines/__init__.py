@@ -1,1 +1,1 @@
-"""Inference servers that satisfy the inference contract, and the client and pool by which actors use them."""
+"""Inference servers that satisfy the inference contract, and the client and pool that actors use to reach them."""

@@ -1,4 +1,4 @@
-"""What a recipe says of an engine, whatever its type: the one argument of every registered `from_options`."""
+"""Engine settings of a recipe, common to all engine types: the one argument of every registered `from_options`."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from trainer_contract.types import Device, HeadPrecision, WeightDType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Options common to all engines; one that an engine type cannot honour is refused by it, never ignored.
+    """Options common to all engines; an engine type rejects an option that it cannot honour, and never ignores one.
 
     Attributes:
         model_path: directory of the model it starts with.
-        model_id: name under which requests ask for it.
-        slots: sequences that run at once.
-        max_waiting: samples that may wait for a slot.
+        model_id: name of the model in requests.
+        slots: the number of sequences that run at once.
+        max_waiting: the number of samples that may wait for a slot.
         context_length: most tokens of a sequence, prompt included.
         dtype: of weights, cache and arithmetic.
-        weights: how the weights of linear layers are kept.
+        weights: storage format of the weights of linear layers.
         head_precision: of the output layer; the trainer's must be the same.
         device: where the model runs.
-        devices: how many of them share one engine's model.
-        memory_share: most of each GPU's memory that the engine takes; None sets no bound. On a CPU it takes none.
-        options: of this engine type alone, for the library that computes.
+        devices: the number of devices that share one engine's model.
+        memory_share: largest share of each GPU's memory that the engine takes; None sets no bound. Not for CPUs.
+        options: for this engine type alone; passed to the library that computes.
         threads: CPU threads for the model; None leaves the library's default.
         seed: keys the noise of requests that name no seed.
-        pull: fetches weights from parameter servers; None does not offer the transport `pull`.
-        receiver: which process is in the weight group.
-        server: base URL of the server that the engine stands for; of engine types whose model runs elsewhere.
+        pull: fetches weights from parameter servers; None disables the transport `pull`.
+        receiver: which process joins the weight group.
+        server: base URL of the server that the engine drives; for engine types whose model runs elsewhere.
     """
 
     model_path: Path
@@ -56,7 +56,7 @@ class EngineOptions:
     server: str | None = None
 
     def check_context(self, longest: int | None) -> None:
-        """Raise `ModelError` if a sequence may get longer than the `longest` that the model knows positions for."""
+        """Raise `ModelError` if a sequence may exceed the `longest` length that the model has positions for."""
         if longest is not None and self.context_length > longest:
             raise ModelError(
                 f"context_length must be at most the {longest} positions of {self.model_path}, got "
@@ -64,7 +64,7 @@ class EngineOptions:
             )
 
     def check_cache(self, needed: int, *, allowed: int | None) -> None:
-        """Raise `ModelError` if keys and values of all slots take more bytes than allowed; None bounds nothing."""
+        """Raise `ModelError` if the keys and values of all slots take more than `allowed` bytes; None sets no bound."""
         if allowed is not None and needed > allowed:
             raise ModelError(
                 f"{self.slots} slots of {self.context_length} tokens need {needed} bytes of cache, allowed are "
@@ -72,24 +72,24 @@ class EngineOptions:
             )
 
     def check_one_device(self, engine: str) -> None:
-        """Raise `ModelError` if the model is to be shared by several devices, which `engine` cannot."""
+        """Raise `ModelError` if several devices are to share the model, which `engine` does not support."""
         if self.devices != 1:
             raise ModelError(f"{engine} runs its model on one device, got engine.devices={self.devices}; say 1")
 
     def check_no_options(self, engine: str) -> None:
-        """Raise `ModelError` if there are options for a library that `engine` does not drive."""
+        """Raise `ModelError` if there are library options, which `engine` does not support."""
         if self.options:
             raise ModelError(f"{engine} knows no options, got engine.options {', '.join(self.options)}; remove them")
 
     def check_receives_where_it_is(self, engine: str) -> None:
-        """Raise `ModelError` if `engine`, which brings a way of its own, is to receive weights in another process."""
+        """Raise `ModelError` if another process is to receive the weights; `engine` has its own way to receive them."""
         if self.receiver is not Receiver.IN_PROCESS:
             raise ModelError(
                 f"{engine} receives weights in its own way, got engine.receiver={self.receiver}; leave it out"
             )
 
     def check_native_weights(self, engine: str) -> None:
-        """Raise `ModelError` if linear layers are to be quantised, which `engine` does not do."""
+        """Raise `ModelError` if linear layers are to be quantised, which `engine` does not support."""
         if self.weights is not WeightFormat.NATIVE:
             raise ModelError(
                 f"{engine} keeps native weights, as they come, got engine.weights={self.weights}; leave it out, or use "
@@ -97,7 +97,7 @@ class EngineOptions:
             )
 
     def check_head_of_the_model(self, engine: str) -> None:
-        """Raise `ModelError` if the output layer is to be fp32 where `engine` computes it as the rest of the model."""
+        """Raise `ModelError` if the output layer must be fp32 and `engine` computes it in another dtype."""
         if self.head_precision is HeadPrecision.FP32 and self.dtype is not WeightDType.FLOAT32:
             raise ModelError(
                 f"{engine} computes the output layer in the model's dtype, {self.dtype}; say "
@@ -105,7 +105,7 @@ class EngineOptions:
             )
 
     def check_no_memory_share(self, engine: str) -> None:
-        """Raise `ModelError` if a GPU's memory is bounded, which `engine` takes nothing of."""
+        """Raise `ModelError` if GPU memory is bounded; `engine` uses none."""
         if self.memory_share is not None:
             raise ModelError(
                 f"{engine} takes no GPU's memory, got engine.memory_share={self.memory_share:g}; leave it out"

@@ -1,1 +1,1 @@
-"""Instructions whose following a program can check: what they ask, how they are read from data, how they are scored."""
+"""Instructions that a program can verify: their prompts, their parsing from data sets, and their scoring."""

@@ -1,11 +1,11 @@
-"""The instructions by their ids, and how a problem names them. Four layouts are read:
+"""The instructions by id, and the parser of a problem's instructions. It reads four layouts:
 
     instructions: [{"id": "punctuation:no_comma"}, {"id": "keywords:existence", "keywords": ["sea"]}]
-    instruction_id_list: ["punctuation:no_comma", …]   with   kwargs: [{}, …]       IFEval's own; null is not given
+    instruction_id_list: ["punctuation:no_comma", …]   with   kwargs: [{}, …]      IFEval's own; null means absent
     ground_truth: '[{"instruction_id": ["punctuation:no_comma", …], "kwargs": [null, …]}]'     open-instruct's, as text
     ground_truth: '{"func_name": "validate_no_commas", "N": null, …}'                       RLVR-IFeval's (`rlvr.py`)
 
-To add one: write its struct in the file that it belongs to, and a line here.
+To add an instruction, write its struct in the file where it belongs, and add a line to `CATALOGUE`.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _LAYOUTS: Final = (
 
 
 class Asked(NamedTuple):
-    """An instruction under its id."""
+    """An instruction with its id."""
 
     id: str
     instruction: Instruction
 
 
 def made(id: str, parameters: Mapping[str, Any]) -> Asked:
-    """The instruction with these parameters; those that are None are not given, and 3.0 is 3.
+    """Return the instruction with these parameters; None means absent, and 3.0 is read as 3.
 
     Raises:
         RecipeError: there is no such instruction, or a parameter is wrong, missing or unknown.
@@ -79,10 +79,10 @@ def made(id: str, parameters: Mapping[str, Any]) -> Asked:
 
 
 def instructions_of(metadata: Mapping[str, Any], ground_truth: str = "") -> tuple[Asked, ...]:
-    """The instructions of a problem, one at least.
+    """Return the instructions of a problem, at least one.
 
     Raises:
-        RecipeError: it names none, or one that is wrong.
+        RecipeError: the problem names no instruction, or a wrong one.
     """
     named = list(_named(metadata, ground_truth))
     if not named:
@@ -121,7 +121,7 @@ def _paired(ids: Any, parameters: Any) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _read(value: Any) -> Any:
-    """A list, also where a table keeps it as JSON text or as an array of its own."""
+    """Return a list, also from JSON text or an array of a table."""
     if isinstance(value, str):
         try:
             return json.loads(value)

@@ -1,7 +1,7 @@
 """Instructions that count: words, sentences, paragraphs, keywords, letters, words in capitals.
 
-Keywords count wherever their letters stand, in the midst of a longer word too, as in IFEval's code; forbidden words
-only as words. None of them is a regular expression.
+Keywords also count inside a longer word, as in IFEval's code; forbidden words count only as whole words. Neither are
+regular expressions.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class NumberOfWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return f"Answer with {self.relation} {self.num_words} words."
 
     def follows(self, answer: str) -> bool:
-        """Is it as long as asked?"""
+        """Return whether the number of words is as required."""
         return self.relation.holds(len(words(answer)), self.num_words)
 
 
@@ -42,26 +42,26 @@ class NumberOfSentences(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return f"Your answer should contain {self.relation} {self.num_sentences} sentences."
 
     def follows(self, answer: str) -> bool:
-        """Has it as many sentences as asked?"""
+        """Return whether the number of sentences is as required."""
         return self.relation.holds(num_sentences(answer), self.num_sentences)
 
 
 class NumberOfParagraphs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`length_constraints:number_paragraphs`: exactly so many, with `***` (or `* * *`) between them."""
+    """`length_constraints:number_paragraphs`: an exact number of paragraphs, separated by `***` (or `* * *`)."""
 
     num_paragraphs: Count
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return f"Write exactly {self.num_paragraphs} paragraphs, separated by the markdown divider: ***"
 
     def follows(self, answer: str) -> bool:
-        """Has it as many paragraphs, none of them empty?"""
+        """Return whether the number of paragraphs matches and none between two dividers is empty."""
         paragraphs = _DIVIDER.split(answer)
         if any(not paragraph.strip() for paragraph in paragraphs[1:-1]):
             return False
@@ -81,14 +81,14 @@ class NthParagraphFirstWord(Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return (
             f"Write exactly {self.num_paragraphs} paragraphs with a blank line between them. Paragraph "
             f'{self.nth_paragraph} must begin with the word "{self.first_word}".'
         )
 
     def follows(self, answer: str) -> bool:
-        """Has it as many paragraphs, and does that one begin so, whatever the case?"""
+        """Return whether the number of paragraphs and the first word of the n-th match, ignoring case."""
         paragraphs = [paragraph.strip() for paragraph in answer.split("\n\n") if paragraph.strip()]
         if len(paragraphs) != self.num_paragraphs:
             return False
@@ -103,11 +103,11 @@ class Keywords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return f"Include the keywords {_listed(self.keywords)}."
 
     def follows(self, answer: str) -> bool:
-        """Does each keyword stand somewhere?"""
+        """Return whether each keyword occurs."""
         text = answer.lower()
         return all(keyword.strip().lower() in text for keyword in self.keywords)
 
@@ -121,11 +121,11 @@ class KeywordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return f'The word "{self.keyword}" should appear {self.relation} {self.frequency} times.'
 
     def follows(self, answer: str) -> bool:
-        """Does it stand there as often as asked?"""
+        """Return whether the keyword occurs as often as required."""
         return self.relation.holds(answer.lower().count(self.keyword.strip().lower()), self.frequency)
 
 
@@ -136,11 +136,11 @@ class ForbiddenWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return f"Do not use the words {_listed(self.forbidden_words)}."
 
     def follows(self, answer: str) -> bool:
-        """Is none of them there as a word?"""
+        """Return whether no forbidden word occurs as a whole word."""
         return not any(
             re.search(rf"(?<!\w){re.escape(word.strip())}(?!\w)", answer, re.IGNORECASE)
             for word in self.forbidden_words
@@ -148,7 +148,7 @@ class ForbiddenWords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class LetterFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keywords:letter_frequency`, of any single character."""
+    """`keywords:letter_frequency`, for any single character."""
 
     letter: Annotated[str, Meta(min_length=1, max_length=1)]
     let_frequency: Count
@@ -156,11 +156,11 @@ class LetterFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return f'The letter "{self.letter}" should appear {self.let_relation} {self.let_frequency} times.'
 
     def follows(self, answer: str) -> bool:
-        """Does it stand there as often as asked, whatever its case?"""
+        """Return whether the letter occurs as often as required, ignoring case."""
         return self.let_relation.holds(answer.lower().count(self.letter.lower()), self.let_frequency)
 
 
@@ -172,11 +172,11 @@ class CapitalWordFrequency(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return f"Words in all capital letters should appear {self.capital_relation} {self.capital_frequency} times."
 
     def follows(self, answer: str) -> bool:
-        """Are there as many words without a small letter?"""
+        """Return whether the number of words in capital letters is as required."""
         capital = sum(word.isupper() for word in hyphenated_words(answer))
         return self.capital_relation.holds(capital, self.capital_frequency)
 

@@ -1,6 +1,6 @@
 """Instructions on the form of an answer: lists, sections, titles, JSON, placeholders, postscripts.
 
-Where a model could be paid for nothing, they are stricter than IFEval's code: JSON must be an object or an array.
+They are stricter than IFEval's code where it could reward empty answers: JSON must be an object or an array.
 """
 
 from __future__ import annotations
@@ -25,60 +25,62 @@ CONSTRAINED_RESPONSES: Final = ("My answer is yes.", "My answer is no.", "My ans
 
 
 class NumberOfBullets(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:number_bullet_lists`: exactly so many points, each a line that begins with `*` or `-`."""
+    """`detectable_format:number_bullet_lists`: an exact number of lines that begin with `*` or `-`."""
 
     num_bullets: Count
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return (
             f"Your answer must contain exactly {self.num_bullets} bullet points. Use the markdown bullet points such "
             "as:\n* This is a point."
         )
 
     def follows(self, answer: str) -> bool:
-        """Has it as many points?"""
+        """Return whether the number of bullet points matches."""
         lines = (line.strip() for line in answer.split("\n"))
         points = sum(line.startswith("-") or (line[:1] == "*" and line[1:2] not in ("", "*")) for line in lines)
         return points == self.num_bullets
 
 
 class MultipleSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:multiple_sections`: at least so many, each begun by the splitter (their spelling) and a
-    number."""
+    """`detectable_format:multiple_sections`: a minimum of sections, each begun by a splitter and a number.
+
+    IFEval misspells the parameter as `section_spliter`.
+    """
 
     section_spliter: Text
     num_sections: Count
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return (
             f"Your answer must have {self.num_sections} sections. Mark the beginning of each section with "
             f"{self.section_spliter} X, such as:\n{self.section_spliter} 1"
         )
 
     def follows(self, answer: str) -> bool:
-        """Are there as many marks?"""
+        """Return whether there are enough section marks."""
         return len(re.findall(re.escape(self.section_spliter.strip()) + r"\s?\d", answer)) >= self.num_sections
 
 
 class HighlightedSections(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:number_highlighted_sections`: at least so many between asterisks."""
+    """`detectable_format:number_highlighted_sections`: a minimum of sections between asterisks."""
 
     num_highlights: Count
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return (
             f"Highlight at least {self.num_highlights} sections in your answer with markdown, i.e. *highlighted "
             "section*."
         )
 
     def follows(self, answer: str) -> bool:
-        """Are there as many that hold something?"""
+        """Return whether enough non-empty sections are highlighted."""
         return sum(bool(found.strip("*").strip()) for found in _HIGHLIGHT.findall(answer)) >= self.num_highlights
 
 
@@ -87,11 +89,11 @@ class Title(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return "Your answer must contain a title, wrapped in double angular brackets, such as <<poem of joy>>."
 
     def follows(self, answer: str) -> bool:
-        """Does some line have a title that is not empty?"""
+        """Return whether some line has a non-empty title."""
         for line in answer.split("\n"):
             begin, end = line.find("<<"), line.rfind(">>")
             if 0 <= begin < end and line[begin:end].strip("<> \t\r"):
@@ -100,15 +102,15 @@ class Title(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class JsonFormat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_format:json_format`: nothing but a JSON object or array, perhaps in a fence."""
+    """`detectable_format:json_format`: nothing but a JSON object or array, optionally in a code fence."""
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return "Your entire output should be wrapped in JSON format. You can use markdown ticks such as ```."
 
     def follows(self, answer: str) -> bool:
-        """Is it JSON?"""
+        """Return whether the answer is a JSON object or array."""
         text = answer.strip()
         if opening := _FENCE.match(text):
             text = text[opening.end() :].removesuffix("```")
@@ -125,29 +127,29 @@ class ConstrainedResponse(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return "Answer with one of the following options: " + ", ".join(f'"{each}"' for each in self.options)
 
     def follows(self, answer: str) -> bool:
-        """Does one of the options stand in it?"""
+        """Return whether the answer contains one of the options."""
         return any(option in answer for option in self.options)
 
 
 class Placeholders(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`detectable_content:number_placeholders`: at least so many in square brackets."""
+    """`detectable_content:number_placeholders`: a minimum of placeholders in square brackets."""
 
     num_placeholders: Count
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return (
             f"The answer must contain at least {self.num_placeholders} placeholders represented by square brackets, "
             "such as [address]."
         )
 
     def follows(self, answer: str) -> bool:
-        """Are there as many, none of them empty?"""
+        """Return whether there are enough non-empty placeholders."""
         return len(_PLACEHOLDER.findall(answer)) >= self.num_placeholders
 
 
@@ -158,11 +160,11 @@ class Postscript(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return f"At the end of your answer, add a postscript starting with {self.postscript_marker}"
 
     def follows(self, answer: str) -> bool:
-        """Is there one?"""
+        """Return whether the marker of the postscript occurs."""
         marker = self.postscript_marker.strip()
         pattern = _POSTSCRIPTS.get(marker) or re.compile(re.escape(marker), re.IGNORECASE)
         return pattern.search(answer) is not None

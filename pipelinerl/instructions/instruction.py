@@ -1,7 +1,7 @@
-"""`Instruction`: something that an answer can be asked to do and that a program can check (Zhou et al. 2023, IFEval).
+"""`Instruction`: a requirement on an answer that a program can verify (Zhou et al. 2023, IFEval).
 
-An instruction is a frozen struct: its fields are its parameters, checked when it is made. It promises that `follows` is
-a pure function of the text, the same on every machine, in time linear in the text's length, whatever stands in it.
+An instruction is a frozen struct. Its fields are its parameters, which are validated on construction. `follows` is a
+pure function of the text, the same on every machine, and takes time linear in the text's length for any text.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Instruction(Protocol):
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         ...
 
     def follows(self, answer: str) -> bool:
-        """Does this answer, which is not blank, do what is asked?"""
+        """Return whether this answer, which is not blank, follows the instruction."""
         ...
 
 
 class Relation(StrEnum):
-    """How a count is compared: the first two are in IFEval's data, the others in RLVR-IFeval's."""
+    """Comparisons of a count: the first two occur in IFEval's data, the others in RLVR-IFeval's."""
 
     AT_LEAST = "at least"
     LESS_THAN = "less than"
@@ -40,7 +40,7 @@ class Relation(StrEnum):
     EXACTLY = "exactly"
 
     def holds(self, count: int, wanted: int) -> bool:
-        """Is the count as wanted?"""
+        """Return whether the count satisfies the comparison."""
         match self:
             case Relation.AT_LEAST:
                 return count >= wanted

@@ -1,8 +1,8 @@
-"""Which language a text is in: by its script where one language alone is written so, else by `py3langid` as well.
+"""Language detection by script and, for languages that share their script, by `py3langid`.
 
-py3langid (Barbaresi; the model of Lui and Baldwin 2012) is asked among the languages of the wanted one's script only.
-It is an extra, `pip install 'pipelinerl[languages]'`; loading it takes seconds. Without it the languages that
-share a script are refused; none is guessed at. A text without letters is in no language.
+py3langid (Barbaresi; the model of Lui and Baldwin 2012) chooses only among the languages with the script of the
+required one. It is an extra, `pip install 'pipelinerl[languages]'`, and takes seconds to load. Without it, languages
+that share a script are rejected, never guessed. A text without letters matches no language.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from pipelinerl.instructions.text import script_shares
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
 
-#: Of the letters, so many are of a language's scripts in a text of that language; a name or a term may be foreign.
+#: The minimum share of letters in the language's scripts; names and terms may be foreign.
 _MOSTLY: Final = 0.7
 _LIBRARY: Final = "py3langid"
 
 
 class Language(NamedTuple):
-    """A language by name, and the scripts in which it is written, each of which a text of it may lack but the first."""
+    """A language by name, with its scripts. A text of the language contains the first script; the others may be
+    absent.
+    """
 
     name: str
     scripts: tuple[str, ...]
@@ -54,7 +56,7 @@ LANGUAGES: Final = {
 
 
 def check(code: str) -> None:
-    """Raise `ValueError` for a language that cannot be told here, saying what would help."""
+    """Raise `ValueError` for a language that cannot be detected here; the message names the remedy."""
     if code not in LANGUAGES:
         raise ValueError(f"language must be one of {', '.join(LANGUAGES)}, got {code!r}")
     if is_slow(code) and importlib.util.find_spec(_LIBRARY) is None:
@@ -65,7 +67,7 @@ def check(code: str) -> None:
 
 
 def is_in(text: str, code: str) -> bool:
-    """Is the text in that language, which `check` has let pass?"""
+    """Return whether the text is in that language, which must have passed `check`."""
     scripts, shares = LANGUAGES[code].scripts, script_shares(text)
     if not shares.get(scripts[0]) or sum(shares.get(script, 0.0) for script in scripts) < _MOSTLY:
         return False
@@ -78,7 +80,7 @@ def is_in(text: str, code: str) -> bool:
 
 
 def is_slow(code: str) -> bool:
-    """Does telling this language take the library, which takes seconds to load?"""
+    """Return whether detecting this language needs the library, which takes seconds to load."""
     return len(_rivals(code)) > 1
 
 
@@ -89,7 +91,7 @@ def preload() -> None:
 
 
 def _rivals(code: str) -> tuple[str, ...]:
-    """The languages of the same first script, itself among them."""
+    """Return the languages with the same first script, including this one."""
     script = LANGUAGES[code].scripts[0]
     return tuple(other for other, language in LANGUAGES.items() if language.scripts[0] == script)
 

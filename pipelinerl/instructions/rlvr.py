@@ -1,9 +1,9 @@
-"""How RLVR-IFeval names instructions: by the function of open-instruct that checks them, and its arguments.
+"""The instruction names of RLVR-IFeval: the function of open-instruct that verifies them, and its arguments.
 
     ground_truth: '{"func_name": "validate_word_constraint", "N": 200, "quantifier": "at most", "first_word": null, …}'
 
-What they ask is what IFEval asks; where counts are compared otherwise, `Relation` has the words. How they are checked
-here is said in `counts.py`, `formats.py` and `wording.py`.
+The requirements are those of IFEval, with additional comparisons in `Relation`. The verification is in `counts.py`,
+`formats.py` and `wording.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pipelinerl.errors import RecipeError
 
-#: By function: the instruction's id, its parameters by theirs, and those that are always the same.
+#: For each function: the instruction's id, its parameters by the function's names, and constant parameters.
 _FUNCTIONS: Final[Mapping[str, tuple[str, Mapping[str, str], Mapping[str, str]]]] = {
     "verify_keywords": ("keywords:existence", {"keyword_list": "keywords"}, {}),
     "verify_keyword_frequency": (
@@ -62,7 +62,7 @@ FUNCTION: Final = "func_name"
 
 
 def of_function(truth: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The id and the parameters of the instruction that a function stands for.
+    """Return the id and the parameters of the instruction that a function stands for.
 
     Raises:
         RecipeError: open-instruct has no such function.

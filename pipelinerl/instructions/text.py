@@ -1,8 +1,8 @@
-"""What a text consists of, as instructions count it: words, sentences, paragraphs, scripts.
+"""Units of a text, as instructions count them: words, sentences, scripts.
 
-Each takes time linear in the text. Words are IFEval's, runs of letters, digits and underscores. Sentences are not: its
-code asks NLTK's Punkt model; here a sentence ends at `.`, `!`, `?` or `…` before a space, unless the dot belongs to a
-known abbreviation or a single capital letter.
+All functions take time linear in the text. Words are IFEval's: runs of letters, digits and underscores. Sentences
+differ from IFEval's code, which uses NLTK's Punkt model. Here a sentence ends at `.`, `!`, `?` or `…` before a space,
+unless the dot belongs to a known abbreviation or a single capital letter.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Final
 
 _WORD: Final = re.compile(r"\w+")
 _WORD_WITH_HYPHENS: Final = re.compile(r"\w+(?:[-'’]\w+)*+")
-#: What ends a sentence, with quotes and brackets that close it; dots of full width need no space behind them.
+#: The end of a sentence, with closing quotes and brackets; full-width dots need no space behind them.
 _END: Final = re.compile(r"[.!?…]++[\"'”’)\]*]*+(?=\s|$)|[。！？]++|\n{2,}+")
 _BEFORE_A_DOT: Final = re.compile(r"(\w+)\.$")
-#: The words before their last dots; "g" and "e" end "e.g." and "i.e.".
+#: Words before the last dot of an abbreviation; "g" and "e" end "e.g." and "i.e.".
 _ABBREVIATIONS: Final = frozenset(
     {
         "al", "approx", "cf", "co", "dept", "dr", "e", "est", "etc", "fig", "g", "inc", "jr", "ltd", "mr", "mrs", "ms",
         "no", "prof", "rev", "sr", "st", "vol", "vs",
     }
 )  # fmt: skip
-#: Longest abbreviation, with its dot and room for a bracket.
+#: The length of the longest abbreviation, with its dot and room for a bracket.
 _LOOK_BACK: Final = 12
 
 
 def words(text: str) -> list[str]:
-    """Runs of letters, digits and underscores, as IFEval counts them: "don't" is two."""
+    """Return runs of letters, digits and underscores, as IFEval counts them: "don't" is two."""
     return _WORD.findall(text)
 
 
 def hyphenated_words(text: str) -> list[str]:
-    """Words of which those with a hyphen or an apostrophe within count as one."""
+    """Return words; a word with an inner hyphen or apostrophe counts as one."""
     return _WORD_WITH_HYPHENS.findall(text)
 
 
 def num_sentences(text: str) -> int:
-    """How many sentences there are; what has no word in it is none."""
+    """Return the number of sentences; a sentence has at least one word."""
     count, begin = 0, 0
     for end in _END.finditer(text):
         if end[0].startswith(".") and len(end[0]) == 1 and _is_abbreviation(text, end.end()):
@@ -50,7 +50,7 @@ def num_sentences(text: str) -> int:
 
 
 def _is_abbreviation(text: str, end: int) -> bool:
-    """Does the dot before `end` belong to a word that is cut short, and something follow it?"""
+    """Return whether the dot before `end` ends an abbreviation that more text follows."""
     if end >= len(text):
         return False
     word = _BEFORE_A_DOT.search(text, max(0, end - _LOOK_BACK), end)
@@ -60,7 +60,7 @@ def _is_abbreviation(text: str, end: int) -> bool:
 
 
 def script_shares(text: str) -> dict[str, float]:
-    """The share of the letters that each script has, by Unicode's names: LATIN, CYRILLIC, HANGUL, CJK…"""
+    """Return each script's share of the letters, by Unicode's names: LATIN, CYRILLIC, HANGUL, CJK…"""
     counts: dict[str, int] = {}
     for letter in text:
         script = _script(letter)
@@ -72,5 +72,5 @@ def script_shares(text: str) -> dict[str, float]:
 
 @lru_cache(maxsize=2**16)
 def _script(letter: str) -> str:
-    """The first word of the letter's name; vowel signs count as letters of their script."""
+    """Return the first word of the letter's name; vowel signs count as letters of their script."""
     return unicodedata.name(letter, "").partition(" ")[0] if unicodedata.category(letter)[0] in "LM" else ""

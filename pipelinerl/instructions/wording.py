@@ -1,7 +1,7 @@
-"""Instructions on how an answer is put: its case, its commas, how it begins and ends, in which language it is.
+"""Instructions on the wording of an answer: its case, commas, beginning and end, and language.
 
-The case instructions are called English's in IFEval; here they ask for Latin letters, since no program can tell the
-language of a few words in capitals.
+IFEval's case instructions ask for English. Here they check for Latin letters, since no program can detect the language
+of a few words in capitals.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipelinerl.instructions import languages
 from pipelinerl.instructions.instruction import Text
 from pipelinerl.instructions.text import script_shares
 
-#: Of the letters, so many are Latin in a text that may be English.
+#: The minimum share of Latin letters in a text that may be English.
 _MOSTLY: Final = 0.9
 
 
@@ -23,11 +23,11 @@ class AllCapitals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return "Your entire response should be in English, and in all capital letters."
 
     def follows(self, answer: str) -> bool:
-        """Is no letter small?"""
+        """Return whether all letters are capitals, and mostly Latin."""
         return answer.isupper() and _is_latin(answer)
 
 
@@ -36,13 +36,13 @@ class AllLowercase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return (
             "Your entire response should be in English, and in all lowercase letters. No capital letters are allowed."
         )
 
     def follows(self, answer: str) -> bool:
-        """Is no letter a capital?"""
+        """Return whether all letters are lowercase, and mostly Latin."""
         return answer.islower() and _is_latin(answer)
 
 
@@ -51,11 +51,11 @@ class NoComma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return "In your entire response, refrain from the use of any commas."
 
     def follows(self, answer: str) -> bool:
-        """Is there none?"""
+        """Return whether the answer has no comma."""
         return "," not in answer
 
 
@@ -66,11 +66,11 @@ class EndPhrase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return f'Finish your response with this exact phrase: "{self.end_phrase}" No other words should follow it.'
 
     def follows(self, answer: str) -> bool:
-        """Does it end so, but for quotation marks and case?"""
+        """Return whether the answer ends with the phrase, ignoring case and quotation marks."""
         return answer.strip().strip('"').lower().endswith(self.end_phrase.strip().strip('"').lower())
 
 
@@ -79,11 +79,11 @@ class QuotationMarks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return "Wrap your entire response with double quotation marks."
 
     def follows(self, answer: str) -> bool:
-        """Do double quotation marks stand around something?"""
+        """Return whether double quotation marks enclose a non-empty text."""
         text = answer.strip()
         return len(text) > 2 and text[0] == text[-1] == '"'
 
@@ -93,11 +93,11 @@ class TwoResponses(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return "Give two different responses. Responses and only responses should be separated by six asterisks: ******"
 
     def follows(self, answer: str) -> bool:
-        """Are there two, and do they differ?"""
+        """Return whether there are two different responses."""
         responses = [response.strip() for response in answer.split("******")]
         if not all(responses[1:-1]):
             return False
@@ -112,11 +112,11 @@ class RepeatPrompt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         return f'First repeat this request word for word without change: "{self.prompt_to_repeat}" Then answer it.'
 
     def follows(self, answer: str) -> bool:
-        """Does it begin with the request, but for case?"""
+        """Return whether the answer begins with the request, ignoring case."""
         return answer.strip().lower().startswith(self.prompt_to_repeat.strip().lower())
 
 
@@ -130,12 +130,12 @@ class ResponseLanguage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def sentence(self) -> str:
-        """How it is put to a model."""
+        """The prompt for a model."""
         name = languages.LANGUAGES[self.language].name
         return f"Your entire response should be in {name}, no other language is allowed."
 
     def follows(self, answer: str) -> bool:
-        """Is it in that language?"""
+        """Return whether the answer is in that language."""
         return languages.is_in(answer, self.language)
 
 

@@ -1,1 +1,1 @@
-"""Model directories: checkpoints, tokenizers, and the models of debug size that ship with the package."""
+"""Model directories: checkpoints, tokenizers, and the tiny debug models that ship with the package."""

@@ -1,8 +1,8 @@
 """The bigram model: the smallest language model that can be trained and served. numpy only.
 
-The next token depends on the current one alone: row i of `logits` [V, V] holds the logits of what follows token i. It
-is stored like a Hugging Face model (`config.json` with model_type `bigram`, `model.safetensors`, tokenizer files), so
-that the bigram engine and trainer stand in for real ones in every test above them.
+The next token depends on the current one alone: row i of `logits` [V, V] holds the logits of the token after token i.
+The model is stored like a Hugging Face model (`config.json` with model_type `bigram`, `model.safetensors`, tokenizer
+files). The bigram engine and trainer can therefore replace real ones in the tests of all higher layers.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class BigramModel:
 
     @classmethod
     def random(cls, vocab_size: int, *, seed: int, scale: float = 1.0, context_length: int = 512) -> BigramModel:
-        """Normal logits with standard deviation `scale`; 0 makes every token equally likely."""
+        """Return a model of normal logits with standard deviation `scale`; 0 makes every token equally likely."""
         logits = rng.generator(seed, MODEL_TYPE).standard_normal((vocab_size, vocab_size)) * scale
         return cls(logits=logits.astype(np.float32), context_length=context_length)
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, V."""
+        """The number of tokens, V."""
         return int(self.logits.shape[0])
 
     def save(self, path: Path) -> None:
-        """Write the model's files into the directory `path`, beside whatever tokenizer is there."""
+        """Write the model's files into the directory `path`, which may already contain a tokenizer."""
         path.mkdir(parents=True, exist_ok=True)
         config = {
             "architectures": ["BigramModel"],

@@ -1,8 +1,8 @@
-"""Does a model directory's chat template render given messages? Told in milliseconds, without transformers.
+"""Check that a model directory's chat template renders given messages, in milliseconds and without transformers.
 
-That library renders with Jinja's sandbox and a few names of its own, and takes seconds to be imported, in a launcher
-that then waits for its run in little memory. Here the same template is rendered in the same way. Promises no refusal of
-its own: where this rendering fails, or the directory has several templates, the tokenizer itself has the last word.
+transformers renders with Jinja's sandbox and a few names of its own. Importing it takes seconds and memory, in a
+launcher that otherwise needs little. This module renders the same template in the same way. It rejects nothing itself:
+if rendering fails, or the directory has several templates, the tokenizer decides.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pipelinerl.models.plain_tokenizer import compiled
 from pipelinerl.models.tokenizer import FAILURES, ChatTokenizer
 from pipelinerl.types import Message
 
-#: What stands in a tokenizer_config.json for templates to write.
+#: Suffix of the entries in tokenizer_config.json that templates may write.
 _TOKEN: Final = "_token"
 
 
 def refuse_unrenderable(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> None:
-    """Render the conversation by the template of the directory `path`, the opening of the assistant's turn included.
+    """Render the conversation by the template of the directory `path`, with the opening of the assistant's turn.
 
     Raises:
-        ModelError: the template cannot; or a file that it is read from is damaged.
+        ModelError: the template fails, or one of its files is damaged.
     """
     if not messages or not _renders(path, messages, template_kwargs):
         ChatTokenizer.load(path).encode_chat(messages, template_kwargs)
 
 
 def _renders(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> bool:
-    """Without the library; False where it must be asked."""
+    """Return whether the template renders without the library; False leaves the decision to the tokenizer."""
     from jinja2 import TemplateError
 
     try:

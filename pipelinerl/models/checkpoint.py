@@ -1,6 +1,6 @@
-"""Model directories in Hugging Face's format: loaded from local disk, saved so that a reader never sees half of one.
+"""Model directories in Hugging Face's format: loaded from local disk, and saved atomically.
 
-Promises: no network, no code from the directory is run, weights from safetensors only.
+Loading uses no network, runs no code from the directory, and reads weights from safetensors only.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-#: A value model's `weight` [1, D] and `bias` [1], fp32, beside the directory's other weights.
+#: A value model's `weight` [1, D] and `bias` [1], fp32, in a file of its own in the directory.
 VALUE_HEAD_FILE: Final = "value_head.safetensors"
-#: Longest header that safetensors itself reads, in bytes.
+#: The longest header that safetensors itself reads, in bytes.
 _LONGEST_HEADER: Final = 100_000_000
-#: How the hub names a model.
+#: The form of model names on the hub.
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-#: Files of tokenizers that are not read here, and can be turned into one that is.
+#: Files of unsupported tokenizers, which can be converted to a supported one.
 _SLOW_TOKENIZERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-#: Read and hashed at once.
+#: The number of bytes read and hashed at once.
 _BLOCK_BYTES: Final = 2**20
-#: Dtypes as safetensors writes them, and as torch and NumPy do.
+#: Dtypes in safetensors' names, and in those of torch and NumPy.
 _DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-#: Bytes of a value of each of these.
+#: Bytes of a value of each dtype.
 _WIDTHS: Final = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
-#: What is loaded: the language model, or its layers alone, whose output is the last hidden states.
+#: The part to load: the language model, or its layers alone, whose output is the last hidden states.
 Part = Literal["causal_lm", "trunk"]
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file: its first byte there, and how many it has."""
+    """A tensor in a safetensors file: its dtype, its shape, its first byte and its number of bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,10 +59,10 @@ class StoredTensor(NamedTuple):
 
 
 def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "tokenizer.json")) -> None:
-    """Refuse a directory that lacks what a model needs, or whose config.json or index is damaged. Cheap.
+    """Reject a directory with missing files, or with a damaged config.json or index. Cheap.
 
     Raises:
-        ModelError: names what is missing or damaged.
+        ModelError: names the missing or damaged file.
     """
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
@@ -92,7 +92,7 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
 
 
 def _refuse_adapter(path: Path) -> None:
-    """transformers would put its layers into the model beside it, or into another that it names. Raises ModelError."""
+    """Raise ModelError for an adapter; transformers would load its layers into the model here or that it names."""
     adapter = path / "adapter_config.json"
     if adapter.is_file():
         base = json_object(adapter).get("base_model_name_or_path")
@@ -103,7 +103,7 @@ def _refuse_adapter(path: Path) -> None:
 
 
 def refuse_quantised(path: Path) -> None:
-    """Raise ModelError for a directory whose weights are codes, which are served by some and trained by nobody."""
+    """Raise ModelError for a directory with quantised weights, which cannot be trained."""
     quantised = json_object(path / "config.json").get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
@@ -114,7 +114,7 @@ def refuse_quantised(path: Path) -> None:
 
 
 def model_type(path: Path) -> str:
-    """The `model_type` that config.json declares.
+    """Return the `model_type` that config.json declares.
 
     Raises:
         ModelError: there is none.
@@ -126,21 +126,21 @@ def model_type(path: Path) -> str:
 
 
 def text_config(path: Path) -> Mapping[str, Any]:
-    """What config.json says of the model that reads and writes text: all of it, or a part of it.
+    """Return the configuration of the text model: all of config.json, or a part of it.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: config.json cannot be read.
     """
     return text_table(path / "config.json")
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that hold the model's weights: those of the index, or the one, or whatever safetensors there are.
+    """Return the files with the model's weights: those of the index, the single file, or all safetensors files.
 
-    Others may lie beside them, such as the same weights once more in their maker's own format.
+    The directory may hold other files as well, such as the same weights in their maker's own format.
 
     Raises:
-        ModelError: the index is damaged, or names a file that is not there.
+        ModelError: the index is damaged, or names a missing file.
     """
     index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
     if not index.is_file():
@@ -161,7 +161,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def weights_digest(path: Path) -> str:
-    """XXH3-128 of the bytes of all weight files, as 32 hexadecimal digits: wherever the directory lies.
+    """Return the XXH3-128 of the bytes of all weight files, as 32 hexadecimal digits; paths do not matter.
 
     Raises:
         ModelError: a file cannot be read.
@@ -178,12 +178,12 @@ def weights_digest(path: Path) -> str:
 
 
 def model_dtype(path: Path) -> WeightDType:
-    """What the directory keeps its weights in: as config.json says, or else what most bytes of its files are of.
+    """Return the dtype of the weights: that of config.json, or otherwise that of most bytes in the files.
 
-    Some parameters may be kept in another; whoever loads the model makes all of them of this one.
+    Single parameters may have another dtype; a loaded model has this one throughout.
 
     Raises:
-        ModelError: it is something that weights are not served in, such as eight bits; or nothing can be read.
+        ModelError: the dtype cannot be served, such as eight bits; or a file cannot be read.
     """
     try:
         table, text = json_object(path / "config.json"), text_table(path / "config.json")
@@ -200,7 +200,7 @@ def model_dtype(path: Path) -> WeightDType:
 
 
 def _stored_dtype(path: Path) -> str:
-    """The dtype of most bytes, by the headers of the files alone."""
+    """Return the dtype of most bytes, by the headers of the files alone."""
     sizes: Counter[str] = Counter()
     for file in weight_files(path):
         for tensor in stored_tensors(file).values():
@@ -209,10 +209,10 @@ def _stored_dtype(path: Path) -> str:
 
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
-    """What a safetensors file says of its tensors, by name: eight bytes of length, then JSON.
+    """Return the tensors of a safetensors file by name, from its header: eight bytes of length, then JSON.
 
     Raises:
-        ModelError: it is none.
+        ModelError: it is no safetensors file.
     """
     found = {}
     try:
@@ -229,7 +229,7 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(tensor: Mapping[str, Any], *, before: int, most: int) -> StoredTensor:
-    """One entry of a header. Raises ValueError, TypeError or KeyError for one that does not fit its file."""
+    """Parse one entry of a header. Raises ValueError, TypeError or KeyError if it does not fit its file."""
     (start, end), code, shape = tensor["data_offsets"], str(tensor["dtype"]), tuple(tensor["shape"])
     numbers = (start, end, *shape)
     if any(isinstance(each, bool) or not isinstance(each, int) or each < 0 for each in numbers):
@@ -242,7 +242,7 @@ def _stored(tensor: Mapping[str, Any], *, before: int, most: int) -> StoredTenso
 
 
 def vocab_size(path: Path) -> int | None:
-    """What the model's token ids lie below, by config.json; None where that does not say."""
+    """Return the size of the vocabulary by config.json, or None if it is absent there."""
     try:
         return int(text_config(path)["vocab_size"])
     except (ModelError, ValueError, KeyError, TypeError):
@@ -250,7 +250,7 @@ def vocab_size(path: Path) -> int | None:
 
 
 def check_weights(path: Path) -> PreTrainedModel:
-    """The causal LM of a local directory without its weights, of which only names and shapes are read: quick.
+    """Return the causal LM of a local directory, reading only names and shapes of its weights: quick.
 
     Raises:
         ModelError: `load_model` would raise it.
@@ -259,10 +259,10 @@ def check_weights(path: Path) -> PreTrainedModel:
 
 
 def check_values(path: Path, *, most_bytes: int) -> int:
-    """Read the parameters from the files, up to so many bytes of them, and look whether they are numbers.
+    """Check up to `most_bytes` bytes of the stored parameters for NaN and infinity.
 
     Returns:
-        How many bytes were left out.
+        The number of bytes that were not checked.
 
     Raises:
         ModelError: a value is NaN or infinite; or a file cannot be read.
@@ -284,7 +284,7 @@ def check_values(path: Path, *, most_bytes: int) -> int:
 def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
     """Return the causal LM of a local directory with its names, shapes and `dtype`, but no values.
 
-    Its parameters stand in the order in which a trainer sends them.
+    Its parameters are in the order in which a trainer sends them.
 
     Raises:
         ModelError: `load_model` would raise it.
@@ -299,10 +299,10 @@ def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
 def load_model(
     path: Path, *, dtype: WeightDType = WeightDType.FLOAT32, attention: str | None = None, part: Part = "causal_lm"
 ) -> PreTrainedModel:
-    """The causal LM of a local directory (or its `part`), on CPU, in eval mode.
+    """Return the causal LM of a local directory (or its `part`), on CPU, in eval mode.
 
     Args:
-        attention: name of a function registered with transformers' `AttentionInterface`; None takes the model's own.
+        attention: name of a function registered with transformers' `AttentionInterface`; None keeps the model's own.
 
     Raises:
         ModelError: the directory is incomplete, damaged, or holds an architecture that transformers does not know.
@@ -313,9 +313,9 @@ def load_model(
 
 
 def load_structure(path: Path, *, attention: str | None = None, part: Part = "causal_lm") -> PreTrainedModel:
-    """`load_model`'s model in fp32 before its weights are read: its parameters are on the meta device.
+    """Return `load_model`'s model in fp32 before its weights are read, with parameters on the meta device.
 
-    Buffers have their values, but for those that the directory holds: these are on the meta device, too.
+    Buffers have their values, except those stored in the directory, which are on the meta device too.
 
     Raises:
         ModelError: `load_model` would raise it.
@@ -329,13 +329,13 @@ def load_structure(path: Path, *, attention: str | None = None, part: Part = "ca
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
                 module._is_hf_initialized = False
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # what is read later is left as it is
-    model.initialize_weights()  # as transformers makes buffers when it loads a model
+        parameter._is_hf_initialized = True  # keeps values that are read later
+    model.initialize_weights()  # creates buffers as transformers' own loading does
     return _attending(model, attention)
 
 
 def _attending(model: PreTrainedModel, attention: str | None) -> PreTrainedModel:
-    """In eval mode, with this attention."""
+    """Return the model in eval mode, with this attention."""
     if attention is not None:
         if not getattr(model, "_supports_attention_backend", False):
             raise ModelError(f"{type(model).__name__} does not use transformers' attention interface")
@@ -357,8 +357,8 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
             f"{path} holds a {kind}, which is no causal language model; give one that reads and writes text alone"
         )
 
-    transformers_logging.disable_progress_bar()  # a line for each parameter in a server's log
-    transformers_logging.set_verbosity_error()  # its tables of what does not fit; the first of it is said below
+    transformers_logging.disable_progress_bar()  # it logs a line for each parameter
+    transformers_logging.set_verbosity_error()  # hides tables of mismatches; the first is reported below
     factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
     advice = "copy it again" if kind in CONFIG_MAPPING else "give another, or install what knows it"
     with foreign_failures(f"the model in {path} cannot be loaded", advice):
@@ -374,7 +374,7 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
     model: PreTrainedModel
     report: dict[str, Any]
     model, report = loaded
-    # transformers fills absent weights with fresh random ones and only warns: that model would be another one.
+    # transformers only warns about missing weights and fills them with random values.
     if report["missing_keys"] or report["mismatched_keys"]:
         names = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
         raise ModelError(
@@ -388,7 +388,7 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
 
 
 def _refuse_more_layers_than_stored(path: Path) -> None:
-    """Refuse a model whose layers are not in its files, before so many are built. Raises ModelError."""
+    """Raise ModelError if config.json names more layers than the files hold, before building such a model."""
     text = text_config(path)
     layers = next((text[name] for name in ("num_hidden_layers", "n_layer") if name in text), 0)
     stored = sum(len(stored_tensors(file)) for file in weight_files(path))
@@ -400,7 +400,7 @@ def _refuse_more_layers_than_stored(path: Path) -> None:
 
 
 def refuse_unusable(path: Path, name: str, values: Tensor) -> None:
-    """Raise ModelError for a parameter of the directory `path`, here on the CPU, with a NaN or an infinity in it."""
+    """Raise ModelError if a parameter of the directory `path`, on the CPU, contains a NaN or an infinity."""
     import torch
 
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -410,10 +410,10 @@ def refuse_unusable(path: Path, name: str, values: Tensor) -> None:
 
 
 def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> None:
-    """Write model and tokenizer to the new directory `path`, which appears whole and durable, or not at all.
+    """Write model and tokenizer to the new directory `path`, atomically and durably.
 
     Raises:
-        ModelError: `path` exists already, or its parent cannot be written.
+        ModelError: `path` already exists, or its parent cannot be written.
     """
     if path.exists():
         raise ModelError(f"{path} exists already; choose another path or remove it")
@@ -428,7 +428,7 @@ def save_model(model: PreTrainedModel, tokenizer: ChatTokenizer, path: Path) -> 
         tokenizer.save(staging)
         staging.chmod(0o755)
         for file in staging.iterdir():
-            file.chmod(0o644)  # safetensors writes files that only their owner may read
+            file.chmod(0o644)  # safetensors' files are readable by their owner only
             sync(file)
         sync(staging)
         staging.rename(path)

@@ -2,21 +2,22 @@
 
 A control token is an added token that structures a conversation. There are two kinds:
 
-    structural   special by its flag, or ends a sample, or the template writes it around a plain user message.
-                 No content becomes one, whatever its role.
+    structural   special by its flag, or ends a sample, or written by the template around a plain user message.
+                 No content may contain one, whatever its role.
     inner        any other added token that the template mentions (Qwen's `<think>`, `<tool_call>`, `<tool_response>`).
-                 Contents of `user` and `tool` do not become one, for they carry data. Those of `system` and
-                 `assistant` do: the operator writes the first, the model itself samples such tokens in the second,
-                 and few-shot answers must show it what it is to sample.
+                 Contents of `user` and `tool` are data and may not contain one. Those of `system` and `assistant` may:
+                 the operator writes the first, the model itself samples such tokens in the second, and few-shot
+                 answers must show it what to sample.
 
-All other added tokens are vocabulary, for everybody. Control text that is no added token (Llama 2's `[INST]`) cannot be
-told from data by its tokens, here or anywhere.
+All other added tokens are ordinary vocabulary for every role. Control text that is no added token (Llama 2's `[INST]`)
+cannot be distinguished from data by its tokens, in any implementation.
 
-A chat that spells no control token gets the tokenizer's own ids of the rendered text, to the id. Otherwise it is known
-which spellings are data: the template is rendered again with the first character of each replaced by a private one,
-which must come out as the same text but for these characters. The text is then encoded in one piece by a twin of the
-tokenizer in which control tokens have other names, and the template's have been replaced by them. So a spelling in a
-content comes out as its plain characters, merged with its neighbours as the tokenizer merges any text.
+A chat without control-token spellings gets exactly the tokenizer's own ids of the rendered text. Otherwise, the guard
+locates the spellings that are data. It renders the template again with the first character of each spelling replaced by
+a private one; the result must be the same text except for these characters. The text is then encoded in one piece by a
+twin of the tokenizer, in which control tokens have other names, after the template's own control tokens were replaced
+by these names. A spelling in a content thus becomes its plain characters, merged with its neighbours as the tokenizer
+merges any text.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pipelinerl.errors import ModelError, TemplateNameError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-#: A message as templates take it: `role`, `content`, and where it has them `tool_calls`, `tool_call_id`, `name` and
+#: A message in the form that templates take: `role`, `content`, and optionally `tool_calls`, `tool_call_id`, `name` and
 #: `reasoning_content`.
 Turn = dict[str, Any]
 
@@ -41,7 +42,7 @@ Turn = dict[str, Any]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """What a chat template renders: turns, the tools offered, and names that it may look up besides."""
+    """The input of a chat template: turns, the tools offered, and other names that the template may look up."""
 
     turns: Sequence[Turn]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -75,28 +76,28 @@ class Text:
     place: str
 
 
-#: Renders a template, as `ContentGuard` says.
+#: Renders a template, as `ContentGuard` describes.
 Render = Callable[[Chat, bool], str]
-#: Where in a rendered text its encoding begins.
+#: Returns the position in a rendered text where its encoding begins.
 Begin = Callable[[str], int]
 
-#: Texts that speak for the message's role. All else of a message is data, whoever wrote it.
+#: Fields with the rights of the message's role. All other fields of a message are data, whatever its role.
 _SPOKEN: Final = frozenset({"content", "reasoning_content"})
-#: Of these roles the contents are data, which may not become inner control tokens either.
+#: Roles whose contents are data and may not contain inner control tokens.
 _DATA_ROLES: Final = frozenset({"user", "tool"})
 #: Private characters, which no tokenizer changes: names of control tokens in the twin, and marks of data.
 _NAMES, _MARKS, _LAST = 0xF0000, 0x100000, 0x10FFFE
-#: What control tokens have and words rarely.
+#: Symbols, which control tokens contain and words rarely do.
 _SYMBOL: Final = re.compile(r"[^\w\s]")
 _HALF: Final = "a text holds half of a character, a lone surrogate (U+D800 to U+DFFF); leave it out"
-#: Shapes of conversations whose structure is remembered.
+#: The number of conversation shapes whose structure is cached.
 _SHAPES: Final = 256
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Spellings:
-    """A set of texts, to be searched for wherever they begin, overlapping ones included."""
+    """A set of texts and a search for all their occurrences, overlapping ones included."""
 
     texts: frozenset[str]
     lengths: tuple[int, ...]
@@ -104,13 +105,13 @@ class Spellings:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Spellings:
-        """Those of `texts`, which are not empty."""
+        """Return the set of `texts`, which must not be empty strings."""
         known = frozenset(texts)
         firsts = "".join(sorted({re.escape(text[0]) for text in known}))
         return cls(known, tuple(sorted({len(text) for text in known})), re.compile(f"[{firsts}]" if firsts else "(?!)"))
 
     def starts(self, content: str) -> list[int]:
-        """Where in `content` any of them begins."""
+        """Return the positions in `content` where any of the texts begins."""
         return [
             at
             for at in (found.start() for found in self.first.finditer(content))
@@ -120,15 +121,15 @@ class Spellings:
 
 @final
 class ContentGuard:
-    """Encodes conversations for one tokenizer and template.
+    """Encoder of conversations for one tokenizer and template.
 
     Args:
         backend: without truncation and padding.
         template: the source of the chat template, empty if there is none.
-        render: the template's text of a chat; the second argument says whether it opens the assistant's turn. Raises
-            `ModelError` for a chat that the template refuses.
+        render: renders a chat; its second argument adds the opening of the assistant's turn. Raises `ModelError` for a
+            chat that the template rejects.
         ends: ids that end a sample.
-        unknown: the id that stands for characters which the tokenizer does not know.
+        unknown: the id of characters that the tokenizer does not know.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class ContentGuard:
         try:
             around = render(Chat(turns=[{"role": "user", "content": "a"}]), False)
         except ModelError:
-            around = template  # which wants more than a user message: then all that it mentions is structure
+            around = template  # it rejects a lone user message: all it mentions is structure
         added, ends = backend.get_added_tokens_decoder(), frozenset(ends)
         spellings = {index: token.content for index, token in added.items() if token.content}
         structural = {
@@ -161,17 +162,17 @@ class ContentGuard:
         self._expected = lru_cache(maxsize=_SHAPES)(self._structure_of_shape)
 
     def encode_chat(self, chat: Chat, *, begin: Begin | None = None, first_row: int = 0) -> list[int]:
-        """Token ids of the rendered conversation, the opening of the assistant's turn included.
+        """Return token ids of the rendered conversation, with the opening of the assistant's turn.
 
-        The template writes the texts of `chat.also` as it likes, so that none of them may spell a control token.
+        The template may write the texts of `chat.also` anywhere, so none of them may spell a control token.
 
         Args:
-            begin: where in the rendered text to begin, by default at its start; no control token may lie across that.
-            first_row: the number of the first turn, as errors count messages.
+            begin: returns the position in the rendered text to begin at, by default 0; it splits no control token.
+            first_row: the number of the first turn in error messages.
 
         Raises:
-            ModelError: the template refuses the chat; a text of `also` spells a control token; or another text does
-                where it cannot be told what the template does with it.
+            ModelError: the template rejects the chat; a text of `also` spells a control token; or another text does,
+                and the template's changes to it cannot be followed.
         """
         for name, value in chat.also.items():
             if isinstance(value, str) and self._closed_to_data.starts(value):
@@ -192,22 +193,22 @@ class ContentGuard:
                     "texts with such spellings in a way that cannot be followed; leave the spelling out"
                 )
             return self._apart(text[start:], _after(start, data))
-        # A normalizer, or the template, may still make a control token of what texts hold.
+        # A normalizer, or the template, may still turn a part of a text into a control token.
         expected = self._structure_of_tail(chat, begin) if begin else self._expected(_shape(chat))
         if self._structure(ids) == expected:
             return ids
         symbols = [[at.start() for at in _SYMBOL.finditer(each.value)] for each in texts]
         data = self._places(chat, texts, symbols, text)
-        # None: what this template writes depends on texts, none of which spells a control token.
+        # None: the template's own output depends on the texts, none of which spells a control token.
         return ids if data is None else self._apart(text[start:], _after(start, data))
 
     def encode_content(self, content: str, *, role: str) -> list[int]:
-        """Token ids of `content` alone, as it would be in a message of this role. Raises `ModelError`."""
+        """Return token ids of `content` alone, as in a message of this role. Raises `ModelError`."""
         spelt = self._closed_to(role).starts(content)
         return self._apart(content, frozenset(spelt)) if spelt else self._ids(content)
 
     def _ids(self, text: str) -> list[int]:
-        """The tokenizer's own, without the offsets, which cost a tenth more."""
+        """Return the tokenizer's own ids, without offsets, which would cost a tenth more."""
         try:
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError:
@@ -218,12 +219,12 @@ class ContentGuard:
         return self._closed_to_data if role in _DATA_ROLES else self._closed_to_all
 
     def _structure(self, ids: Iterable[int]) -> list[int]:
-        """The structural tokens among `ids`."""
+        """Return the structural tokens among `ids`."""
         structural = self._structural
         return [index for index in ids if index in structural]
 
     def _structure_of_shape(self, shape: str) -> list[int] | None:
-        """What the template writes around the texts of a chat of this shape; None if it refuses them."""
+        """Return the structural tokens that the template writes for this shape; None if it rejects the shape."""
         try:
             text = self._render(Chat(**json.loads(shape)), True)
         except ModelError:
@@ -231,7 +232,7 @@ class ContentGuard:
         return self._structure(self._ids(text))
 
     def _structure_of_tail(self, chat: Chat, begin: Begin) -> list[int] | None:
-        """What the template writes from `begin` on, around data without symbols; None if it refuses that."""
+        """Return the structural tokens from `begin` on, for data without symbols; None if the template rejects that."""
         plain = chat.rewritten(lambda each: _SYMBOL.sub("a", each.value) if each.role in _DATA_ROLES else each.value)
         try:
             text = self._render(plain, True)
@@ -242,10 +243,10 @@ class ContentGuard:
     def _places(
         self, chat: Chat, texts: Sequence[Text], starts: Sequence[Sequence[int]], text: str
     ) -> frozenset[int] | None:
-        """Where in the rendered `text` those characters are that stand in the chat's texts at `starts`.
+        """Return the positions in the rendered `text` of the characters at `starts` in the chat's texts.
 
-        None: with these characters marked, the template renders something else. Raises `ModelError` when the messages
-        leave no character to mark with.
+        The result is None if the template renders something else once these characters are marked. Raises `ModelError`
+        if the messages leave no character for a mark.
         """
         known = set(text)
         unused = (mark for mark in map(chr, range(_MARKS, _LAST)) if mark not in known)
@@ -261,7 +262,7 @@ class ContentGuard:
         return frozenset(at for at, char in enumerate(rendered) if char in used)
 
     def _apart(self, text: str, data: frozenset[int]) -> list[int]:
-        """Ids of `text`, in which a control token that holds one of the characters at `data` is plain text."""
+        """Return ids of `text`; control tokens that contain a character at `data` become plain text."""
         try:
             encoding = self._backend.encode(text, add_special_tokens=False)
         except TypeError:
@@ -273,7 +274,7 @@ class ContentGuard:
             if index not in self._control:
                 continue
             spelling = self._control[index]
-            at = text.find(spelling, start, end)  # the tokenizer may count blanks around it as part of it
+            at = text.find(spelling, start, end)  # the offsets may include blanks around the token
             if at < 0 and index == self._unknown:
                 continue
             at, length = (start, end - start) if at < 0 else (at, len(spelling))
@@ -301,22 +302,22 @@ class ContentGuard:
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """What the twin calls the control tokens."""
+        """The names of the control tokens in the twin."""
         return {index: chr(_NAMES + row) for row, index in enumerate(self._control)}
 
     @cached_property
     def _twin(self) -> Tokenizer:
-        """The tokenizer with these names. A large one takes about a second to make: once, when it is first needed."""
+        """The tokenizer with these names. Building a large one takes about a second, once, on first use."""
         return _renamed(self._backend, {self._control[index]: name for index, name in self._names.items()})
 
 
 def _after(start: int, places: frozenset[int]) -> frozenset[int]:
-    """The places from `start` on, counted from there."""
+    """Return the places from `start` on, relative to it."""
     return frozenset(at - start for at in places if at >= start)
 
 
 def _moved(place: str, rows: int) -> str:
-    """The place of a text, if messages are counted from `rows` on."""
+    """Return the place of a text if messages are counted from `rows` on."""
     table, row, *rest = place.split(".")
     return ".".join([table, str(int(row) + rows), *rest]) if table == "messages" else place
 
@@ -332,7 +333,7 @@ def _rewritten_turn(row: int, turn: Turn, change: Callable[[Text], str]) -> Turn
 
 
 def _rewritten(value: Any, role: str, place: str, change: Callable[[Text], str]) -> Any:
-    """`value` with each text in it changed, the names of fields included: in arguments they are data as well."""
+    """Change each text in `value`, including the names of fields, which are data in arguments too."""
     if isinstance(value, str):
         return change(Text(value, role, place))
     if isinstance(value, Mapping):
@@ -348,7 +349,7 @@ def _rewritten(value: Any, role: str, place: str, change: Callable[[Text], str])
 def _shape(chat: Chat) -> str:
     """Return a chat as JSON whose texts say only as much as the structure around them may depend on.
 
-    Contents are blank or not, calls have arguments or not, and an identifier keeps its length. Of tools all words stay.
+    Contents are blank or not, calls have arguments or not, and identifiers keep their length. Tools keep all words.
     """
     turns = [{name: _shape_of(name, value) for name, value in turn.items()} for turn in chat.turns]
     tools = [_rewritten(tool, "tool", "", lambda each: _SYMBOL.sub("a", each.value)) for tool in chat.tools]
@@ -376,7 +377,7 @@ def _shape_of_call(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _marked(content: str, places: Iterable[int], marks: Mapping[str, str]) -> str:
-    """`content` with its characters at these places replaced by their marks."""
+    """Return `content` with its characters at these places replaced by their marks."""
     letters = list(content)
     for at in places:
         letters[at] = marks[letters[at]]
@@ -384,7 +385,7 @@ def _marked(content: str, places: Iterable[int], marks: Mapping[str, str]) -> st
 
 
 def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """The same tokenizer but for the spelling of some tokens, among the added ones and in the model's vocabulary."""
+    """Return a copy of the tokenizer that spells some tokens differently, in added tokens and vocabulary."""
     from tokenizers import Tokenizer
 
     made: dict[str, Any] = json.loads(backend.to_str())
@@ -400,5 +401,5 @@ def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
         model["merges"] = [pair for pair in pairs if names.keys().isdisjoint({*pair, "".join(pair)})]
     if model.get("unk_token"):
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    made["post_processor"] = None  # it adds tokens around a text, which nobody asks for here
+    made["post_processor"] = None  # it would add tokens around the text
     return Tokenizer.from_str(json.dumps(made))

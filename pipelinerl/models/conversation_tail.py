@@ -1,14 +1,15 @@
 """`ConversationTail`: the tokens that a chat template writes after an answer, up to the opening of the next one.
 
-A conversation is continued to the token: what was sampled stays as it was sampled, and only what is new is rendered.
+A continued conversation keeps its tokens exactly: sampled tokens stay as they were sampled, and only new messages are
+rendered.
 
     sampled tokens … answer | <end of turn> new messages, opening of the assistant's turn
                             └───────────────────── the tail ─────────────────────────────┘
 
-The tail comes from one rendering of `[user, assistant(MARK), *new messages]`: all text after the last mark. No code
-here knows a model. A difference of two renderings would be wrong, for templates may render earlier messages differently
-once later ones follow. Where a template writes no mark, or refuses the short conversation, there is no tail: the caller
-renders the whole conversation instead.
+The tail comes from one rendering of `[user, assistant(MARK), *new messages]`: all text after the last mark. The code is
+independent of the model. The difference of two renderings would be wrong, because templates may render earlier messages
+differently once later ones follow. If a template writes no mark, or rejects the short conversation, there is no tail,
+and the caller renders the whole conversation instead.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from typing import Any, Final, final
 from pipelinerl.errors import ModelError
 from pipelinerl.models.control_tokens import Chat, ContentGuard, Render, Turn
 
-#: Letters and digits alone: no template or tokenizer changes them.
+#: Only letters and digits, which no template or tokenizer changes.
 _MARK: Final = "Qz7answerQz7"
 _ASKS: Final[Turn] = {"role": "user", "content": "a"}
 
 
 class _NoTail(Exception):
-    """The template does not write what follows an answer in a way that can be cut off."""
+    """The text after an answer cannot be separated in this template."""
 
 
 @final
@@ -36,7 +37,7 @@ class ConversationTail:
 
     Args:
         guard: encodes rendered texts.
-        render: the template's text, as `ContentGuard` takes it.
+        render: renders a chat, as for `ContentGuard`.
         ends: spelling of each token that ends a sample, by id.
     """
 
@@ -47,10 +48,11 @@ class ConversationTail:
         self._closings: dict[int, tuple[str, int]] = {}  # by the number of calls in the answer
 
     def encode(self, chat: Chat, first_new: int, *, last_id: int) -> list[int] | None:
-        """Token ids after the answer `chat.turns[first_new - 1]`, which ends with `last_id`; None without a tail.
+        """Return token ids after the answer `chat.turns[first_new - 1]`, which ends with `last_id`; None without a
+        tail.
 
         Raises:
-            ModelError: a new message spells a control token where the template cannot be followed.
+            ModelError: a new message spells a control token, and the template's changes to it cannot be followed.
         """
         new = chat.turns[first_new:]
         mark = _unused_mark(new)
@@ -76,10 +78,10 @@ class ConversationTail:
         return ids[1:] if last_id in self._ends and ids and ids[0] in self._ends else ids
 
     def reproduces_deployment(self, *, calls: int = 0) -> bool:
-        """Whether a conversation that is continued this way is what the template renders as a whole.
+        """Return whether a continued conversation equals the template's rendering of the whole conversation.
 
         Args:
-            calls: how many tools the answer calls; with 0 it is a text.
+            calls: the number of tools that the answer calls; 0 means a text answer.
         """
         answer: Turn = {"role": "assistant", "content": "b"}
         replies: list[Turn] = [{"role": "user", "content": "c"}]
@@ -109,8 +111,10 @@ class ConversationTail:
         return self._closings[calls]
 
     def _closing_after(self, calls: int) -> tuple[str, int]:
-        """What the template writes between an answer's last text and the end of its turn, the end token included; and
-        how many characters come before that token."""
+        """Return the text between an answer and the end of its turn, including the end token.
+
+        The second value is the number of characters before that token.
+        """
         answer: Turn = {"role": "assistant", "content": "b"}
         if calls:
             answer["tool_calls"] = [_call(f"call{number}", {"a": "b"}) for number in range(calls)]
@@ -127,7 +131,7 @@ class ConversationTail:
 
 
 def _marked(answer: Turn, mark: str) -> Turn:
-    """The answer with the mark for its texts. A template may write a call in place of the content."""
+    """Return the answer with the mark as its texts. A template may write a call in place of the content."""
     marked = {**answer, "content": mark}
     marked.pop("reasoning_content", None)
     if calls := answer.get("tool_calls"):
@@ -147,6 +151,6 @@ def _call(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _unused_mark(turns: Sequence[Turn]) -> str:
-    """A mark that no text of these turns spells."""
+    """Return a mark that no text of these turns contains."""
     text = "\n".join(each.value for each in Chat(turns=turns).texts())
     return next(mark for mark in (_MARK + "x" * more for more in count()) if mark not in text)

@@ -1,8 +1,8 @@
-"""`DecoderConfig`: what a Llama-family decoder is, read from `config.json`; and the table of its parameters.
+"""`DecoderConfig`: a Llama-family decoder's configuration, read from `config.json`, and its parameters.
 
-Llama, Mistral, Qwen2 and Qwen3 differ in biases and norms alone, so one description holds them all. Promises: a feature
-that the decoder does not compute (sliding windows in use, other rotary scalings, experts, quantisation) is refused in
-one sentence, never ignored. No array library but numpy.
+Llama, Mistral, Qwen2 and Qwen3 differ in biases and norms alone, so one description covers them all. A feature that the
+decoder does not compute (sliding windows in use, other rotary scalings, experts, quantisation) is rejected with a
+message, never ignored. Needs no array library but numpy.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import model_dtype
 from pipelinerl.models.directory_files import json_object, text_table
 
-#: Stands for the layer's number in names.
+#: Prefix of the layers' parameters; `*` stands for the layer's number.
 LAYER: Final = "model.layers.*."
 EMBEDDING: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
 HEAD: Final = "lm_head.weight"
-#: A value model has these in place of the output layer.
+#: A value model has these parameters in place of the output layer.
 VALUE_WEIGHT: Final = "value_head.weight"
 VALUE_BIAS: Final = "value_head.bias"
 
-#: By model_type: whether queries, keys and values have biases (None: as `attention_bias` says), and norms of their own.
+#: For each model_type: biases of queries, keys and values (None: as in `attention_bias`), and norms of queries and
+#: keys.
 _FAMILY: Final[Mapping[str, tuple[bool | None, bool]]] = {
     "llama": (None, False),
     "mistral": (False, False),
@@ -39,9 +40,9 @@ _FAMILY: Final[Mapping[str, tuple[bool | None, bool]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """Rotary position embedding; `factor` stretches it (`linear`), for low frequencies alone if these bounds are given.
+    """Rotary position embedding; `factor` stretches all frequencies (`linear`), or only low ones given the bounds.
 
-    `original_positions`, `low_freq_factor`, `high_freq_factor` are those of Llama 3.1's scaling (`llama3`).
+    `original_positions`, `low_freq_factor` and `high_freq_factor` are those of Llama 3.1's scaling (`llama3`).
     """
 
     theta: float = 10_000.0
@@ -51,11 +52,11 @@ class Rotary:
     high_freq_factor: float = 4.0
 
     def frequencies(self, head_dim: int) -> NDArray[np.float32]:
-        """Radians per position, f32 [head_dim / 2]."""
+        """Return radians per position, f32 [head_dim / 2]."""
         plain = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.original_positions is None:
             return (plain / self.factor).astype(np.float32)
-        # Where a wave fits the original context more than `high` times it stays; fewer than `low` times, it stretches.
+        # Waves that fit the original context more than `high` times are kept; below `low` times they are stretched.
         turns = self.original_positions * plain / (2 * np.pi)
         kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
         return (plain * (kept + (1 - kept) / self.factor)).astype(np.float32)
@@ -68,8 +69,8 @@ class Parameter:
     Attributes:
         name: Hugging Face's; a `*` stands for the layer's number.
         shape: of one layer's, in Hugging Face's order [out, in].
-        axes: the mesh axis (`tensor`, `fsdp` or none) along which each dimension of `shape` is divided.
-        layers: how many are stacked along a leading dimension; None for a parameter outside the layers.
+        axes: the mesh axis (`tensor`, `fsdp` or None) along which each dimension of `shape` is divided.
+        layers: the number of layers stacked along a leading dimension; None for a parameter outside the layers.
     """
 
     name: str
@@ -93,7 +94,7 @@ class Parameter:
         return (self.name,) if self.layers is None else tuple(self.name_at(layer) for layer in range(self.layers))
 
     def name_at(self, layer: int) -> str:
-        """Hugging Face's name in one layer."""
+        """Return Hugging Face's name in one layer."""
         return self.name.replace("*", str(layer))
 
 
@@ -122,7 +123,7 @@ class DecoderConfig:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All of them, in the order in which they are gathered: embedding, layers, norm, head."""
+        """All parameters, in the order in which they are gathered: embedding, layers, norm, head."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         table = [Parameter(EMBEDDING, (self.vocab, self.hidden), ("tensor", "fsdp"))]
 
@@ -157,10 +158,10 @@ class DecoderConfig:
 
 
 def read_config(path: Path) -> DecoderConfig:
-    """The decoder that `config.json` in the directory `path` describes.
+    """Return the decoder that `config.json` in the directory `path` describes.
 
     Raises:
-        ModelError: it is missing or damaged, of an unknown architecture, or asks for what the decoder does not compute.
+        ModelError: config.json is missing or damaged, or describes an unknown architecture or an unsupported feature.
     """
     try:
         table = json_object(path / "config.json")
@@ -200,9 +201,9 @@ def _parsed(table: Mapping[str, Any], *, where: Path) -> DecoderConfig:
 
 
 def _refuse_unsupported(table: Mapping[str, Any], where: Path) -> None:
-    """Raise ModelError for the first setting that would change the result and is not computed."""
+    """Raise ModelError for the first unsupported setting that would change the result."""
     layers, window = int(table["num_hidden_layers"]), table.get("sliding_window")
-    if table["model_type"] != "mistral":  # the others have a switch beside the width
+    if table["model_type"] != "mistral":  # the other types have a separate switch
         window = window if table.get("use_sliding_window", False) else None
     kinds = table.get("layer_types")
     if kinds is None and table["model_type"] != "mistral":
@@ -219,7 +220,10 @@ def _refuse_unsupported(table: Mapping[str, Any], where: Path) -> None:
 
 
 def _rope_table(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rotary settings in today's place (`rope_parameters`) or the older ones (`rope_theta`, `rope_scaling`)."""
+    """Return rotary settings from their current place (`rope_parameters`) or the old ones.
+
+    The old ones are `rope_theta` and `rope_scaling`.
+    """
     scaling = table.get("rope_parameters") or table.get("rope_scaling") or {}
     return {name: table[name] for name in ("rope_theta", "partial_rotary_factor") if table.get(name)} | dict(scaling)
 

@@ -1,7 +1,7 @@
-"""Read the JSON files of a model directory, and refuse those that no maker of models writes.
+"""Reader of the JSON files of a model directory, which rejects implausible ones.
 
-A directory may come from a stranger. Promises: whatever stands in a file, reading it takes bounded memory and ends in
-a table or in a `ModelError`.
+A directory may come from an untrusted source. Reading any file takes bounded memory and ends in a table or a
+`ModelError`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from pipelinerl.errors import ModelError
 
-#: Larger than any tokenizer.json known, in bytes.
+#: Larger than any known tokenizer.json, in bytes.
 _LONGEST_JSON: Final = 256 << 20
-#: Sizes in config.json, and more than any model has of them.
+#: Upper bounds of the sizes in config.json, above those of any model.
 _SIZES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_attention_heads", "n_head"), 1 << 14),
     **dict.fromkeys(("num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts"), 1 << 14),
@@ -26,7 +26,7 @@ _SIZES: Final[Mapping[str, int]] = {
     "max_position_embeddings": 1 << 30,
     "n_positions": 1 << 30,
 }
-#: Of these, null or 0 stands for what the others say.
+#: Sizes that may be null or 0, in which case they follow from the others.
 _MAY_BE_ABSENT: Final = frozenset(
     {
         "num_key_value_heads", "head_dim", "n_inner", "num_experts", "num_local_experts", "n_routed_experts",
@@ -55,10 +55,10 @@ def json_object(file: Path) -> dict[str, Any]:
 
 
 def text_table(file: Path) -> dict[str, Any]:
-    """Return what config.json says of the model that reads and writes text: all of it, or its `text_config`.
+    """Return the configuration of the text model: all of config.json, or its `text_config`.
 
     Raises:
-        ModelError: it cannot be read, or names a size that no model has.
+        ModelError: it cannot be read, or names an implausible size.
     """
     whole = json_object(file)
     text = whole.get("text_config") or whole
@@ -77,10 +77,10 @@ def text_table(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def foreign_failures(problem: str, remedy: str = "copy it again") -> Iterator[None]:
-    """Turn whatever a library raises on a stranger's file into a `ModelError`: "problem: what it said; remedy".
+    """Convert any exception of a library on an untrusted file to a `ModelError`: "problem: library's message; remedy".
 
-    What transformers raises on a damaged config.json has no end, and `tokenizers` raises `Exception` itself, or, where
-    it panics, a `BaseException`.
+    transformers raises many kinds of exceptions on a damaged config.json. `tokenizers` raises `Exception` itself, or a
+    `BaseException` when it panics.
     """
     try:
         yield
@@ -91,6 +91,6 @@ def foreign_failures(problem: str, remedy: str = "copy it again") -> Iterator[No
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of what an error says, or its name: for a sentence."""
+    """Return the first line of an error's message, or its name, to embed in a sentence."""
     said = str(error).partition("\n")[0].strip().rstrip(".;")
     return said[:300] or type(error).__name__

@@ -1,7 +1,7 @@
-"""Weights that are numbers: a parameter with a NaN or an infinity in it is named before anything computes with it.
+"""Check of weights for NaN and infinity, which names the parameter before it is used.
 
-A float is NaN or infinite where every bit of its exponent is set: read as integers, these are the largest of either
-sign, so that two maxima find them, at the speed of memory.
+A float is NaN or infinite if all bits of its exponent are set. Read as integers, such values are the largest of either
+sign, so two maxima find them at the speed of memory.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 
 from pipelinerl.errors import ModelError
 
-#: The bits of the exponent, by dtype; of another, such as eight bits, nothing is said.
+#: The bits of the exponent, by dtype; other dtypes, such as eight bits, are not checked.
 _EXPONENTS: Final = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00, "float64": 0x7FF0 << 48}
-#: Numbers that are looked at together: they stay in a core's cache between the two maxima.
+#: The number of values checked at once, which fits a core's cache between the two maxima.
 _BLOCK: Final = 2**18
 
 
 def refuse_not_finite(path: Path, name: str, values: NDArray[Any], dtype: str) -> None:
-    """Look at the values of a parameter of the directory `path`.
+    """Check the values of a parameter of the directory `path`.
 
     Args:
-        values: of any shape, in items of the size of `dtype`, which is named as torch and NumPy name it.
+        values: of any shape, with items of the size of `dtype`, given by its name in torch and NumPy.
 
     Raises:
-        ModelError: one is NaN or infinite.
+        ModelError: a value is NaN or infinite.
     """
     exponent = _EXPONENTS.get(dtype)
     if exponent is None:

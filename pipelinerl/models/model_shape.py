@@ -1,7 +1,7 @@
 """`ModelShape`: the sizes of a language model from its directory alone, without its weights and without torch.
 
-Shapes come from the headers of the safetensors files, a few kilobytes each; of a directory that has only config.json,
-from the table of a Llama-family decoder. A model of 70 billion parameters takes milliseconds.
+Shapes come from the headers of the safetensors files, a few kilobytes each. If a directory has only config.json, they
+come from the table of a Llama-family decoder. A model of 70 billion parameters takes milliseconds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pipelinerl.models.routing import fused_experts
 from trainer_contract.types import WeightDType
 
 _HEAD: Final = "lm_head.weight"
-#: Last names of embeddings' modules, in the families that are packed.
+#: Last names of embedding modules, in the supported families.
 _EMBEDDINGS: Final = frozenset({"embed_tokens", "wte", "wpe", "embed_positions", "embed_in"})
-#: Before the number of a layer.
+#: Parts of a name before the number of a layer.
 _LAYERS: Final = frozenset({"layers", "h", "block", "blocks"})
 
 BYTES: Final[Mapping[WeightDType, int]] = {
@@ -34,7 +34,7 @@ BYTES: Final[Mapping[WeightDType, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes; `parameters` are shapes by name, tied ones once."""
+    """Sizes of a model; `parameters` are shapes by name, with tied ones once."""
 
     parameters: Mapping[str, tuple[int, ...]]
     dtype: WeightDType
@@ -48,12 +48,12 @@ class ModelShape:
 
     @property
     def count(self) -> int:
-        """Parameters in all."""
+        """The number of parameters."""
         return sum(map(math.prod, self.parameters.values()))
 
     @property
     def largest(self) -> int:
-        """Parameters of the largest tensor."""
+        """The number of parameters of the largest tensor."""
         return max(map(math.prod, self.parameters.values()))
 
     @property
@@ -63,50 +63,50 @@ class ModelShape:
 
     @property
     def experts(self) -> int:
-        """Parameters of fused experts."""
+        """The number of parameters of fused experts."""
         return sum(math.prod(each) for name, each in self.parameters.items() if len(each) == 3 and ".experts." in name)
 
     @property
     def matrices(self) -> int:
-        """Parameters of at least two dimensions: those whose products autocast makes."""
+        """The number of parameters in tensors of at least two dimensions, whose products autocast computes."""
         return sum(math.prod(shape) for shape in self.parameters.values() if len(shape) >= 2)
 
     @property
     def multiplied(self) -> int:
-        """Parameters of linear layers and experts, the output layer's among them, though it be tied."""
+        """The number of parameters of linear layers, experts and the output layer, even if it is tied."""
         return sum(map(math.prod, self.linear.values())) + self.experts + self.vocab * self.hidden
 
     @property
     def products(self) -> int:
-        """Parameters that linear layers alone compute with: not an output layer's that is tied."""
+        """The number of parameters of linear layers, including an output layer that is not tied."""
         outer = [shape for name, shape in self.parameters.items() if name.endswith(_HEAD)]
         return sum(map(math.prod, [*self.linear.values(), *outer]))
 
     @property
     def is_gated(self) -> bool:
-        """Does the MLP multiply two branches, as SwiGLU does?"""
+        """True if the MLP multiplies two branches, as SwiGLU does."""
         return any("gate" in name for name in self.parameters)
 
     @property
     def normalises_heads(self) -> bool:
-        """Have queries and keys norms of their own?"""
+        """True if queries and keys have norms of their own."""
         return any("q_norm" in name for name in self.parameters)
 
     @property
     def has_merged_attention(self) -> bool:
-        """Is one matrix all of queries, keys and values?"""
+        """True if queries, keys and values share one matrix."""
         return any("c_attn" in name or "qkv" in name for name in self.parameters)
 
     def adapted(self, targets: Collection[str] | None) -> list[tuple[int, ...]]:
-        """Shapes of the matrices that LoRA adapts: those with these last names, or all inside the layers."""
+        """Return shapes of the matrices that LoRA adapts: those with these last names, or all inside the layers."""
         return [shape for name, shape in self.linear.items() if targets is None or _module(name) in targets]
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Of the model directory `path`.
+    """Return the shape of the model directory `path`.
 
     Raises:
-        ModelError: its configuration or a header cannot be read, or says too little.
+        ModelError: its configuration or a header cannot be read or is incomplete.
     """
     try:
         table, text = json_object(path / "config.json"), text_table(path / "config.json")
@@ -138,7 +138,7 @@ def _parameters(path: Path, *, tied: bool) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp_width(text: Mapping[str, Any], hidden: int) -> int:
-    """Of the MLP that computes a token; of a mixture, of all the experts that do."""
+    """Return the width of the MLP for one token; for a mixture, the sum over its active experts."""
     one, count = text.get("moe_intermediate_size"), text.get("num_experts_per_tok")
     if one and count:
         return int(one) * int(count) + int(text.get("shared_expert_intermediate_size") or 0)

@@ -1,9 +1,9 @@
-"""`PlainTokenizer`: what a tokenizer.json and a chat template say, without `transformers`.
+"""`PlainTokenizer`: a tokenizer from tokenizer.json and a chat template, without `transformers`.
 
-To import that library takes most of a second of processor time, and an engine of numpy or JAX has no other use for it.
-Promises that ids, texts and renderings are those of `PreTrainedTokenizerFast`, to the character: a directory that says
-more than that class writes for itself is not read here, and what is asked beyond plain messages, or fails, is left to
-that class (`whole`), which is then read after all.
+Importing transformers takes most of a second of CPU time, and numpy and JAX engines need it for nothing else. Ids,
+texts and renderings equal those of `PreTrainedTokenizerFast`, to the character. A directory with settings beyond those
+that class itself writes is not supported. Chats with non-text contents, and failures, are left to that class (`whole`),
+which is loaded on demand.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 #: The tokens that have a name, in transformers' order.
 _NAMED: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-#: What else stands in a tokenizer_config.json without a meaning for ids, texts and renderings.
+#: Other entries of tokenizer_config.json, which do not affect ids, texts and renderings.
 _WITHOUT_MEANING: Final = frozenset(
     {
         "backend", "chat_template", "clean_up_tokenization_spaces", "is_local", "local_files_only", "model_max_length",
         "padding_side", "tokenizer_class", "truncation_side",
     }
 )  # fmt: skip
-#: Files beside it in which older versions kept tokens, and a folder of templates by name.
+#: Additional files in which older versions kept tokens, and a folder of templates by name.
 _MORE: Final = ("added_tokens.json", "special_tokens_map.json", "additional_chat_templates")
-#: What transformers gives templates in a form of its own.
+#: Names that transformers gives templates in a form of its own.
 _OF_ITS_OWN: Final = re.compile(r"\b(end)?generation\b|\bnamespace\b|\bdict\b")
 #: Larger vocabularies may be Mistral's, whose pre-tokenizer transformers repairs.
 _MOST_TOKENS: Final = 100_000
@@ -63,16 +63,16 @@ class PlainTokenizer:
         self._read_whole = read_whole
 
     def __len__(self) -> int:
-        """Number of tokens, added ones included."""
+        """Return the number of tokens, including added ones."""
         return int(self.backend_tokenizer.get_vocab_size())
 
     @cached_property
     def whole(self) -> Any:
-        """What transformers reads from the directory."""
+        """The tokenizer that transformers reads from the directory."""
         return self._read_whole()
 
     def get_chat_template(self) -> str:
-        """The template; ValueError where there is none."""
+        """Return the template; raises ValueError without one."""
         if self.chat_template is None:
             raise ValueError("there is no chat template")
         return self.chat_template
@@ -80,7 +80,7 @@ class PlainTokenizer:
     def rendered(
         self, turns: Sequence[Mapping[str, Any]], *, opens: bool, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
-        """The template's text of messages; `opens` adds the opening of the assistant's turn. Raises as `whole` does."""
+        """Render messages; `opens` adds the opening of the assistant's turn. Raises as `whole` does."""
         from jinja2 import TemplateError
 
         plain = turns and all(isinstance(turn["content"], str) for turn in turns)
@@ -94,7 +94,7 @@ class PlainTokenizer:
                     **self._named,
                 )
             except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
-                pass  # it fails there as well, in that library's words
+                pass  # `whole` fails too, with transformers' message
         messages: Any = [dict(turn) for turn in turns]
         offered: Any = None if tools is None else list(tools)
         return str(self.whole.apply_chat_template(messages, tools=offered, add_generation_prompt=opens, tokenize=False))
@@ -104,17 +104,17 @@ class PlainTokenizer:
         return compiled(self.get_chat_template())
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included."""
+        """Return the text of `token_ids`, including special tokens."""
         return str(self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
 def _plain(value: Any) -> Any:
-    """Strip what a subclass of `str` adds; a template prints an enum otherwise."""
+    """Return a plain string for a subclass of `str`; a template would print an enum member otherwise."""
     return str.__str__(value) if isinstance(value, str) else value
 
 
 def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | None:
-    """The tokenizer of the directory `path`; None where only `read_whole` knows, which also says what is wrong."""
+    """Return the tokenizer of the directory `path`, or None if only `read_whole` can read it or report its error."""
     from tokenizers import Tokenizer
 
     if any((path / name).exists() for name in _MORE) or not (path / "tokenizer_config.json").is_file():
@@ -138,7 +138,7 @@ def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | No
 
 
 def compiled(template: str) -> Template:
-    """As `transformers` compiles it (`utils/chat_template_utils.py`), less what it gives in a form of its own."""
+    """Compile a template as `transformers` does (`utils/chat_template_utils.py`), without its own extensions."""
     from jinja2 import TemplateError, ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -1,7 +1,7 @@
 """Mixture-of-experts models by their config.json, without torch.
 
-What a layer's router chooses for a token is `top_k` numbers of experts. Replaying a sampler's choice in the trainer
-needs routers whose arithmetic is known: a softmax over all experts, of which the chosen ones keep their weights.
+A layer's router chooses `top_k` experts for each token. The trainer can replay a sampler's choice only if it knows the
+router's arithmetic: a softmax over all experts, of which the chosen ones keep their weights.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pipelinerl.models.checkpoint import model_type
 from pipelinerl.models.directory_files import text_table
 from trainer_contract.types import RoutingShape
 
-#: Model types whose routers the torch engine tells of, and the torch trainer replays (`torch_routers`).
+#: Model types whose routing the torch engine records and the torch trainer replays (`torch_routers`).
 REPLAYED: Final = frozenset({"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 #: A matrix of one expert in a model's files; Mixtral numbers them.
 _OF_EXPERT: Final = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
 )
 _DOWN: Final = ("down_proj", "w2")
-#: What configurations call the number of experts of a layer.
+#: Names of the number of experts per layer in configurations.
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def mixture_of(path: Path) -> RoutingShape | None:
-    """The routers of the model in a directory, by its config.json; None of a model that has no experts to choose.
+    """Return the routers of the model in a directory, by its config.json; None for a model without expert layers.
 
     Raises:
-        ModelError: the configuration cannot be read, or says too little.
+        ModelError: the configuration cannot be read or is incomplete.
     """
     where = path / "config.json"
     try:
@@ -46,10 +46,10 @@ def mixture_of(path: Path) -> RoutingShape | None:
 
 
 def replayed_routing(path: Path) -> RoutingShape:
-    """The routers of a model whose choice can be recorded and replayed.
+    """Return the routers of a model whose choice can be recorded and replayed.
 
     Raises:
-        ModelError: the model has none, or such as are not known here.
+        ModelError: the model has no routers, or unsupported ones.
     """
     shape, kind = mixture_of(path), model_type(path)
     if shape is None:
@@ -62,10 +62,10 @@ def replayed_routing(path: Path) -> RoutingShape:
 
 
 def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Shapes by name as a loaded model has them, of those in a directory's files: a layer's experts are two parameters.
+    """Convert a directory's shapes by name to those of a loaded model, in which a layer's experts are two parameters.
 
-    Files name each expert's matrices, `….experts.3.gate_proj.weight`; `gate_up_proj` [experts, 2 · width, hidden] and
-    `down_proj` [experts, hidden, width] are what is trained, gathered and sent.
+    Files name each expert's matrices, `….experts.3.gate_proj.weight`. The loaded parameters, which are trained,
+    gathered and sent, are `gate_up_proj` [experts, 2 · width, hidden] and `down_proj` [experts, hidden, width].
     """
     fused: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
@@ -81,7 +81,7 @@ def fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int,
 
 
 def _layers(text: Mapping[str, Any]) -> int:
-    """Layers with experts; the others have one MLP for all tokens."""
+    """Return the number of layers with experts; other layers have one MLP for all tokens."""
     kinds = text.get("mlp_layer_types")
     if kinds is not None:
         return sum(kind == "sparse" for kind in kinds)

@@ -1,7 +1,7 @@
-"""Tiny decoders built from nothing: the model of the shipped demonstration, and random ones for tests and benchmarks.
+"""Tiny decoders built from scratch: the model of the shipped demonstration, and random ones for tests and benchmarks.
 
-They are ordinary Qwen3 checkpoints with an ordinary fast tokenizer, so whatever runs them runs a real model as well.
-Promises: no network, no files but those written on request, the same seed gives the same weights.
+They are ordinary Qwen3 checkpoints with an ordinary fast tokenizer, so code that runs them also runs real models.
+Building uses no network and writes no files unless requested; the same seed gives the same weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DecoderShape:
     max_positions: int = 64
 
     def __post_init__(self) -> None:
-        """Refuse shapes that no attention can have."""
+        """Reject shapes that attention does not support."""
         kv_heads = self.kv_heads or self.heads
         if self.hidden % self.heads or (self.hidden // self.heads) % 2 or self.heads % kv_heads:
             raise ValueError(
@@ -61,7 +61,7 @@ class DebugSize(Enum):
 
 
 def random_decoder(shape: DecoderShape | DebugSize, *, seed: int = 0) -> PreTrainedModel:
-    """A Qwen3 causal LM, float32 on CPU, in eval mode; its weights are a pure function of (shape, seed)."""
+    """Return a Qwen3 causal LM, float32 on CPU, in eval mode; its weights depend only on (shape, seed)."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -75,7 +75,7 @@ def random_decoder(shape: DecoderShape | DebugSize, *, seed: int = 0) -> PreTrai
         head_dim=sizes.hidden // sizes.heads,
         intermediate_size=sizes.intermediate,
         max_position_embeddings=sizes.max_positions,
-        # Small widths need larger initial weights, or the first hundreds of steps are spent on growing them.
+        # Small widths need larger initial weights; otherwise the first hundreds of steps only grow them.
         initializer_range=max(0.02, min(0.05, 3.2 / sizes.hidden)),
         tie_word_embeddings=True,
         pad_token_id=SPECIAL_TOKENS.index(PAD),
@@ -94,7 +94,7 @@ def random_decoder(shape: DecoderShape | DebugSize, *, seed: int = 0) -> PreTrai
 
 
 def word_tokenizer(texts: Iterable[str], *, vocab: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with `vocab` tokens, learned from `texts`, each digit a token, with the same chat template.
+    """Train a byte-level BPE with `vocab` tokens on `texts`, one token per digit, with the same chat template.
 
     Every text survives encoding and decoding exactly. The same texts give the same tokens.
     """
@@ -121,10 +121,10 @@ def word_tokenizer(texts: Iterable[str], *, vocab: int) -> PreTrainedTokenizerFa
 
 
 def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
-    """One token for each character of `alphabet` and for each of `phrases`, plus the role tokens of the chat template.
+    """Return a tokenizer with a token for each character of `alphabet`, each of `phrases`, and each role.
 
-    Text over the alphabet survives encoding and decoding exactly; other characters become `<|unk|>`.
-    Token ids: the special tokens first, then the alphabet, then the phrases.
+    Text over the alphabet survives encoding and decoding exactly; other characters become `<|unk|>`. Token ids: the
+    special tokens first, then the alphabet, then the phrases.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,9 +1,9 @@
 """`ChatTokenizer`: the tokenizer of a model directory, with its chat template. Read from disk, never from the network.
 
-The one place where text becomes tokens. Promises that a template may write control tokens and contents may not
-(`control_tokens`), and that a chat which spells none is encoded as the tokenizer's own `apply_chat_template` does it;
-that decoding is exact (special tokens are shown, nothing is cleaned up), and that the incremental detokenizer emits
-whole characters only, whose concatenation equals decoding everything at once.
+All conversion of text to tokens happens here. A template may write control tokens and contents may not
+(`control_tokens`). A chat that spells no control token is encoded as by the tokenizer's own `apply_chat_template`.
+Decoding is exact: special tokens are shown, and nothing is cleaned up. The incremental detokenizer emits whole
+characters only, and its output adds up to the text decoded at once.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from pipelinerl.models.tool_calls import ParsedAnswer, format_of, parsed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-#: How a decoder shows bytes that do not (yet) form a character.
+#: The decoder's output for bytes that do not (yet) form a character.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: More undecided tokens than any character has bytes: then the bytes are not text, and are shown as they are.
+#: More tokens than any character has bytes; after as many undecided tokens, the bytes are shown as they are.
 _MAX_UNDECIDED = 16
-#: A directory of such a model, whose tokenizer_config.json names the plain class, is read as that class reads it:
-#: `AutoTokenizer` would take it for the same, and to ask it costs each role two seconds of processor, and torch in its
-#: memory. Of other types it may know better than the directory.
+#: Model types whose tokenizer is read with the plain class that tokenizer_config.json names. `AutoTokenizer` would
+#: choose the same class, but costs each process two seconds of CPU time, and torch in its memory. For other types,
+#: `AutoTokenizer` may choose better than the directory.
 _TAKEN_AT_THEIR_WORD: Final = frozenset({"bigram", "gpt2", "llama", "qwen3", "qwen3_moe"})
-#: Text that few vocabularies hold: a tokenizer must have a token for what it does not know.
+#: Text outside most vocabularies: a tokenizer must have a token for unknown characters.
 _UNUSUAL: Final = "a\U000f0000\u0378"
 _MOST_TOKENS: Final = 1 << 24
 _PLAIN_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 _NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
-#: What computing with a message of another shape than the template expects ends in.
+#: Exceptions from templates that receive a message of an unexpected shape.
 FAILURES: Final = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 _WITHOUT_TEMPLATE: Final = (
     "{} has no chat template, as a base model may; write one into chat_template.jinja of its directory, such as "
@@ -49,11 +49,11 @@ _WITHOUT_TEMPLATE: Final = (
 
 
 class ChatTurn(Protocol):
-    """One message: `pipelinerl.types.Message` and the contract's `ChatMessage` are both."""
+    """One message, such as `pipelinerl.types.Message` or the contract's `ChatMessage`."""
 
     @property
     def role(self) -> str:
-        """`system`, `user`, `assistant`, …"""
+        """The role: `system`, `user`, `assistant`, …"""
         ...
 
     @property
@@ -99,12 +99,12 @@ class ChatTokenizer:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sample: those of generation_config.json, config.json and the tokenizer."""
+        """The tokens that end a sample: those of generation_config.json or config.json, and of the tokenizer."""
         return self._eos_token_ids
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
+        """The number of tokens, including added ones."""
         return self._vocab_size
 
     def encode_chat(
@@ -113,18 +113,18 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] = _NO_KWARGS,
         tools: Sequence[ToolDefinition] = (),
     ) -> list[int]:
-        """Token ids of the rendered conversation, the opening of the assistant's turn included.
+        """Return token ids of the rendered conversation, with the opening of the assistant's turn.
 
-        A control token that a message or a tool spells comes out as plain text.
+        A control token that a message or a tool spells becomes plain text.
 
         Args:
-            template_kwargs: names that the template may look up beside the messages.
+            template_kwargs: other names that the template may look up.
             tools: functions that the template describes to the model.
 
         Raises:
-            ModelError: the model has no chat template, it refuses the messages, a spelling cannot be followed, or a
-                name is not for `template_kwargs`.
-            UnshownFieldError: the template does not look at the tools, or at a field of a message.
+            ModelError: the model has no chat template, the template rejects the messages, the template's changes to a
+                spelling cannot be followed, or a name is not allowed in `template_kwargs`.
+            UnshownFieldError: the template does not use the tools, or a field of a message.
         """
         turns = [self._turn(row, message) for row, message in enumerate(messages)]
         if tools:
@@ -140,10 +140,10 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] = _NO_KWARGS,
         tools: Sequence[ToolDefinition] = (),
     ) -> list[int]:
-        """Token ids of a conversation whose tokens up to the answer `messages[first_new - 1]` are `token_ids`.
+        """Return token ids of a conversation whose tokens up to the answer `messages[first_new - 1]` are `token_ids`.
 
-        They come first, and what the template writes after an answer follows (`conversation_tail`). Where the template
-        does not append, this is `encode_chat`. Raises as `encode_chat` does.
+        `token_ids` come first, followed by the tokens that the template writes after an answer (`conversation_tail`).
+        If the template does not append, the result is that of `encode_chat`. Raises as `encode_chat`.
         """
         turns = [self._turn(row, message) for row, message in enumerate(messages)]
         chat = Chat(turns=turns, tools=[tool.for_template() for tool in tools], also=template_kwargs)
@@ -152,18 +152,18 @@ class ChatTokenizer:
 
     @cached_property
     def tail(self) -> ConversationTail:
-        """What this model's template writes after an answer."""
+        """The encoder of the text that this model's template writes after an answer."""
         decoded = {index: self._tokenizer.backend_tokenizer.id_to_token(index) for index in self._eos_token_ids}
         ends = {index: text for index, text in decoded.items() if text}
         return ConversationTail(self._contents, self._render, ends)
 
     def parse_answer(self, text: str, tools: Sequence[ToolDefinition], *, key: bytes) -> ParsedAnswer:
-        """The calls of `tools` in an answer's text, in the format of this model's template; ids are made from `key`."""
+        """Return an answer's text and its calls of `tools`, in this template's format; ids are derived from `key`."""
         form = format_of(self._template_source)
         return ParsedAnswer(text) if form is None else parsed(text, form, tools, key=key)
 
     def _turn(self, row: int, message: ChatTurn) -> Turn:
-        """A message as the template takes it. A template that knows no developer knows him as the system."""
+        """Return a message in the template's form. A developer becomes the system role if the template has none."""
         turn: Turn = {"role": message.role, "content": message.content}
         if message.role == "developer" and "developer" not in self._template_source:
             turn["role"] = "system"
@@ -191,12 +191,12 @@ class ChatTokenizer:
 
     @cached_property
     def _template_source(self) -> str:
-        """The source of the chat template, or of all of them; empty where there is none."""
+        """The source of the chat template, or of all of them; empty if there is none."""
         template: Any = self._tokenizer.chat_template
         return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of `text` as a whole prompt, after the token that the tokenizer begins each text with, if any.
+        """Return token ids of `text` as a whole prompt, after the tokenizer's beginning-of-text token, if any.
 
         Raises:
             ModelError: the text spells a control token and has no plain form.
@@ -205,7 +205,7 @@ class ChatTokenizer:
         return [token_id for token_id in special if token_id not in self._eos_token_ids] + self.encode(text)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` as the assistant's content: no control token that structures a chat comes out.
+        """Return token ids of `text` as the assistant's content, without structural control tokens.
 
         Raises:
             ModelError: the text spells one and has no plain form.
@@ -214,7 +214,7 @@ class ChatTokenizer:
 
     @cached_property
     def _contents(self) -> ContentGuard:
-        """Made when it is first needed, for it renders the template."""
+        """The content guard, built on first use because it renders the template."""
         tokenizer = self._tokenizer
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()
@@ -222,14 +222,14 @@ class ChatTokenizer:
         backend.encode_special_tokens = False
         return ContentGuard(
             backend,
-            template=self._template_source,  # without one there are no chats to encode, only contents
+            template=self._template_source,  # without a template, only contents are encoded
             render=self._render,
             ends=self._eos_token_ids,
             unknown=tokenizer.unk_token_id,
         )
 
     def _render(self, chat: Chat, opens: bool) -> str:
-        """The template's text; `opens` adds the opening of the assistant's turn."""
+        """Render a chat; `opens` adds the opening of the assistant's turn."""
         from jinja2 import TemplateError
 
         tokenizer, template_kwargs, tools = self._tokenizer, chat.also, list(chat.tools) or None
@@ -255,7 +255,7 @@ class ChatTokenizer:
 
     @cached_property
     def _not_for_templates(self) -> frozenset[str]:
-        """What `apply_chat_template` takes for itself, and what it gives templates of its own accord."""
+        """Names that `apply_chat_template` takes as arguments, or sets for templates itself."""
         signature = inspect.signature(self._whole.apply_chat_template)
         return frozenset({*signature.parameters, *self._whole.special_tokens_map, "messages"})
 
@@ -264,7 +264,7 @@ class ChatTokenizer:
         return self._tokenizer.whole if isinstance(self._tokenizer, PlainTokenizer) else self._tokenizer
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included."""
+        """Return the text of `token_ids`, including special tokens."""
         if isinstance(self._tokenizer, PlainTokenizer):
             return self._tokenizer.decode(token_ids)
         return str(
@@ -272,7 +272,7 @@ class ChatTokenizer:
         )
 
     def detokenizer(self) -> IncrementalDetokenizer:
-        """A fresh one, for one sample."""
+        """Return a fresh detokenizer for one sample."""
         return IncrementalDetokenizer(self)
 
     def save(self, path: Path) -> None:
@@ -282,10 +282,10 @@ class ChatTokenizer:
 
 @final
 class IncrementalDetokenizer:
-    """Turns the tokens of one sample into text as they come.
+    """Converter of the tokens of one sample to text, as they arrive.
 
-    A window of tokens is decoded twice, without and with the newest; what the newest one added is the text. The window
-    begins one emission back, since some decoders treat the first token apart, and ends once a character is whole.
+    A window of tokens is decoded twice, without and with the newest; the difference is the new text. The window begins
+    one emission back, since some decoders treat the first token specially, and ends once a character is whole.
     """
 
     __slots__ = ("_emitted", "_read", "_tokenizer", "_window")
@@ -293,11 +293,11 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._read = 0  # tokens of the window whose text has been emitted
+        self._read = 0  # tokens of the window whose text was emitted
         self._emitted = ""  # the text of those tokens
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` completes; empty while a character is incomplete."""
+        """Return the text that `token_id` completes; empty while a character is incomplete."""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         undecided = len(self._window) - self._read
@@ -306,7 +306,7 @@ class IncrementalDetokenizer:
         return self._emit(text)
 
     def flush(self) -> str:
-        """The text still held back; bytes that form no character are shown as U+FFFD."""
+        """Return the text still held back; bytes that form no character become U+FFFD."""
         if self._read == len(self._window):
             return ""
         return self._emit(self._tokenizer.decode(self._window))
@@ -320,10 +320,10 @@ class IncrementalDetokenizer:
 
 
 def check_chat_template(path: Path) -> None:
-    """Has the directory a chat template? Cheap: looks at names only, where transformers would find one.
+    """Raise unless the directory has a chat template. Cheap: it checks names only, where transformers looks.
 
     Raises:
-        ModelError: it has none; or its tokenizer_config.json is damaged.
+        ModelError: there is no template, or its tokenizer_config.json is damaged.
     """
     declared = _named(path / "tokenizer_config.json", "chat_template")
     if declared is not None and not isinstance(declared, str | list | dict):
@@ -339,7 +339,7 @@ def check_chat_template(path: Path) -> None:
 
 
 def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
-    """Decodes by the tokenizer of `path`, which is read at the first call; where it has none, the ids are the text."""
+    """Return a decoder by the tokenizer of `path`, read at the first call; without one, it prints the ids."""
 
     @cache
     def decode() -> Callable[[Sequence[int]], str]:
@@ -352,7 +352,7 @@ def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
 
 
 def _read(path: Path) -> PreTrainedTokenizerFast | PlainTokenizer:
-    """The tokenizer of `path`, without transformers where that comes to the same. Raises what transformers raises."""
+    """Read the tokenizer of `path`, without transformers if the result is the same. Raises what transformers raises."""
     whole = partial(_read_whole, path)
     return (read_plain(path, whole) if _is_plain(path) else None) or whole()
 
@@ -365,13 +365,13 @@ def _read_whole(path: Path) -> PreTrainedTokenizerFast:
 
 
 def _is_plain(path: Path) -> bool:
-    """Is it taken at its word?"""
+    """Return whether the plain class reads this tokenizer."""
     plain = _named(path / "tokenizer_config.json", "tokenizer_class") in _PLAIN_CLASSES
     return plain and _named(path / "config.json", "model_type") in _TAKEN_AT_THEIR_WORD
 
 
 def _reader(path: Path) -> Any:
-    """The class of transformers that reads the tokenizer of `path`."""
+    """Return the class of transformers that reads the tokenizer of `path`."""
     if _is_plain(path):
         from transformers import PreTrainedTokenizerFast
 
@@ -382,16 +382,16 @@ def _reader(path: Path) -> Any:
 
 
 def _named(file: Path, name: str) -> Any:
-    """What the JSON object in `file` says under `name`; None where there is no such file.
+    """Return the entry `name` of the JSON object in `file`; None without a file or entry.
 
     Raises:
-        ModelError: it is no JSON object.
+        ModelError: the file holds no JSON object.
     """
     return json_object(file).get(name) if file.is_file() else None
 
 
 def _declared_eos(path: Path) -> set[int]:
-    """`eos_token_id` of generation_config.json, else of config.json; it may be absent, one id or a list."""
+    """Return `eos_token_id` of generation_config.json, else of config.json; it may be absent, one id or a list."""
     for name in ("generation_config.json", "config.json"):
         declared = _named(path / name, "eos_token_id")
         if declared is None:

@@ -1,10 +1,10 @@
-"""Tool calls in an answer's text, by the format that the model's chat template writes.
+"""Parser of tool calls in an answer's text, in the format that the model's chat template writes.
 
     Hermes      <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>         Qwen2.5, Qwen3, SmolLM3, Hermes
     Qwen3 XML   <tool_call><function=f><parameter=a>1</parameter></function></tool_call>          Qwen3-Coder
     Llama JSON  {"name": "f", "parameters": {"a": 1}}, alone or after <|python_tag|>              Llama 3.1 to 3.3
 
-What cannot be parsed stays text: the agent sees what the model wrote, and no call.
+Calls that cannot be parsed stay text, so the agent sees what the model wrote.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _CALL: Final = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION: Final = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*\Z", re.DOTALL)
 _PARAMETER: Final = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _PYTHON_TAG: Final = "<|python_tag|>"
-#: Letters and digits of an id: Mistral's templates accept nothing else.
+#: The length of an id in letters and digits; Mistral's templates accept no other.
 _ID_LENGTH: Final = 9
 
 
 class CallFormat(StrEnum):
-    """How a model writes calls."""
+    """Formats in which models write calls."""
 
     HERMES = "hermes"
     QWEN3_XML = "qwen3_xml"
@@ -37,14 +37,14 @@ class CallFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """The text beside the calls, and the calls."""
+    """The text outside the calls, and the calls."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
 
 
 def format_of(template: str) -> CallFormat | None:
-    """The format of the calls that a chat template writes; None where it writes none that is known here."""
+    """Return the format of the calls that a chat template writes; None for no calls or an unknown format."""
     if "<function=" in template:
         return CallFormat.QWEN3_XML
     if "<tool_call>" in template:
@@ -53,7 +53,7 @@ def format_of(template: str) -> CallFormat | None:
 
 
 def parsed(text: str, form: CallFormat, tools: Sequence[ToolDefinition], *, key: bytes) -> ParsedAnswer:
-    """The calls in an answer's text. Their ids are a function of `key` and their place."""
+    """Parse the calls in an answer's text. Their ids depend only on `key` and their place."""
     if form is CallFormat.LLAMA_JSON:
         found = list(_llama_calls(text))
         return ParsedAnswer("" if found else text, _with_ids(found, key))
@@ -81,7 +81,7 @@ def _hermes_call(text: str) -> FunctionCall | None:
 
 
 def _llama_calls(text: str) -> Iterator[FunctionCall]:
-    """The calls, if the whole text is made of them."""
+    """Yield the calls if the whole text consists of calls."""
     rest, calls, decoder = text.strip().removeprefix(_PYTHON_TAG).strip(), list[FunctionCall](), json.JSONDecoder()
     while rest:
         try:
@@ -97,7 +97,7 @@ def _llama_calls(text: str) -> Iterator[FunctionCall]:
 
 
 def _xml_reader(tools: Sequence[ToolDefinition]) -> Callable[[str], FunctionCall | None]:
-    """Reads a call whose arguments have the types that the tools' schemas say."""
+    """Return a parser of calls whose arguments have the types of the tools' schemas."""
     schemas = {tool.function.name: (tool.function.parameters or {}).get("properties", {}) for tool in tools}
 
     def read(text: str) -> FunctionCall | None:
@@ -112,7 +112,7 @@ def _xml_reader(tools: Sequence[ToolDefinition]) -> Callable[[str], FunctionCall
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """A string where the schema says so, else what the text is as JSON."""
+    """Return a string if the schema requires one, otherwise the JSON value of the text, if it is JSON."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return value
     plain = _json(value)

@@ -1,11 +1,12 @@
-"""The routers of a mixture-of-experts model: what they choose is recorded in an engine, and replayed in a trainer.
+"""The routers of a mixture-of-experts model: an engine records their choice, and a trainer replays it.
 
-A sampler and a trainer that compute the same weights in different arithmetic round router logits differently, and
-where two experts are nearly equal they choose different ones; the rest of the forward is then another function. Rollout
-routing replay (R3: Ma et al. 2025, arXiv 2510.11370) has the trainer take the sampler's choice. The weights of the
-chosen experts still come from the trainer's own router logits, so gradients reach the router as ever.
+A sampler and a trainer that compute the same weights in different arithmetic round router logits differently. If two
+experts are nearly equal, they choose different ones, and the rest of the forward is then another function. In rollout
+routing replay (R3: Ma et al. 2025, arXiv 2510.11370), the trainer uses the sampler's choice. The weights of the chosen
+experts still come from the trainer's own router logits, so gradients reach the router as before.
 
-Known are routers that take a softmax over all experts and then the k likeliest (Qwen2-MoE, Qwen3-MoE, OLMoE, Mixtral).
+Supported are routers that take a softmax over all experts and then the k likeliest (Qwen2-MoE, Qwen3-MoE, OLMoE,
+Mixtral).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.nn.functional import linear
 
 from trainer_contract.types import Experts, RoutingShape
 
-#: By class: does the router round the weights of the chosen experts to the dtype of its logits?
+#: For each class: True if the router rounds the weights of the chosen experts to the dtype of its logits.
 _ROUNDS: Final = {
     "MixtralTopKRouter": False,
     "OlmoeTopKRouter": True,
@@ -30,19 +31,19 @@ _ROUNDS: Final = {
 
 
 def routers_of(model: nn.Module) -> list[Any]:
-    """The routers that are known here, in the order of the layers."""
+    """Return the supported routers, in the order of the layers."""
     return [module for module in model.modules() if type(module).__name__ in _ROUNDS]
 
 
 def shape_of(model: nn.Module) -> RoutingShape | None:
-    """Sizes of the routers that are known here; None where there are none."""
+    """Return the sizes of the supported routers; None without any."""
     routers = routers_of(model)
     return RoutingShape(len(routers), routers[0].num_experts, routers[0].top_k) if routers else None
 
 
 @final
 class TorchRouteLog:
-    """What the routers of an engine's model chose in its last forward, as long as somebody wants to know."""
+    """Log of the experts that the routers of an engine's model chose in its last forward, while `is_on`."""
 
     def __init__(self, model: nn.Module, shape: RoutingShape) -> None:
         self.shape = shape
@@ -56,7 +57,7 @@ class TorchRouteLog:
             router.forward = self._recording(router.forward)
 
     def take(self) -> Experts:
-        """Of the tokens of one forward [tokens, layers, top_k], prompts one after another; it is forgotten here."""
+        """Return and clear the choices for one forward [tokens, layers, top_k], with prompts one after another."""
         chosen, self._chosen = torch.stack(self._chosen, dim=1), []
         return chosen.to(torch.int32).cpu().numpy().astype(self.shape.dtype)
 
@@ -72,10 +73,10 @@ class TorchRouteLog:
 
 @final
 class ReplayedRouters:
-    """Has the routers of a trainer's model choose what they are told; told nothing, they choose by themselves.
+    """Replays recorded expert choices in a trainer's routers; without a recording, the routers choose.
 
-    What was told holds until the next word, so that a layer that activation checkpointing computes again in backward
-    finds the same experts.
+    A recording stays set until the next `tell`, so that a layer that activation checkpointing recomputes in backward
+    uses the same experts.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,7 +85,7 @@ class ReplayedRouters:
             router.forward = self._replaying(router, layer, router.forward)
 
     def tell(self, routed: Tensor | None) -> None:
-        """Of the tokens of the next forward, integers [K, layers, top_k]; None: the routers choose."""
+        """Set the experts for the tokens of the next forward, integers [K, layers, top_k]; None: the routers choose."""
         self._told = routed
 
     def _replaying(self, router: Any, layer: int, forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -97,9 +98,9 @@ class ReplayedRouters:
 
 
 def _weighed(router: Any, hidden: Tensor, experts: Tensor) -> Sequence[Tensor]:
-    """Logits [K, E], weights [K, top_k] and numbers of these `experts` i64 [K, top_k], as the router itself gives."""
+    """Return logits [K, E], weights [K, top_k] and `experts` i64 [K, top_k], in the router's own format."""
     logits = linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     weights = logits.float().softmax(dim=-1).gather(-1, experts)
-    if getattr(router, "norm_topk_prob", True):  # Mixtral always does
+    if getattr(router, "norm_topk_prob", True):  # Mixtral always normalises
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return logits, weights.to(logits.dtype) if _ROUNDS[type(router).__name__] else weights, experts

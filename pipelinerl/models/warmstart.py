@@ -1,11 +1,11 @@
-"""The supervised warm start: demonstrations teach a tiny decoder a task in part, and RL has to do the rest.
+"""The supervised warm start: demonstrations teach a tiny decoder part of a task, and RL does the rest.
 
-Two ways to stop. `warm_start` looks at the greedy accuracy of a whole mixture, which fits tasks with one right answer.
-`warm_start_domains` looks at the reward of sampled answers, domain by domain: one that has come far enough is
-rehearsed alone while others catch up, so that each of them begins RL with something to win.
+It stops in one of two ways. `warm_start` checks the greedy accuracy on a whole mixture, which suits tasks with one
+right answer. `warm_start_domains` checks the reward of sampled answers, domain by domain. A domain whose reward is high
+enough is only rehearsed while others catch up, so that every domain begins RL with room to improve.
 
-Promises: demonstrations are correct and come from the training split; the result is accepted by the validation split
-alone (held-out problems are never seen); the same settings give the same weights on one machine.
+Demonstrations are correct and come from the training split. The result is accepted by the validation split alone;
+held-out problems are never used. The same settings give the same weights on the same machine.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _IGNORED = -100
-#: Demonstrations by whose longest a domain's batches are sized.
+#: The number of demonstrations, of which the longest determines a domain's batch size.
 _MEASURED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartSettings:
-    """What to fit and when to stop.
+    """Settings of the warm start and its end.
 
     Attributes:
         training_problem, validation_problem: problem i of the training and of the validation split.
@@ -71,7 +71,7 @@ class WarmStartProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartReport:
-    """The model and how it came about; accuracies are on the validation split."""
+    """The model and the cost of its training; accuracies are on the validation split."""
 
     model: PreTrainedModel
     steps: int
@@ -167,7 +167,7 @@ def _step(
     *,
     temperature: float,
 ) -> float:
-    """One optimizer step; returns the mean loss per answer token of each batch, averaged by the batches' weights."""
+    """Run one optimizer step; return the weighted mean over the batches of the mean loss per answer token."""
     import torch
 
     optimizer.zero_grad()
@@ -183,9 +183,10 @@ def _step(
 
 
 def accuracies(model: PreTrainedModel, batch: Demonstrations) -> tuple[float, float]:
-    """Greedy accuracy, and expected accuracy of samples at temperature 1, of exact answers.
+    """Return the greedy accuracy and the expected accuracy of samples at temperature 1, of exact answers.
 
-    No generation is needed: greedy decoding gives the answer iff every token of it is the likeliest after those before.
+    No generation is needed: greedy decoding yields the answer iff each of its tokens is the likeliest after the ones
+    before.
     """
     import torch
 
@@ -200,16 +201,16 @@ def accuracies(model: PreTrainedModel, batch: Demonstrations) -> tuple[float, fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainWarmStartSettings:
-    """What to fit, domain by domain, and how far.
+    """Settings of the warm start by domain, and its end.
 
     Attributes:
         demonstrations: problem i of each domain's training split, by its name.
-        rewards: mean reward by domain of answers that the model samples to validation problems at temperature 1.
-        reward: (low, high). A domain whose reward is `low` or more is rehearsed alone; above `high` is a failure, since
+        rewards: returns the mean reward by domain of answers sampled to validation problems at temperature 1.
+        reward: (low, high). A domain whose reward is `low` or more is only rehearsed; above `high` is a failure, since
             RL would have too little left to do.
-        tokens: of each domain, about so many a step: short problems come more often than long ones.
-        rehearsal: share of them, and weight in the loss, of a domain that has come far enough. Without any it would be
-            forgotten within tens of steps.
+        tokens: approximate tokens per step of each domain: short problems are shown more often than long ones.
+        rehearsal: share of tokens, and weight in the loss, of a domain whose reward is high enough. Without rehearsal
+            it would be forgotten within tens of steps.
         check_every: optimizer steps between two checks.
     """
 
@@ -240,10 +241,10 @@ class DomainProgress:
 def warm_start_domains(
     settings: DomainWarmStartSettings, on_progress: Callable[[DomainProgress], None] = lambda _: None
 ) -> tuple[PreTrainedModel, DomainProgress]:
-    """Fit demonstrations until each domain's reward is inside the band; returns the model and the last check.
+    """Fit demonstrations until each domain's reward is inside the band; return the model and the last check.
 
     Raises:
-        ModelError: the band was missed; the message says by which domain, and what to change.
+        ModelError: the band was missed; the message names the rewards by domain, and what to change.
     """
     import torch
 
@@ -282,7 +283,7 @@ def warm_start_domains(
 
 
 def _batch_size(problem: Callable[[int], Problem], settings: DomainWarmStartSettings) -> int:
-    """How many of a domain's demonstrations hold about as many tokens as a step shows of it."""
+    """Return the number of a domain's demonstrations that fill about `settings.tokens` tokens."""
     rows = _batch([problem(i) for i in range(_MEASURED)], settings.tokenizer).token_ids
     return max(1, settings.tokens // rows.shape[1])
 
@@ -290,7 +291,7 @@ def _batch_size(problem: Callable[[int], Problem], settings: DomainWarmStartSett
 def sampled_answers(
     model: PreTrainedModel, tokenizer: ChatTokenizer, problems: Sequence[Problem], *, max_tokens: int, seed: int
 ) -> list[str]:
-    """One answer to each problem, sampled at temperature 1: the same seed gives the same answers."""
+    """Sample one answer to each problem at temperature 1; the same seed gives the same answers."""
     import torch
 
     noise, ends = rng.generator(seed, "sampled_answers"), tokenizer.eos_token_ids

@@ -1,9 +1,11 @@
-"""`WeightReader`: the parameters of a model directory, each read when it is asked for, of it the rows that are wanted.
+"""`WeightReader`: the parameters of a model directory, read on demand and only in the requested rows.
 
-Of which tensors in which files a parameter is made is transformers' to say, whose table of conversions is applied to
-names here and to values when they are read: makers name layers otherwise, and write experts one by one that a model
-has in one parameter. Promises: nothing is read before it is asked for; of a parameter that lies in its file as the
-model has it no other rows are read, of one that is put together its own parts alone; no NaN or infinity is read.
+transformers' table of conversions defines the tensors and files of each parameter. It is applied to names here, and to
+values when they are read: checkpoints may name layers differently, and store experts separately that a model has in one
+parameter.
+
+Nothing is read before it is requested. For a parameter that is stored as the model has it, only the requested rows are
+read; for an assembled parameter, only its own parts. NaN and infinity are rejected.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class _StoredTensor(NamedTuple):
     file: Path
     key: str
     shape: tuple[int, ...]
-    #: Of transformers' table, which names this tensor's part in a conversion.
+    #: The pattern of transformers' table that names this tensor's part in a conversion.
     pattern: str | None
 
     def read(self, rows: slice | None = None) -> Tensor:
@@ -47,7 +49,7 @@ class _StoredTensor(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Of one model, whose parameters and buffers are known by the names that they have in it."""
+    """Reader of one model's parameters and buffers, by their names in the model."""
 
     _model: PreTrainedModel
     _stored: Mapping[str, tuple[_StoredTensor, ...]]
@@ -55,9 +57,10 @@ class WeightReader:
 
     @classmethod
     def of(cls, path: Path, model: PreTrainedModel) -> Self | None:
-        """Of the directory from which `load_structure` made the model; None where it must be loaded whole.
+        """Return a reader of the directory from which `load_structure` made the model.
 
-        That is where one conversion makes several parameters, or where tied parameters are there twice.
+        The result is None if the model must be loaded whole: one conversion makes several parameters, or tied
+        parameters are stored twice.
 
         Raises:
             ModelError: a file is no safetensors file.
@@ -86,7 +89,7 @@ class WeightReader:
         return cls(model, wanted, converters)
 
     def rows(self, name: str, wanted: slice) -> Tensor:
-        """These rows of a parameter or buffer, in the dtype in which they lie there; not for writing to.
+        """Return these rows of a parameter or buffer, in their stored dtype; not for writing to.
 
         Raises:
             ModelError: a file cannot be read, or a value in it is NaN or infinite.
@@ -95,7 +98,7 @@ class WeightReader:
         return parts[0].read(wanted) if parts[0].pattern is None else self._converted(name, parts)[wanted]
 
     def whole(self, name: str) -> Tensor:
-        """All of it, as `rows`; for what may have no rows. Raises ModelError."""
+        """Return all of a parameter or buffer, as `rows`, also without any dimension. Raises ModelError."""
         parts = self._stored[name]
         return parts[0].read() if parts[0].pattern is None else self._converted(name, parts)
 
@@ -112,7 +115,7 @@ class WeightReader:
 def _stored_by_name(
     path: Path, model: PreTrainedModel, renamings: list[Any], converters: Mapping[str, Any]
 ) -> dict[str, tuple[_StoredTensor, ...]]:
-    """What the directory has of each of the model's names, in the order in which transformers puts parts together."""
+    """Return the stored tensors of each of the model's names, in the order in which transformers joins them."""
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     prefix, expected = model.base_model_prefix, model.state_dict()
@@ -132,7 +135,7 @@ def _stored_by_name(
 def _with_aliases(
     model: PreTrainedModel, stored: Mapping[str, tuple[_StoredTensor, ...]]
 ) -> dict[str, tuple[_StoredTensor, ...]]:
-    """A parameter that modules share is stored under one of its names, and known by all of them."""
+    """Add every name of a shared parameter, which is stored under one of its names."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, each in model.state_dict(keep_vars=True).items():
         names[id(each)].append(name)

@@ -1,1 +1,1 @@
-"""Log-probs and how far apart two sets of them are: pure functions."""
+"""Log-probs, and comparisons of two sets of them: pure functions."""

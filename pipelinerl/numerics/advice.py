@@ -1,4 +1,4 @@
-"""What to do about the mismatch of a run: a few rules, each with its threshold, its reason and its source."""
+"""Advice on the mismatch of a run: a few rules, each with its threshold, its reason and its source."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Final
 from pipelinerl.numerics.causes import CONTRADICTION, Cause
 from pipelinerl.numerics.review import CauseReview, Review
 
-#: P95 of |Δ log-prob| between two programs that run the same weights in bf16: what we accept of our own.
+#: Accepted P95 of |Δ log-prob| between two programs that run the same weights in bf16.
 NUMERICS_P95: Final = 0.01
-#: PPO's usual clip, 1 ± 0.2: where P95 lies beyond it, one stale token in twenty is outside the trust region.
+#: PPO's usual clip, 1 ± 0.2. If P95 exceeds it, one stale token in twenty is outside the trust region.
 STALENESS_P95: Final = math.log(1.2)
-#: Updates that engines may lack because of rounding: below that it is within the noise of the sample.
+#: Number of updates that engines may lack because of rounding; less is within the noise of the sample.
 BEHIND: Final = 1.0
-#: Below it, half of the tokens' worth is lost to uneven weights.
+#: Effective sample size below which half of the tokens' value is lost to uneven weights.
 ESS: Final = 0.5
-#: Share of an age's tokens cut by the objective from which on they are sampled mostly in vain.
+#: Share of an age's tokens cut by the objective above which sampling them is mostly wasted.
 CUT: Final = 0.5
-#: Remedies as a recipe writes them; C = 2 is the cap of the TIS note's ablations.
+#: Remedies in recipe syntax; C = 2 is the cap of the TIS note's ablations.
 _TIS: Final = (
     'TIS: objective.is_weight = { kind = "token_ratio", numerator = "old", high = 2.0 }, and grad1.over = "old" where '
     'grad1 is a ratio (preset "ppo_tis")'
 )
 _CAPPED: Final = 'a capped weight: objective.is_weight = { kind = "token_ratio", high = 2.0 } with grad1 = "logprob"'
-#: Of the typical K3: what sampling noise leaves of a K1 that ought to be positive.
+#: Share of the typical K3 by which K1, which should be positive, may fall below 0 through sampling noise.
 _K1_OF_K3: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The finding, what to do, and why it helps."""
+    """The finding, the remedy, and the reason why it helps."""
 
     finding: str
     do: str
@@ -40,7 +40,7 @@ class Advice:
 
 
 def advise(review: Review) -> list[Advice]:
-    """Everything that the rules say of a run, what weighs most first; [] when there is nothing to do."""
+    """Return the advice of all rules for a run, most important first; [] if there is none."""
     by_weight = sorted(review.current.values(), key=lambda each: each.share * each.median("mean"), reverse=True)
     rules = {Cause.NUMERICS: _numerics, Cause.CACHE: _cache, Cause.STALENESS: _staleness}
     return [
@@ -62,12 +62,12 @@ def _rounding(review: Review) -> Iterator[Advice]:
             f"{review.rounding.behind:.1f} steps' worth of updates",
             'weights.rounding = "dithered", or engine.dtype = "float32" where memory allows (CPU: always)',
             "an update smaller than half the spacing of bfloat16 is rounded away, so the sampler is older than its "
-            "version says (docs/mismatch.md)",
+            "version says (docs/understand/mismatch.md)",
         )
 
 
 def _numerics(cause: CauseReview, review: Review) -> Iterator[Advice]:
-    if _stands_still(review):  # which explains the gap, and what is advised below would not close it
+    if _stands_still(review):  # rounding explains the gap, and the advice below would not close it
         return
     p95, contradictions = cause.median("p95"), cause.figures["contradictions"]
     if p95 > NUMERICS_P95:

@@ -1,14 +1,14 @@
-"""The mismatch of one step, split by what caused it: pure functions of its micro-batches and log-probs.
+"""The mismatch of one step, split by cause: pure functions of its micro-batches and log-probs.
 
-A token's log-prob at the step differs from the sampler's for one of three reasons, which the versions of the weights
-that sampled it tell apart:
+A token's log-prob at the step differs from the sampler's for one of three reasons. The versions of the weights that
+sampled it identify the cause:
 
     numerics    the weights are the trainer's own, and so were all that sampled its turn: other kernels, other dtypes
     cache       the weights are the trainer's own, but they read keys and values that older ones had written
                 (an update in flight with `continue`)
     staleness   the weights are older ones
 
-"Same version" is numerics and cache together. What stands here knows no objective: who calls it says which tokens the
+"Same version" is numerics and cache together. This module knows no objective: the caller says which tokens the
 objective cut.
 """
 
@@ -27,14 +27,14 @@ from trainer_contract.types import Bool, Float32, MicroBatch
 
 Integers = NDArray[np.integer[Any]]
 
-#: A difference of probabilities from which on two policies contradict one another (TIS note, figures 7 and 8).
+#: Difference of probabilities above which two policies contradict one another (TIS note, figures 7 and 8).
 CONTRADICTION: Final = 0.5
-#: Ages up to and with these share a figure: 0, 1, 2, 3–4, 5–8, …
+#: Upper bounds of the age buckets: 0, 1, 2, 3–4, 5–8, …
 _AGES: Final = np.array([0, 1, 2, *(2**power for power in range(2, 31))])
 
 
 class Cause(StrEnum):
-    """Why a sampled token's log-prob differs."""
+    """Reason for which a sampled token's log-prob differs."""
 
     NUMERICS = "numerics"
     CACHE = "cache"
@@ -43,7 +43,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """The tokens of a step that trained, all micro-batches together; columns [N].
+    """The trained tokens of a step, all micro-batches together; columns [N].
 
     Attributes:
         logprobs: f32, the trainer's at the step. behavior_logprobs: f32, the sampler's.
@@ -61,14 +61,14 @@ class SampledTokens:
     responses: Integers
 
     def causes(self, held_version: int) -> dict[Cause, Bool]:
-        """Which tokens [N] belong to each cause, for a trainer that holds `held_version`."""
+        """Return a mask of tokens, bool [N], per cause, for a trainer that holds `held_version`."""
         same = self.versions == held_version
         whole = self.turn_versions == held_version
         return {Cause.NUMERICS: same & whole, Cause.CACHE: same & ~whole, Cause.STALENESS: ~same}
 
 
 def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> SampledTokens | None:
-    """Join what trained; None when nothing did, or a micro-batch has no versions.
+    """Join the trained tokens; return None if there are none, or if a micro-batch has no versions.
 
     Args:
         logprobs: of each micro-batch, f32 [T], as `LossStats.predictions`.
@@ -82,7 +82,7 @@ def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float
     def joined(name: str) -> Any:
         return np.concatenate([getattr(batch, name) for batch in micro_batches])
 
-    # Nothing predicts the first token of a segment, so a turn never begins on the first token of a micro-batch.
+    # The first token of a segment is not predicted, so a turn never begins on the first token of a micro-batch.
     begins = np.concatenate(([False], mask[1:] & ~mask[:-1]))[mask]
     versions = joined("behavior_versions")[mask]
     return SampledTokens(
@@ -96,7 +96,7 @@ def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float
 
 
 def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[str, Bool]) -> dict[str, float]:
-    """The metrics of a step; {} when nothing trained. What has no tokens has no figures.
+    """Return the metrics of a step; {} if nothing trained. Causes and ages without tokens have no metrics.
 
     `mismatch_<cause>_<figure>` compares the log-probs at the step with the sampler's, `old_mismatch_<cause>_<figure>`
     the recomputed ones. `age_<ages>_<figure>` is by age: versions between the weights that the trainer holds and those
@@ -109,8 +109,8 @@ def figures(tokens: SampledTokens | None, *, held_version: int, cuts: Mapping[st
 
     Args:
         held_version: of the weights that computed the log-probs.
-        cuts: bool [N] each, by name (`clipped`, `truncated`, `masked`): tokens that the objective cut. For each age
-            their share is told under that name.
+        cuts: bool [N] each, by name (`clipped`, `truncated`, `masked`): tokens that the objective cut. Their share is
+            reported under that name for each age.
     """
     if tokens is None:
         return {}
@@ -144,7 +144,7 @@ def _compared(ours: Float32, theirs: Float32, responses: Integers) -> dict[str, 
 
 
 def by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
-    """`age_<ages>_share` of tokens of these ages [N], and of them the shares that were cut, as `figures` tells them."""
+    """Return `age_<ages>_share` of tokens with ages [N], and for each age the shares that were cut, as in `figures`."""
     buckets = np.searchsorted(_AGES, np.maximum(ages, 0))
     counts = np.bincount(buckets)
     shares = {"share": counts / len(ages)} | {
@@ -159,7 +159,7 @@ def by_age(ages: Integers, cuts: Mapping[str, Bool]) -> dict[str, float]:
 
 
 def _ages(bucket: int) -> str:
-    """`0`, `1`, `2`, `3_4`, `5_8`, …"""
+    """Return the name of an age bucket: `0`, `1`, `2`, `3_4`, `5_8`, …"""
     last = int(_AGES[bucket])
     first = int(_AGES[bucket - 1]) + 1 if bucket else 0
     return str(last) if first == last else f"{first}_{last}"

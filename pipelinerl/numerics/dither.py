@@ -1,12 +1,12 @@
-"""Round fp32 weights to bfloat16 so that small updates reach the engines.
+"""Dithered rounding of fp32 weights to bfloat16, so that small updates reach the engines.
 
-A weight of 0.05 has neighbours in bfloat16 that are 2.4e-4 apart, and an AdamW step moves it by the learning rate.
-Rounded to the nearest, all weights stand still for many steps and then jump together. Here each weight has a threshold
-of its own, uniform in [0, 1), and rounds up once its fraction exceeds the threshold: after an update of a tenth of the
-spacing a tenth of the weights have moved. On average over the weights the rounding is exact (stochastic rounding).
+A weight of 0.05 has neighbours in bfloat16 that are 2.4e-4 apart, and an AdamW step moves it by the learning rate. With
+rounding to nearest, all weights stay constant for many steps and then jump together. Here each weight has its own
+threshold, uniform in [0, 1), and rounds up once its fraction exceeds the threshold. After an update of a tenth of the
+spacing, a tenth of the weights have moved. On average over the weights the rounding is exact (stochastic rounding).
 
-The thresholds depend on a parameter's name and the element's index alone. So equal weights give equal bytes: in a retry
-of a publication, on any mesh, after a restart, and in every backend. A weight on bfloat16's grid stays as it is.
+The thresholds depend only on a parameter's name and the element's index. Equal weights therefore give equal bytes: in a
+retried publication, on any mesh, after a restart, and in every backend. A weight on bfloat16's grid is unchanged.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from numpy.typing import NDArray
 from pipelinerl import rng
 from trainer_contract.types import Float32
 
-#: Thresholds in the table, which repeats; a prime, so that rows of a matrix do not share theirs.
+#: Number of thresholds in the repeating table; a prime, so that rows of a matrix do not share thresholds.
 PERIOD: Final = 1_048_573
 
 
 @cache
 def thresholds() -> NDArray[np.int32]:
-    """Return i32 [PERIOD] in [0, 2^16): what is added to the bits of a weight before the lower half is cut off."""
+    """Return thresholds, i32 [PERIOD] in [0, 2^16), to be added to a weight's bits before the lower half is cut off."""
     return rng.generator(0, "dither").integers(0, 1 << 16, PERIOD, dtype=np.int32)
 
 
 def phase(name: str) -> int:
-    """Return where in the table the first element of a parameter has its threshold."""
+    """Return the position in the table of the first element of a parameter."""
     return rng.key(0, "dither", name) % PERIOD
 
 
 def dithered(values: Float32, *, name: str) -> NDArray[np.uint16]:
-    """Return `values` of the parameter `name` in bfloat16, as its bits; torch's form is `dither_torch.dithered`."""
+    """Return `values` of the parameter `name` in bfloat16, as bits; the torch version is `dither_torch.dithered`."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
     rounded = np.empty(flat.size, np.uint16)
     begin = 0

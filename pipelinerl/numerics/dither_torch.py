@@ -1,4 +1,4 @@
-"""Torch's form of `dither.dithered`, on the device that holds the weights; and what part of an update it shows."""
+"""Torch version of `dither.dithered` on any device, and a probe of the share of updates it shows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from pipelinerl.numerics import dither
 from trainer_contract.types import Rounding
 
-#: Elements of each parameter that a probe looks at, about.
+#: Approximate number of elements of each parameter that a probe samples.
 _PROBED: Final = 1021
 
 
 def rounded(values: Tensor, dtype: torch.dtype, rounding: Rounding, *, name: str, first: int = 0) -> Tensor:
-    """Return the elements of the parameter `name` from the `first` on in `dtype`; only fp32 to bf16 is dithered."""
+    """Return elements of the parameter `name`, from index `first`, in `dtype`; only fp32 to bf16 is dithered."""
     if rounding is Rounding.DITHERED and dtype is torch.bfloat16 and values.dtype is torch.float32:
         return dithered(values, name=name, first=first)
     return values.to(dtype)
@@ -48,9 +48,9 @@ def _thresholds(device: torch.device) -> Tensor:
 @final
 @dataclass(frozen=True, slots=True)
 class UpdateProbe:
-    """Measures on a sample of the weights what part of an update engines see after rounding.
+    """Measures on a sample of the weights the share of an update that engines see after rounding.
 
-    `places` says which elements of each parameter are looked at, `noise` i32 [N] holds the thresholds of all of them.
+    `places` selects the sampled elements of each parameter; `noise` i32 [N] holds the thresholds of all of them.
     """
 
     weights: Mapping[str, Tensor]
@@ -73,11 +73,11 @@ class UpdateProbe:
         return cls(weights, places, torch.cat(noise))
 
     def read(self) -> Tensor:
-        """Return f32 [N], the sampled weights as they are now, on the host."""
+        """Return the current values of the sampled weights, f32 [N], on the host."""
         return torch.cat([self.weights[name].view(-1)[each].cpu() for name, each in self.places.items()])
 
     def share(self, before: Tensor, after: Tensor) -> float | None:
-        """Return ⟨Δrounded, Δ⟩ / ⟨Δ, Δ⟩ of an update: 1 when it is seen in full; None if the weights stood still."""
+        """Return ⟨Δrounded, Δ⟩ / ⟨Δ, Δ⟩ of an update: 1 if it is fully visible; None if the weights did not change."""
         update = (after - before).double()
         size = float(update @ update)
         return float((self._sent(after) - self._sent(before)).double() @ update) / size if size else None

@@ -1,11 +1,11 @@
 """`EntropyProbe`: an objective whose value is the mean entropy of the policy's distributions, and whose gradient is 0.
 
-Entropy over the whole vocabulary is a `HeadMeasure`, which a trainer computes for the objective that needs it: so every
-trainer can tell it, and none has to learn a verb for it. Next to the surprisal of the sampled tokens it shows what the
-sampler's own choice hides: a policy that is sure, or a sampler that is cold.
+Entropy over the whole vocabulary is a `HeadMeasure`, which a trainer computes for an objective that needs it. Any
+trainer can therefore report it without a method of its own. Compared with the surprisal of the sampled tokens, entropy
+shows whether low surprisal comes from a confident policy or from a low sampling temperature.
 
-Here, and not beside who asks for it, since a trainer's other processes make it by its name (`trainers.ranks.commands`),
-and take names of this folder alone.
+The class is in this package because a trainer's other processes load it by name (`trainers.ranks.commands`), and they
+accept names from here only.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from trainer_contract.types import Columns, Float32, HeadMeasure
 @final
 @dataclass(frozen=True, slots=True)
 class EntropyProbe:
-    """Satisfies `trainer_contract.types.Objective`, and `MeasuringObjective`.
+    """An `Objective` and `MeasuringObjective` of `trainer_contract.types`.
 
     Attributes:
-        seen: the entropies over the loss mask of each micro-batch that was evaluated in this process, f32 [N] each. A
-            trainer that compiles the objective, or evaluates it elsewhere, leaves none. All probes are one program.
+        seen: the entropies over the loss mask of each micro-batch evaluated in this process, f32 [N] each. It stays
+            empty if the trainer compiles the objective or evaluates it in another process. All probes compare as equal.
     """
 
     seen: list[Float32] = field(default_factory=list, init=False, compare=False)
 
     @property
     def needs(self) -> frozenset[str]:
-        """The entropies."""
+        """Measures that the objective needs: the entropy."""
         return frozenset({HeadMeasure.ENTROPY})
 
     def evaluate(self, predictions: Array, columns: Columns) -> Array:
-        """Mean entropy over the loss mask in nats, a scalar that depends on the predictions and moves with none."""
+        """Return the mean entropy over the loss mask in nats, a scalar with gradient 0 in the predictions."""
         xp, mask = namespace(predictions), columns["loss_mask"]
         known = on_host(columns[HeadMeasure.ENTROPY])
         if known is not None:
@@ -47,9 +47,9 @@ class EntropyProbe:
         return entropies.sum() / mask.sum() + 0.0 * xp.where(mask, predictions, 0.0).sum()
 
     def prediction_gradient(self, predictions: Array, columns: Columns) -> Array:
-        """0, [T]."""
+        """Return zeros [T]."""
         return namespace(predictions).zeros_like(predictions)
 
     def measure_gradients(self, predictions: Array, columns: Columns) -> Mapping[HeadMeasure, Array]:
-        """0, [T]."""
+        """Return zeros [T]."""
         return {HeadMeasure.ENTROPY: namespace(predictions).zeros_like(predictions)}

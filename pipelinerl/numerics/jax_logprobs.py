@@ -1,7 +1,7 @@
-"""Log-probs of tokens from hidden states, in JAX: fp32 softmax, without ever holding all logits of a big vocabulary.
+"""Log-probs of tokens from hidden states, in JAX: fp32 softmax, with logits held in pieces.
 
-Agrees with the definition in `logprobs`, also in the measures of the whole distribution. Works on logits whose
-vocabulary is divided over devices: the token's logit is picked by comparison, not by an index into another's part.
+The results, including measures of the whole distribution, agree with the definition in `logprobs`. The vocabulary may
+be sharded over devices: a token's logit is selected by comparison, since an index could point into another shard.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from trainer_contract.types import HeadMeasure
 
-#: Logits of one device held at once: 64 MiB in fp32. What fits is computed in one piece, without recomputation.
+#: Number of logits per device held at once: 64 MiB in fp32. Smaller inputs take one piece, without recomputation.
 LOGITS_AT_ONCE: Final = 2**24
 
 
@@ -28,16 +28,16 @@ def token_predictions(
     measures: tuple[HeadMeasure, ...] = (),
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> Array:
-    """f32 [1 + M, R, C]: log-probs of the tokens that the hidden states predict, and M measures of their distributions.
+    """Return f32 [1 + M, R, C]: log-probs of the tokens that the hidden states predict, and M measures.
 
-    Beyond `logits_at_once` logits the work is done in pieces of columns, whose logits the backward pass computes again.
+    With more than `logits_at_once` logits, columns are processed in pieces, and backward recomputes the logits.
 
     Args:
         hidden: [R, C, D].
         head: [V, D], the output embedding.
         token_ids: i32 [R, C]; the token at [r, c] is predicted by hidden[r, c].
         temperatures: f32 [R, C].
-        measures: computed only where they are asked for.
+        measures: measures of the distributions to compute.
     """
     rows, columns, _ = hidden.shape
     pieces = 1
@@ -69,5 +69,5 @@ def _piece(
 def _measured(measure: HeadMeasure, logits: Array, normaliser: Array) -> Array:
     if measure is HeadMeasure.MEAN_LOGPROB:
         return logits.mean(axis=-1) - normaliser
-    logprobs = logits - normaliser[..., None]  # first, since the normaliser less Σ π·logits would cancel
+    logprobs = logits - normaliser[..., None]  # first: normaliser − Σ π·logits would cancel
     return -(jnp.exp(logprobs) * logprobs).sum(axis=-1)

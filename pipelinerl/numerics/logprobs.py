@@ -1,7 +1,7 @@
-"""Log-probs of tokens from logits: the definition, in numpy, in the precision of the logits.
+"""Reference definition of log-probs of tokens from logits, in numpy, in the precision of the logits.
 
 log π(token) = z[token] − logsumexp(z), z = logits / temperature, the temperature applied once. `torch_logprobs`
-computes the same from hidden states without holding all logits at once. So with the measures of a whole distribution.
+computes the same from hidden states without holding all logits at once, including measures of a whole distribution.
 """
 
 from __future__ import annotations
@@ -17,26 +17,29 @@ Floats = NDArray[np.floating[Any]]
 
 
 def log_softmax(logits: Floats, temperatures: Floats) -> Floats:
-    """Log-probs [N, V] of logits [N, V] at temperatures [N]."""
+    """Return log-probs [N, V] of logits [N, V] at temperatures [N]."""
     scaled = logits / temperatures[:, None].astype(logits.dtype)
     shifted = scaled - scaled.max(axis=-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
 
 
 def token_logprobs(logits: Floats, token_ids: NDArray[np.integer], temperatures: Floats) -> Floats:
-    """Log-probs [N] of `token_ids` [N] under logits [N, V] at temperatures [N]."""
+    """Return log-probs [N] of `token_ids` [N] under logits [N, V] at temperatures [N]."""
     return np.asarray(log_softmax(logits, temperatures)[np.arange(len(token_ids)), token_ids])
 
 
 def measured(measure: HeadMeasure, logprobs: Floats) -> Floats:
-    """The measure [N] of distributions with log-probs [N, V]."""
+    """Return the measure [N] of distributions with log-probs [N, V]."""
     if measure is HeadMeasure.MEAN_LOGPROB:
         return np.asarray(logprobs.mean(axis=-1))
     return np.asarray(-(np.exp(logprobs) * logprobs).sum(axis=-1))
 
 
 def measure_slopes(measure: HeadMeasure, logprobs: Floats) -> Floats:
-    """d measure / dz, [N, V], z = logits/temperature: 1/V − π of the mean log-prob, −π(log π + H) of the entropy."""
+    """Return d measure / dz [N, V], with z = logits/temperature.
+
+    It is 1/V − π for the mean log-prob, and −π(log π + H) for the entropy.
+    """
     probabilities = np.exp(logprobs)
     if measure is HeadMeasure.MEAN_LOGPROB:
         return np.asarray(1.0 / logprobs.shape[-1] - probabilities)

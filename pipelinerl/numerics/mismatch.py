@@ -1,4 +1,4 @@
-"""How far apart two sets of log-probs of the same tokens are: trainer against sampler, recomputed against current."""
+"""Comparison of two sets of log-probs of the same tokens: trainer against sampler, or recomputed against current."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 @final
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Over tokens, with d = log π_ours − log π_theirs and r = exp(d); the tokens are taken as sampled from π_theirs.
+    """Statistics over tokens that were sampled from π_theirs.
+
+    With d = log π_ours − log π_theirs and r = exp(d):
 
     Attributes:
         mean, p50, p95, max: of |d|, in nats (RLAX, figure 5, reports mean and P95).
@@ -36,7 +38,7 @@ _OF_NOTHING = Mismatch(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]]) -> Mismatch:
-    """Compare log-probs [N] with log-probs [N]; no tokens agree perfectly.
+    """Compare log-probs [N] with log-probs [N]; with no tokens the agreement is perfect.
 
     Raises:
         ValueError: the shapes differ.

@@ -1,7 +1,7 @@
-"""The mismatch over a whole run: what the steps' figures (`causes.figures`) add up to. Pure.
+"""The mismatch over a whole run: a summary of the steps' metrics (`causes.figures`). Pure.
 
-A figure is told at the start, in the middle and at the end of the run, each the median over a tenth of its steps, and
-at the step where it was worst.
+Each figure is reported at the start, middle and end of the run, as the median over a tenth of its steps, and at its
+worst step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 from pipelinerl.numerics.causes import Cause
 from pipelinerl.observability.run_history import RunHistory, Series
 
-#: Figures of a cause, in the order in which they are shown, and what they are called.
+#: Figures of a cause with their labels, in display order.
 FIGURES: Final[Mapping[str, str]] = {
     "mean": "mean |Δ log-prob|",
     "p50": "P50 |Δ log-prob|",
@@ -28,13 +28,13 @@ FIGURES: Final[Mapping[str, str]] = {
     "k3": "K3",
     "ess": "ESS",
 }
-#: What was compared with the sampler's log-probs, by the prefix of its figures.
+#: The log-probs that were compared with the sampler's, by the prefix of their metrics.
 COMPARED: Final[Mapping[str, str]] = {"mismatch": "current", "old_mismatch": "old"}
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSeries:
-    """One figure over the run; `typical` is its median over all steps that have it."""
+    """One figure over the run; `median` is taken over all steps that have it."""
 
     start: float
     middle: float
@@ -46,23 +46,23 @@ class MetricSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CauseReview:
-    """One cause: its mean share of the tokens over all steps, and each figure's course, by name."""
+    """One cause: its mean share of the tokens over all steps, and the series of each figure, by name."""
 
     cause: Cause
     share: float
     figures: Mapping[str, MetricSeries]
 
     def median(self, figure: str) -> float:
-        """Median over the steps."""
+        """Return the figure's median over the steps."""
         return self.figures[figure].median
 
 
 @dataclass(frozen=True, slots=True)
 class RoundingReview:
-    """What engines saw of the updates, after the weights were rounded on their way.
+    """The share of the updates that engines saw after the weights were rounded for transfer.
 
-    `behind` is the most updates that they lacked at any step: the largest sum of 1 − `sent_share` since the first
-    step, reached at step `worst_step`. It is about 0 when rounding is fair.
+    `behind` is the largest number of updates that they lacked at any step: the largest sum of 1 − `sent_share` since
+    the first step, reached at step `worst_step`. It is about 0 when rounding is unbiased.
     """
 
     behind: float
@@ -72,14 +72,14 @@ class RoundingReview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Review:
-    """A run.
+    """Summary of one run.
 
     Attributes:
-        run: its name. steps: how many have figures.
+        run: its name. steps: the number of steps with figures.
         current, old: by cause, trainer against sampler; the log-probs at the step, and the recomputed ones.
         ages: share of the tokens and of what the objective cut, by age (`0`, `3_4`), means over the run.
-        ess: course of the effective sample size over all tokens; None when never measured.
-        rounding: of weights that are sent in bfloat16; None when nothing was rounded.
+        ess: series of the effective sample size over all tokens; None if never measured.
+        rounding: for weights sent in bfloat16; None if nothing was rounded.
     """
 
     run: str
@@ -91,12 +91,12 @@ class Review:
     rounding: RoundingReview | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The review as plain values, for programs."""
+        """Return the review as plain values, for other programs."""
         return asdict(self)
 
 
 def review(history: RunHistory) -> Review | None:
-    """The mismatch of a run; None when no step of it has figures."""
+    """Summarize the mismatch of a run; return None if no step has figures."""
     measured = [step for step in history.steps if any(key.startswith("mismatch_") for key in step)]
     if not measured:
         return None
@@ -146,7 +146,7 @@ def _course(name: str, series: Series) -> MetricSeries:
 
 
 def _ages(history: RunHistory, steps: int) -> dict[str, dict[str, float]]:
-    """Means over all tokens of the run: a step counts by the share of its tokens that have the age."""
+    """Return means over all tokens of the run: a step is weighted by the share of its tokens that have the age."""
     keys = {key for step in history.steps for key in step if key.startswith("age_") and key.endswith("_share")}
     ages = (key.removeprefix("age_").removesuffix("_share") for key in keys)
     by_age: dict[str, dict[str, float]] = {}

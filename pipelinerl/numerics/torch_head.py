@@ -1,8 +1,8 @@
-"""The output layer in fp32, the same for engine and trainer: the last product, and the one whose rounding weighs most.
+"""The output layer in fp32, identical in engine and trainer; its rounding affects log-probs most.
 
 The MiniMax-M1 report found the output layer's precision to be the main source of the mismatch between its training and
-its inference. Hidden states and weights stay what they are; their products are summed in fp32 and never rounded to a
-shorter type, so that both sides take the log-softmax of the same kind of logits.
+its inference. Hidden states and weights keep their dtypes. Their products are summed in fp32 and never rounded to a
+shorter type, so both sides compute the log-softmax from the same kind of logits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from trainer_contract.types import Rounding
 
 
 def to_fp32(model: Any, *, served: torch.dtype, rounding: Rounding = Rounding.NEAREST) -> None:
-    """Make the output layer of a Hugging Face `model` return fp32 logits, whatever it is given.
+    """Make the output layer of a Hugging Face `model` return fp32 logits, whatever its input dtype.
 
     Args:
-        served: dtype of the weights that engines hold. A trainer's fp32 weights are rounded to it here, and its
-            gradient passes the rounding as if it were not there.
-        rounding: how they are rounded, as on their way to engines.
+        served: dtype of the weights that engines hold. A trainer's fp32 weights are rounded to it here; the gradient
+            ignores the rounding (straight-through).
+        rounding: the same rounding as for weights sent to engines.
     """
     head = model.get_output_embeddings()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -33,7 +33,7 @@ def to_fp32(model: Any, *, served: torch.dtype, rounding: Rounding = Rounding.NE
 
 @final
 class Fp32Head:
-    """Forward of an output layer. It reads the layer's parameters at each call, whoever has replaced them meanwhile."""
+    """Forward of an output layer. Parameters are read at each call, so they may be replaced meanwhile."""
 
     def __init__(self, layer: Any, served: torch.dtype, rounding: Rounding, names: Mapping[int, str]) -> None:
         self._layer = layer
@@ -43,14 +43,14 @@ class Fp32Head:
         self._bias_name = "" if layer.bias is None else names[id(layer.bias)]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[…, d] → f32 […, V]."""
+        """Map hidden states […, d] to logits, f32 […, V]."""
         weight, bias = self._layer.weight, self._layer.bias
         with torch.autocast(hidden.device.type, enabled=False):
             its_bias = None if bias is None else self._exact(bias, self._bias_name)
             return linear(hidden.float(), self._exact(weight, self._weight_name), its_bias)
 
     def _exact(self, parameter: Tensor, name: str) -> Tensor:
-        """The value that is served, in fp32."""
+        """Return the served value in fp32."""
         if parameter.dtype is torch.float32 and self._served is not torch.float32:
             sent = rounded(parameter.detach(), self._served, self._rounding, name=name)
             return parameter + (sent.float() - parameter.detach())  # exact: both are within a factor of two

@@ -1,6 +1,6 @@
-"""Log-probs of tokens from hidden states, in torch: fp32 softmax, without ever holding all logits of a big vocabulary.
+"""Log-probs of tokens from hidden states, in torch: fp32 softmax, with logits held in pieces.
 
-Agrees with the definition in `logprobs`, also in the measures of the whole distribution.
+The results, including measures of the whole distribution, agree with the definition in `logprobs`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer_contract.types import HeadMeasure
 
-#: Logits held at once: 64 MiB in fp32. A batch that fits is computed in one piece, without recomputation.
+#: Number of logits held at once: 64 MiB in fp32. A batch that fits is computed in one piece, without recomputation.
 LOGITS_AT_ONCE: Final = 2**24
 
 
@@ -28,9 +28,9 @@ def token_predictions(
     measures: tuple[HeadMeasure, ...] = (),
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> Tensor:
-    """f32 [1 + M, N]: log-probs of the tokens that the hidden states predict, and M measures of their distributions.
+    """Return f32 [1 + M, N]: log-probs of the tokens that the hidden states predict, and M measures.
 
-    Beyond `logits_at_once` logits the work is done in pieces whose logits are computed again in the backward pass.
+    With more than `logits_at_once` logits the work is done in pieces, and backward recomputes the logits.
 
     Args:
         hidden: [N, d], at the positions before the tokens.
@@ -38,7 +38,7 @@ def token_predictions(
         token_ids: i64 [N].
         temperatures: f32 [N]; None stands for 1 everywhere.
         vocab_size: V.
-        measures: computed only where they are asked for.
+        measures: measures of the distributions to compute.
     """
     rows = max(1, logits_at_once // vocab_size)
     if hidden.shape[0] <= rows:
@@ -72,5 +72,5 @@ def _piece(
 def _measured(measure: HeadMeasure, logits: Tensor, normaliser: Tensor) -> Tensor:
     if measure is HeadMeasure.MEAN_LOGPROB:
         return logits.mean(dim=-1) - normaliser
-    logprobs = logits - normaliser[:, None]  # first, since the normaliser less Σ π·logits would cancel
+    logprobs = logits - normaliser[:, None]  # first: normaliser − Σ π·logits would cancel
     return -(logprobs.exp() * logprobs).sum(dim=-1)

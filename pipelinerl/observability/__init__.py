@@ -1,1 +1,1 @@
-"""What a run tells of itself: events, logs, status, live progress, report. Knows no other room."""
+"""Observability of a run: events, logs, status, live progress and report. Imports no other room."""

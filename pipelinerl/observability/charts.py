@@ -1,8 +1,8 @@
-"""Line charts as inline SVG: pure functions from numbers to markup, no library, no script, no outside resource.
+"""Line charts as inline SVG: pure functions from numbers to markup, without libraries, scripts or external resources.
 
-Colours are CSS variables (`--s1` to `--s3`, `--ink`, `--grid`), so that one picture serves light and dark pages, and a
-chart is as wide as its column: it scales, and its text with it. Matplotlib's SVG has its colours written into it, and
-no words for the reader who points at a dot; it is twice as large, and takes 150 ms a chart and 1.6 s to import.
+Colours are CSS variables (`--s1` to `--s3`, `--ink`, `--grid`), so one picture serves light and dark pages. A chart
+scales to the width of its column, text included. Matplotlib's SVG has fixed colours and no tooltips; it is twice as
+large, takes 150 ms per chart and 1.6 s to import.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ from html import escape
 from pipelinerl.observability.run_history import Series
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 14.0, 12.0, 30.0
-#: More points than this are not visible; a long run's curve is thinned to its extremes.
+#: More points than this are not visible; longer curves are thinned to the extremes of each stretch.
 _MOST_POINTS = 600
 
 
 class Mark(StrEnum):
-    """How a series is drawn."""
+    """The drawing style of a series."""
 
     LINE = "line"
     FAINT = "faint"
-    """The raw data behind a smoothed line."""
+    """Raw data behind a smoothed line."""
     DOTS = "dots"
-    """A line through dots: few points, each a measurement of its own."""
+    """A line with a dot at each point, for few separate measurements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One series. `colour` is the number of a CSS variable; `low` and `high`, [n] each, an interval around it."""
+    """One series in a chart.
+
+    `colour` is the number of a CSS variable. `low` and `high`, each [n], are the bounds of an interval around the
+    series.
+    """
 
     series: Series
     label: str = ""
@@ -44,7 +48,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Lines over one x axis. `unit` is written behind the y ticks; `y_max` is what the axis reaches at least."""
+    """Lines over one x axis.
+
+    `unit` follows each y tick. The y axis reaches at least `y_max`.
+    """
 
     lines: tuple[Line, ...]
     x_label: str
@@ -57,7 +64,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Data to picture coordinates."""
+    """Mapping from data to picture coordinates."""
 
     chart: Chart
     x0: float
@@ -75,7 +82,7 @@ class _Frame:
 
 
 def svg(chart: Chart) -> str:
-    """The chart, or an empty frame that says so when there is nothing to draw."""
+    """Return the chart as SVG; without data, an empty frame that reads "nothing measured"."""
     lines = [line for line in chart.lines if line.series]
     size = f'viewBox="0 0 {chart.width:g} {chart.height:g}"'
     if not lines:
@@ -90,7 +97,7 @@ def svg(chart: Chart) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers from at or below `low` to at or above `high` (steps of 1, 2 or 5 times 10ⁿ)."""
+    """Return about `count` round numbers that cover `low` to `high` (steps of 1, 2 or 5 times 10ⁿ)."""
     span = high - low
     if not span > 0:
         span = abs(high) or 1.0
@@ -103,7 +110,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def compact(value: float) -> str:
-    """A number for an axis or a tile: 1.2M, 12.3k, 412, 3.5, 0.012."""
+    """Format a number for an axis or a tile: 1.2M, 12.3k, 412, 3.5, 0.012."""
     size = abs(value)
     for limit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= max(limit, 1e4) or (size >= limit and value % 100 == 0):
@@ -161,7 +168,7 @@ def _drawn(frame: _Frame, line: Line) -> list[str]:
 
 
 def _thinned(series: Series) -> list[tuple[float, float]]:
-    """Least and greatest of each stretch, so that a spike stays visible however long the run."""
+    """Keep the minimum and maximum of each stretch, so that spikes stay visible in long runs."""
     points = list(zip(series.x, series.y, strict=True))
     if len(points) <= _MOST_POINTS:
         return points

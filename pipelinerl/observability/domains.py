@@ -1,6 +1,6 @@
-"""What each domain and tag did, from the events of the steps: a table of the last steps, and curves.
+"""Figures per domain and tag from step events: a table over the last steps, and curves.
 
-A run that an older version made has no such figures; what is absent is left out.
+Runs of older versions lack these figures; missing values are skipped.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import RunHistory, Series
 from pipelinerl.observability.samples.visible import one_line
 
-#: Colours that the page knows; further domains have no curve, but a row.
+#: The page defines this many colours; further domains appear in the table only.
 _COLOURS: Final = 3
-#: The table is of so many of the last steps.
+#: Number of last steps that the table covers.
 _STEPS: Final = 10
 
 DOMAIN_HEAD: Final = (
@@ -36,7 +36,7 @@ DOMAIN_HEAD: Final = (
 
 
 def domain_rows(history: RunHistory) -> list[tuple[str, ...]]:
-    """A row for each domain, then for each tag, under `DOMAIN_HEAD`: means over the last steps, by their rollouts."""
+    """Return a row per domain, then per tag, under `DOMAIN_HEAD`: means over the last steps, weighted by rollouts."""
     steps = history.steps[-_STEPS:]
     rows = []
     for field in ("by_domain", "by_tag"):
@@ -46,7 +46,7 @@ def domain_rows(history: RunHistory) -> list[tuple[str, ...]]:
 
 
 def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
-    """(title, chart) of the figures that one looks at first, a line for each of the first domains."""
+    """Return (title, chart) of the main figures, with a line for each of the first `_COLOURS` domains."""
 
     def lines(figure: str) -> tuple[Line, ...]:
         names = sorted({name for step in history.steps for name in _by(step, "by_domain")})[:_COLOURS]
@@ -91,7 +91,7 @@ def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def mean_of(figures: Sequence[Mapping[str, Any]], name: str, *, weight: str = "rollouts") -> float | None:
-    """Mean of a figure over steps, each by how much it is of; None where no step has it."""
+    """Return the mean of a figure, weighted by `weight`; None if no step has the figure."""
     pairs = [(float(each[name]), float(each.get(weight) or 0.0)) for each in figures if each.get(name) is not None]
     total = sum(of for _, of in pairs)
     return sum(value * of for value, of in pairs) / total if total else None

@@ -1,6 +1,6 @@
-"""What the evaluations of a run found, from its events: a table for people, curves of pass@k, and whose weights spoke.
+"""Evaluation results from a run's events: tables, curves of pass@k, and the model versions that were sampled.
 
-An event of an older run lacks what it did not know; what is absent is left out.
+Events of older runs lack some fields; missing values are skipped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pipelinerl.observability.charts import Line, Mark
 from pipelinerl.observability.events import Event
 from pipelinerl.observability.run_history import RunHistory, Series
 
-#: Colours that the page knows.
+#: Number of line colours that the page defines.
 _COLOURS: Final = 3
 
 HEAD: Final = ("step", "accuracy", "95 %", "pass@k", "problems × samples", "tokens", "weights", "note")
@@ -20,7 +20,7 @@ GROUPS_HEAD: Final = ("", "problems", "accuracy", "95 %", "pass@k, maj@k", "toke
 
 
 def evaluation_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
-    """A row for each evaluation of a set, under `HEAD`."""
+    """Return a row per evaluation of one set, under `HEAD`."""
     return [
         (
             f"{event['model_version']}",
@@ -37,8 +37,7 @@ def evaluation_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
 
 
 def group_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
-    """A row for each domain, and for each tag, of the last of a set's evaluations that knew of them, under
-    `GROUPS_HEAD`."""
+    """Return a row per domain and tag, under `GROUPS_HEAD`, from the set's last evaluation that has them."""
     known = [event for event in evaluations if event.get("by_domain")]
     if not known:
         return []
@@ -58,7 +57,7 @@ def group_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
 
 
 def accuracy_lines(history: RunHistory) -> tuple[Line, ...]:
-    """The accuracy of each evaluation set over the step, with its intervals; nothing where there is one set."""
+    """Return a line per evaluation set: accuracy over the step, with intervals. Empty if there is only one set."""
     if len(history.evaluation_sets) < 2:
         return ()
     lines = []
@@ -79,7 +78,7 @@ def accuracy_lines(history: RunHistory) -> tuple[Line, ...]:
 
 
 def pass_at_lines(evaluations: Sequence[Event]) -> tuple[Line, ...]:
-    """pass@k of a set over the step with its intervals, a line for each k."""
+    """Return a line per k: pass@k of one set over the step, with intervals."""
     points: dict[int, list[tuple[float, Mapping[str, Any]]]] = {}
     for event in evaluations:
         for each in _pass_at(event):
@@ -98,18 +97,18 @@ def pass_at_lines(evaluations: Sequence[Event]) -> tuple[Line, ...]:
 
 
 def pass_at_words(event: Event) -> str:
-    """`pass@1 61.2%, pass@8 90.1%`, or nothing."""
+    """Format pass@k as `pass@1 61.2%, pass@8 90.1%`; empty if unknown."""
     return ", ".join(f"pass@{each['k']} {each['value']:.1%}" for each in _pass_at(event))
 
 
 def lengths(figures: Mapping[str, Any]) -> str:
-    """`212, P95 512`, or nothing where no length is known."""
+    """Format lengths as `212, P95 512`; empty if unknown."""
     mean, p95 = figures.get("length_mean"), figures.get("length_p95")
     return "" if mean is None or p95 is None else f"{mean:.0f}, P95 {p95:.0f}"
 
 
 def weights(event: Event) -> str:
-    """Whose tokens these are: `v50 alone, on one engine` or `v48 to v51`."""
+    """Name the model versions that generated the tokens: `v50 alone, on one engine` or `v48 to v51`."""
     oldest, newest = event.get("version_min"), event.get("version_max")
     if oldest is None or newest is None:
         return ""
@@ -119,7 +118,7 @@ def weights(event: Event) -> str:
 
 
 def note(event: Event) -> str:
-    """What a reader must know of it: answers discarded, steps taken meanwhile, an early end."""
+    """Return caveats for a reader: discarded answers, steps taken during the evaluation, an early end."""
     counts = ("discarded", "answers of other versions discarded"), ("restarts", "restarts"), ("unjudged", "unjudged")
     told = [f"{event[name]} {words}" for name, words in counts if event.get(name)]
     if event.get("steps_meanwhile"):
@@ -137,7 +136,6 @@ def _pass_at(event: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _chances(figures: Mapping[str, Any]) -> str:
-    """pass@k and maj@k with their intervals."""
     majority = figures.get("majority_at")
     return ", ".join(
         f"{name}{each['k']} {each['value']:.1%} ({_interval(each)})"
@@ -147,7 +145,7 @@ def _chances(figures: Mapping[str, Any]) -> str:
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """`61.2% to 70.1%`, or nothing where it is not known."""
+    """Format an interval as `61.2% to 70.1%`; empty if unknown."""
     return "" if low is None or high is None else f"{low:.1%} to {high:.1%}"
 
 

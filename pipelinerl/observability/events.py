@@ -2,22 +2,26 @@
 
     {"time": 1760000000.123, "kind": "step", "elapsed_s": 12.5, "step": 3, "reward": 0.41, ...}
 
-Promises: a line is written with one `write`, so that a reader never sees two records mixed; a writer that was killed in
-the middle of a line leaves a torn tail, which readers ignore and the next writer cuts off; nothing that was written is
-ever changed. One process writes a log. `Sync` says what a machine that loses power may lose. While the disk is full,
-lines are kept in memory, and written, in order, once there is room: a writer is not held up, and what is in the file is
-a whole log but for a torn tail, whose rest comes first.
+Guarantees:
+
+- Each record is written with one `write`, so readers never see two records mixed.
+- A writer killed in the middle of a line leaves a torn tail. Readers ignore it, and the next writer cuts it off.
+- Written records never change. Only one process writes a log.
+- While the disk is full, records are kept in memory and written in order once there is space. The writer does not
+  block. The file stays valid except for a torn tail, which is completed first.
+
+`Sync` decides what a power failure may lose.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
-| room on the disk (`close`, and `write` with `Sync.EACH`) | `timeout_s` | whoever makes room |
+| disk space (`close`, and `write` with `Sync.EACH`) | `timeout_s` | the user, by freeing space |
 
 Kinds that the controller writes, each with `elapsed_s`: run_started, step, publish, evaluation, engines, knobs,
 checkpoint, checkpoint_delayed, orders_lost, evaluation_began, evaluation_restarted, engines_hired, engines_scaled,
 engines_would_scale, engine_joined, engine_verified, engine_canary_failed, engine_suspect, engine_back, engine_draining,
 engine_lost, group_outdated, group_handed_over, stalled, alarm, alarm_cleared, controller_returned, trainer_ready,
-trainer_left, run_failing, run_failed, run_suspending, run_suspended, run_finished. What follows from a decision carries
-its number as `decision`.
+trainer_left, run_failing, run_failed, run_suspending, run_suspended, run_finished. Events that follow from a decision
+carry its number as `decision`.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ log = logging.getLogger("pipelinerl")
 
 _RECENT_BYTES: Final = 65536
 _PIECE_BYTES: Final = 1 << 16
-#: The disk is full, or the user's share of it.
+#: The disk or the user's quota is full.
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _PAUSE_S: Final = 1.0
 
@@ -47,26 +51,26 @@ Event = dict[str, Any]
 
 
 def kind_of(event: Event) -> str:
-    """Return the kind by which readers show an event: an engine lost as planned is `engine_left`.
+    """Return the kind that readers display; a planned `engine_lost` becomes `engine_left`.
 
-    Planned is what somebody drained, replaced or removed.
+    A loss is planned if the engine was drained, replaced or removed on request.
     """
     kind = str(event["kind"])
     return "engine_left" if kind == "engine_lost" and event.get("planned") is True else kind
 
 
 class Sync(StrEnum):
-    """When a record is forced to the disk; a killed process loses nothing with either."""
+    """The time at which a record is forced to disk. A killed process loses nothing in either mode."""
 
     EACH = "each"
     """Before `write` returns."""
     LATER = "later"
-    """By the operating system, within seconds, and at `close`."""
+    """Within seconds, by the operating system, and at `close`."""
 
 
 @final
 class EventLog:
-    """The writer. Opening it cuts off a torn tail; it creates the file and its directory when they are missing."""
+    """The writer. Opening a log creates missing files and directories, and cuts off a torn tail."""
 
     def __init__(
         self,
@@ -76,7 +80,11 @@ class EventLog:
         clock: Callable[[], float] = time.time,
         timeout_s: float = 300.0,
     ) -> None:
-        """`timeout_s` is how long the disk may be full; by default, as long as a trainer waits for room, too."""
+        """Open the log for writing.
+
+        Args:
+            timeout_s: how long the disk may be full; the default matches the trainer's wait for space.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._sync = sync
         self._clock = clock
@@ -85,16 +93,16 @@ class EventLog:
         self._unwritten = b""
         self._full_since: float | None = None
         self.no_room = ""
-        """Why nothing more can be written at the moment, in words; empty where it can."""
+        """The reason why records cannot be written now; empty if they can."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.lseek(self._file, _whole_length(self._file), os.SEEK_SET)
         os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_CUR))
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record. A number that JSON cannot say (NaN, infinity) is written as null.
+        """Append one record. Numbers without a JSON form (NaN, infinity) become null.
 
         Raises:
-            OSError: it cannot be written, or the disk has been full for `timeout_s`.
+            OSError: the record cannot be written, or the disk has been full for `timeout_s`.
         """
         record = {"time": round(self._clock(), 3), "kind": kind, **fields}
         self._unwritten += (json.dumps(_sayable(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
@@ -104,7 +112,7 @@ class EventLog:
             os.fsync(self._file)
 
     def count_recent(self, **fields: Any) -> int:
-        """How many of the records in the last 64 KiB have these values: for a writer that may be repeating itself."""
+        """Count the records in the last 64 KiB that have these values, so that a writer can detect repetition."""
         end = os.lseek(self._file, 0, os.SEEK_CUR)
         start = max(0, end - _RECENT_BYTES)
         written = os.pread(self._file, end - start, start)
@@ -112,10 +120,10 @@ class EventLog:
         return sum(fields.items() <= json.loads(line).items() for line in lines)
 
     def close(self) -> None:
-        """Force everything to the disk and close; closing twice is harmless.
+        """Force everything to disk and close; closing twice is harmless.
 
         Raises:
-            OSError: it cannot be written, or the disk has been full for `timeout_s`.
+            OSError: records cannot be written, or the disk has been full for `timeout_s`.
         """
         if self._file >= 0:
             file = self._file
@@ -127,14 +135,14 @@ class EventLog:
                 os.close(file)
 
     def _put_all(self) -> None:
-        """Write what is unwritten, however long there is no room."""
+        """Write all pending bytes, waiting for disk space."""
         while self._unwritten:
             self._put()
             if self._unwritten:
                 time.sleep(_PAUSE_S)
 
     def _put(self) -> None:
-        """Write as much as there is room for, in order; the rest of a line that was torn comes first."""
+        """Write as many pending bytes as fit, in order; the rest of a torn line comes first."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
@@ -160,7 +168,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Every whole record in order, also while the log is being written; a torn tail is ignored.
+    """Return every complete record in order, even while the log is being written; a torn tail is ignored.
 
     Raises:
         FileNotFoundError: there is no log.
@@ -174,18 +182,18 @@ def read_events(path: Path) -> list[Event]:
 
 @final
 class EventFollower:
-    """Reads a log on from where it was, in pieces of a bounded size; one may look again and again while it grows."""
+    """Incremental reader of a growing log. Each call continues at the last position and reads a bounded amount."""
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
-        """`offset` is where to begin, in bytes: 0, or what `offset` was after an earlier look."""
+        """Start at byte `offset`: 0, or the `offset` attribute of an earlier follower."""
         self._path = path
         self.offset = offset
 
     def new(self, *, most_bytes: int = _PIECE_BYTES) -> list[Event]:
-        """Whole records that follow, of about `most_bytes` (one record at least); empty when there is nothing new.
+        """Return the next complete records, about `most_bytes` of them and at least one; empty if there are none.
 
         Raises:
-            ValueError: a line is not a record; the message says where it begins.
+            ValueError: a line is not a record; the message gives its byte offset.
         """
         try:
             with self._path.open("rb") as file:
@@ -202,7 +210,7 @@ class EventFollower:
         return events
 
     def all(self) -> Iterator[Event]:
-        """Every record up to the end of the log, held a piece at a time. Raises as `new` does."""
+        """Yield every record up to the end of the log, holding one piece at a time. Raises like `new`."""
         while events := self.new():
             yield from events
 
@@ -218,7 +226,7 @@ def _record(line: bytes, place: str) -> Event:
 
 
 def _whole_length(file: int) -> int:
-    """Length up to and with the last newline."""
+    """Return the length of the file up to and including the last newline."""
     end = os.fstat(file).st_size
     while end > 0:
         start = max(0, end - _RECENT_BYTES)

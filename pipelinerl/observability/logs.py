@@ -1,10 +1,10 @@
-"""Process logs: facts, one JSON line each.
+"""Process logs: one JSON object per line.
 
     {"time": 1760000000.123, "level": "info", "run": "tiny", "role": "engine-0", "step": 12, "model_version": 12,
      "message": "weights committed"}
 
-Every line that this process logs, third parties' included, carries the same facts, and no password of an address.
-`ProcessLog.at` moves `step` and `model_version` on; `extra={"facts": {...}}` adds to one line.
+Every line of the process, including those of third-party libraries, carries the same fields and has passwords in
+addresses removed. `ProcessLog.at` updates `step` and `model_version`; `extra={"facts": {...}}` adds fields to one line.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any, TextIO, final
 
 from pipelinerl.observability.redaction import without_secrets
 
-#: Libraries whose `info` lines say nothing of the run.
+#: Libraries whose `info` messages are irrelevant to the run.
 _TALKATIVE = ("httpx", "httpcore", "uvicorn.access", "matplotlib", "asyncio", "filelock", "urllib3")
 
 
 @final
 class ProcessLog:
-    """The one handler of a process; made by `configure`."""
+    """The log formatter of a process; `configure` creates it."""
 
     def __init__(self, run: str, role: str) -> None:
         self._facts: dict[str, Any] = {"run": run, "role": role, "step": None, "model_version": None}
 
     def at(self, *, step: int | None = None, model_version: int | None = None) -> None:
-        """Where the process stands from now on; what is None stays as it was."""
+        """Set the step and model version for subsequent lines; None leaves a value unchanged."""
         if step is not None:
             self._facts["step"] = step
         if model_version is not None:
             self._facts["model_version"] = model_version
 
     def line(self, record: logging.LogRecord) -> str:
-        """The JSON line of a record."""
+        """Return a record as a JSON line."""
         fields: dict[str, Any] = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
@@ -54,9 +54,9 @@ class ProcessLog:
 
 
 def configure(*, run: str, role: str, stream: TextIO | None = None, level: int = logging.INFO) -> ProcessLog:
-    """Make every logger of this process write JSON lines to `stream` (stderr when None), and nothing else.
+    """Make every logger of this process write JSON lines to `stream` (default stderr) and nowhere else.
 
-    Calling it again replaces what was configured before.
+    A second call replaces the earlier configuration.
     """
     log = ProcessLog(run, role)
     handler = logging.StreamHandler(stream or sys.stderr)

@@ -1,4 +1,6 @@
-"""The curves of a run as PNGs, drawn by matplotlib without a display (imported on demand: it is slow to)."""
+"""The curves of a run as PNGs, drawn by matplotlib without a display. Matplotlib is imported lazily because it is
+slow.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ _BLUE, _ORANGE, _GREEN, _INK, _GRID = "#2a78d6", "#e0662f", "#2e9e6b", "#3d4450"
 
 
 def draw(history: RunHistory, path: Path) -> Path:
-    """Write reward and held-out accuracy, staleness, tokens/s and the update pause to `path`."""
+    """Draw reward, held-out accuracy, staleness, tokens/s and the update pause into `path`."""
 
     def fill(figure: Any) -> None:
         grid = figure.add_gridspec(2, 3, height_ratios=(1.6, 1.0))
@@ -31,7 +33,7 @@ def draw(history: RunHistory, path: Path) -> Path:
 
 
 def draw_mismatch(history: RunHistory, path: Path) -> Path:
-    """Write trainer against sampler by cause, as the step events tell it, to `path`."""
+    """Draw the trainer-sampler mismatch by cause, as recorded in step events, into `path`."""
     colours = {"numerics": _BLUE, "cache": _GREEN, "staleness": _ORANGE}
     panels = (
         ("p95", "P95 |Δ log-prob|, nats"),

@@ -1,11 +1,10 @@
-"""The live display of a run: one bar with its numbers on a terminal, a plain line every few seconds elsewhere.
+"""The live display of a run: a progress bar with figures on a terminal, a plain line every few seconds elsewhere.
 
     with ProgressDisplay() as progress:
-        progress.show(status)          # as often as a status comes; 1 to 4 times a second looks alive
+        progress.show(status)          # call whenever a status arrives; 1 to 4 times a second looks live
 
-On a terminal the block redraws in place and what else is printed scrolls above it. Where stdout is a file or a pipe, a
-line is printed when something a reader waits for happened (the phase changed, an evaluation came) or `line_every_s`
-has passed.
+On a terminal the block redraws in place, and other output scrolls above it. If stdout is a file or a pipe, a line is
+printed when the phase, an evaluation or an alarm changes, or after `line_every_s`.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ from pipelinerl.observability.status import (
 )
 
 _BARS = "▁▂▃▄▅▆▇█"
-#: On a terminal with fewer there is no room for the rewards.
+#: Narrower terminals do not show the reward curve.
 _CURVE_COLUMNS = 24
-#: Nor, with fewer, for what each domain did.
+#: Narrower terminals do not show figures by domain.
 _DOMAIN_COLUMNS = 60
-#: More domains, and figures of one, than these only `pipelinerl status` tells.
+#: Limits of the terminal block; `pipelinerl status` shows all domains and figures.
 _MOST_DOMAINS = 8
 _DOMAIN_FIGURES = 5
-#: Domains whose accuracy is shown; `status --json` and the report have all.
+#: Domains whose accuracy is shown; `status --json` and the report show all.
 _DOMAINS_SHOWN = 4
-#: A share of truncated answers from which on it says something about the accuracy.
+#: Smallest share of truncated answers that is shown with the accuracy.
 _WORTH_SAYING = 0.01
 _PHASE_STYLE = {StatusPhase.FINISHED: "bold green", StatusPhase.FAILED: "bold red", StatusPhase.STARTING: "bold yellow"}
 
 
 @final
 class ProgressDisplay:
-    """Shows a run; a context manager, so that the terminal is left as it was found whatever happens."""
+    """Display of a run's progress. A context manager, so the terminal is restored on every exit."""
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class ProgressDisplay:
 
 
 def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> RenderableType:
-    """The block for a terminal of `width` columns: bar, numbers, reward so far, engines, what the run waits for."""
+    """Return the block for a terminal of `width` columns: bar, figures, rewards, engines and what the run waits for."""
     parts: list[RenderableType] = [
         _head(status),
         _numbers(status, pairs=3 if width >= 104 else 2 if width >= 60 else 1),
@@ -121,7 +120,7 @@ def render(status: RunStatus, *, width: int, rewards: Sequence[float] = ()) -> R
 
 
 def line(status: RunStatus) -> str:
-    """The same in one line of plain text."""
+    """Return the same as one line of plain text."""
     parts = [
         f"[{status.run}] {status.phase.value} {status.step}/{status.total_steps}",
         f"reward {_share(status.last_step.reward)}",
@@ -144,17 +143,17 @@ def line(status: RunStatus) -> str:
 
 
 def domain_lines(status: RunStatus) -> list[str]:
-    """What each domain did in the last step, and each tag, in a line of plain text for each."""
+    """Return a line of plain text for each domain and each tag of the last step."""
     step = status.last_step
     names = [*step.by_domain.items(), *((f"tag {tag}", figures) for tag, figures in step.by_tag.items())]
     return [
-        one_line(f"{name}: {' · '.join(f'{label} {value}' for label, value in _domain(figures))}")  # a tag is data
+        one_line(f"{name}: {' · '.join(f'{label} {value}' for label, value in _domain(figures))}")  # tags are untrusted
         for name, figures in names
     ]
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
-    """`values` in at most `width` characters between ▁ (their least) and █ (their greatest), means where it must."""
+    """Draw `values` as at most `width` bars from ▁ (minimum) to █ (maximum), averaging neighbours if needed."""
     count = min(width, len(values))
     edges = [number * len(values) // count for number in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -236,7 +235,7 @@ def _engines(engines: tuple[EngineStatus, ...]) -> Table:
 
 
 def _domains(by_domain: Mapping[str, Mapping[str, float]]) -> Table:
-    """A row for each of the first domains."""
+    """Return a row for each of the first `_MOST_DOMAINS` domains."""
     grid = Table.grid(padding=(0, 2))
     for name, figures in sorted(by_domain.items())[:_MOST_DOMAINS]:
         cells = [Text.assemble((f"{label} ", "dim"), value) for label, value in _domain(figures)[:_DOMAIN_FIGURES]]
@@ -245,7 +244,7 @@ def _domains(by_domain: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def _domain(figures: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label, value) of what was measured of a domain, the most important first."""
+    """Return (label, value) of a domain's measured figures, most important first."""
     forms = (
         ("reward", "reward", ".3f"),
         ("right", "accuracy", ".0%"),
@@ -307,7 +306,7 @@ def _accuracy(held_out: HeldOutStatus) -> str:
 
 
 def _sets(sets: Sequence[HeldOutStatus]) -> Table:
-    """A row for each evaluation set beyond the first."""
+    """Return a row for each evaluation set beyond the first."""
     grid = Table.grid(padding=(0, 2))
     for each in sets:
         since = "" if each.first is None or each.accuracy is None else f"(from {each.first:.1%})"

@@ -1,7 +1,7 @@
-"""The report of a run: one HTML file that needs nothing else, and the learning curve as a PNG.
+"""The report of a run: one self-contained HTML file, and the learning curve as a PNG.
 
-Both are made from `events.jsonl` and `recipe.toml` in the run's directory, at any time, also while the run goes on. The
-page loads nothing from anywhere, works in light and dark, on a phone and on paper, and every value is escaped.
+Both are made from `events.jsonl` and `recipe.toml` in the run's directory, also while the run is live. The page loads
+no external resources, works in light and dark mode, on a phone and on paper, and escapes every value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PAGE = Path(__file__).with_name("report_page.html")
 
 @dataclass(frozen=True, slots=True)
 class ReportFiles:
-    """What was written."""
+    """Paths of the written files."""
 
     html: Path
     picture: Path
@@ -51,7 +51,7 @@ def write_report(run_dir: Path) -> ReportFiles:
     Raises:
         FileNotFoundError: the run has written no events yet.
         ValueError: the event log is damaged.
-        OSError: there is no room; a report that was there before still is.
+        OSError: the disk is full; an earlier report is kept.
     """
     history = tell(read_events(run_dir / "events.jsonl"))
     recipe = run_dir / "recipe.toml"
@@ -67,7 +67,7 @@ def write_report(run_dir: Path) -> ReportFiles:
 
 @contextmanager
 def _in_place_of(path: Path) -> Iterator[Path]:
-    """A file beside it to write to, which takes its place once it is whole: a full disk leaves the one before."""
+    """Yield a draft file that replaces `path` once it is complete, so a full disk keeps the earlier file."""
     draft = path.with_name(f".new-{path.name}")
     try:
         yield draft
@@ -77,7 +77,7 @@ def _in_place_of(path: Path) -> Iterator[Path]:
 
 
 def render(history: RunHistory, recipe: str, *, samples: Sequence[SampleGroup] = ()) -> str:
-    """The page."""
+    """Return the report as an HTML page."""
     return Template(_PAGE.read_text()).substitute(
         run=escape(history.run),
         outcome=escape(outcome(history)),
@@ -97,7 +97,7 @@ def render(history: RunHistory, recipe: str, *, samples: Sequence[SampleGroup] =
 
 
 def _tiles(history: RunHistory) -> list[tuple[str, str, str]]:
-    """(name, value, note) of the figures at the top."""
+    """Return (name, value, note) of the tiles at the top."""
     tiles = []
     evaluation, first = history.last_evaluation, history.first_accuracy
     if evaluation is not None and first is not None:
@@ -151,7 +151,7 @@ def _learning(history: RunHistory) -> str:
 
 
 def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
-    """(title, chart) of every measure that was taken."""
+    """Return (title, chart) of every measure that has data."""
     steps, x = history.by_step, "step"
 
     def one(series: Series, label: str = "", colour: int = 1) -> Line:
@@ -207,8 +207,10 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
 
 
 def update_charts(history: RunHistory) -> Iterator[tuple[str, Chart]]:
-    """(title, chart) of how far each optimizer step was from π_old, and what it clipped, where a step is several; those
-    of runs without such steps are empty."""
+    """Yield (title, chart) of KL from π_old and clipping at each optimizer step.
+
+    The charts are empty for runs with one optimizer step per training step.
+    """
     kl, clipped = (_by_update(history, name) for name in ("kl_old", "clip_fraction"))
     yield "KL from π_old at each optimizer step", Chart(lines=(Line(series=kl),), x_label="step", unit=" nats")
     yield (
@@ -220,7 +222,7 @@ def update_charts(history: RunHistory) -> Iterator[tuple[str, Chart]]:
 
 
 def _by_update(history: RunHistory, name: str) -> Series:
-    """The n-th of N optimizer steps of step v lies at v − 1 + n/N."""
+    """Return a series over optimizer steps; the n-th of N in step v lies at x = v − 1 + n/N."""
     points = [
         (float(event["step"]) - 1 + number / len(event["updates"]), float(update[name]))
         for event in history.steps
@@ -231,7 +233,7 @@ def _by_update(history: RunHistory, name: str) -> Series:
 
 
 def _causes(history: RunHistory, figure: str) -> tuple[Line, ...]:
-    """A figure of the mismatch monitor, a line for each cause."""
+    """Return a figure of the mismatch monitor as a line per cause."""
     causes = ("numerics", "staleness", "cache")
     return tuple(
         Line(series=history.by_step(f"mismatch_{cause}_{figure}"), label=cause, colour=colour)
@@ -278,7 +280,7 @@ def _evaluations(history: RunHistory) -> str:
 
 
 def _held_out(name: str) -> str:
-    """An evaluation set in words."""
+    """Return the display name of an evaluation set."""
     return "held out" if name == HELD_OUT else name
 
 

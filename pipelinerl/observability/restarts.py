@@ -1,7 +1,7 @@
-"""How often a run's processes died: the launcher writes it down, `pipelinerl status` shows it.
+"""Deaths of a run's processes: the launcher writes `restarts.json`, `pipelinerl status` shows it.
 
-A death is forgiven for each `FORGIVEN_EVERY_S` that the process was up: who is killed now and then, however often, is
-started again, and who dies whenever it is started has soon spent what it may. `restarts.json` of the run's directory.
+One death is forgiven for every `FORGIVEN_EVERY_S` of uptime. A process that dies now and then is always restarted; one
+that dies right after each start soon exhausts its limit.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 def write_restarts(run_dir: Path, processes: tuple[RestartStatus, ...]) -> None:
-    """Those that have died, whole or not at all. Raises OSError."""
+    """Write the processes that have died, atomically. Raises OSError."""
     draft = run_dir / f"{_FILE}.new"
     draft.write_bytes(msgspec.json.encode(_Written(time.time(), processes)))
     draft.replace(run_dir / _FILE)
 
 
 def read_restarts(run_dir: Path) -> tuple[RestartStatus, ...]:
-    """As of now; empty where no launcher has written anything that can be read."""
+    """Return the deaths with forgiveness up to now; empty if there is no readable file."""
     try:
         written = msgspec.json.decode((run_dir / _FILE).read_bytes(), type=_Written)
     except (OSError, msgspec.MsgspecError):
@@ -43,6 +43,6 @@ def read_restarts(run_dir: Path) -> tuple[RestartStatus, ...]:
 
 
 def restarts_line(processes: tuple[RestartStatus, ...]) -> str:
-    """`deaths: trainer 5 (1.2 of 3 unforgiven)`; empty when nothing died."""
+    """Format deaths as `deaths: trainer 5 (1.2 of 3 unforgiven)`; empty if there are none."""
     listed = (f"{one.name} {one.deaths} ({one.unforgiven:.1f} of {one.limit} unforgiven)" for one in processes)
     return f"deaths: {', '.join(listed)}" if processes else ""

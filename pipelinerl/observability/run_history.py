@@ -1,6 +1,6 @@
-"""`RunHistory`: what the events of a run add up to. The report, the picture and the summary all tell it from here.
+"""`RunHistory`: a run's events, sorted for the report, the picture and the summary.
 
-A run that was resumed took some steps twice; the later one is the one that counts. Everything is in the order of steps.
+A resumed run may take a step twice; the later event counts. Everything is in order of steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipelinerl.observability.events import Event
 
 _ALARMS: Final = ("alarm", "alarm_cleared")
 _ENDS: Final = ("run_finished", "run_suspended", "run_failed")
-#: What an evaluation set is called that has no name of its own.
+#: Name of an evaluation set that has no name of its own.
 HELD_OUT: Final = "held_out"
 
 
@@ -29,7 +29,7 @@ class Series:
         return bool(self.x)
 
     def smoothed(self) -> Series:
-        """Each point as the mean of itself and what surrounds it: a fortieth of the series to each side."""
+        """Return the moving average over a window of a fortieth of the series to each side."""
         reach = len(self.y) // 40
         total = [0.0]
         for value in self.y:
@@ -43,15 +43,15 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHistory:
-    """The events of a run, sorted by what they say.
+    """The events of a run, sorted by kind.
 
     Attributes:
         steps: `step` events by rising step; publications: likewise by model version.
-        evaluation_sets: `evaluation` events by model version, by the name of their set; the recipe's first comes first.
-        engines: `engines` events; knobs: `knobs` events; incidents: engines that joined or were lost, checkpoints,
-            alarms.
-        started, finished: the first `run_started` and, where the run is over, the last `run_finished`, `run_failed` or
-            `run_suspended`.
+        evaluation_sets: `evaluation` events by set name, each by model version; the recipe's first set comes first.
+        engines: `engines` events; knobs: `knobs` events; incidents: engines that joined or were lost, restarted
+            evaluations, checkpoints, alarms.
+        started: the first `run_started`.
+        finished: the last `run_finished`, `run_failed` or `run_suspended`, if the run is over.
     """
 
     started: Event
@@ -65,22 +65,22 @@ class RunHistory:
 
     @property
     def evaluations(self) -> tuple[Event, ...]:
-        """Those of the recipe's first set, by which it was decided."""
+        """Evaluations of the recipe's first set, which selects the best checkpoints."""
         return next(iter(self.evaluation_sets.values()), ())
 
     @property
     def run(self) -> str:
-        """Its name."""
+        """Name of the run."""
         return str(self.started.get("run", "run"))
 
     @property
     def duration_s(self) -> float:
-        """Time of the last event since the start."""
+        """Seconds from the start to the last event."""
         return max((float(event.get("elapsed_s") or 0.0) for event in self._all()), default=0.0)
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that were sampled for the steps."""
+        """Number of tokens that were sampled for the steps."""
         return int(sum(self.series(self.steps, "sampled_tokens").y))
 
     @property
@@ -96,7 +96,7 @@ class RunHistory:
 
     @property
     def other_accuracies(self) -> list[tuple[str, float, float]]:
-        """(name, first and last accuracy) of each evaluation set but the first."""
+        """(name, first accuracy, last accuracy) of each evaluation set but the first."""
         others = list(self.evaluation_sets.items())[1:]
         known = [(name, self.series(events, "accuracy", x="model_version").y) for name, events in others]
         return [(name, values[0], values[-1]) for name, values in known if values]
@@ -112,22 +112,22 @@ class RunHistory:
         return self._mean_reward(slice(-max(1, len(self.steps) // 10), None))
 
     def median(self, events: Sequence[Event], field: str) -> float | None:
-        """Median of a field."""
+        """Return the median of a field; None if no event has it."""
         values = self.series(events, field).y
         return median(values) if values else None
 
     def max_of(self, events: Sequence[Event], field: str) -> float | None:
-        """Maximum of a field."""
+        """Return the maximum of a field; None if no event has it."""
         return max(self.series(events, field).y, default=None)
 
     def series(self, events: Sequence[Event], y: str, *, x: str = "elapsed_s") -> Series:
-        """The events in which both fields are numbers."""
+        """Return the events in which both fields are numbers as a series."""
         pairs = [(_number(event, x), _number(event, y)) for event in events]
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
         return Series(tuple(a for a, _ in known), tuple(b for _, b in known))
 
     def by_step(self, field: str) -> Series:
-        """A field of the steps over the step."""
+        """Return a field of the steps over the step."""
         return self.series(self.steps, field, x="step")
 
     def _mean_reward(self, part: slice) -> float | None:
@@ -143,11 +143,11 @@ class RunHistory:
 
 
 def tell(events: Sequence[Event]) -> RunHistory:
-    """Sort the events of a log; an empty one gives an empty history."""
+    """Sort the events of a log; an empty log gives an empty history."""
     by_kind: dict[str, list[Event]] = {}
     for event in events:
         by_kind.setdefault(str(event["kind"]), []).append(event)
-    # A resume writes another `run_started`: what finished before it was not the end.
+    # Resuming writes another `run_started`; ends before it do not count.
     last_start = max((number for number, event in enumerate(events) if event["kind"] == "run_started"), default=-1)
     ends = [event for event in events[last_start + 1 :] if event["kind"] in _ENDS]
     incidents = [
@@ -168,9 +168,10 @@ def tell(events: Sequence[Event]) -> RunHistory:
 
 
 def _by_set(events: Sequence[Event]) -> dict[str, tuple[Event, ...]]:
-    """By the place that sets had last; of two in one place, since the recipe was edited, the one asked last is first.
+    """Group evaluations by set, ordered by each set's last place in the recipe.
 
-    A run of an older layout had one set, and no name for it.
+    If two sets share a place because the recipe was edited, the more recently evaluated set comes first. Runs of an
+    older layout have one unnamed set.
     """
     order: dict[str, tuple[float, int]] = {}
     for number, event in enumerate(events):

@@ -1,7 +1,7 @@
-"""`RunStatus`: what a run is doing now, as the controller's `GET /status` answers it.
+"""`RunStatus`: the current state of a run, as returned by the controller's `GET /status`.
 
-It crosses processes as JSON. Fields that a reader does not know are ignored and absent ones take their default, so that
-`pipelinerl status` of one version can read a run of another.
+It is sent as JSON. Unknown fields are ignored and missing ones take their default, so `pipelinerl status` can read runs
+of other versions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 
 class StatusPhase(StrEnum):
-    """What the run as a whole is at."""
+    """The phase of the whole run."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -24,13 +24,15 @@ class StatusPhase(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """Will nothing more happen?"""
+        """True if the run has finished or failed."""
         return self in (StatusPhase.FINISHED, StatusPhase.FAILED)
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: `state` is its lifecycle in the fleet, `healthy` when it is given work, `pinned` when that is an
-    evaluation's alone."""
+    """One engine.
+
+    `state` is its lifecycle state in the fleet: `healthy` engines receive work, `pinned` ones only an evaluation's.
+    """
 
     url: str
     state: str
@@ -43,30 +45,30 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float = 0.0
     last_error: str = ""
     left_as_planned: bool = False
-    """It is out because somebody drained, replaced or removed it."""
+    """True if the engine left because it was drained, replaced or removed on request."""
 
     @property
     def serves(self) -> bool:
-        """Is it given work, of whatever kind?"""
+        """True if the engine receives any kind of work."""
         return self.state in ("healthy", "pinned")
 
 
 class RequestedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that the launcher is to start."""
+    """An engine that the launcher should start."""
 
     name: str
     type: str
 
 
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer: what it said last, and how long it has been silent; one that waits for groups says so again."""
+    """The trainer's last report, and the seconds since then. A trainer that waits for groups repeats its report."""
 
     last_report: str
     silent_s: float
 
 
 class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One actor: groups it is working on, and how long it has been silent."""
+    """One actor: its groups in flight, and the seconds since its last report."""
 
     name: str
     groups_in_flight: int = 0
@@ -74,8 +76,10 @@ class ActorStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestartStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of the launcher's that has died: how often in all, and of those how many are not forgiven yet. One more
-    than `limit` of these ends the run."""
+    """A launched process that has died.
+
+    `deaths` counts all deaths, `unforgiven` those that still count. More than `limit` unforgiven deaths end the run.
+    """
 
     name: str
     deaths: int
@@ -93,7 +97,7 @@ class PassAtStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupFiguresStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the last evaluation found of one domain, or of the problems with one tag."""
+    """Results of the last evaluation for one domain or tag."""
 
     name: str
     problems: int
@@ -103,17 +107,17 @@ class GroupFiguresStatus(msgspec.Struct, frozen=True, kw_only=True):
     pass_at: tuple[PassAtStatus, ...] = ()
     majority_at: tuple[PassAtStatus, ...] = ()
     length_mean: float | None = None
-    """Tokens of a sample."""
+    """Mean tokens per sample."""
     length_p95: float | None = None
     truncated: float | None = None
-    """Share of the samples that ended for want of tokens."""
+    """Share of the samples that hit the token limit."""
 
 
 class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The evaluation under way: of which version, on which engine alone, and how far it is.
+    """The evaluation in progress: its version, its engine if it has one to itself, and its progress.
 
-    `pin` is how one version is seen to (`engine`, `gate`, `none`), `discarded` counts answers of other versions. `sets`
-    are the names of the evaluation sets that it asks.
+    `pin` is how a single version is ensured (`engine`, `gate`, `none`). `discarded` counts answers of other versions.
+    `sets` are the names of the evaluation sets in use.
     """
 
     model_version: int
@@ -127,7 +131,7 @@ class EvaluatingStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The account of prompt orders: `issued` is the sum of the others at every step."""
+    """Counts of prompt orders. At every step, `issued` is the sum of the others."""
 
     issued: int = 0
     trained: int = 0
@@ -141,48 +145,48 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The engines of a run."""
 
     engines: tuple[EngineStatus, ...] = ()
-    """All that ever came, by URL."""
+    """All engines that ever joined, by URL."""
     requested: tuple[RequestedEngine, ...] = ()
-    """Engines beyond the recipe's that are to run."""
+    """Engines that should run in addition to the recipe's."""
     to_stop: tuple[str, ...] = ()
-    """Names of those, of any, whose processes are to end."""
+    """Names of engines whose processes should end."""
     tokens_per_s: float = 0.0
     """Tokens sampled per second, over all engines."""
     occupancy: float = 0.0
-    """Share of the healthy engines' slots that work, 0..1."""
+    """Busy share of the healthy engines' slots, 0..1."""
     update_pause_s: float = 0.0
-    """The longest time that an engine stood still for the last weight update."""
+    """The longest pause of an engine during the last weight update."""
     has_launcher: bool = True
-    """Whether a launcher follows this status: it starts who is requested and ends who is to stop."""
+    """True if a launcher follows this status to start requested engines and stop those in `to_stop`."""
 
 
 class HeldOutStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What evaluations have shown so far; an accuracy is None where nothing was judged."""
+    """Results of the last evaluation of one set; an accuracy is None if nothing was judged."""
 
     name: str = ""
-    """Which evaluation set it is of; empty before the first evaluation."""
+    """Name of the evaluation set; empty before the first evaluation."""
     accuracy: float | None = None
-    """Mean of the last evaluation."""
+    """Mean accuracy in the last evaluation."""
     low: float | None = None
     """Lower end of its 95 % interval."""
     high: float | None = None
     """Upper end of its 95 % interval."""
     version: int | None = None
-    """Which weights it is of."""
+    """Version of the evaluated weights."""
     one_version: bool = False
-    """Is every token of its answers of those weights?"""
+    """True if every token was generated by that version."""
     incomplete: str = ""
-    """Why not every problem has its answer; empty when all have."""
+    """The reason why some problems have no answer; empty if all have one."""
     pass_at: tuple[PassAtStatus, ...] = ()
-    """Chances that one of k answers is right, for each k that the recipe asks for."""
+    """Probability that at least one of k answers is right, for each k in the recipe."""
     majority_at: tuple[PassAtStatus, ...] = ()
-    """Chances that the answer which most of k samples give is right, for each k above two of those."""
+    """Probability that the majority answer of k samples is right, for each of those k above two."""
     length_mean: float | None = None
-    """Tokens of a sample."""
+    """Mean tokens per sample."""
     length_p95: float | None = None
-    """The length that one sample in twenty exceeds."""
+    """The 95th percentile of tokens per sample."""
     truncated: float | None = None
-    """Share of the samples that ended for want of tokens."""
+    """Share of the samples that hit the token limit."""
     by_domain: tuple[GroupFiguresStatus, ...] = ()
     by_tag: tuple[GroupFiguresStatus, ...] = ()
     first: float | None = None
@@ -192,83 +196,83 @@ class HeldOutStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LastStepStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the last step, over its rollouts; None and 0 before the first."""
+    """Figures of the last step over its rollouts; None or 0 before the first step."""
 
     reward: float | None = None
     """Mean reward."""
     rollouts_per_s: float = 0.0
-    """Rollouts trained on per second, with the wait for them."""
+    """Rollouts trained on per second, including the wait for them."""
     staleness_mean: float = 0.0
-    """How many versions old they were, on average."""
+    """Mean age of the rollouts, in versions."""
     staleness_max: int = 0
-    """How many versions old the oldest was."""
+    """Maximum age of the rollouts, in versions."""
     entropy: float | None = None
-    """Of the sampled tokens, in nats a token."""
+    """Entropy estimated from the sampled tokens, in nats per token."""
     exact_entropy: float | None = None
-    """Of the distributions that they were sampled from, where the run measures it."""
+    """Entropy of the sampling distributions, if the run measures it."""
     length_mean: float | None = None
-    """Tokens of an answer."""
+    """Mean tokens per answer."""
     truncated: float | None = None
-    """Share of the answers that ended for want of tokens."""
+    """Share of the answers that hit the token limit."""
     optimizer_steps: int | None = None
-    """Of which the step was made, where it was to be of several."""
+    """Number of optimizer steps, if the step may have several."""
     kl_old: float | None = None
-    """KL from π_old over them, in nats a token, where that is known."""
+    """Mean KL from π_old over the optimizer steps in nats per token, if known."""
     clip_fraction: float | None = None
-    """Share of the trained tokens without gradient by clipping."""
+    """Share of the trained tokens that clipping left without gradient."""
     by_domain: dict[str, dict[str, float]] = {}
-    """Of all groups that came since the step before, by domain; docs/watching.md says which figures there are."""
+    """Figures by domain of all groups that arrived since the previous step; docs/use/watching.md lists them."""
     by_tag: dict[str, dict[str, float]] = {}
-    """The same by tag."""
+    """The same figures by tag."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A run at one moment."""
+    """The state of a run at one moment."""
 
     run: str
     """Name of the run."""
     phase: StatusPhase = StatusPhase.STARTING
     step: int = 0
-    """Steps taken."""
+    """Number of steps taken."""
     total_steps: int = 0
-    """Steps that the recipe asks for."""
+    """Number of steps in the recipe."""
     model_version: int = 0
     """Version of the trainer's weights."""
     epoch: int = 0
-    """How many trainers have begun."""
+    """Number of trainers that have started so far."""
     last_step: LastStepStatus = LastStepStatus()
     held_out: HeldOutStatus = HeldOutStatus()
-    """Of the recipe's first evaluation set, by which it is decided."""
+    """Results of the recipe's first evaluation set, which selects the best checkpoints."""
     other_sets: tuple[HeldOutStatus, ...] = ()
-    """The same of its other evaluation sets, once they have been asked."""
+    """Results of the other evaluation sets, once they have been evaluated."""
     evaluating: EvaluatingStatus | None = None
-    """The evaluation under way."""
+    """The evaluation in progress."""
     fleet: FleetStatus = FleetStatus()
     actors: tuple[ActorStatus, ...] = ()
     ledger: LedgerStatus = LedgerStatus()
     knobs: dict[str, Any] = {}
-    """Values by name."""
+    """Knob values by name."""
     trainer: TrainerStatus | None = None
     alarms: tuple[str, ...] = ()
-    """What is wrong with the run's last steps, a sentence each."""
+    """Problems of the last steps, one sentence each."""
     waiting_for: str = ""
-    """What the run waits for now, in words; empty when it waits for nothing."""
+    """The condition that blocks the run now; empty if nothing does."""
     restarts: tuple[RestartStatus, ...] = ()
-    """Processes that have died, where the launcher is on the controller's machine."""
+    """Processes that have died, if the launcher is on the controller's machine."""
     still_s: float = 0.0
-    """For how long nothing at all has got on."""
+    """Seconds since anything in the run made progress."""
     elapsed_s: float = 0.0
     """Age of the run."""
     eta_s: float | None = None
-    """Time until the last step; None until a step has been taken."""
+    """Time until the last step; None before the first step."""
 
     def to_json(self) -> bytes:
-        """Return the status as JSON, by the names of its fields."""
+        """Return the status as JSON, with fields by name."""
         return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, data: bytes) -> RunStatus:
-        """Read what `to_json` wrote.
+        """Decode the output of `to_json`.
 
         Raises:
             ValueError: not JSON, or a field of the wrong type; the message names it.
@@ -280,7 +284,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in at most two units: `4.2 s`, `3 min 05 s`, `2 h 10 min`."""
+    """Format seconds in at most two units: `4.2 s`, `3 min 05 s`, `2 h 10 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

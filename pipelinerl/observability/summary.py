@@ -1,4 +1,4 @@
-"""The end of a run in a few lines for the terminal: what was learned, how fast, how far off-policy, where to look."""
+"""A short summary of a finished run for the terminal: learning, speed, staleness and file locations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.observability.status import format_duration
 
 
 def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
-    """Name and value of each line; what was never measured is left out."""
+    """Return (name, value) of each line; unmeasured values are omitted."""
     rows = [("outcome", outcome(history))]
     evaluation, first = history.last_evaluation, history.first_accuracy
     if evaluation is not None and first is not None:
@@ -43,7 +43,7 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def summary(history: RunHistory, *, run_dir: Path, report: Path | None = None) -> Table:
-    """The lines as a table for rich, with where to look further."""
+    """Return the summary as a rich table, with the paths of the run and the report."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
@@ -56,7 +56,7 @@ def summary(history: RunHistory, *, run_dir: Path, report: Path | None = None) -
 
 
 def outcome(history: RunHistory) -> str:
-    """How it ended, in words."""
+    """Return the reason why the run ended, or "not finished"."""
     if history.finished is None:
         return "not finished"
     return str(history.finished.get("reason") or "finished")

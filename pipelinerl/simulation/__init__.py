@@ -1,1 +1,1 @@
-"""What a run would do on given hardware: a discrete-event model of its engines, trainer, updates and pacing. Pure."""
+"""Discrete-event simulation of a run on given hardware: its engines, trainer, updates and pacing. Pure."""

@@ -1,8 +1,8 @@
-"""`SimulatedActors`: orders claimed, requests sent, answers judged, groups delivered.
+"""`SimulatedActors`: actors claim orders, send requests, have answers judged, and deliver groups.
 
-Each actor does one thing at a time (it is one event loop), and holds `groups_in_flight` orders at most; the rest waits
-in the stream. A request goes to the engine with the least to do, as `engines/http/pool.py` has it, by what all actors
-have asked for together.
+Each actor does one thing at a time, since it is one event loop. It holds at most `groups_in_flight` orders; the others
+wait in the stream. A request goes to the engine with the fewest outstanding answers of all actors, like in
+`engines/http/pool.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pipelinerl.simulation.hardware import ControlTimes
 @final
 @dataclass(slots=True)
 class SimulatedActors:
-    """`sample` takes a group to the engine it names in `place`; `deliver` takes one that is judged to the trainer."""
+    """The actors of a run; `sample` sends a group to the engine `place`, `deliver` a judged group to the trainer."""
 
     agenda: Agenda
     times: ControlTimes
     count: int
     places: int
-    """Orders that all actors together may still claim."""
+    """The number of orders that all actors together may still claim."""
     engines: int
     sample: Callable[[SimulatedGroup], None]
     deliver: Callable[[SimulatedGroup], None]
@@ -44,27 +44,27 @@ class SimulatedActors:
         self._least = [(0, engine) for engine in range(self.engines)]
 
     def order(self, group: SimulatedGroup) -> None:
-        """An order lies in the stream."""
+        """Add an order to the stream."""
         self._orders.append(group)
         self._claim()
 
     def again(self, group: SimulatedGroup) -> None:
-        """An update has cut answers of a group short: they are asked for again."""
+        """Retry the answers of a group that an update has aborted."""
         self._let_go(group)
         self._request(group)
 
     def answered(self, group: SimulatedGroup) -> None:
-        """An engine has ended a group."""
+        """Process a group that an engine has finished."""
         self._let_go(group)
         self.agenda.at(self._worked(group, self.times.answer_s * group.size), self._judge, group)
 
     def gave_up(self, group: SimulatedGroup) -> None:
-        """A group that was at an engine will not be delivered."""
+        """Drop a group that was at an engine."""
         self._let_go(group)
         self.ended()
 
     def ended(self) -> None:
-        """One place is free again."""
+        """Free one place for a new order."""
         self.places += 1
         self._claim()
 
@@ -93,13 +93,13 @@ class SimulatedActors:
         self.ended()
 
     def _worked(self, group: SimulatedGroup, seconds: float) -> float:
-        """When its actor has done `seconds` of work, which waits its turn."""
+        """Return the time at which the group's actor finishes `seconds` of further work."""
         actor = group.index % self.count
         self._free_at[actor] = max(self.agenda.now, self._free_at[actor]) + seconds
         return self._free_at[actor]
 
     def _pick(self) -> int:
-        """The engine with the fewest answers outstanding; ties go by number."""
+        """Return the engine with the fewest outstanding answers; ties go by number."""
         while True:
             outstanding, engine = self._least[0]
             if outstanding == self._outstanding[engine]:

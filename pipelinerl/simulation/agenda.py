@@ -1,6 +1,6 @@
-"""`Agenda`: what happens next. Events at one instant happen in the order in which they were put there.
+"""`Agenda`: the event queue of the simulation. Simultaneous events happen in the order in which they were added.
 
-`SimulatedTrainer` is a computation on it that others may slow down while it goes on.
+`SimulatedTrainer` is a computation whose speed may change while it runs.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, final
 @final
 @dataclass(slots=True)
 class Agenda:
-    """`now` is the simulated time, in seconds."""
+    """The event queue; `now` is the simulated time in seconds."""
 
     now: float = 0.0
     _events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
     _serial: int = 0
 
     def at(self, time: float, what: Callable[..., None], *arguments: Any) -> None:
-        """`what(*arguments)` happens at `time`, or now, if that is over."""
+        """Schedule `what(*arguments)` at `time`, or now if `time` has passed."""
         self._serial += 1
         heapq.heappush(self._events, (time if time > self.now else self.now, self._serial, what, arguments))
 
     def after(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
-        """The same, so many seconds from now."""
+        """Schedule `what(*arguments)` in `seconds`."""
         self.at(self.now + seconds, what, *arguments)
 
     def step(self) -> bool:
-        """Let the next event happen; False: there is none."""
+        """Process the next event; return False if there is none."""
         if not self._events:
             return False
         self.now, _, what, arguments = heapq.heappop(self._events)
@@ -41,7 +41,7 @@ class Agenda:
 @final
 @dataclass(slots=True)
 class SimulatedTrainer:
-    """Takes `left_s` seconds alone, and `slowness` times as long otherwise; then calls `done`."""
+    """A computation that takes `_left_s` more seconds, times `_slowness`, and then calls `done`."""
 
     agenda: Agenda
     done: Callable[[], None]
@@ -52,12 +52,12 @@ class SimulatedTrainer:
     _stamp: int = 0
 
     def begin(self, seconds: float) -> None:
-        """Compute for so long, if nothing slows it down."""
+        """Begin a computation that takes `seconds` if nothing slows it down."""
         self.is_computing, self._left_s = True, seconds
         self._plan()
 
     def slow(self, factor: float) -> None:
-        """From now on it takes `factor` times as long."""
+        """Let it take `factor` times as long from now on."""
         if factor == self._slowness:
             return
         if self.is_computing:

@@ -1,14 +1,14 @@
-"""`calibrate`: a finished run's events to the `Hardware` that it ran on.
+"""`calibrate`: estimates the `Hardware` of finished runs from their events.
 
     engine         `engines` events: busy seconds by decode steps, rows and prompt tokens, non-negative least squares
-    trainer        `step` events: computing seconds by tokens and optimizer steps; where tokens hardly vary, by tokens
+    trainer        `step` events: computing seconds by tokens and optimizer steps, or only tokens if they hardly vary
     update         `publish` events
     verification   the traced groups of `step` events
-    report         what of a step's period is neither its wait nor its own
-    actor          what is left: such that the run, simulated, has steps as long as it had
-    contention     with a second run, in which engine and trainer work at once: how much slower they are
+    report         the part of a step's period that is neither waiting nor computing
+    actor          the remainder, chosen such that simulated steps take as long as real ones
+    contention     from a second run, in which engine and trainer work at once: the slowdown of each
 
-The best first run is a synchronous one (`staleness.preset="on_policy"`): nothing in it hides behind anything else.
+The best first run is a synchronous one (`staleness.preset="on_policy"`): no activity overlaps with another.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from pipelinerl.simulation.measured import Measured, counted_steps, measure
 from pipelinerl.simulation.setting import SimulatedSetting
 from pipelinerl.simulation.simulator import simulate
 
-#: Tokens of steps that differ by less than this share of their mean do not tell a slope.
+#: If tokens per step vary by less than this share of their mean, no slope can be fitted.
 _SPREAD: Final = 0.2
-#: An actor's work on a rollout is looked for up to this.
+#: Upper end of the search for an actor's work per rollout.
 _MOST_ACTOR_S: Final = 0.05
 _HALVINGS: Final = 9
-#: Steps of the simulated runs by which it is found.
+#: Steps of each simulation in this search.
 _TRIED_STEPS: Final = 40
-#: Transit of an order and of a group through the streams.
+#: Transit time of orders and groups through the streams.
 _TRANSIT_S: Final = 0.002
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedRun:
-    """A run that is over: its events, and what its recipe decides."""
+    """A finished run: its events, and the settings from its recipe."""
 
     events: Sequence[Event]
     setting: SimulatedSetting
 
 
 def calibrate(runs: Sequence[ObservedRun]) -> Hardware:
-    """The hardware that the first run shows; what slows down beside each other, the others.
+    """Return the hardware of the first run; contention is estimated from the others.
 
     Raises:
         UserError: a run is too short, or its engine does not count its busy seconds.
@@ -109,7 +109,10 @@ def _trainer_times(run: ObservedRun) -> TrainerTimes:
 
 
 def _update_times(run: ObservedRun) -> UpdateTimes:
-    """Under `drain`, the rows' end is part of a publication's time, and comes on its own in a simulation."""
+    """Return the mean times of a publication.
+
+    With `drain`, a publication's total time includes the end of the rows. A simulation models that separately.
+    """
     published = [event for event in tell(run.events).publications if event.get("total_s") is not None]
     if not published:
         return UpdateTimes()
@@ -127,7 +130,7 @@ def _verify_s(events: Sequence[Event]) -> float:
 
 
 def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Hardware:
-    """An actor's work on a rollout, half of it before sampling, that lets the simulated steps last as they did."""
+    """Fit an actor's work per rollout, half before sampling and half after, to the real time per step."""
 
     def of(actor_s: float) -> Hardware:
         control = replace(hardware.control, request_s=actor_s / 2, answer_s=actor_s / 2)
@@ -144,9 +147,9 @@ def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured) -> Har
 
 
 def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardware:
-    """Both are slower by a factor while the other works; found from how slow they were in all of a run.
+    """Fit the slowdown of engine and trainer while the other works, from their overall slowdown in further runs.
 
-    The share of time in which they work at once is the simulation's, which the factors change: twice is enough.
+    The share of time in which both work is simulated, and in turn depends on the factors; two iterations are enough.
     """
     engine = [_busy_s(run.events, _engine_times(run.events)) / _busy_s(run.events, hardware.engine) for run in runs]
     trainer = [_trainer_times(run).token_s / hardware.trainer.token_s for run in runs]
@@ -166,7 +169,7 @@ def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardwar
 
 
 def _busy_s(events: Sequence[Event], times: EngineTimes) -> float:
-    """What the decoding of a run takes by `times`."""
+    """Return the decoding time of a run, predicted from `times`."""
     looks = [event for event in events if event["kind"] == "engines" and "busy_s" in event]
     first, last = looks[0], looks[-1]
     change = {name: float(last[name]) - float(first[name]) for name in ("decode_steps", "row_steps", "prompt_tokens")}
@@ -178,7 +181,7 @@ def _busy_s(events: Sequence[Event], times: EngineTimes) -> float:
 
 
 def _nonnegative(columns: NDArray[np.float64], values: NDArray[np.float64]) -> list[float]:
-    """Least squares [n] with coefficients of at least 0: of all sets of columns whose solution has them, the best."""
+    """Fit least squares [n] with coefficients of at least 0, by trying all subsets of columns."""
     count = columns.shape[1]
     best, found = float(values @ values), [0.0] * count
     for size in range(1, count + 1):

@@ -1,11 +1,11 @@
-"""`SimulatedEngine`: rows that decode in step, one event for each end of an answer and none for each token.
+"""`SimulatedEngine`: rows that decode in lockstep, with one event per finished answer instead of one per token.
 
-    submit ─▶ waiting ─▶ a row, at the next step's boundary ─▶ ends after as many steps as its answer has tokens
+    submit ─▶ waiting ─▶ a row, at the next step boundary ─▶ ends after as many steps as its answer has tokens
 
-It keeps what `pipelinerl/engines/batching/` keeps: between two steps first a commit that is due, then whoever waits
-takes free rows; a `drain` admits nobody until its rows are empty. While nothing joins or leaves, the batch is constant,
-and so is the step's time: the next event is computed, not stepped to. `plan` says when it is; `fire` lets it happen.
-Every change in between (`submit`, `commit`, `slow`) makes the plan of before void.
+It follows `pipelinerl/engines/batching/`: between two steps, first a due commit is applied, then waiting requests get
+free rows; with `drain`, no request is admitted until all rows are empty. While no row joins or ends, the batch and the
+step time are constant, so the next event is computed directly. `plan` returns its time; `fire` processes it. Any change
+in between (`submit`, `commit`, `slow`) invalidates the previous plan.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from inference_contract.weights import OnUpdate
 from pipelinerl.simulation.group import SimulatedGroup
 from pipelinerl.simulation.hardware import EngineTimes
 
-#: Rounding of times, in steps.
+#: Rounding tolerance, in steps.
 _SLACK: Final = 1e-9
 
 
 class EngineNews(NamedTuple):
-    """What a boundary between two steps brought."""
+    """The events of one step boundary."""
 
     ended: list[SimulatedGroup]
     """Groups whose last answer has ended."""
     aborted: list[SimulatedGroup]
-    """Groups that an `abort` commit has cut short: `left` of their answers have to be asked for again."""
+    """Groups cut short by an `abort` commit; `left` of their answers must be requested again."""
     committed: int | None
-    """The version that serves from now on, if another does."""
+    """The version that serves from now on; None if unchanged."""
 
 
 @final
 @dataclass(slots=True)
 class SimulatedEngine:
-    """One engine. `decode_steps`, `row_steps`: decoding so far."""
+    """One engine; `decode_steps` and `row_steps` count its decoding so far."""
 
     times: EngineTimes
     slots: int
@@ -50,41 +50,41 @@ class SimulatedEngine:
     decode_steps: int = 0
     row_steps: int = 0
     stamp: int = 0
-    """Number of the plan that holds."""
+    """Number of the current plan."""
     _waiting: deque[SimulatedGroup] = field(default_factory=deque)
     _rows: list[tuple[int, int, int, SimulatedGroup]] = field(default_factory=list)
-    """(step at whose end it ends, serial number, step at which it began, group): a heap."""
+    """Heap of (step at whose end the row ends, serial number, step at which it began, group)."""
     _steps: int = 0
     _planned: int = 0
     _at: float = 0.0
-    """When step `_steps` ended, or will."""
+    """Time at which step `_steps` ended, or will end."""
     _step_s: float = 0.0
     _slowness: float = 1.0
     _seen: float = 0.0
-    """Until when `busy_s` is booked."""
+    """Time up to which `busy_s` is counted."""
     _serial: int = 0
     _commit: int | None = None
 
     @property
     def is_busy(self) -> bool:
-        """Has it rows?"""
+        """True if it has rows."""
         return bool(self._rows)
 
     def busy_until(self, now: float) -> float:
-        """Seconds in which it had rows, until `now`."""
+        """Return the seconds until `now` in which it had rows."""
         return self.busy_s + (now - self._seen if self._rows else 0.0)
 
     def submit(self, group: SimulatedGroup) -> None:
-        """Ask for the `left` answers of a group."""
+        """Request the `left` answers of a group."""
         group.started = group.size - group.left
         self._waiting.append(group)
 
     def commit(self, version: int) -> None:
-        """New weights lie there: they serve from the next boundary that `on_update` allows."""
+        """Receive new weights; they serve from the next boundary that `on_update` allows."""
         self._commit = version
 
     def withdraw(self, group: SimulatedGroup, now: float) -> None:
-        """Nobody waits for `group` any more: its rows are free."""
+        """Cancel a group and free its rows."""
         if group.started < group.size:
             self._waiting.remove(group)
         if any(row[3] is group for row in self._rows):
@@ -95,7 +95,7 @@ class SimulatedEngine:
             self._step_s = self._decode_s()
 
     def plan(self, now: float) -> float | None:
-        """When it next has something to tell, if nothing comes between; None: it waits for work."""
+        """Return the time of the next event, if nothing changes before it; None if the engine is idle."""
         self.stamp += 1
         self._planned = 0
         if not self._rows:
@@ -110,7 +110,7 @@ class SimulatedEngine:
         return self._at + self._planned * self._step_s
 
     def fire(self, now: float) -> EngineNews | None:
-        """The planned boundary is reached; None: nothing but answers has ended."""
+        """Process the planned boundary; return None if no group ended and no version changed."""
         rows = self._rows
         if rows:
             self.busy_s += now - self._seen
@@ -143,7 +143,7 @@ class SimulatedEngine:
         return None
 
     def slow(self, factor: float, now: float) -> None:
-        """From now on steps take `factor` times as long, also what is left of the one under way."""
+        """Let steps take `factor` times as long from now on, including the rest of the current one."""
         if not self._rows:
             self._slowness = factor
             return
@@ -157,7 +157,7 @@ class SimulatedEngine:
         return self.times.decode_s(len(self._rows)) * self._slowness
 
     def _settle(self, now: float) -> None:
-        """Book the whole steps until `now`."""
+        """Count the complete steps until `now`."""
         whole = max(0, math.floor((now - self._at) / self._step_s + _SLACK))
         self._decoded(whole)
         self._at += whole * self._step_s
@@ -171,7 +171,7 @@ class SimulatedEngine:
         self.busy_s, self._seen = self.busy_until(now), now
 
     def _admit(self) -> None:
-        """Free rows go to those that wait, in their order."""
+        """Give free rows to waiting requests, in order."""
         prompts = 0
         while self._waiting and len(self._rows) < self.slots:
             group = self._waiting[0]
@@ -191,9 +191,9 @@ class SimulatedEngine:
         self._at += prefill_s
 
     def _cut_short(self, version: int) -> list[SimulatedGroup]:
-        """All rows end; returns the groups that have to be asked for again. Whoever still waits here stays and waits.
+        """End all rows, and return the groups that must be requested again; groups still waiting here stay.
 
-        Since every commit cuts all rows short, what runs began with `version`, the one before.
+        Each commit aborts all rows, so all running answers began with `version`, the previous one.
         """
         running: dict[int, tuple[SimulatedGroup, list[int]]] = {}
         for ends, _, began, group in self._rows:

@@ -1,7 +1,7 @@
-"""`SimulatedGroup`: an order on its way from the controller to its end; `WaitingGroups`, those that may be trained.
+"""`SimulatedGroup`: an order on its way through the system; `WaitingGroups`: the groups ready to train.
 
-The choice among them is `training/rollouts/batcher.py`'s, to which a test holds it: the oldest that are fresh go first
-(oldest version, then lowest index); what is too old for the step is dropped then.
+The choice among waiting groups follows `training/rollouts/batcher.py`, as a test checks: fresh groups in order of their
+oldest version, then index; groups too old for the step are dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipelinerl.staleness import StalenessBounds
 @final
 @dataclass(slots=True, eq=False)
 class SimulatedGroup:
-    """`size` answers to one prompt; times in seconds since the run began."""
+    """`size` answers to one prompt; times are in seconds since the run began."""
 
     index: int
     size: int
@@ -25,27 +25,27 @@ class SimulatedGroup:
     place: int = -1
     """The engine that samples it; −1 before."""
     started: int = 0
-    """Answers that have been given a row, of those that the engine was asked for."""
+    """Answers that have been given a row, counting those that ended before the current request."""
     left: int = 0
     """Answers that have not ended."""
     oldest: int = -1
-    """The oldest version that has sampled one of its tokens; −1: none has."""
+    """The oldest version that sampled one of its tokens; −1 if none."""
     versions: dict[int, int] = field(default_factory=dict)
-    """How many of its answers have begun with each version."""
+    """Number of its answers that began with each version."""
     heard: int = -1
-    """The version of which its actor heard first since it asked for it; −1: none yet."""
+    """The first version that its actor saw after requesting it; −1 if none yet."""
     attempts: int = 0
 
     @property
     def tokens(self) -> int:
-        """Sampled, once all answers have ended."""
+        """The number of sampled tokens, once all answers have ended."""
         return sum(self.lengths)
 
 
 @final
 @dataclass(slots=True)
 class WaitingGroups:
-    """`rollouts` counts those of the groups that wait; `dropped` are groups that were found stale, in order."""
+    """Groups ready to train; `rollouts` counts their rollouts, `dropped` lists groups found stale, in order."""
 
     rollouts: int = 0
     dropped: list[SimulatedGroup] = field(default_factory=list)
@@ -55,12 +55,12 @@ class WaitingGroups:
         return sum(map(len, self._by_version.values()))
 
     def offer(self, group: SimulatedGroup) -> None:
-        """A group has come."""
+        """Add a group."""
         heapq.heappush(self._by_version.setdefault(group.oldest, []), (group.index, group))
         self.rollouts += group.size
 
     def take(self, rollouts: int, *, producing: int, bounds: StalenessBounds) -> list[SimulatedGroup] | None:
-        """The groups of the step that makes version `producing`; None while too few are fresh."""
+        """Return the groups of the step that makes version `producing`; None while too few are fresh."""
         for version in [each for each in self._by_version if not bounds.accepts(producing=producing, oldest=each)]:
             stale = [group for _, group in sorted(self._by_version.pop(version), key=lambda each: each[0])]
             self.dropped += stale

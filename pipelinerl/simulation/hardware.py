@@ -1,6 +1,6 @@
-"""What takes how long: the values that a calibration finds, or that a hardware table gives (docs/simulation.md).
+"""Times of all operations on some hardware, from a calibration or a hardware table (docs/understand/simulation.md).
 
-Times in seconds.
+All times are in seconds.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ class EngineTimes:
     prompt_token_s: float = 0.0
 
     def decode_s(self, rows: int) -> float:
-        """One token for each of so many rows."""
+        """Return the time of one decode step with `rows` rows."""
         return self.step_s + self.row_s * rows
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
-    """A pass over t tokens (prompts and answers) takes `token_s · t`, each optimizer step `optimizer_step_s` beside."""
+    """A pass over t tokens (with prompts) takes `token_s · t`, and each optimizer step `optimizer_step_s` more."""
 
     token_s: float
     optimizer_step_s: float = 0.0
 
     def step_s(self, tokens: int, *, epochs: int, optimizer_steps: int) -> float:
-        """A step of the run: so many passes over the tokens, so many optimizer steps in all."""
+        """Return the time of one step of the run, with `epochs` passes over the tokens."""
         return self.token_s * tokens * epochs + self.optimizer_step_s * optimizer_steps
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTimes:
-    """A publication takes `send_s` beside everything else, then each engine stands still for `pause_s`."""
+    """A publication takes `send_s` in the background, then each engine pauses for `pause_s`."""
 
     send_s: float = 0.0
     pause_s: float = 0.0
@@ -48,14 +48,16 @@ class UpdateTimes:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlTimes:
-    """What is neither engine nor trainer.
+    """Times of everything except engine and trainer.
 
     Attributes:
-        order_s: from the controller's decision to the actor that claims the order.
-        request_s, answer_s: an actor's own work for a rollout, before it is sampled and after; an actor does one thing
-            at a time.
-        verify_s: judging a group, beside all else. verifiers: how many groups at once; None: any number.
-        deliver_s: from the actor to the trainer. report_s: from the end of a step to the trainer's next one.
+        order_s: from the controller's decision until an actor claims the order.
+        request_s: an actor's own work per rollout before sampling; an actor does one thing at a time.
+        answer_s: an actor's own work per rollout after sampling.
+        verify_s: judging a group, in the background.
+        verifiers: groups judged at once; None for no limit.
+        deliver_s: from the actor to the trainer.
+        report_s: from the end of a step to the trainer's next one.
     """
 
     order_s: float = 0.0
@@ -70,21 +72,21 @@ class ControlTimes:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """How much slower each becomes while the other computes, where they share processors: factors of at least 1."""
+    """Slowdown of each while the other computes, if they share processors: factors of at least 1."""
 
     engine: float = 1.0
     trainer: float = 1.0
 
     @property
     def exists(self) -> bool:
-        """Does either feel the other?"""
+        """True if either slows the other down."""
         return self.engine > 1.0 or self.trainer > 1.0
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Of an hour of one engine and of the trainer, in any currency; 0 where they are not told."""
+    """Prices per hour of one engine and of the trainer, in any currency; 0 if unknown."""
 
     engine_hour: float = 0.0
     trainer_hour: float = 0.0
@@ -93,7 +95,7 @@ class Prices:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """All of it."""
+    """All times and prices of some hardware."""
 
     engine: EngineTimes
     trainer: TrainerTimes

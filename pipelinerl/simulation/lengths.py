@@ -1,4 +1,4 @@
-"""Laws of answers' lengths, in tokens: fixed, heavy-tailed, or those that a run has shown."""
+"""Distributions of answer lengths in tokens: fixed, heavy-tailed, or as observed in a run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class LengthLaw(Protocol):
 
     @property
     def mean(self) -> float:
-        """Its mean, in tokens."""
+        """The mean, in tokens."""
         ...
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
-        """Lengths [count]."""
+        """Draw lengths [count]."""
         ...
 
 
@@ -37,18 +37,18 @@ class FixedLengths:
 
     @property
     def mean(self) -> float:
-        """`tokens`."""
+        """The mean, in tokens."""
         return float(self.tokens)
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
-        """Lengths [count], all alike."""
+        """Return equal lengths [count]."""
         return np.full(count, self.tokens, np.int64)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class HeavyTailedLengths:
-    """Log-normal: half of the answers have more than `median` tokens, none more than `most`; σ of the logarithm."""
+    """Log-normal lengths, truncated at `most`; half are longer than `median`, and σ is that of the logarithm."""
 
     median: float
     sigma: float
@@ -56,16 +56,16 @@ class HeavyTailedLengths:
 
     @property
     def mean(self) -> float:
-        """Of the law as it is cut off, by 10,001 quantiles."""
+        """The mean of the truncated distribution, from 10,001 quantiles."""
         levels = (np.arange(10_001) + 0.5) / 10_001
         return float(self._at(_standard_normal(levels)).mean())
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
-        """Lengths [count], rounded up."""
+        """Draw lengths [count], rounded up."""
         return self._at(generator.standard_normal(count))
 
     def _at(self, deviates: NDArray[np.float64]) -> NDArray[np.int64]:
-        with np.errstate(over="ignore"):  # what is infinite is cut off, too
+        with np.errstate(over="ignore"):  # infinite values are clipped below
             exact = np.ceil(self.median * np.exp(self.sigma * deviates))
         return np.clip(exact, 1, self.most).astype(np.int64)
 
@@ -73,22 +73,22 @@ class HeavyTailedLengths:
 @final
 @dataclass(frozen=True, slots=True)
 class ObservedLengths:
-    """Answers of a run, drawn again with replacement."""
+    """Answer lengths of a run, resampled with replacement."""
 
     tokens: tuple[int, ...]
 
     @property
     def mean(self) -> float:
-        """Of those that were observed."""
+        """The mean of the observed lengths."""
         return float(np.mean(self.tokens))
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.int64]:
-        """Lengths [count]."""
+        """Draw lengths [count]."""
         return generator.choice(np.array(self.tokens, np.int64), count)
 
 
 def drawing(law: LengthLaw, seed: int) -> Callable[[int], list[int]]:
-    """A function that takes how many and returns the next lengths; what it returns is a function of `seed`."""
+    """Return a function that returns the next `count` lengths; its results are a function of `seed`."""
     generator = rng.generator(seed, "simulation", "lengths")
     stock: list[int] = []
 
@@ -103,7 +103,7 @@ def drawing(law: LengthLaw, seed: int) -> Callable[[int], list[int]]:
 
 
 def _standard_normal(levels: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Quantiles, by bisection of the error function: exact to 1e-9 and without another library."""
+    """Return normal quantiles, by bisection of the error function: exact to 1e-9 and without another library."""
     low, high = np.full_like(levels, -8.0), np.full_like(levels, 8.0)
     for _ in range(40):
         middle = (low + high) / 2

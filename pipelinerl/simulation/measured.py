@@ -1,10 +1,9 @@
-"""`measure`: what a finished run's events say of itself, in the figures of a simulated `Prediction`; `simulated_like`:
-the prediction to hold beside it, of as many steps, and not of one fortunate draw.
+"""`measure`: the figures of a finished run, named as in `Prediction`; `simulated_like`: a comparable prediction.
 
-Steps in whose time an evaluation was under way are left out: engines then answer other questions. A schedule may take
-dozens of steps to find its rhythm: a `drain` throws groups away until it has, and none later, or some again after a
-long answer. A short run is all beginning, so that its steps are no mean over a long simulated one; and which of its
-steps wait depends on the lengths that were drawn.
+Steps that overlap with an evaluation are excluded, since engines also answer its questions. A schedule may take dozens
+of steps to settle: with `drain`, groups are dropped until it has, and sometimes again after a long answer. A short run
+therefore differs from a long simulation, and its waiting steps depend on the lengths that were drawn. So the comparable
+prediction has as many steps as the run, and is the middle one of several draws.
 """
 
 from __future__ import annotations
@@ -23,24 +22,25 @@ from pipelinerl.simulation.prediction import FILLS, Prediction
 from pipelinerl.simulation.setting import SimulatedSetting
 from pipelinerl.simulation.simulator import simulate
 
-#: Fewer steps than these say nothing.
+#: The fewest steps that allow a comparison.
 _FEWEST: Final = 6
-#: A simulation is trusted beyond what was measured if it is within this of what was.
+#: A simulation is trusted if its figures are within this of the measured ones.
 TRUSTED: Final = 0.10
-#: The figures that it is judged by.
+#: The figures that are compared.
 JUDGED: Final = ("step_s", "tokens_per_s")
-#: Simulated runs, an odd number, of which the middle one stands for all.
+#: The number of simulations, which must be odd; the median represents them.
 DRAWS: Final = 5
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Means over the steps that count; named as in `Prediction`.
+    """Means over the counted steps, named as in `Prediction`.
 
     Attributes:
-        compute_s: a step without its wait for a publication. tokens: of a step, prompts included.
-        report_s: from the end of a step to the next one's beginning.
+        compute_s: time of a step without its wait for a publication.
+        tokens: tokens of a step, including prompts.
+        report_s: from the end of a step to the beginning of the next.
     """
 
     steps: int
@@ -56,15 +56,15 @@ class Measured:
     report_s: float
 
     def errors(self, prediction: Prediction) -> Mapping[str, float]:
-        """Simulated ÷ measured − 1, of the figures that a simulation is judged by."""
+        """Return simulated ÷ measured − 1 for the compared figures."""
         return {name: getattr(prediction, name) / getattr(self, name) - 1 for name in JUDGED}
 
 
 def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
-    """The steps that count, each with the seconds since the step before it ended.
+    """Return the steps that count, each with the seconds since the previous step ended.
 
     Raises:
-        UserError: they are too few.
+        UserError: there are too few.
     """
     steps = tell(events).steps
     evaluations = _evaluations(events)
@@ -83,7 +83,11 @@ def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
 
 
 def measure(events: Sequence[Event]) -> Measured:
-    """Raises UserError where the steps are too few, or do not report what is needed."""
+    """Measure a finished run.
+
+    Raises:
+        UserError: the steps are too few, or lack required figures.
+    """
     counted = counted_steps(events)
     steps, seconds = [step for step, _ in counted], sum(period for _, period in counted)
     try:
@@ -112,7 +116,7 @@ def measure(events: Sequence[Event]) -> Measured:
 
 
 def _evaluations(events: Sequence[Event]) -> list[tuple[float, float]]:
-    """From when to when each was under way; one that did not end goes on."""
+    """Return the time span of each evaluation; an unfinished one ends at infinity."""
     spans: list[tuple[float, float]] = []
     began: float | None = None
     for event in events:
@@ -129,7 +133,7 @@ def _at(event: Mapping[str, Any]) -> float:
 
 
 def simulated_like(events: Sequence[Event], setting: SimulatedSetting, hardware: Hardware) -> Prediction:
-    """Of as many steps as the events tell: of runs that differ in their draws, the one whose steps last middlingly."""
+    """Return the median, by time per step, of simulations with as many steps as the events, and different draws."""
     steps = len(tell(events).steps)
     runs = [simulate(replace(setting, steps=steps, seed=setting.seed + draw), hardware) for draw in range(DRAWS)]
     return sorted(runs, key=lambda run: run.step_s)[DRAWS // 2]

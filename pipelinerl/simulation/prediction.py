@@ -1,4 +1,4 @@
-"""What a simulated run came to: throughput, where time was lost, how old what trained was, what was thrown away."""
+"""Results of a simulated run: throughput, lost time, staleness, and discarded work."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Final, NamedTuple, final
 
 from pipelinerl.simulation.hardware import Prices
 
-#: One step in so many, at the beginning, fills the pipeline and is left out of the figures, measured or simulated.
+#: One in this many steps, at the beginning, fills the pipeline and is excluded from figures, measured or simulated.
 FILLS: Final = 5
 
 
 class SimulatedStep(NamedTuple):
-    """A step of the run: when it was taken, and what it waited for (seconds)."""
+    """A step of the run: its end, and its waiting times in seconds."""
 
     ended: float
     rollouts: int
@@ -22,13 +22,13 @@ class SimulatedStep(NamedTuple):
     compute_s: float
     publish_wait_s: float
     staleness: Mapping[int, int]
-    """Rollouts by the versions between their oldest token's and the one that the step made."""
+    """Rollouts by age, in versions between their oldest token and the version that the step made."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Orders by what became of them; `issued` = `trained` + `filtered` + `stale` + `failed` + `in_flight`."""
+    """Orders by outcome; `issued` = `trained` + `filtered` + `stale` + `failed` + `in_flight`."""
 
     issued: int
     trained: int
@@ -44,14 +44,18 @@ class Prediction:
     """Figures of the steps after the first `skipped`, which fill the pipeline.
 
     Attributes:
-        tokens_per_s, rollouts_per_s: that were trained. steps_per_hour. step_s: from one step to the next, mean.
-        trainer_wait: share of the time that the trainer waits for rollouts; trainer_computes: that it computes;
-            trainer_held: that it waits for a publication to end.
-        engine_idle: share of the engines' time without a row. rows: rows of a decode step, mean.
-        staleness: share of the trained rollouts by their age in versions. staleness_mean.
-        discarded: of the tokens of groups that ended, those of stale ones.
-        order_s: from an order's issue to its end, mean; in_flight: orders out, mean over time.
-        cost_per_hour; cost_per_step; cost_per_million_tokens: 0 where no prices are told.
+        tokens_per_s, rollouts_per_s: throughput of trained tokens and rollouts.
+        step_s: mean time from one step to the next.
+        trainer_wait: share of time in which the trainer waits for rollouts.
+        trainer_computes: share of time in which it computes.
+        trainer_held: share of time in which it waits for a publication to end.
+        engine_idle: share of the engines' time without a row.
+        rows: mean rows of a decode step.
+        staleness: share of the trained rollouts by age in versions.
+        discarded: share of tokens in stale groups, of all groups that ended.
+        order_s: mean time from an order's issue to its end.
+        in_flight: mean number of orders in flight.
+        cost_per_hour, cost_per_step, cost_per_million_tokens: 0 without prices.
     """
 
     steps: int
@@ -77,12 +81,12 @@ class Prediction:
     cost_per_million_tokens: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: keys are text."""
+        """Return plain values for JSON, with text as keys."""
         return asdict(self) | {"staleness": {str(age): share for age, share in self.staleness.items()}}
 
 
 def cost(prices: Prices, *, engines: int, step_s: float, tokens_per_s: float) -> dict[str, float]:
-    """Of an hour, a step and a million trained tokens."""
+    """Return the cost of an hour, a step and a million trained tokens."""
     hour = prices.engine_hour * engines + prices.trainer_hour
     return {
         "cost_per_hour": hour,
@@ -92,7 +96,7 @@ def cost(prices: Prices, *, engines: int, step_s: float, tokens_per_s: float) ->
 
 
 def staleness_of(steps: Sequence[SimulatedStep]) -> dict[int, float]:
-    """Share of the rollouts by age, the youngest first."""
+    """Return the share of rollouts by age, youngest first."""
     counts: dict[int, int] = {}
     for step in steps:
         for age, rollouts in step.staleness.items():

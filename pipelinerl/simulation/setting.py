@@ -1,4 +1,4 @@
-"""`SimulatedSetting`: what of a recipe decides over a run's schedule, each value by the recipe's own knob."""
+"""`SimulatedSetting`: the settings of a recipe that determine a run's schedule, under the recipe's names."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from pipelinerl.staleness import StalenessBounds
 class SimulatedSetting:
     """A run to be simulated.
 
-    There is no field for a schedule: conventional RL with G optimizer steps, one step off, drain, RLAX's (j, k) and
-    in-flight updates follow from `bounds`, `on_update`, `epochs`, `mini_batches` and `rollouts_per_step`, as in a run.
+    There is no field for a type of schedule. As in a run, `bounds`, `on_update`, `epochs`, `mini_batches` and
+    `rollouts_per_step` determine it: conventional RL with G optimizer steps, one step off, drain, RLAX's (j, k), or
+    in-flight updates.
 
     Attributes:
-        oversample: most orders issued for each that is expected to train. filtered: share of groups that train nothing.
+        oversample: most orders issued for each that is expected to train.
+        filtered: share of groups that train nothing.
     """
 
     steps: int
@@ -43,5 +45,5 @@ class SimulatedSetting:
 
     @property
     def optimizer_steps(self) -> int:
-        """Of one step of the run."""
+        """The number of optimizer steps in one step of the run."""
         return self.epochs * self.mini_batches

@@ -1,14 +1,14 @@
 """`simulate`: a run of a `SimulatedSetting` on a `Hardware`, from its first order to its last step.
 
-    controller   issues orders within j and k     `StalenessBounds`, `FilteredShare`: the run's own decisions
-    actors       request, judge, deliver          `actors.py`
-    engines      decode, commit                   `engine.py`
-    trainer      takes the oldest fresh, computes    `group.py`, `agenda.py`
-    publication  beside the next step's passes    as `training/publish/publishing.py` orders it
+    controller   issues orders within j and k         `StalenessBounds`, `FilteredShare`: the real decisions
+    actors       request, judge, deliver              `actors.py`
+    engines      decode, commit                       `engine.py`
+    trainer      takes the oldest fresh groups        `group.py`, `agenda.py`
+    publication  overlaps with the next step          like `training/publish/publishing.py`
 
-What a step does, in order: it ends, but not before the publication under way; it is reported; the controller issues
-orders and says whether engines reload (`reload_due`); the trainer begins to publish and collects its next groups. The
-engines' new version counts as loaded once all of them have committed it. The result is a function of its arguments.
+A step ends after the publication under way. Then it is reported, the controller issues orders and decides whether
+engines reload (`reload_due`), and the trainer begins to publish and collects its next groups. The new version counts as
+loaded once all engines have committed it. The result is a function of the arguments.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from pipelinerl.simulation.lengths import drawing
 from pipelinerl.simulation.prediction import FILLS, Account, Prediction, SimulatedStep, cost, staleness_of
 from pipelinerl.simulation.setting import SimulatedSetting
 
-#: Actors ask what version there is so often (`REFRESH_S` of their role).
+#: Interval at which actors poll the current version (`REFRESH_S` of their role).
 HEARS_S: Final = 0.5
 
 
 @final
 @dataclass(slots=True)
 class _Counts:
-    """Orders by what became of them, as the controller knows it; and their time in flight."""
+    """Orders by outcome, as known to the controller, and their time in flight."""
 
     issued: int = 0
     trained: int = 0
@@ -45,7 +45,7 @@ class _Counts:
     stale: int = 0
     failed: int = 0
     area: float = 0.0
-    """Of orders in flight over time."""
+    """Integral of the orders in flight over time."""
     since: float = 0.0
     ended: int = 0
     ended_after: float = 0.0
@@ -56,13 +56,13 @@ class _Counts:
         return self.issued - self.trained - self.filtered - self.stale - self.failed
 
     def until(self, now: float) -> None:
-        """Book the time until `now`; called before anything changes."""
+        """Integrate up to `now`; must be called before any change."""
         self.area += self.in_flight * (now - self.since)
         self.since = now
 
 
 class _Mark(NamedTuple):
-    """Sums at one moment."""
+    """Cumulative figures at one moment."""
 
     steps: int
     at: float
@@ -77,7 +77,11 @@ class _Mark(NamedTuple):
 
 
 def simulate(setting: SimulatedSetting, hardware: Hardware) -> Prediction:
-    """What the run comes to. Raises ValueError where it cannot get on: nothing is left to happen."""
+    """Simulate the run.
+
+    Raises:
+        ValueError: the run deadlocks, since no event is left.
+    """
     run = _Run(setting, hardware)
     run.to_its_end()
     return run.prediction()
@@ -109,7 +113,7 @@ class _Run:
         # controller
         self._counts, self._filtered_share = _Counts(), FilteredShare()
         self._version = self._loaded = self._waiting_groups = self._filtered_since_step = 0
-        # actors' knowledge of versions: groups asked for since the last one, and by the first one heard of since
+        # actors' knowledge of versions: groups requested since the latest poll, and by the first version polled since
         self._asked: list[SimulatedGroup] = []
         self._heard: dict[int, list[SimulatedGroup]] = {}
         # trainer
@@ -124,7 +128,7 @@ class _Run:
         self._marked = self._mark()
 
     def to_its_end(self) -> None:
-        """Take every step."""
+        """Process events until the last step."""
         skipped = self._setting.steps // FILLS
         self._issue()
         while len(self._steps) < self._setting.steps:
@@ -155,12 +159,12 @@ class _Run:
             self._agenda.after(self._control.order_s, self._actors.order, group)
 
     def _expected(self) -> int:
-        """Groups that are out and will probably train."""
+        """Return the number of groups in flight that will probably train."""
         out = self._counts.in_flight
         return self._filtered_share.expected(out, waiting=self._waiting_groups, most=self._setting.oversample)
 
     def _ended(self, groups: Sequence[SimulatedGroup]) -> None:
-        """The controller hears that these orders have ended, whose fate the caller counts at once."""
+        """Record that orders have ended; the caller counts their outcome."""
         now, counts = self._agenda.now, self._counts
         counts.until(now)
         counts.ended += len(groups)
@@ -244,7 +248,7 @@ class _Run:
         self._collect()
 
     def _give_up_outdated(self) -> None:
-        """As the actors' `Freshness`: a group asked for before they hear of version v counts as begun at v."""
+        """Give up outdated groups like the actors' `Freshness`: groups requested before v is polled count as v."""
         asked, self._asked = self._asked, []
         for group in asked:
             group.heard = self._version
@@ -252,7 +256,7 @@ class _Run:
         k = self._setting.bounds.k
         for version in [v for v in self._heard if not can_be_fresh(v, current=self._version, k=k)]:
             for group in self._heard.pop(version):
-                if group.heard == version and group.left and group.place >= 0:  # not asked for again since
+                if group.heard == version and group.left and group.place >= 0:  # not requested again since
                     self._engines[group.place].withdraw(group, self._agenda.now)
                     self._plan(group.place)
                     self._actors.gave_up(group)
@@ -280,7 +284,7 @@ class _Run:
         self._slow_engines()
 
     def _dropped(self) -> list[SimulatedGroup]:
-        """Groups that were found stale since the last call."""
+        """Return the groups found stale since the last call."""
         dropped, self._groups.dropped = self._groups.dropped, []
         stale_tokens = sum(group.tokens for group in dropped)
         self._stale_tokens += stale_tokens
@@ -318,7 +322,7 @@ class _Run:
         self._agenda.after(self._control.report_s / 2, self._step_reported)
 
     def _directed(self, publish: bool) -> None:
-        """The controller's answer has come: publish, if it says so, and collect the next batch."""
+        """Receive the controller's directive: publish if directed, and collect the next batch."""
         if publish:
             self._publishing = self._made
             self._agenda.after(self._hardware.update.send_s, self._commit)
@@ -364,7 +368,7 @@ class _Run:
         )
 
     def prediction(self) -> Prediction:
-        """Of the steps after the mark."""
+        """Return the figures of the steps after the mark."""
         first, last, counts = self._marked, self._mark(), self._counts
         steps, seconds = self._steps[first.steps :], last.at - first.at
         tokens, rollouts = sum(s.sampled_tokens for s in steps), sum(s.rollouts for s in steps)

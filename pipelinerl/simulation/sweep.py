@@ -1,4 +1,4 @@
-"""Which settings to try, and which of them to recommend."""
+"""Sweeps: the settings to simulate, and the one to recommend."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Final, final
 from pipelinerl.errors import UserError
 from pipelinerl.simulation.prediction import Prediction
 
-#: What is this much slower than the fastest is as good as it.
+#: Settings slower than the fastest by at most this share count as equally fast.
 _AS_FAST: Final = 0.05
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A setting of the recipe: what was changed, `section.key=value`, and what came of it; or why it cannot run."""
+    """A setting of the recipe: its changes `section.key=value`, and its prediction, or why it cannot run."""
 
     changes: tuple[str, ...]
     engines: int = 0
@@ -26,7 +26,9 @@ class Trial:
 
 
 def grid(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Every combination of `section.key=value,value,…`, the first axis slowest; without axes, the recipe as it is.
+    """Return all combinations of `section.key=value,value,…`, the first axis slowest.
+
+    Without axes, return the unchanged recipe.
 
     Raises:
         UserError: an axis is not of this form.
@@ -41,9 +43,9 @@ def grid(axes: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def recommended(trials: Sequence[Trial]) -> Trial | None:
-    """Of the trials that train about as many tokens a second as the fastest, the cheapest; then the freshest.
+    """Return the cheapest of the trials that are nearly as fast as the fastest; ties go to the freshest.
 
-    Where no prices are told, that with the fewest engines is the cheapest. None: nothing can run.
+    Without prices, the one with the fewest engines is the cheapest. None if no trial can run.
     """
     ran = [(trial, trial.prediction) for trial in trials if trial.prediction is not None]
     if not ran:

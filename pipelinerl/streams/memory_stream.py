@@ -1,7 +1,7 @@
-"""`MemoryStream`: the `Stream` protocol inside one process, for tests and for runs without a server.
+"""`MemoryStream`, the `Stream` protocol within one process, for tests and for runs without a server.
 
-It promises what `RedisStream` promises, to the letter of the shared test suite, but for durability: it ends with its
-process. All callers must be on one event loop.
+It passes the same tests as `RedisStream` but is not durable: its data ends with the process. All callers must share one
+event loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Id = tuple[int, int]
 
 @dataclass(slots=True)
 class _Pending:
-    """An entry that a group has handed out and that nobody has acknowledged."""
+    """An entry that a group delivered and that is not acknowledged yet."""
 
     consumer: str
     since: float
@@ -28,7 +28,7 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Group:
-    """A consumer group: what it has handed out so far, and what of it is pending, in the order of ids."""
+    """A consumer group: the last delivered id, and the pending entries in the order of ids."""
 
     delivered: _Id = (0, 0)
     pending: dict[_Id, _Pending] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class _Group:
 
 @dataclass(slots=True)
 class _Log:
-    """One stream: parallel lists of ids and payloads, the last id ever given, and its consumer groups."""
+    """One stream: parallel lists of ids and payloads, the last id ever assigned, and its consumer groups."""
 
     ids: list[_Id] = field(default_factory=list)
     payloads: list[bytes] = field(default_factory=list)
@@ -44,7 +44,7 @@ class _Log:
     groups: dict[str, _Group] = field(default_factory=dict)
 
     def append(self, entry_id: _Id, payload: bytes) -> bool:
-        """Append unless the id is not above the last; says whether it did."""
+        """Append unless the id is not above the last; return True if appended."""
         if entry_id <= self.last:
             return False
         self.ids.append(entry_id)
@@ -53,13 +53,13 @@ class _Log:
         return True
 
     def next_id(self) -> _Id:
-        """The id that a server would choose: the clock in milliseconds, or the last id's successor."""
+        """Return the id that a server would choose: the clock in milliseconds, or the last id's successor."""
         return max((time.time_ns() // 1_000_000, 0), (self.last[0], self.last[1] + 1))
 
 
 @final
 class MemoryStream:
-    """Logs held in this process. `max_length` bounds each stream, see `Stream.room`."""
+    """Logs held in this process. `max_length` bounds each stream; see `Stream.room`."""
 
     def __init__(self, *, max_length: int = 100_000) -> None:
         self.max_length: Final = max_length
@@ -159,11 +159,11 @@ class MemoryStream:
         return sorted(name for name in self._logs if name.startswith(prefix))
 
     async def close(self) -> None:
-        """Forget everything."""
+        """Discard all data."""
         self._logs.clear()
 
     async def _first(self, look: Callable[[], list[Entry]], *, block_s: float, look_again_s: float) -> list[Entry]:
-        """What `look` finds, asked again after each append and every `look_again_s`, for at most `block_s`."""
+        """Poll `look` after each append and every `look_again_s`, for at most `block_s`; return its first entries."""
         deadline = time.monotonic() + block_s
         while not (found := look()) and (left := deadline - time.monotonic()) > 0:
             try:
@@ -182,7 +182,9 @@ class MemoryStream:
         return [Entry(stream, _text(entry_id), payload) for entry_id, payload in kept]
 
     def _abandoned(self, stream: str, group: _Group, count: int, idle_s: float) -> list[Entry]:
-        """Pending entries held for `idle_s` or longer; those trimmed meanwhile are forgotten, as the server does."""
+        """Return entries pending for `idle_s` or longer; drop trimmed ones from the pending list, as the server
+        does.
+        """
         longest = time.monotonic() - idle_s
         idle = sorted(held for held, pending in group.pending.items() if pending.since <= longest)[:count]
         found = self._kept(stream, idle)
@@ -191,7 +193,7 @@ class MemoryStream:
         return found
 
     def _kept(self, stream: str, ids: Sequence[_Id]) -> list[Entry]:
-        """The entries of these ids that were not trimmed."""
+        """Return the entries with these ids that were not trimmed."""
         log = self._logs[stream]
         places = [(entry_id, bisect_left(log.ids, entry_id)) for entry_id in ids]
         return [

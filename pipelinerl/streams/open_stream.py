@@ -1,4 +1,4 @@
-"""`open_stream`: the stream server that an address names. `memory://` is this process; `redis://…` is a server."""
+"""`open_stream` opens the stream server at an address: `memory://` is this process, `redis://…` is a server."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pipelinerl.streams.stream import Stream
 
 
 async def open_stream(url: str, *, namespace: str, timeout_s: float = 10.0, max_length: int = 100_000) -> Stream:
-    """Open `url`. Each call with `memory://` is a new, empty server, to be passed to all who shall share it.
+    """Open `url`. Each `memory://` call creates a new, empty server; pass the result to every user of it.
 
     Args:
-        namespace: prefix of all keys on a server, so that several runs may share it.
-        timeout_s: how long a server may be away before an `AddressError`.
-        max_length: bound on the entries of each stream, see `Stream.room`.
+        namespace: prefix of all keys on a server, so that several runs can share it.
+        timeout_s: longest outage of the server before an `AddressError`.
+        max_length: bound on the entries of each stream; see `Stream.room`.
 
     Raises:
-        AddressError: the address is malformed, nobody answers there, or the password is refused.
+        AddressError: the address is malformed, no server answers, or the password is rejected.
     """
     scheme = url.partition("://")[0]
     if scheme == "memory":

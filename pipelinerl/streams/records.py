@@ -1,4 +1,4 @@
-"""How records are written: one msgpack header, raw little-endian columns, and a digest that is checked on read.
+"""The binary format of records: one msgpack header, raw little-endian columns, and a digest that is checked on read.
 
     offset  size
     0       4     magic `PLRL`
@@ -11,10 +11,10 @@
             B     columns, each beginning at a multiple of 8
             8     xxh3_64 of everything before it
 
-It promises that what it decodes is what was encoded: a damaged, cut or unknown record raises `RecordError`. There is
-no pickle; nothing in a record is ever run. Decoded arrays are read-only views into the record. A group stores each
-distinct context once, so the prompt that G rollouts share costs 1/G; a token that was sampled costs 8 bytes, and where
-its routed experts are known those (`routing_columns`).
+Decoding returns exactly what was encoded; a damaged, truncated or unknown record raises `RecordError`. There is no
+pickle, and nothing in a record is executed. Decoded arrays are read-only views into the record. A group stores each
+distinct context once, so a prompt shared by G rollouts costs 1/G. A sampled token costs 8 bytes, plus its routed
+experts if known (`routing_columns`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pipelinerl.types import (
 )
 
 FORMAT: Final = 2
-#: No order, version or epoch of a run has a number so large.
+#: Bound that no order index, version or epoch of a run reaches.
 _MOST: Final = 2**53
 _MAGIC: Final = b"PLRL"
 _PREFIX: Final = struct.Struct("<4sBBHII")
@@ -60,7 +60,7 @@ _NO_COLUMNS: Final[Mapping[str, NDArray[Any]]] = {}
 
 
 class Kind(IntEnum):
-    """What a record holds."""
+    """The content of a record."""
 
     GROUP = 1
     ORDER = 2
@@ -68,14 +68,14 @@ class Kind(IntEnum):
 
 
 class KindedMessage(NamedTuple):
-    """A report or an order that is not a `PromptOrder`: what it is, and its fields."""
+    """A report, or an order other than a `PromptOrder`: its kind and its fields."""
 
     kind: str
     body: dict[str, Any]
 
 
 class _Column(NamedTuple):
-    """A further column: its dtype as numpy spells it (`<i4`), and its shape."""
+    """An additional column: its name, numpy dtype string (`<i4`) and shape."""
 
     name: str
     dtype: str
@@ -83,7 +83,7 @@ class _Column(NamedTuple):
 
 
 class _Finding(NamedTuple):
-    """A `Verdict`, as a tuple."""
+    """A `Verdict` as a tuple."""
 
     outcome: Outcome
     reward: float
@@ -93,7 +93,7 @@ class _Finding(NamedTuple):
 
 
 class _Ending(NamedTuple):
-    """What else a rollout has beside turns and verdict."""
+    """The fields of a rollout other than turns and verdict."""
 
     finish_reason: str
     temperature: float
@@ -101,10 +101,11 @@ class _Ending(NamedTuple):
 
 
 class _GroupHeader(msgspec.Struct, array_like=True, frozen=True):
-    """A group but for its columns. `turn_*` run over all turns of all rollouts, `rollout_*` over the rollouts.
+    """A group without its columns. `turn_*` run over all turns of all rollouts, `rollout_*` over the rollouts.
 
-    Distinct contexts, spans, findings and endings are listed once each, and named by their numbers. The columns are the
-    contexts' ids, the sampled ids and log-probabilities (as many as the turns' spans sum to), then the further ones.
+    Distinct contexts, spans, findings and endings are listed once each and referred to by index. The columns are, in
+    order, the ids of the contexts, the sampled ids, the log-probabilities, then the additional columns. The number of
+    sampled ids and of log-probabilities is the sum of the turns' spans.
     """
 
     group_id: str
@@ -132,11 +133,11 @@ _message_decoder: Final = msgspec.msgpack.Decoder(KindedMessage)
 
 
 def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_COLUMNS) -> bytes:
-    """A group as a record.
+    """Encode a group as a record.
 
     Args:
-        columns: further columns by name, each [N, …] with N the tokens sampled in the whole group, rollout by rollout
-            and turn by turn. `decode_columns` gives them back, and with them the turns' routed experts.
+        columns: additional columns by name, each [N, …] over the N tokens sampled in the whole group, by rollout and
+            turn. `decode_columns` returns them together with the turns' routed experts.
 
     Raises:
         RecordError: an array has the wrong dtype or shape, or spans do not sum to the tokens of their turn.
@@ -161,7 +162,7 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
         *further.values(),
     ]
     spans, turn_spans = _distinct([turn.spans for turn in turns])
-    # An outcome is keyed by identity, since hashing an enum member runs Python code.
+    # Key outcomes by identity: hashing an enum member runs Python code.
     verdicts = [rollout.verdict for rollout in rollouts]
     findings, rollout_findings = _distinct(
         [(id(each.outcome), each.reward, each.reason, each.answer, each.parts) for each in verdicts]
@@ -192,10 +193,10 @@ def encode_group(group: RolloutGroup, columns: Mapping[str, NDArray[Any]] = _NO_
 
 
 def decode_group(record: bytes) -> RolloutGroup:
-    """The group of a record; its arrays are read-only views.
+    """Decode a group; its arrays are read-only views.
 
     Raises:
-        RecordError: damaged, cut, of another kind or format, or inconsistent in itself.
+        RecordError: the record is damaged, truncated, of another kind or format, or inconsistent.
     """
     header, columns = _open_group(record)
     try:
@@ -238,9 +239,9 @@ def decode_group(record: bytes) -> RolloutGroup:
 
 
 def decode_columns(record: bytes) -> dict[str, NDArray[Any]]:
-    """The further columns of a group's record, by name, each [N, …] over the tokens sampled in the whole group.
+    """Return the additional columns of a group's record by name, each [N, …] over the tokens sampled in the group.
 
-    Routed experts of contexts are [C, …] over their tokens.
+    Routed experts of contexts are [C, …] over the contexts' tokens.
     """
     header, columns = _open_group(record)
     try:
@@ -268,18 +269,20 @@ def _further_columns(header: _GroupHeader, columns: memoryview) -> dict[str, NDA
 
 
 def encode_order(order: PromptOrder) -> bytes:
-    """A prompt order as a record. Raises `RecordError` when its metadata is not plain data."""
+    """Encode a prompt order. Raises `RecordError` if its metadata is not plain data."""
     return _seal(Kind.ORDER, order)
 
 
 def decode_order(record: bytes) -> PromptOrder:
-    """The prompt order of a record, or `RecordError`."""
+    """Decode a prompt order. Raises `RecordError`."""
     header, _ = _open(record, Kind.ORDER)
     return _parse(_order_decoder, header)
 
 
 def named_order(record: bytes) -> int | None:
-    """The index of the order that a group's record names, though it cannot be read as a group; None where it cannot."""
+    """Return the order index in a group's header, even if the rest of the record is damaged; None if it is
+    unreadable.
+    """
     if len(record) < _PREFIX.size:
         return None
     magic, version, kind, _, header_size, _ = _PREFIX.unpack_from(record)
@@ -292,18 +295,20 @@ def named_order(record: bytes) -> int | None:
 
 
 def encode_message(kind: str, body: Mapping[str, Any]) -> bytes:
-    """A report, or an order that is not a prompt order, as a record. `body` is plain data: no arrays, no objects."""
+    """Encode a report, or an order other than a prompt order. `body` is plain data: no arrays, no objects."""
     return _seal(Kind.MESSAGE, KindedMessage(kind, dict(body)))
 
 
 def decode_message(record: bytes) -> KindedMessage:
-    """The message of a record, or `RecordError`."""
+    """Decode a message. Raises `RecordError`."""
     header, _ = _open(record, Kind.MESSAGE)
     return _parse(_message_decoder, header)
 
 
 def _distinct_contexts(turns: list[Turn]) -> tuple[list[NDArray[np.int32]], list[int]]:
-    """The distinct contexts, and for each turn which one it has. Arrays shared by identity are not even compared."""
+    """Return the distinct contexts, and for each turn the index of its context. Identical arrays skip the
+    comparison.
+    """
     contexts: list[NDArray[np.int32]] = []
     by_identity: dict[int, int] = {}
     by_content: dict[bytes, int] = {}
@@ -321,7 +326,7 @@ def _distinct_contexts(turns: list[Turn]) -> tuple[list[NDArray[np.int32]], list
 
 
 def _distinct(keys: list[tuple[Any, ...]]) -> tuple[list[int], list[int]]:
-    """Where each distinct key is first, and for each key the number of its kind."""
+    """Return the position of each distinct key's first occurrence, and for each key the index of its distinct value."""
     numbers: dict[tuple[Any, ...], int] = {}
     firsts: list[int] = []
     chosen: list[int] = []
@@ -338,7 +343,7 @@ def _spanned(spans: tuple[VersionSpan, ...]) -> int:
 
 
 def _joined(name: str, arrays: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """One column of a group. A conversion is refused: it could wrap an id around in silence."""
+    """Concatenate one column of a group without conversion, which could silently wrap ids around."""
     try:
         joined = np.concatenate(arrays, dtype=dtype, casting="equiv") if arrays else np.empty(0, dtype)
     except (TypeError, ValueError) as error:
@@ -362,7 +367,7 @@ def _padded(size: int) -> int:
 
 
 def _seal(kind: Kind, header: Any, arrays: Sequence[NDArray[Any]] = ()) -> bytes:
-    """Prefix, header, columns and digest as one record."""
+    """Join prefix, header, columns and digest into one record."""
     try:
         packed = _encoder.encode(header)
     except (TypeError, OverflowError, ValueError) as error:
@@ -376,7 +381,7 @@ def _seal(kind: Kind, header: Any, arrays: Sequence[NDArray[Any]] = ()) -> bytes
 
 
 def _open(record: bytes, expected: Kind) -> tuple[memoryview, memoryview]:
-    """Check a record; returns its header and its columns."""
+    """Check a record; return its header and its columns."""
     if len(record) < _PREFIX.size + _DIGEST.size:
         raise RecordError(f"a record has at least {_PREFIX.size + _DIGEST.size} bytes, got {len(record)}: it is cut")
     magic, version, kind, _, header_size, size = _PREFIX.unpack_from(record)
@@ -402,7 +407,7 @@ def _turn_lengths(header: _GroupHeader) -> list[int]:
 
 
 def _refuse_implausible(header: _GroupHeader) -> None:
-    """Raise `ValueError` for numbers that no run comes to, and that would cost whoever counts up to them."""
+    """Raise `ValueError` for numbers that no run reaches and that would be costly for code that counts up to them."""
     if not 0 <= header.index < _MOST:
         raise ValueError(f"index {header.index}")
     for span in (span for spans in header.spans for span in spans):
@@ -434,7 +439,7 @@ def _parse(decoder: msgspec.msgpack.Decoder[_Header], header: memoryview) -> _He
 
 
 def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
-    """The rollouts of a group from its turns. Raises `ValueError` or `IndexError` where the header is inconsistent."""
+    """Build the rollouts of a group from its turns. Raises `ValueError` or `IndexError` for an inconsistent header."""
     ends = (0, *accumulate(header.rollout_turns))
     if ends[-1] != len(turns):
         raise ValueError(f"{len(turns)} turns where rollouts have {ends[-1]}")
@@ -456,7 +461,7 @@ def _rollouts(header: _GroupHeader, turns: list[Turn]) -> tuple[Rollout, ...]:
 
 
 def _split(columns: memoryview, dtype: np.dtype[Any], lengths: list[int], start: int) -> tuple[list[NDArray[Any]], int]:
-    """Views of the given lengths into the column at `start`, and where the next column begins."""
+    """Return views of the given lengths into the column at `start`, and the start of the next column."""
     ends = (0, *accumulate(lengths))
     if lengths and min(lengths) < 0:
         raise ValueError(f"a length of {min(lengths)}")

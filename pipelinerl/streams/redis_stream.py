@@ -1,4 +1,4 @@
-"""`RedisStream`: the `Stream` protocol on a Redis or Valkey server.
+"""`RedisStream`, the `Stream` protocol on a Redis or Valkey server.
 
     append        EVAL of XADDs       one round trip; stops at the first refusal, so that no gap can form
     read          XREAD BLOCK         several partitions at once
@@ -6,16 +6,16 @@
     held          XREADGROUP 0 (its own)                                     renew XCLAIM JUSTID
     acknowledge   XACK          length XLEN          trim XTRIM MINID (EVAL)   last_id XINFO STREAM
 
-It promises that a command is repeated, with growing pauses, while the server is away, and that after `timeout_s`
-without an answer an `AddressError` names the server; likewise while the server answers that it has no room, on its disk
-or in memory, for at most `full_timeout_s`. All commands may be repeated: an append with chosen ids skips what it has
-already appended. A stream `s` is the key `<namespace>:s`; an entry has the one field `p`.
+Commands are retried with exponential backoff while the server is unreachable; after `timeout_s` without an answer an
+`AddressError` names the server. While the server reports a full disk or full memory, commands are retried for at most
+`full_timeout_s`. All commands are safe to repeat: an append with chosen ids skips entries that it already appended. A
+stream `s` is the key `<namespace>:s`; an entry has the single field `p`.
 
-| waits for | at most | who unblocks it |
+| waits for | at most | unblocked by |
 |---|---|---|
 | an entry (`read`, `claim`) | `block_s` | a producer |
-| the server's answer | `timeout_s` | the server, or whoever starts it again |
-| room at the server | `full_timeout_s` | whoever makes room on its disk, or raises its `maxmemory` |
+| the server's answer | `timeout_s` | the server, or its restart |
+| space on the server | `full_timeout_s` | freed disk space, or a higher `maxmemory` |
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ from pipelinerl.streams.stream import START, Entry, Fence, parse_id
 
 log = logging.getLogger("pipelinerl")
 
-# Later payloads must not go in when an earlier one was refused (out of memory, say): the retry would then skip it as
-# "not above the last". A pipeline or MULTI goes on after an error; a script can stop. It is also twice as fast.
+# If one payload is rejected (out of memory, say), later ones must not be appended: the retry would then skip the
+# rejected one as "not above the last". A pipeline or MULTI continues after an error; a script can stop. It is also
+# twice as fast.
 _APPEND: Final = """
 local first, added = tonumber(ARGV[1]), 0
 for i = 2, #ARGV do
@@ -69,19 +70,19 @@ if newest and tonumber(string.match(newest[1], '%d+')) > tonumber(ARGV[2]) then 
 return redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1])
 """
 
-#: One script call blocks the server, and larger ones leave its caches, so a large append is made in several.
+#: A script call blocks the server, and a larger one exceeds its caches; so split large appends.
 _MAX_APPEND_BYTES: Final = 1 << 20
-#: Lua's numbers are doubles: above this, neighbouring ids would become one.
+#: Lua's numbers are doubles: above this bound, neighbouring ids would become equal.
 _MAX_NUMBER: Final = 1 << 53
 _RAW_ANSWERS: Final = ("XREAD", "XREADGROUP", "XAUTOCLAIM", "XCLAIM", "SCAN")
 
-#: Builds a command, given how many milliseconds it may still block (at least 1).
+#: Builds a command, given the milliseconds that it may still block.
 _Command = Callable[[int], tuple[Any, ...]]
 
 
 @final
 class RedisStream:
-    """Logs on a server; see the module. Made by `connect`; bound to the event loop that made it."""
+    """Logs on a server. Created by `connect`; bound to the event loop that created it."""
 
     def __init__(
         self, client: Redis, *, address: str, namespace: str, timeout_s: float, full_timeout_s: float, max_length: int
@@ -92,7 +93,7 @@ class RedisStream:
         self._prefix = f"{namespace}:"
         self._timeout_s = timeout_s
         self._full_timeout_s = full_timeout_s
-        self._is_full = False  # by its last word on that
+        self._is_full = False  # according to its last answer
         self._walked: dict[tuple[str, str], float] = {}
         for command in _RAW_ANSWERS:
             client.set_response_callback(command, _as_it_came)
@@ -111,15 +112,15 @@ class RedisStream:
 
         Args:
             url: `redis://[user:password@]host:port[/db]` (also `rediss://`, `unix://`).
-            namespace: prefix of all keys, so that several runs may share a server.
-            timeout_s: how long the server may be away before an `AddressError`.
-            full_timeout_s: how long the server may have no room, on its disk or in memory, before a `PipelineError`; as
-                long as a trainer whose checkpoint has none waits by default (`training.deadline_s`).
-            max_length: bound on the entries of a stream, see `Stream.room`.
+            namespace: prefix of all keys, so that several runs can share a server.
+            timeout_s: longest outage of the server before an `AddressError`.
+            full_timeout_s: longest time that the server's disk or memory may be full before a `PipelineError`. The
+                default equals `training.deadline_s`, the time that a trainer waits for space for a checkpoint.
+            max_length: bound on the entries of a stream; see `Stream.room`.
 
         Raises:
-            AddressError: the address is malformed, nobody answers there, or the password is refused.
-            PipelineError: the server has no room.
+            AddressError: the address is malformed, no server answers, or the password is rejected.
+            PipelineError: the server is full.
         """
         address = without_secrets(url)
         try:
@@ -148,7 +149,7 @@ class RedisStream:
         return stream
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
-        """See `Stream.append`. Above 1 MiB it takes one round trip for each MiB."""
+        """See `Stream.append`. Appends above 1 MiB take one round trip per MiB."""
         if first_id is not None and not 1 <= first_id < _MAX_NUMBER - len(payloads):
             raise ValueError(f"first_id must lie in [1, 2^53 - number of payloads), got {first_id}")
         added = 0
@@ -193,7 +194,7 @@ class RedisStream:
             try:
                 entries = await self._reclaim(stream, group, consumer, count, reclaim_idle_s)
                 if not entries:
-                    # Blocked no longer than an entry needs to become idle, so that one is not overlooked for `block_s`.
+                    # Block no longer than an entry needs to become idle, so that it is not overlooked for `block_s`.
                     left = min(deadline - time.monotonic(), max(reclaim_idle_s, 0.01))
                     entries = self._entries(await self._blocking(command, max(left, 0.0)))
             except _RefusedError as error:
@@ -258,7 +259,7 @@ class RedisStream:
         await self._client.aclose()
 
     async def _reclaim(self, stream: str, group: str, consumer: str, count: int, idle_s: float) -> list[Entry]:
-        """Walk the group's pending entries for idle ones; after a walk that found none, not again for `idle_s` / 4."""
+        """Scan the group's pending entries for idle ones; after an empty scan, skip scans for `idle_s` / 4."""
         key, now = (stream, group), time.monotonic()
         if now < self._walked.get(key, -math.inf) + idle_s / 4:
             return []
@@ -278,28 +279,28 @@ class RedisStream:
         try:
             await self._call("XGROUP", "CREATE", key, group, "0", "MKSTREAM")
         except _RefusedError as error:
-            if not str(error).startswith("BUSYGROUP"):  # another consumer was first: what we wanted
+            if not str(error).startswith("BUSYGROUP"):  # another consumer created it first
                 raise
 
     def _entries(self, answer: list[Any] | None) -> list[Entry]:
-        """Entries of an XREAD or XREADGROUP answer, [[key, [[id, [field, value]], …]], …] or None."""
+        """Return the entries of an XREAD or XREADGROUP answer, [[key, [[id, [field, value]], …]], …] or None."""
         return [entry for key, found in answer or () for entry in self._of(key.decode()[len(self._prefix) :], found)]
 
     @staticmethod
     def _of(stream: str, found: list[Any]) -> Iterator[Entry]:
-        # A pending entry that was trimmed comes back as nil from servers before version 7.
+        # Servers before version 7 return nil for a pending entry that was trimmed.
         return (Entry(stream, item[0].decode(), item[1][1]) for item in found if item is not None and item[1])
 
     async def _call(self, *command: Any) -> Any:
-        """One command that does not block."""
+        """Run a command that does not block."""
         return await self._blocking(lambda _: command, 0.0)
 
     async def _blocking(self, command: _Command, block_s: float) -> Any:
-        """Run a command until the server answers; blocked for `block_s` in all, over however many connections.
+        """Run a command until the server answers; block for `block_s` in total, across reconnects.
 
         Raises:
-            AddressError: the server was away, or did not answer, for `timeout_s`.
-            _RefusedError: the server answered with an error; that it has no room, for `full_timeout_s`.
+            AddressError: the server was unreachable, or did not answer, for `timeout_s`.
+            _RefusedError: the server answered with an error, or was full for `full_timeout_s`.
         """
         unblocked = time.monotonic() + block_s
         away_since, full_since, pause = None, None, 0.005
@@ -314,8 +315,8 @@ class RedisStream:
                 return answer
             except (AuthenticationError, AuthorizationError) as error:
                 raise AddressError(
-                    f"the stream server at {self._address} refused the user or password ({error}); "
-                    "correct the address, which must carry them"
+                    f"the stream server at {self._address} rejected the user or password ({error}); "
+                    "put the correct ones into the address"
                 ) from error
             except ResponseError as error:
                 now = time.monotonic()
@@ -326,12 +327,13 @@ class RedisStream:
                 self._has_no_room(error)
             except TimeoutError as error:
                 raise AddressError(
-                    f"the stream server at {self._address} took a connection but gave no answer for "
-                    f"{self._timeout_s:g} s; look whether it is stopped or swapping"
+                    f"the stream server at {self._address} accepted a connection but did not answer for "
+                    f"{self._timeout_s:g} s; check if it is stopped or swapping"
                 ) from error
             except (RedisConnectionError, RedisTimeoutError, OSError) as error:
                 now = time.monotonic()
-                # An attempt that outlasted any connecting was connected and blocked: the server went away only now.
+                # An attempt that took longer than any connect was connected and blocked, so the server only went away
+                # now.
                 if away_since is None or now - began > self._timeout_s / 2:
                     away_since, pause = now, 0.005
                 patience = away_since + self._timeout_s - now
@@ -344,11 +346,11 @@ class RedisStream:
             pause = min(2 * pause, 0.5)
 
     def _has_no_room(self, error: ResponseError) -> None:
-        """Say so once, however many commands meet it."""
+        """Log the full server once, however many commands fail."""
         if not self._is_full:
             self._is_full = True
             log.warning(
-                "the stream server at %s has no room; what it refuses is tried again for %g s: %s",
+                "the stream server at %s is full; rejected commands are retried for %g s: %s",
                 self._address,
                 self._full_timeout_s,
                 error,
@@ -357,34 +359,34 @@ class RedisStream:
     def _has_room(self) -> None:
         if self._is_full:
             self._is_full = False
-            log.warning("the stream server at %s has room again", self._address)
+            log.warning("the stream server at %s has space again", self._address)
 
 
 @final
 class _RefusedError(PipelineError):
-    """The server answered with an error; begins with the server's own words."""
+    """The server answered with an error; the message begins with the server's own words."""
 
     def __init__(self, answer: str, address: str) -> None:
         super().__init__(f"{answer} (answer of the stream server at {address})")
 
 
 def _is_for_want_of_room(error: ResponseError) -> bool:
-    """Was it refused for what may pass: a disk that is full, or memory? redis-py has no class for the former."""
+    """Return True for a full disk or full memory, which may pass; redis-py has no class for a full disk."""
     return isinstance(error, OutOfMemoryError) or str(error).startswith("MISCONF")
 
 
 def _as_it_came(response: Any, **_: Any) -> Any:
-    """In place of redis-py's conversion into dictionaries, which costs more than the answer."""
+    """Replace redis-py's conversion to dictionaries, which costs more than the command itself."""
     return response
 
 
 def _block(block_ms: int) -> tuple[Any, ...]:
-    """BLOCK 0 would be for ever, so no wait at all is no BLOCK at all."""
+    """Return the BLOCK arguments; none for zero, because BLOCK 0 waits forever."""
     return ("BLOCK", block_ms) if block_ms > 0 else ()
 
 
 def _chunks(payloads: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Ranges of payloads of at most `_MAX_APPEND_BYTES` together, or of a single larger one."""
+    """Split payloads into ranges of at most `_MAX_APPEND_BYTES`, or of a single larger payload."""
     bounds, size = [0], 0
     for number, payload in enumerate(payloads):
         if size and size + len(payload) > _MAX_APPEND_BYTES:

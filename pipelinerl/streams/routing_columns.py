@@ -1,7 +1,7 @@
-"""The routed experts of a group as columns of its record: of the sampled tokens, and of each distinct context once.
+"""Routed experts as columns of a group's record: for sampled tokens, and for each distinct context once.
 
-A prompt that G rollouts share was routed when it was first computed; what later ones say of it is not kept. A token
-costs layers · top_k bytes (twice that with more than 256 experts), beside 8 for its id and log-prob.
+If G rollouts share a prompt, only the routing of the first is kept; the others' is dropped. A token costs layers ·
+top_k bytes (twice that with more than 256 experts), in addition to 8 for its id and log-prob.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _DTYPES: Final = (np.dtype(np.uint8), np.dtype("<u2"))
 
 
 class TurnRouting(NamedTuple):
-    """The routed experts of a turn, if they are known: of its sampled tokens, and of its context."""
+    """The routed experts of a turn's sampled tokens and of its context, or None if unknown."""
 
     sampled: Experts | None = None
     context: Experts | None = None
 
 
 def routing_columns(turns: Sequence[Turn], turn_contexts: Sequence[int]) -> dict[str, NDArray[Any]]:
-    """The columns of these turns, whose contexts have these numbers; none of turns without routing.
+    """Return the routing columns of these turns; empty if no turn has routing. `turn_contexts` numbers the contexts.
 
     Raises:
-        RecordError: some turns have it and others do not, or arrays are not of one model or not of their tokens.
+        RecordError: only some turns have routing, or arrays have inconsistent models or lengths.
     """
     if all(turn.routed_experts is None and turn.context_routed_experts is None for turn in turns):
         return {}
@@ -48,11 +48,13 @@ def routing_columns(turns: Sequence[Turn], turn_contexts: Sequence[int]) -> dict
         like = arrays[0] if arrays else routed
         if routed is None or like is None or routed.ndim != 3 or routed.dtype not in _DTYPES or len(routed) != length:
             raise RecordError(
-                "with the routed experts of one turn must come u8 or u16 [tokens, layers, top_k] of all turns and of "
-                f"their contexts; got {'none' if routed is None else f'{routed.dtype} {routed.shape}'} for {length}"
+                "routed experts must be u8 or u16 [tokens, layers, top_k], for all turns and their contexts or for "
+                f"none; got {'none' if routed is None else f'{routed.dtype} {routed.shape}'} for {length} tokens"
             )
         if (routed.dtype, routed.shape[1:]) != (like.dtype, like.shape[1:]):
-            raise RecordError(f"routed experts must be of one model, got {like.shape[1:]} and {routed.shape[1:]}")
+            raise RecordError(
+                f"routed experts must have the same [layers, top_k], got {like.shape[1:]} and {routed.shape[1:]}"
+            )
         arrays.append(routed)
     return {SAMPLED: np.concatenate(arrays[: len(turns)]), CONTEXTS: np.concatenate(arrays[len(turns) :])}
 
@@ -64,13 +66,15 @@ def turn_routing(
     turn_contexts: Sequence[int],
     context_lengths: Sequence[int],
 ) -> list[TurnRouting]:
-    """What the columns say of each turn: views of them.
+    """Split the columns into views per turn.
 
     Args:
-        lengths: tokens sampled in each turn. turn_contexts: the number of each turn's context.
+        lengths: the number of sampled tokens of each turn.
+        turn_contexts: the number of each turn's context.
+        context_lengths: the number of tokens of each context.
 
     Raises:
-        ValueError: one column is there without the other, or they are not what `routing_columns` makes.
+        ValueError: one column is missing, or the columns do not have the form that `routing_columns` creates.
     """
     sampled, contexts = columns.get(SAMPLED), columns.get(CONTEXTS)
     if sampled is None and contexts is None:

@@ -1,16 +1,18 @@
-"""`Stream`: an append-only log by name, after Redis Streams. `redis_stream` and `memory_stream` satisfy it.
+"""`Stream`, a named append-only log modelled on Redis Streams; `redis_stream` and `memory_stream` implement it.
 
-Two ways to read, for two promises:
-- by offset (`read`): the reader keeps its own position, inside its checkpoint. Rollouts are read so: what was read but
-  not yet part of a checkpoint is simply read again (exactly once, together with duplicate detection by group id).
-- by consumer group (`claim` / `acknowledge`): work is shared between consumers, and what a dead one held is claimed
-  again after `reclaim_idle_s`, or at once by its next life (`held`); one that works for long says so (`renew`). Prompt
-  orders are read so (at least once; orders are idempotent).
+There are two ways to read, with different guarantees:
 
-Entry ids are `"<number>-<number>"` and grow. A producer that chooses its own id may append again after a lost answer:
-the second append of the same id, or a lower one, is a no-op. Ids that the server chooses carry no such promise: such an
-append is made at least once. What a server that was killed forgets (with `appendfsync everysec` at most the last two
-seconds) is always the end of its history, over all streams: never an append without the acknowledgement that followed.
+- By offset (`read`): the reader keeps its position in its own checkpoint. Rollouts are read this way. Entries that
+  were read after the last checkpoint are read again after a restart. Together with deduplication by group id this
+  gives exactly-once processing.
+- By consumer group (`claim` / `acknowledge`): consumers share the work. A dead consumer's entries are claimed by
+  others after `reclaim_idle_s`, or at once by the restarted consumer (`held`). A consumer with a long task renews its
+  claim (`renew`). Prompt orders are read this way: at least once, and orders are idempotent.
+
+Entry ids are `"<number>-<number>"` and increase. A producer that chooses its ids can safely repeat an append after a
+lost response: appending the same id, or a lower one, is a no-op. With ids chosen by the server, an append happens at
+least once. A killed server loses only the end of its history across all streams (with `appendfsync everysec` at most
+the last two seconds). It never loses an append while keeping the acknowledgement that followed.
 """
 
 from __future__ import annotations
@@ -37,21 +39,20 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Shuts a writer out: passed once an id with a number above `number` has been appended to `stream`."""
+    """A guard against superseded writers, passed once an id with a number above `number` is appended to `stream`."""
 
     stream: str
     number: int
 
     def passed(self) -> FencedError:
-        """What a writer is told that comes too late."""
+        """Return the error for a writer that has been superseded."""
         return FencedError(
-            f"{self.stream} has gone beyond {self.number}, which was this writer's: another has taken over; this one "
-            "stops"
+            f"{self.stream} has passed {self.number}, which was this writer's: another has taken over; this one stops"
         )
 
 
 def parse_id(entry_id: str) -> tuple[int, int]:
-    """An entry id as numbers, which order as ids do.
+    """Parse an entry id into two numbers, which have the same order as ids.
 
     Raises:
         ValueError: not of the form `"<number>-<number>"`.
@@ -63,10 +64,10 @@ def parse_id(entry_id: str) -> tuple[int, int]:
 
 
 def fresh_number(last_id: str) -> int:
-    """Where a producer that (re)starts begins to number: above the stream's last id, and not below the clock in µs.
+    """Return the first number for a producer that (re)starts: above the last id, and not below the clock in µs.
 
-    The clock matters when the server lost its last second: its `last_id` is then below ids that a reader may already
-    have passed, and an entry appended under such an id would never be read.
+    The clock matters if the server lost its last second. Its `last_id` is then below ids that a reader may already have
+    passed, and an entry with such an id would never be read.
     """
     return max(parse_id(last_id)[0] + 1, time.time_ns() // 1000)
 
@@ -74,66 +75,67 @@ def fresh_number(last_id: str) -> int:
 class Stream(Protocol):
     """Named logs on one server. Waits are bounded by `block_s`; an unreachable server raises `AddressError`.
 
-    A server that has no room is waited for, minutes if need be; then it is a `PipelineError` with the server's words.
+    A full server is retried, for minutes if necessary; then a `PipelineError` carries the server's message.
     """
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
-        """Append in order, in one round trip. Returns how many were new.
+        """Append in order, in one round trip; return the number of new entries.
 
-        With `first_id`, payload i gets the id `f"{first_id + i}-0"`; an id not above the stream's last is skipped.
+        With `first_id`, payload i gets the id `f"{first_id + i}-0"`; ids that are not above the stream's last are
+        skipped.
         """
         ...
 
     async def last_id(self, stream: str) -> str:
-        """Id of the newest entry ever appended, or `START`."""
+        """Return the id of the newest entry ever appended, or `START`."""
         ...
 
     async def read(self, offsets: Mapping[str, str], *, count: int, block_s: float) -> list[Entry]:
-        """Entries after the given offsets, at most `count` for each stream, waiting up to `block_s` for the first."""
+        """Return entries after the given offsets, at most `count` per stream; wait up to `block_s` for the first."""
         ...
 
     async def claim(
         self, stream: str, *, group: str, consumer: str, count: int, block_s: float, reclaim_idle_s: float
     ) -> list[Entry]:
-        """Entries for this consumer: first those that any consumer held longer than `reclaim_idle_s`, then new ones.
+        """Claim up to `count` entries: first those that any consumer held longer than `reclaim_idle_s`, then new ones.
 
-        At most `count`; waits up to `block_s` for the first. The group is created at the stream's beginning on demand.
+        Wait up to `block_s` for the first entry. The group is created at the stream's beginning on demand.
         """
         ...
 
     async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
-        """What an earlier life of this consumer claimed and never acknowledged, oldest first."""
+        """Return entries that this consumer claimed before a restart and did not acknowledge, oldest first."""
         ...
 
     async def renew(self, stream: str, *, group: str, consumer: str, entry_ids: Sequence[str]) -> None:
-        """This consumer still works on these entries: they are not idle."""
+        """Reset the idle time of entries that this consumer is still processing."""
         ...
 
     async def acknowledge(self, stream: str, *, group: str, entry_ids: Sequence[str]) -> None:
-        """The group is done with these entries."""
+        """Mark entries as processed by the group."""
         ...
 
     async def length(self, stream: str) -> int:
-        """Entries kept."""
+        """Return the number of entries kept."""
         ...
 
     async def room(self, stream: str) -> int:
-        """How many more entries may be appended before the stream is full; 0 says that the producer should wait.
+        """Return the number of entries that fit before the stream is full; at 0 the producer should wait.
 
-        The bound is the producer's to respect: an append beyond it is kept, since nothing is ever dropped silently.
+        The producer must respect the bound: an append beyond it is kept, since nothing is dropped silently.
         """
         ...
 
     async def trim(self, stream: str, *, before: str, fence: Fence | None = None) -> None:
-        """Drop entries with ids below `before`; behind a fence, if it has not been passed, in one step with looking.
+        """Drop entries with ids below `before`; with a fence, check the fence and trim atomically.
 
         Raises:
-            FencedError: it has been passed; nothing was dropped.
+            FencedError: the fence has been passed; nothing was dropped.
         """
         ...
 
     async def streams(self, prefix: str) -> list[str]:
-        """Names of the streams that begin with `prefix`, sorted."""
+        """Return the names of the streams that begin with `prefix`, sorted."""
         ...
 
     async def close(self) -> None:

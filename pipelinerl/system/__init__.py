@@ -1,1 +1,1 @@
-"""What every process needs of its machine: HTTP services, addresses, storage, threads. Knows nothing of RL."""
+"""Operating-system helpers for all processes: HTTP services, addresses, storage, threads. Independent of RL."""

@@ -1,4 +1,4 @@
-"""Whether this machine has an accelerator, from the device files of its drivers: no library is loaded."""
+"""Detection of accelerators from the device files of their drivers, without loading a library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-#: NVIDIA's driver, AMD's, and Google's for TPUs.
+#: Device files of NVIDIA's and AMD's drivers, and of Google's for TPUs.
 _FILES: Final = (
     "dev/nvidia[0-9]*",
     "proc/driver/nvidia/gpus/*",
@@ -18,7 +18,7 @@ _FILES: Final = (
 
 
 def has_accelerator(root: Path = Path("/")) -> bool:
-    """Return whether a process of this environment would see a GPU or a TPU."""
+    """Return True if a process with this environment would see a GPU or a TPU."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return any(next(root.glob(pattern), None) is not None for pattern in _FILES)

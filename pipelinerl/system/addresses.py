@@ -1,10 +1,9 @@
-"""Which address of this machine others reach it by: what faces them, as the routing table has it. No packet is sent.
+"""This machine's addresses as seen by others, from the routing table and without sending a packet.
 
-`without_name_servers` keeps a thread from asking whose address another is. torch's TCPStore asks with each connection
-that it makes, for a line of its log; and for a loopback address, too, which it writes in a form that no hosts file has.
-Where the name server does not answer, or loses one of many questions that come at once, the C library waits for
-seconds: a group of 64 engines formed in 5.1 s, and in 0.1 s without. Torch says once in a process that the name cannot
-be had.
+`without_name_servers` prevents reverse look-ups in the current thread. torch's TCPStore looks up the peer's name for
+each connection, for a log line, even for loopback addresses in a form that no hosts file contains. If the name server
+does not answer, or drops some of many queries, the C library waits for seconds: a group of 64 engines formed in 5.1 s,
+and in 0.1 s without the look-ups. torch then logs once per process that the name is unavailable.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address that faces (`host`, `port`).
+    """Return this machine's address that faces (`host`, `port`).
 
     Raises:
-        OSError: nobody knows the host, or no route leads there.
+        OSError: the host is unknown, or there is no route to it.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -33,18 +32,18 @@ def address_towards(host: str, port: int) -> str:
 
 
 def outward_address() -> str:
-    """Return the address that faces the network at large, or loopback where there is no network."""
+    """Return the address that faces the network at large; loopback if there is no network."""
     try:
-        return address_towards("192.0.2.1", 9)  # documentation's: no packet is sent
+        return address_towards("192.0.2.1", 9)  # an address reserved for documentation; no packet is sent
     except OSError:
         return LOOPBACK
 
 
 def address_facing(urls: Iterable[str]) -> str:
-    """One address by which all who serve `urls` reach this machine: loopback while all of them are on it.
+    """Return one address by which the servers at `urls` reach this machine; loopback if all are on it.
 
-    An engine beside us reaches our outward address as well; one elsewhere never reaches our loopback. Where engines
-    come by several networks, the first decides; one that cannot be found has no say.
+    A local engine also reaches the outward address, but a remote one never reaches loopback. If engines are on several
+    networks, the first decides; hosts that cannot be resolved are ignored.
     """
     for parts in map(urlsplit, urls):
         try:
@@ -58,8 +57,10 @@ def address_facing(urls: Iterable[str]) -> str:
 
 @contextmanager
 def without_name_servers(host: str) -> Iterator[None]:
-    """What this thread looks up within, it looks up in files; a no-op without glibc, or where `host` is no address: the
-    name of whom it talks to may be known to a name server alone."""
+    """Restrict look-ups of this thread to files.
+
+    No-op without glibc, or if `host` is a name, since only a name server may be able to resolve it.
+    """
     state = _resolver() if _is_address(host) else None
     if state is None:
         yield
@@ -79,10 +80,10 @@ def _is_address(host: str) -> bool:
 
 
 def _resolver() -> Any:
-    """The beginning of this thread's `struct __res_state`: seconds to the first timeout, then how often it is tried."""
+    """Return the start of this thread's `struct __res_state`: the first timeout in seconds, and the attempts."""
     library = ctypes.CDLL(None)
     if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "__res_init")):
         return None
-    library.__res_init()  # else the first question would begin with the defaults
+    library.__res_init()  # otherwise the first query would reset it to the defaults
     library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
     return library.__res_state()

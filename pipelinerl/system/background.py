@@ -1,9 +1,11 @@
-"""`in_background`: a blocking call (rendezvous, collective, disk) on a daemon thread of its own; `tell`: the way back.
-`to_its_end`: what has to be done whoever is cancelled.
+"""Blocking calls in daemon threads, and their results in an event loop.
 
-A shared executor would do for the work but not for its failures: a call that waits out its deadline would hold one of
-a few slots, and the interpreter's exit would wait for it. There are as many threads as calls under way; one that has
-made its call makes another if it comes soon, since to start a thread may cost what a weight update may not.
+`in_background` runs a blocking call (rendezvous, collective, disk) in a daemon thread of its own; `tell` calls back
+into the event loop; `to_its_end` completes work despite cancellation.
+
+A shared executor would not do: a call that waits for its deadline would block one of a few slots, and the interpreter
+would wait for it at exit. Here there are as many threads as concurrent calls. A thread that has finished is reused for
+a while, since starting one may cost more than a weight update can afford.
 """
 
 from __future__ import annotations
@@ -19,15 +21,14 @@ from typing import Any, Final, TypeVar, final
 
 T = TypeVar("T")
 
-#: Longer than most steps take: their updates find the threads of the one before.
+#: Longer than most steps take, so their updates reuse the threads of the previous step.
 _FREE_S: Final = 20.0
 
 
 def in_background(name: str, function: Callable[[], T]) -> Future[T]:
-    """Run `function` on a daemon thread that does nothing else meanwhile; the future carries its result or exception.
+    """Run `function` in a daemon thread; the future carries its result or exception.
 
-    It has begun when this returns, as far as that can be said of a thread.
-    An exception nobody asks for is dropped in silence: whoever starts the call decides who must hear of it.
+    The thread is running when this returns. An exception that is never retrieved is dropped silently.
     """
     call = _Call(name, function, Future(), begun := threading.Event())
     call.begin()
@@ -36,7 +37,7 @@ def in_background(name: str, function: Callable[[], T]) -> Future[T]:
 
 
 def in_background_soon(name: str, function: Callable[[], T]) -> Future[T]:
-    """What `in_background` does, but that it may begin after this has returned: the caller waits for no thread."""
+    """Like `in_background`, but return without waiting for the thread to run."""
     call = _Call(name, function, Future())
     call.begin()
     return call.future
@@ -63,7 +64,7 @@ class _Call:
             self.begun.set()
         try:
             result = self.function()
-        except BaseException as error:  # handed to the waiter, whatever it is
+        except BaseException as error:  # passed on to the waiter
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
@@ -71,9 +72,9 @@ class _Call:
 
 @final
 class _Thread:
-    """A thread that makes one call after another, and ends when it was given none for `_FREE_S`.
+    """A thread that makes one call after another, and ends after `_FREE_S` without one.
 
-    It holds nothing of a call that it has made: what that had, such as connections, goes with whoever asked for it.
+    It keeps no reference to a finished call, so the call's objects, such as connections, are freed with their owner.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class _Thread:
                 if self in _free:
                     _free.remove(self)
                     return False
-            call = self.calls.get()  # somebody has just chosen this thread
+            call = self.calls.get()  # the thread was chosen for a call just now
         threading.current_thread().name = call.name
         call.make()
         threading.current_thread().name = "free"
@@ -104,7 +105,7 @@ class _Thread:
 
 
 def _forget_threads() -> None:
-    """In a process that was forked, which has none of them."""
+    """Forget all threads in a forked process, which has none of them."""
     global _free_guard
     _free_guard = threading.Lock()
     _free.clear()
@@ -116,7 +117,7 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 
 def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> None:
-    """Call `callback` soon on `loop`, from any thread; a no-op once the loop is closed, which may be at any moment."""
+    """Schedule `callback` on `loop` from any thread; no-op if the loop is closed."""
     try:
         loop.call_soon_threadsafe(callback, *arguments)
     except RuntimeError:
@@ -125,7 +126,7 @@ def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *argu
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """The result of `work`; who is cancelled meanwhile waits for it nevertheless, and is cancelled then."""
+    """Return the result of `work`; a cancelled caller still waits for its end, and is cancelled then."""
     end = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(end)
@@ -135,9 +136,10 @@ async def to_its_end(work: Awaitable[T]) -> T:
 
 
 async def settled(future: Future[Any], *, timeout_s: float) -> bool:
-    """Wait until `future` has a result or an exception, which stays with the future; False after `timeout_s`.
+    """Wait until `future` is done, without retrieving its result; return False after `timeout_s`.
 
-    It takes half the turns of the event loop that `asyncio.wrap_future` takes: an engine waits so in each update.
+    It takes half the event-loop iterations of `asyncio.wrap_future`, which matters since engines wait here in each
+    update.
     """
     if future.done():
         return True

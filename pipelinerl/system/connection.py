@@ -1,13 +1,13 @@
-"""`LimitedConnection`: one HTTP/1.1 connection with bounds on what a stranger can make it hold or wait for.
+"""`LimitedConnection`: one HTTP/1.1 connection with limits on the memory and time that unknown clients can take.
 
-It stands between the transport and uvicorn's own protocol, which bounds neither: a header without an end is kept whole
-and copied with each read, and a connection that sends none is never closed. Promises, before any token is looked at:
-
-- a request's head (its line and headers, or what follows a body that is no body) takes `MAX_HEAD_BYTES` at most, and
-  one more read: 431. What came after a chunked body is dropped: no trailer becomes a header.
-- a head is whole `HEAD_TIMEOUT_S` after the connection was made, or after its first byte: 408.
-- the rest of a body that nobody reads is taken for `HEAD_TIMEOUT_S`; then the connection is closed.
-- a process has `max_connections()` of them at most: 503.
+It is placed between the transport and uvicorn's protocol, which has no such limits: uvicorn keeps an endless header in
+memory and copies it with each read, and never closes a connection that sends nothing. These limits apply before
+authentication:
+- A request's head (its line and headers, or invalid data after a body) has at most `MAX_HEAD_BYTES` and one more read;
+  otherwise 431. Trailers of a chunked body are dropped and do not become headers.
+- A head must be complete within `HEAD_TIMEOUT_S` of the connection, or of its first byte; otherwise 408.
+- The rest of a body that the application does not read is received for `HEAD_TIMEOUT_S`; then the connection is closed.
+- A process has at most `max_connections()` connections; otherwise 503.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -30,24 +30,24 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-#: Several times what any client of ours sends; most servers take 8 to 32 KiB.
+#: Several times what our clients send; most servers accept 8 to 32 KiB.
 MAX_HEAD_BYTES: Final = 32 * 2**10
 HEAD_TIMEOUT_S: Final = 20.0
-#: Longer than a client keeps an idle connection, so that it is the client that closes it and no request meets a close.
+#: Longer than clients keep an idle connection, so that clients close it and no request meets a closing connection.
 KEEP_ALIVE_S: Final = 75
 MAX_CONNECTIONS: Final = 4096
-#: From this size on what is written is sent at once: to be sent apart costs it nothing.
+#: Writes of at least this size are sent at once: a packet of their own costs little.
 _LARGE_WRITE: Final = 2**14
 
 
 def max_connections() -> int:
-    """How many connections one process serves: at most half of the files that it may open."""
+    """Return the most connections of one process: at most half of its open-file limit."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, files // 2))
 
 
 class _Stage(Enum):
-    """Where in a request the bytes are that come next."""
+    """Position of the next bytes within a request."""
 
     IDLE = auto()
     HEAD = auto()
@@ -58,7 +58,7 @@ class _Stage(Enum):
 class LimitedConnection:
     """An `asyncio.Protocol` for uvicorn's `http` option; the arguments are uvicorn's.
 
-    The parser's callbacks come here first, since nothing else tells where a head ends.
+    It receives the parser's callbacks first, since only they show where a head ends.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class LimitedConnection:
     ) -> None:
         self._http = HttpToolsProtocol(config, server_state, app_state, _loop)
         self._http.parser = httptools.HttpRequestParser(self)
-        self._http.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+        self._http.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn
         self._stage = _Stage.IDLE
         self._is_served = False
         self._overhead = 0
-        """Bytes since the last of a body, or of a request."""
+        """Bytes since the end of the last body part, or of the last request."""
         self._opens = False
-        """Did the bytes that are being parsed begin between two requests, and none has begun since?"""
+        """True if the bytes being parsed began between two requests, and no request has begun since."""
         self._timer: asyncio.TimerHandle | None = None
 
-    # What the transport calls.
+    # Callbacks of the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Serve the connection, unless there are too many."""
+        """Accept the connection, unless there are too many."""
         joined: Any = _JoinedWrites(transport)
         if len(self._http.connections) >= max_connections():
             joined.write(_answer(503, "too_many_connections", "this server has all the connections that it serves"))
@@ -93,7 +93,7 @@ class LimitedConnection:
         self._arm()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come; of a head, no more at once than it may have."""
+        """Parse received bytes; of a head, at most its limit at once."""
         while data and self._is_served and not self._http.transport.is_closing():
             taken = len(data) if self._stage is _Stage.BODY else MAX_HEAD_BYTES
             part, data = data[:taken], data[taken:]
@@ -105,53 +105,53 @@ class LimitedConnection:
         self._watch()
 
     def eof_received(self) -> None:
-        """The client sends no more."""
+        """Handle the client's end of file."""
         self._http.eof_received()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Forget it."""
+        """Forget the connection."""
         self._disarm()
         if self._is_served:
             self._http.connection_lost(error)
 
     def pause_writing(self) -> None:
-        """The client reads too slowly."""
+        """Pause writing: the client reads too slowly."""
         self._http.pause_writing()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Resume writing."""
         self._http.resume_writing()
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
-        """A request's first byte."""
-        if not self._opens:  # what came before it was another's
+        """Handle a request's first byte."""
+        if not self._opens:  # the bytes before it belong to another request
             self._overhead = 0
         self._stage, self._opens = _Stage.HEAD, False
         self._http.on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the request's target."""
+        """Handle a part of the request's target."""
         self._http.on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header; a trailer is none."""
+        """Handle a header; trailers are dropped."""
         if self._stage is _Stage.HEAD:
             self._http.on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """Handle the end of the head."""
         self._stage, self._overhead = _Stage.BODY, 0
         self._http.on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Handle a part of the body."""
         self._overhead = 0
         self._http.on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """Handle the end of the request."""
         self._stage, self._overhead = _Stage.IDLE, 0
         self._http.on_message_complete()
 
@@ -159,12 +159,12 @@ class LimitedConnection:
 
     @property
     def _is_answered(self) -> bool:
-        """Is no request at work?"""
+        """True if no request is being processed."""
         cycle: RequestResponseCycle | None = self._http.cycle
         return cycle is None or cycle.response_complete
 
     def _watch(self) -> None:
-        """Have a deadline exactly while the client is waited for and neither uvicorn nor the application has one."""
+        """Keep a deadline while waiting for the client, unless uvicorn or the application has one."""
         unwatched = self._is_answered and self._http.timeout_keep_alive_task is None
         if self._stage is not _Stage.HEAD and not unwatched:
             self._disarm()
@@ -173,7 +173,7 @@ class LimitedConnection:
 
     def _arm(self) -> None:
         cycle: RequestResponseCycle | None = self._http.cycle
-        begun = cycle is not None  # a connection that never sent anything is not worth keeping alive
+        begun = cycle is not None  # a connection that never sent anything is not kept alive
         seconds = KEEP_ALIVE_S if begun and self._stage is _Stage.IDLE else HEAD_TIMEOUT_S
         self._timer = self._http.loop.call_later(seconds, self._late)
 
@@ -186,7 +186,7 @@ class LimitedConnection:
         self._timer = None
         if self._http.transport.is_closing():
             return
-        if not self._is_answered:  # the next request comes slowly, while the one before it is at work
+        if not self._is_answered:  # the next request arrives slowly while the previous one is processed
             self._arm()
         elif self._stage is _Stage.HEAD:
             self._refuse(408, "headers_too_slow", f"the headers must come within {HEAD_TIMEOUT_S:g} s")
@@ -194,7 +194,7 @@ class LimitedConnection:
             self._http.transport.close()
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Answer, if no other answer has begun, and close."""
+        """Send an error, unless another response has begun, and close."""
         if self._is_answered or not self._http.cycle.response_started:
             self._http.transport.write(_answer(status, code, message))
         self._http.transport.close()
@@ -202,10 +202,10 @@ class LimitedConnection:
 
 @final
 class _JoinedWrites:
-    """A transport whose small writes wait for the next one, or for the event loop's next turn, whichever comes first.
+    """A transport that delays small writes until the next write or event-loop iteration.
 
-    uvicorn writes the head of an answer and its body one after the other, and uvloop sends each at once: two packets,
-    for each of which the client is woken.
+    uvicorn writes the head and body of a response separately, and uvloop sends each write at once. That makes two
+    packets, and wakes the client twice.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -218,11 +218,11 @@ class _JoinedWrites:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        """See `asyncio.Transport`."""
+        """Return True if the connection is closing; see `asyncio.Transport`."""
         return self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """Send `data` after what waits, and both at once; alone it waits, unless it is large."""
+        """Send `data` together with a delayed write; a single small write is delayed."""
         if not data:
             return
         if self._held:
@@ -238,7 +238,7 @@ class _JoinedWrites:
         self._transport.close()
 
     def abort(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
         self._taken()
         self._transport.abort()
 
@@ -256,7 +256,7 @@ class _JoinedWrites:
 
 
 def _answer(status: int, code: str, message: str) -> bytes:
-    """A refusal as a whole answer, in the shape of all others."""
+    """Return a complete error response in the format of all others."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
     head = (

@@ -1,4 +1,4 @@
-"""Files that a crash does not undo, files that nobody else may read, and what the system says of files, in words."""
+"""Crash-safe and private files, and readable messages for file errors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from pipelinerl.errors import UserError
 
 
 def system_words(error: OSError) -> str:
-    """What the system refused, and of which file, without its number: `runs/x/recipe.toml: Permission denied`."""
+    """Return the system's reason and the file, without the error number: `runs/x/recipe.toml: Permission denied`."""
     reason = error.strerror or str(error) or type(error).__name__
     return reason if error.filename is None else f"{os.fsdecode(error.filename)}: {reason}"
 
 
 def working_directory() -> Path:
-    """The directory that relative paths are meant from. Raises UserError: it was removed."""
+    """Return the directory to which relative paths refer.
+
+    Raises:
+        UserError: it was removed.
+    """
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -24,7 +28,11 @@ def working_directory() -> Path:
 
 
 def from_home(path: str | Path) -> Path:
-    """The path, with `~` or `~somebody` written out. Raises UserError: nobody says where that home is."""
+    """Return the path with `~` or `~user` expanded.
+
+    Raises:
+        UserError: the home directory is unknown.
+    """
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -32,7 +40,11 @@ def from_home(path: str | Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Force a file, or a directory with the names in it, to the disk. Raises OSError."""
+    """Force a file, or a directory with its entries, to disk.
+
+    Raises:
+        OSError: the system refuses.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -41,7 +53,7 @@ def sync(path: Path) -> None:
 
 
 def make_private(path: Path, text: str) -> bool:
-    """As `write_private`, unless there is such a file; returns whether there was none. Of several at once one wins."""
+    """Write like `write_private` unless the file exists; return True if written. Of several writers one wins."""
     draft = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     write_private(draft, text)
     try:
@@ -54,13 +66,17 @@ def make_private(path: Path, text: str) -> bool:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that its owner alone may read, whole or not at all, in place of what was there. Raises OSError."""
+    """Write a file that only its owner can read, atomically replacing any previous one.
+
+    Raises:
+        OSError: the system refuses.
+    """
     draft = path.with_name(f"{path.name}.new")
     draft.unlink(missing_ok=True)
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
         draft.replace(path)
-    except OSError:  # no room: what is half written takes none
+    except OSError:  # Remove the partial file, so it uses no disk space.
         draft.unlink(missing_ok=True)
         raise

@@ -1,7 +1,7 @@
-"""How often Python looks for garbage: rarely while a process imports what it needs, and as usual once it works.
+"""Frequency of garbage collection: rarely while a process imports its libraries, and as usual afterwards.
 
-What is imported is no garbage, and stays: to look for some among it, again and again as it grows, is an eighth of the
-processor time in which a process with torch and transformers starts.
+Imported objects are never garbage. Searching them repeatedly as they grow takes an eighth of the CPU time in which a
+process with torch and transformers starts.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import gc
 
 _USUAL = gc.get_threshold()
-#: New objects, by which a collection of the youngest begins; Python's own is hundreds.
+#: New objects before a collection of the youngest generation; Python's default is hundreds.
 _WHILE_LOADING = 50_000
 
 
 def collect_rarely() -> None:
-    """For a process that begins; one that serves nobody, a command, may leave it so."""
+    """Collect rarely, in a process that starts; a command that serves no requests may keep this setting."""
     gc.set_threshold(_WHILE_LOADING)
 
 
 def collect_as_usual() -> None:
-    """A collection is as short as Python makes it again."""
+    """Restore Python's usual frequency."""
     gc.set_threshold(*_USUAL)

@@ -1,8 +1,8 @@
-"""reasoning-gym's tasks, each without the others: its package imports a hundred, and sympy and matplotlib with them.
+"""reasoning-gym's tasks, imported one by one: its package imports a hundred, with sympy and matplotlib.
 
-That takes seconds in every process that makes or judges a problem; the module of one task takes a twentieth of that.
-Promises: what the library's own `create_dataset` makes or refuses, this does; and whoever imports the library finds it
-as if nobody had been here.
+The whole import takes seconds in every process that makes or judges a problem; one task's module takes a twentieth of
+that. The results and errors are those of the library's own `create_dataset`. A later import of the library is
+unaffected.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from typing import Any, Final
 
 _LIBRARY: Final = "reasoning_gym"
 
-#: The library's modules that are imported here, among them packages that were not executed, by name.
+#: Modules of the library imported here, including packages that were not executed, by name.
 _apart: dict[str, ModuleType] = {}
-#: Imports change what all threads see.
+#: Imports change `sys.modules` for all threads.
 _importing = Lock()
 
 
 def create_dataset(task: str, **configuration: Any) -> Any:
-    """The library's dataset of `task`; `configuration` are the fields of the task's configuration class.
+    """Return the library's dataset of `task`; `configuration` are the fields of its configuration class.
 
     Raises:
         ModuleNotFoundError: the library is not installed.
-        ValueError, TypeError, AssertionError: the library refuses the task or its configuration.
+        ValueError, TypeError, AssertionError: the library rejects the task or its configuration.
     """
     with _importing:
         if _LIBRARY not in sys.modules and (module := _module_of(task)):
-            # A module that needs more of its package than a stand-in has fails to be imported: then the whole does it.
+            # If a module needs more of its package than a stand-in has, its import fails: then import the whole
+            # library.
             with suppress(ImportError), _stand_ins(module.rpartition(".")[0]):
                 importlib.import_module(module)
                 factory = sys.modules[f"{_LIBRARY}.factory"]
@@ -44,7 +45,7 @@ def create_dataset(task: str, **configuration: Any) -> Any:
 
 
 def _module_of(task: str) -> str | None:
-    """The one module of the library that is called as the task is."""
+    """Return the only module of the library that is named like the task; None without one."""
     library = importlib.util.find_spec(_LIBRARY)
     folders = library.submodule_search_locations if library else None
     found = [path for folder in folders or () for path in Path(folder).glob("*/*.py") if path.stem == task]
@@ -53,15 +54,15 @@ def _module_of(task: str) -> str | None:
 
 @contextmanager
 def _stand_ins(family: str) -> Iterator[None]:
-    """Within, the library and its package `family` are empty and know only where their parts lie; after it, not there.
+    """Replace the library and its package `family` by empty packages that only know their search path.
 
-    A package's own file, which imports all of its tasks, is so left out.
+    This skips the package's own file, which imports all of its tasks. The stand-ins are removed afterwards.
     """
     sys.modules.update(_apart)
     try:
         for name in (_LIBRARY, family):
             if name not in sys.modules and (spec := importlib.util.find_spec(name)):
-                sys.modules[name] = importlib.util.module_from_spec(spec)  # and not executed
+                sys.modules[name] = importlib.util.module_from_spec(spec)  # not executed
         yield
     finally:
         for name in [name for name in sys.modules if name == _LIBRARY or name.startswith(f"{_LIBRARY}.")]:

@@ -1,18 +1,19 @@
-"""The one place where HTTP connections are opened, so that each carries the run's token, goes past every proxy that the
-environment names (the token is for the run's peers alone), and ends its calls by a deadline.
+"""HTTP clients. All connections are opened here, with the run's token, without proxies, and with deadlines.
+
+Proxies from the environment are ignored, since the token is only for the run's peers.
 
 | opened by | library | for | because, measured on two cores over loopback |
 |---|---|---|---|
-| `session`, `async_session` | httpx | every call that is not below | one interface, blocking or not |
-| `hot_session` | aiohttp | verifiers, others' engines | 64 chats at a time: 0.24 ms a chat; by httpx 4.8 ms |
-| `post_connections` | asyncio | all that engines are asked | the same bytes to 64: 29 µs a call; by aiohttp 125 µs |
-| `byte_connection` | the standard library's | ranges of weights | see below |
+| `session`, `async_session` | httpx | all other calls | one interface, blocking or async |
+| `hot_session` | aiohttp | verifiers, external engines | 64 concurrent chats: 0.24 ms each; with httpx 4.8 ms |
+| `post_connections` | asyncio | all requests to our engines | equal bytes to 64 peers: 29 µs each; aiohttp 125 µs |
+| `byte_connection` | standard library | ranges of weights | see below |
 
-A parameter server's bytes go between a socket and memory that is there already, 8 MiB at a time: 1.4 GB/s both ways,
-3.3 GB per second of processor received. httpx hands out copies of 64 KiB: it takes 2.6 times as long to receive and
-1.4 times to send, and aiohttp does not block, as the threads that push and pull do.
+A parameter server's bytes move between a socket and preallocated memory, 8 MiB at a time: 1.4 GB/s each way, 3.3 GB
+received per CPU second. httpx returns copies of 64 KiB, and takes 2.6 times as long to receive and 1.4 times to send.
+aiohttp does not block, unlike the threads that push and pull.
 
-Each library is imported by the first who opens a connection with it: a command line needs no aiohttp.
+Each library is imported with its first connection, so a command needs no aiohttp.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ if TYPE_CHECKING:
 
     from pipelinerl.system.post_connections import FanoutClient
 
-#: A peer that is there accepts a connection within this time, however long its answer takes.
+#: A live peer accepts a connection within this time, no matter how long its response takes.
 CONNECT_S: Final = 5.0
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """The header that carries the run's bearer token; no header without a token."""
+    """Return the header with the run's bearer token; no header without a token."""
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
 def session(
     base_url: str = "", *, token: str | None = None, timeout_s: float = 10.0, headers: Mapping[str, str] = _NO_HEADERS
 ) -> httpx.Client:
-    """Blocking calls to `base_url`, whose connections are kept; close it, or use it in a `with` block.
+    """Return a blocking client for `base_url` with connection reuse; close it, or use it in a `with` block.
 
     Args:
-        base_url: goes before a path that is asked for; empty where calls give whole URLs.
+        base_url: prefix of all requested paths; empty if calls use whole URLs.
         token: the run's bearer token.
         timeout_s: longest silence, while connecting and while the peer sends nothing.
         headers: further headers of every call.
@@ -60,7 +61,7 @@ def session(
 def async_session(
     base_url: str = "", *, token: str | None = None, timeout_s: float = 10.0, headers: Mapping[str, str] = _NO_HEADERS
 ) -> httpx.AsyncClient:
-    """What `session` is, for an event loop."""
+    """Return an async client; otherwise like `session`."""
     import httpx
 
     return httpx.AsyncClient(**_settings(base_url, token, timeout_s, headers), trust_env=False)
@@ -69,16 +70,16 @@ def async_session(
 def hot_session(
     *, token: str | None, keep_alive_s: float, headers: Mapping[str, str] = _NO_HEADERS, read_bytes: int = 2**16
 ) -> aiohttp.ClientSession:
-    """As many calls at a time as there are, each with a deadline of its own (`call_timeout`).
+    """Return a client for any number of concurrent calls, each with its own deadline (`call_timeout`).
 
-    Made in the event loop that uses it, and closed there.
+    Create and close it in the event loop that uses it.
 
     Args:
         token: the run's bearer token.
-        keep_alive_s: how long an idle connection is kept; shorter than the server keeps it, so that it is the client
-            that closes and no call meets a connection that is being closed.
+        keep_alive_s: how long an idle connection is kept. It must be shorter than the server's time, so that the client
+            closes it and no call meets a closing connection.
         headers: further headers of every call.
-        read_bytes: how much of an answer is buffered.
+        read_bytes: buffer size of a response.
     """
     import aiohttp
 
@@ -94,16 +95,16 @@ def hot_session(
 def post_connections(
     *, token: str | None, keep_alive_s: float, headers: Mapping[str, str] = _NO_HEADERS
 ) -> FanoutClient:
-    """Small requests to many peers at once, each with a deadline of its own; the arguments are `hot_session`'s."""
+    """Return a client for small concurrent requests to many peers; the arguments are those of `hot_session`."""
     from pipelinerl.system.post_connections import FanoutClient
 
     return FanoutClient(headers={**headers, **authorization(token)}, keep_alive_s=keep_alive_s, connect_s=CONNECT_S)
 
 
 def call_timeout(timeout_s: float, *, silence_s: float | None = None) -> aiohttp.ClientTimeout:
-    """The deadline of one call of a `hot_session`; with infinity, a stream without end over a prompt connection.
+    """Return the deadline of one `hot_session` call; infinity allows an endless stream once connected.
 
-    A peer that sends nothing for `silence_s` has missed it, too.
+    With `silence_s`, a peer that sends nothing for that long has timed out, too.
     """
     import aiohttp
 
@@ -115,9 +116,9 @@ def call_timeout(timeout_s: float, *, silence_s: float | None = None) -> aiohttp
 
 
 def byte_connection(url: str) -> http.client.HTTPConnection:
-    """One connection to the host of `url`, not made yet, whose socket the caller reads into memory of its own.
+    """Return an unconnected connection to the host of `url`, whose socket the caller reads into its own memory.
 
-    Whoever calls gives each request its headers (`authorization`) and its time.
+    The caller sets headers (`authorization`) and timeout of each request.
     """
     parts = urlsplit(url)
     if parts.scheme == "https":
@@ -136,7 +137,7 @@ def _settings(base_url: str, token: str | None, timeout_s: float, headers: Mappi
 
 @cache
 def _trusted() -> Any:
-    """The certificates that are believed: read once, for that takes 30 ms, as long as thirty calls."""
+    """Return the trusted certificates; cached, since reading them takes 30 ms, as long as thirty calls."""
     import httpx
 
     return httpx.create_ssl_context(trust_env=False)

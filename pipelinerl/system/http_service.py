@@ -1,10 +1,14 @@
-"""What every HTTP service of ours shares: a bound socket, bounded connections, a gate, one shape of refusal, an end.
+"""Shared parts of all our HTTP services: a bound socket, limits, authentication, one error format, and shutdown.
 
-Promises: everything binds loopback unless told otherwise, and another address is refused without a token; the token is
-compared in constant time; `/health` alone needs none; no web page of another origin can make a server act, token or
-none; bodies are JSON, bounded in size and time; whatever is refused is refused in OpenAI's shape, `{"error":
-{"message", "type", "param", "code"}}`, without repeating the body; what the application's start raises is raised by
-`serve_until`; a signal ends the server after what runs was answered or cut. What bounds a connection is `connection`'s.
+- Services bind loopback by default; another address is rejected without a token.
+- The token is compared in constant time; only `/health` needs none.
+- Web pages of other origins cannot make a server act, with or without a token.
+- Bodies are JSON, limited in size and time.
+- Errors have OpenAI's format, `{"error": {"message", "type", "param", "code"}}`, and do not repeat the body.
+- An error in the application's startup is raised by `serve_until`.
+- On a signal, the server ends after running requests were answered or cancelled.
+
+Limits of a connection are in `connection`.
 """
 
 from __future__ import annotations
@@ -39,12 +43,12 @@ OPEN_PATH: Final = "/health"
 
 #: A layout of a hundred thousand parameters takes 10 MB; prompts take far less.
 MAX_BODY_BYTES: Final = 32 * 2**20
-#: A body that has not come by then is not coming; a request that is being served has no such limit.
+#: Time limit of a body; the processing of a request has no such limit.
 BODY_TIMEOUT_S: Final = 30.0
 
 _NOT_JSON: Final = "the body must be JSON, with the header Content-Type: application/json"
 _TOO_LARGE: Final = "the body must be at most {} bytes, got more"
-#: Headers that decide something here. Sent twice, two readers of a request could disagree on it.
+#: Security-relevant headers. If one is repeated, two parsers could disagree on its value.
 _DECIDING: Final = frozenset(
     {
         b"authorization", b"host", b"origin", b"sec-fetch-site", b"content-type", b"content-encoding",
@@ -56,19 +60,19 @@ _CODES: Final = {408: "body_too_slow", 413: "body_too_large"}
 
 
 class BodyRule(Enum):
-    """Who bounds the body of a method's requests."""
+    """The limits on a body, by method."""
 
     JSON = "here: JSON, MAX_BODY_BYTES at most, within BODY_TIMEOUT_S"
     STREAMED = "the route, which takes it as it comes"
 
 
 def guard(app: Starlette, *, token: str | None, puts: BodyRule = BodyRule.JSON) -> None:
-    """Put the gate in front of everything that the application does.
+    """Add authentication and body limits in front of the application.
 
     Args:
-        token: what a request must carry; None lets everybody of this machine in, web pages excepted, and then only
-            loopback is served.
-        puts: who bounds the bodies of PUT.
+        token: token that requests must carry; None accepts all requests from this machine, except those of web pages,
+            and then only loopback is served.
+        puts: limits on the bodies of PUT.
     """
     app.add_middleware(_Gate, token=token, puts=puts)
     app.state.guarded = token is not None
@@ -76,7 +80,7 @@ def guard(app: Starlette, *, token: str | None, puts: BodyRule = BodyRule.JSON) 
 
 @final
 class _Gate:
-    """ASGI middleware around everything: who asks, whether a web page does, and what may be in a body."""
+    """ASGI middleware that checks the token, the origin, and the body of requests."""
 
     def __init__(self, app: ASGIApp, token: str | None, puts: BodyRule) -> None:
         self._app = app
@@ -110,7 +114,7 @@ class _Gate:
         return refusal(401, message, code="unauthorized")
 
     def _web_page(self, scope: Scope, given: dict[bytes, bytes]) -> Response | None:
-        """A browser says where a page comes from that asks, and under which name it looked this server up."""
+        """Reject requests of foreign web pages, by the Origin and Host that a browser sends."""
         host, origin = given.get(b"host", b""), given.get(b"origin")
         if self._expected is None and not _is_own_name(host):
             message = "without a token, Host must be localhost or an IP address: other names can be made to lead here"
@@ -128,8 +132,11 @@ def _twice(name: bytes) -> Response:
 
 
 def _is_own_name(host: bytes) -> bool:
-    """Can no name server make this host lead elsewhere? (A page of evil.example, which first leads to its own server
-    and then here, is of the same origin to the browser.)"""
+    """Return True if no name server can redirect this host.
+
+    Otherwise a page of evil.example, whose name first resolves to its own server and then to this one, would have the
+    same origin in the browser.
+    """
     try:
         name = urlsplit("//" + host.decode("ascii")).hostname or ""
         return name == "localhost" or bool(ip_address(name))
@@ -138,7 +145,7 @@ def _is_own_name(host: bytes) -> bool:
 
 
 def _unfit_body(scope: Scope, given: dict[bytes, bytes]) -> Response | None:
-    """A form of a web page can send text, and no JSON unasked; nothing here unpacks what is compressed."""
+    """Reject bodies other than uncompressed JSON: HTML forms can send text, but JSON needs a preflight request."""
     size = given.get(b"content-length", b"0")
     if (size == b"0" and b"transfer-encoding" not in given) or scope["method"] in _READS_ONLY:
         return None
@@ -153,7 +160,7 @@ def _unfit_body(scope: Scope, given: dict[bytes, bytes]) -> Response | None:
 
 @final
 class _BoundedBody:
-    """`receive`, which raises HTTPException for a body that is too large or too slow."""
+    """A `receive` function that raises HTTPException for a body that is too large or too slow."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -162,7 +169,7 @@ class _BoundedBody:
         self._is_whole = False
 
     async def __call__(self) -> Message:
-        if self._is_whole:  # what comes now is that the client leaves
+        if self._is_whole:  # the next message is the client's disconnect
             return await self._receive()
         if self._deadline is None:
             self._deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
@@ -179,14 +186,14 @@ class _BoundedBody:
 
 
 def refusal(status: int, message: str, *, code: str, param: str | None = None) -> JSONResponse:
-    """An answer that is not a success; `param` names the field that is wrong."""
+    """Return an error response; `param` names the invalid field."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
 
 
 def refuse_in_one_shape(app: Starlette) -> None:
-    """Make the framework's own refusals, and what nobody foresaw, answer as `refusal` does."""
-    from fastapi.exceptions import RequestValidationError  # of whoever has an application; who only listens has none
+    """Make the framework's own errors, and unexpected ones, use the format of `refusal`."""
+    from fastapi.exceptions import RequestValidationError  # lazy: not every service needs fastapi
 
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -194,7 +201,7 @@ def refuse_in_one_shape(app: Starlette) -> None:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """404 and 405; and 400, for a body that is JSON to the eye but not to the parser."""
+    """Answer 404 and 405; and 400, for an invalid body that the parser could not decode."""
     assert isinstance(error, HTTPException)
     if error.status_code == 400:
         return refusal(400, _NOT_JSON, code="invalid_json")
@@ -209,12 +216,12 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def refused_body(error: HTTPException) -> Response:
-    """The answer to a body that is too large or too slow, of which an endpoint's `receive` has told."""
+    """Return the response to a body that is too large or too slow, as reported by an endpoint's `receive`."""
     return refusal(error.status_code, str(error.detail), code=_CODES[error.status_code])
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
-    """The first finding as a sentence, without the input that caused it."""
+    """Answer with the first validation error as a sentence, without the invalid input."""
     from fastapi.exceptions import RequestValidationError
 
     assert isinstance(error, RequestValidationError)
@@ -232,7 +239,7 @@ async def _unforeseen(request: Request, _: Exception) -> Response:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, ready to be served on; port 0 takes a free one.
+    """Return a bound and listening socket; port 0 takes a free one.
 
     Raises:
         AddressError: the port is taken, or the address is not of this machine.
@@ -240,7 +247,7 @@ def listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = _resolved(host, port)
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it. Without it the body of an answer waits for the acknowledgement of its head, which the
+    # Connections inherit it. Without it, the body of a response waits for the acknowledgement of its head, which the
     # receiver delays by 40 ms.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
@@ -256,12 +263,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(host: str, port: int) -> str:
-    """The base URL of what listens there; an IPv6 address stands in brackets."""
+    """Return the base URL of a service; IPv6 addresses are put in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def config_of(app: ASGIApp) -> uvicorn.Config:
-    """How uvicorn is to serve any application of ours; its `lifespan` is the caller's."""
+    """Return the uvicorn configuration of all our applications; the caller handles `lifespan`."""
     return uvicorn.Config(
         app,
         http=LimitedConnection,  # type: ignore[arg-type]  # which has the methods of an asyncio.Protocol
@@ -277,10 +284,10 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
 
 
 async def serve_until(app: Starlette, listener: socket.socket, *, over: asyncio.Future[Any] | None = None) -> None:
-    """Serve a guarded application on `listener` until `over` completes, a signal comes or this task is cancelled.
+    """Serve a guarded application on `listener` until `over` completes, a signal arrives or this task is cancelled.
 
     Raises:
-        AddressError: others could reach an application that asks for no token.
+        AddressError: other machines could reach an application without a token.
     """
     address = listener.getsockname()[0]
     if not ip_address(address).is_loopback and not app.state.guarded:
@@ -293,17 +300,18 @@ async def serve_until(app: Starlette, listener: socket.socket, *, over: asyncio.
         async with _up(app):
             try:
                 await server.serve(sockets=[listener])
-            finally:  # cancelled, uvicorn leaves the loop watching a descriptor that the next socket may get
+            finally:  # if cancelled, uvicorn leaves a descriptor in the loop that the next socket may get
                 for accepting in getattr(server, "servers", ()):
                     accepting.close()
 
 
 @asynccontextmanager
 async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve a guarded application on a loopback `listener` beside this process's own work, whose signals stay its own.
+    """Serve a guarded application on a loopback `listener` in the background; the process keeps its own signal
+    handlers.
 
     Raises:
-        AddressError: others could reach it.
+        AddressError: other machines could reach it.
     """
     address = listener.getsockname()[0]
     if not ip_address(address).is_loopback:
@@ -329,22 +337,22 @@ async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None
 
 @asynccontextmanager
 async def _up(app: Starlette) -> AsyncIterator[None]:
-    """The application from its start to its end. uvicorn would log what the start raises, and exit."""
+    """Run the application's lifespan; uvicorn would log a startup error and exit."""
     lifespan = app.router.lifespan_context(app)
     await lifespan.__aenter__()
     try:
         yield
     finally:
-        # The signal that ended the server cancels its task, too: things are put in order first.
+        # The signal that ended the server also cancels its task, but cleanup must complete.
         await to_its_end(lifespan.__aexit__(None, None, None))
 
 
 def serve(app: Starlette, listener: socket.socket) -> None:
-    """`serve_until` as the whole work of a process: blocks until SIGTERM or SIGINT."""
+    """Run `serve_until` as the whole work of a process: block until SIGTERM or SIGINT."""
 
     async def until_signalled() -> None:
         serving = asyncio.ensure_future(serve_until(app, listener))
-        for number in (signal.SIGTERM, signal.SIGINT):  # else uvicorn, when it has ended, lets it kill the process
+        for number in (signal.SIGTERM, signal.SIGINT):  # otherwise uvicorn re-raises the signal at its end
             asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
         with suppress(asyncio.CancelledError):
             await serving

@@ -1,6 +1,6 @@
-"""Ports to listen at: find free ones, and say whether one is taken.
+"""Free ports of this machine.
 
-A port found free may be taken before its service binds it; the service then refuses to start and says so.
+A free port may be taken before its service binds it; the service then fails to start and reports that.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from pipelinerl.errors import AddressError
 _LOOPBACK: Final = "127.0.0.1"
 #: Below Linux' default range of outgoing ports (32768 and up).
 _LISTENING: Final = range(20000, 32000)
-#: A connection that stays on the machine is made at once.
+#: Time limit for a loopback connection, which is normally immediate.
 _ANSWERS_S: Final = 2.0
-#: How many places this process has looked at.
+#: Counts the ports that this process has tried.
 _LOOKED_AT: Final = counting()
 
 
 def free_ports(count: int, host: str = _LOOPBACK) -> tuple[int, ...]:
-    """`count` different ports of an address of this machine, on which nothing listens, below those of who connects.
+    """Return `count` different free ports of a local address, below the range of outgoing connections.
 
-    A client that keeps trying to reach a service that is away could otherwise be given the service's own port, connect
-    to itself, and keep the service from coming back.
+    Otherwise a client that keeps reconnecting to an absent service could be assigned the service's own port as its
+    outgoing port, connect to itself, and block the service's return.
 
     Raises:
-        AddressError: there are fewer; or nobody reaches 127.0.0.1, where all of a run's services listen.
+        AddressError: there are fewer; or 127.0.0.1, where all of a run's services listen, is unreachable.
     """
     if host == _LOOPBACK:
         _check_loopback()
     found: list[int] = []
     for _ in _LISTENING:
-        # Launchers that start together look in different places, and one process never in the same place twice: what
-        # it was given a moment ago may not be bound yet.
+        # Launchers that start together try different ports, and a process never tries the same port twice: a port
+        # returned a moment ago may not be bound yet.
         port = _LISTENING[(os.getpid() * 37 + next(_LOOKED_AT)) % len(_LISTENING)]
         if is_free(port, host):
             found.append(port)
@@ -45,7 +45,7 @@ def free_ports(count: int, host: str = _LOOPBACK) -> tuple[int, ...]:
 
 
 def _check_loopback() -> None:
-    """In some containers and namespaces the interface is down, and each service would be waited for to no end."""
+    """Check the loopback interface, which is down in some containers; services would wait for it forever."""
     try:
         with socket.create_server((_LOOPBACK, 0)) as service:
             socket.create_connection(service.getsockname(), _ANSWERS_S).close()
@@ -57,12 +57,12 @@ def _check_loopback() -> None:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Of an address, or of a host's name."""
+    """Return the address family of an address or a host name."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def is_free(port: int, host: str = _LOOPBACK) -> bool:
-    """Could a service listen on this port of an address of this machine now?"""
+    """Return True if a service could bind this port of a local address now."""
     with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,12 +1,13 @@
-"""`FanoutClient`: the same few bytes to many peers at once, each of whom answers in a few.
+"""`FanoutClient`: sends the same small request to many peers at once, and receives small responses.
 
-A call of an HTTP library makes a request anew for each peer, with everything that requests can have. Here a request is
-bytes that are written as they are: the head differs by the peer's name alone, the body not at all. Promises: one call
-at a time on each connection; a connection is used again only after a whole answer, and never after a call that was
-given up; every call has a deadline; an answer is `MOST_ANSWER_BYTES` at most, its head included. A peer may close a
-connection at the moment at which it is used again: what it has not begun to answer there is asked once more on another.
-So a call may reach its peer twice, and is for what twice does as once, which weight updates and polls do. What is
-streamed is asked once, may be of any length, and is read as it comes: a peer that is quicker than its reader waits.
+HTTP libraries build each request from scratch, with all features of HTTP. Here a request is prepared bytes: only the
+host differs in the head, and the body is the same.
+
+A connection carries one call at a time. It is reused only after a complete response, never after an abandoned call.
+Every call has a deadline. A response has at most `MOST_ANSWER_BYTES`, including its head. A peer may close a connection
+at the moment of its reuse: then a request without any response yet is repeated once on a new connection. A call may
+therefore reach its peer twice, so it must be idempotent, like weight updates and polls. Streamed requests are not
+repeated; their responses have any length and are read incrementally, with back-pressure.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -24,17 +25,21 @@ from urllib.parse import urlsplit
 
 import httptools
 
-#: Several times any error that names what is wrong.
+#: Several times the size of any useful error message.
 MOST_ANSWER_BYTES: Final = 2**20
 _SAY_WHERE_IT_ENDS: Final = frozenset({b"content-length", b"transfer-encoding"})
 
 
 @final
 class _Peer:
-    """Where the server at one base URL is, the connections to it that are kept, and the heads that it was sent."""
+    """The server at one base URL, with its idle connections and the request heads sent to it."""
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError for what is no URL of a server."""
+        """Parse the URL.
+
+        Raises:
+            ValueError: it is not the URL of a server.
+        """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"expected http://host:port, got {url[:80]!r}")
@@ -47,7 +52,7 @@ class _Peer:
         self._heads: dict[tuple[str, str], bytes] = {}
 
     def head(self, method: str, path: str, headers: str) -> bytes:
-        """The first lines of a request, but for its own; `headers` are always the same."""
+        """Return the cached first lines of a request; `headers` are always the same."""
         known = self._heads.get((method, path))
         if known is None:
             line = f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._name}\r\n{headers}"
@@ -57,11 +62,17 @@ class _Peer:
 
 @final
 class FanoutClient:
-    """Used from one event loop; `close` it there."""
+    """A client for one event loop; `close` it there."""
 
     def __init__(self, *, headers: dict[str, str], keep_alive_s: float, connect_s: float) -> None:
-        """`headers` are those of every request; an idle connection is used for `keep_alive_s` at most, which is shorter
-        than a server keeps it, so that no request meets a close."""
+        """Create a client.
+
+        Args:
+            headers: headers of every request.
+            keep_alive_s: how long an idle connection is reused. It must be shorter than the server's time, so that no
+                request meets a closing connection.
+            connect_s: time limit of a connection attempt.
+        """
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._keep_alive_s = keep_alive_s
         self._connect_s = connect_s
@@ -70,25 +81,25 @@ class FanoutClient:
         self._is_closed = False
 
     async def post(self, url: str, path: str, body: bytes, *, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body of the answer to `body`, sent to `path` below `url`.
+        """Send `body` to `path` below `url`, and return status and body of the response.
 
         Raises:
-            ConnectionError: no connection came about, or it ended before its answer did.
-            TimeoutError: no whole answer within `timeout_s`.
-            ValueError: `url` is none.
+            ConnectionError: the connection could not be made, or ended before the response did.
+            TimeoutError: no complete response within `timeout_s`.
+            ValueError: `url` is invalid.
         """
         return await self._asked(url, path, body, timeout_s)
 
     async def get(self, url: str, path: str, *, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body of what is at `path` below `url`; raises as `post`."""
+        """Request `path` below `url`, and return status and body; raises like `post`."""
         return await self._asked(url, path, None, timeout_s)
 
     async def stream(
         self, url: str, path: str, body: bytes | None, *, timeout_s: float
     ) -> AsyncGenerator[tuple[int, bytes]]:
-        """Status and body as `post` or, without a body, `get`, piece by piece; the last piece may be empty.
+        """Yield status and body in parts, as with `post` or, without a body, `get`; the last part may be empty.
 
-        Raises as `post`; what has come until then has been given. To be closed, which gives up what is to come.
+        Raises like `post`, after yielding everything received. Closing the generator abandons the rest.
         """
         peer, due = self._peer(url), (now := time.monotonic()) + timeout_s
         line = self._kept(peer, now) or await self._connected(peer, due)
@@ -104,7 +115,7 @@ class FanoutClient:
         finally:
             alarm.cancel()
             if not answer.cancel():
-                answer.exception()  # nobody is left to be told
+                answer.exception()  # retrieved, so that asyncio does not log it
             self._give_back(line, peer)
 
     def _peer(self, url: str) -> _Peer:
@@ -141,16 +152,16 @@ class FanoutClient:
             line.drop()
 
     async def close(self) -> None:
-        """Close every connection, and wait until the sockets are."""
+        """Close all connections, and wait until their sockets are closed."""
         self._is_closed = True
         for line in (lines := list(self._lines)):
             line.drop()
-        async with asyncio.timeout(self._connect_s):  # the event loop's next turn
+        async with asyncio.timeout(self._connect_s):  # the event loop's next iteration
             for line in lines:
                 await line.closed.wait()
 
     def _kept(self, peer: _Peer, now: float) -> _Line | None:
-        """A connection to it that waits for a request, and has not waited for long."""
+        """Return an idle connection to the peer that is recent enough; None without one."""
         while peer.idle:
             line = peer.idle.pop()
             if line.is_free and now - line.since < self._keep_alive_s:
@@ -173,7 +184,7 @@ class FanoutClient:
 
 
 def _request(peer: _Peer, path: str, headers: str, body: bytes | None) -> bytes:
-    """What is sent to ask for what is at `path`, or with a body, to have it done."""
+    """Return the bytes of a GET request, or with a body of a POST."""
     if body is None:
         return peer.head("GET", path, headers) + b"\r\n"
     return b"%bcontent-length: %d\r\n\r\n%b" % (peer.head("POST", path, headers), len(body), body)
@@ -181,12 +192,12 @@ def _request(peer: _Peer, path: str, headers: str, body: bytes | None) -> bytes:
 
 @final
 class _NotAnswered(ConnectionError):
-    """The connection ended before the first byte of an answer."""
+    """The connection ended before the first byte of a response."""
 
 
 @final
 class _Line:
-    """One connection: an `asyncio.Protocol`, and what the parser of its answers calls. It is in `lines` while open."""
+    """One connection: an `asyncio.Protocol` and the callbacks of its parser. It is in `lines` while open."""
 
     def __init__(self, lines: set[_Line]) -> None:
         self._lines = lines
@@ -202,9 +213,9 @@ class _Line:
         self.closed = asyncio.Event()
 
     def begin(self, request: bytes, *, streams: bool = False) -> asyncio.Future[tuple[int, bytes]]:
-        """Send a request; its answer comes, or `ConnectionError` does. `fail` ends the wait.
+        """Send a request and return the future of its response; a lost connection raises `ConnectionError` there.
 
-        Of an answer that `streams` it is what was not `taken` before.
+        `fail` ends the wait. With `streams`, the result contains only what was not `taken` before.
         """
         answer = self._answer = asyncio.get_running_loop().create_future()
         self._parser, self._body, self._num_bytes = httptools.HttpResponseParser(self), b"", 0
@@ -217,7 +228,7 @@ class _Line:
         return answer
 
     def taken(self) -> tuple[int, bytes] | None:
-        """Status and what has come of the body since the last look; None where that is nothing."""
+        """Return the status and the part of the body received since the last call; None if it is empty."""
         if not self._body:
             return None
         piece, self._body, self._num_bytes = self._body, b"", 0
@@ -227,13 +238,13 @@ class _Line:
         return self._parser.get_status_code(), piece
 
     async def grown(self) -> None:
-        """Return once there is more to take, or the answer has ended."""
+        """Wait until there is more to take, or the response has ended."""
         self._grown = asyncio.get_running_loop().create_future()
         await self._grown
 
     @property
     def is_free(self) -> bool:
-        """May another call be made on it?"""
+        """True if another call can use it."""
         return self._transport is not None and self._answer is None and not self._transport.is_closing()
 
     def drop(self) -> None:
@@ -242,20 +253,20 @@ class _Line:
             self._transport.abort()
 
     def fail(self, error: Exception) -> None:
-        """End the wait for the answer."""
+        """End the wait for the response with an error."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
             self._tell()
 
-    # What the event loop calls.
+    # Callbacks of the event loop.
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """It is there."""
+        """Handle the new connection."""
         self._transport = transport
         self._lines.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """A piece of an answer; without a question it is nobody's."""
+        """Parse received bytes; unsolicited ones close the connection."""
         if self._answer is None or self._answer.done():
             self.drop()
             return
@@ -274,11 +285,11 @@ class _Line:
             self.fail(ConnectionError(f"the answer is longer than {MOST_ANSWER_BYTES} bytes"))
 
     def eof_received(self) -> bool:
-        """The peer sends nothing more: the connection is closed."""
+        """Handle the peer's end of file; the connection is closed."""
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        """It has gone. An answer without a length ends with the connection."""
+        """Handle the lost connection, which completes a response without a length."""
         self._transport = None
         self._lines.discard(self)
         self.closed.set()
@@ -289,29 +300,29 @@ class _Line:
         self.fail(kind(f"the connection ended before the answer{f': {error}' if error else ''}"))
 
     def pause_writing(self) -> None:
-        """The peer reads slowly: what was written waits, bounded by the one request that it is."""
+        """Do nothing if the peer reads slowly: only one request is buffered."""
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Do nothing."""
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
+        """Handle one header."""
         self._has_end = self._has_end or name.lower() in _SAY_WHERE_IT_ENDS
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """Handle the end of the head."""
         self._to_the_end, self._has_end = not self._has_end, False
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the answer's body."""
+        """Handle a part of the body."""
         self._body += body
         if self._streams:
             self._tell()
 
     def on_message_complete(self) -> None:
-        """The answer is whole; one that only says that another comes is none."""
+        """Handle the end of a response; informational responses (1xx) are skipped."""
         status, reusable = self._parser.get_status_code(), self._parser.should_keep_alive()
         if status < 200:
             self._body = b""
@@ -324,6 +335,6 @@ class _Line:
             self._tell()
 
     def _tell(self) -> None:
-        """Wake whoever reads a stream."""
+        """Wake the reader of a stream."""
         if self._grown is not None and not self._grown.done():
             self._grown.set_result(None)

@@ -1,9 +1,8 @@
-"""Users' code by reference: `package.module:attribute`, or `path.py:attribute`, loaded in the process that asks for it.
+"""User code by reference: `package.module:attribute` or `path.py:attribute`, loaded in the process that uses it.
 
-A file is loaded once in a process, under a private module name that is the same in every process, so that two files of
-one name do not meet. While it is imported its folder is first on the path, as for a script; then last, for what its
-functions import when they are called. What goes wrong in it is its writer's: one sentence with file and line, and no
-traceback of ours.
+A file is loaded once per process, under a private module name that is the same in every process, so files of the same
+name do not collide. During import its folder is first on the path, as for a script; afterwards last, for imports inside
+functions. Errors in user code are reported as one sentence with file and line, without our traceback.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ _PRIVATE: Final = "pipelinerl_user_"
 
 
 def is_reference(text: str) -> bool:
-    """Has the text the form of a reference?"""
+    """Return True if the text has the form of a reference."""
     return bool(_IN_A_FILE.fullmatch(text) or _IN_A_MODULE.fullmatch(text))
 
 
 def anchored(text: str, folder: Path) -> str:
-    """The reference with an absolute path, if it is one to a file that lies relative to `folder`."""
+    """Return the reference with its path made absolute from `folder`; other references are unchanged."""
     match = _IN_A_FILE.fullmatch(text)
     return f"{(folder / from_home(match['path'])).resolve()}:{match['attribute']}" if match else text
 
 
 def load_reference(text: str) -> Any:
-    """The object that a reference names.
+    """Return the object that a reference names.
 
     Raises:
         ReferenceFailed: the form is wrong, the file, module or attribute does not exist, or the import raises.
@@ -58,7 +57,7 @@ def load_reference(text: str) -> Any:
 
 
 def place_of(thing: Any) -> str:
-    """`name, file:line` of a function or class, as far as it can be said."""
+    """Return `name, file:line` of a function or class, if they are known."""
     thing = inspect.unwrap(thing)
     try:
         return f"{thing.__name__}, {inspect.getsourcefile(thing)}:{inspect.getsourcelines(thing)[1]}"
@@ -67,7 +66,7 @@ def place_of(thing: Any) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """What an exception says, and where it was raised: at the innermost line outside Python's own library."""
+    """Return an exception's message and its innermost line outside Python's own library."""
     text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {text}"
@@ -94,7 +93,7 @@ def _from_file(path: Path) -> ModuleType:
     sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # any error of the user's code
         del sys.modules[name]
         raise ReferenceFailed(f"{path} cannot be imported: {last_line(error)}") from None
     finally:
@@ -111,7 +110,7 @@ def _from_name(name: str, text: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ReferenceFailed(f"{text!r} cannot be imported: {last_line(error)}") from None
         raise ReferenceFailed(f"expected module:attribute of an installed module, got {text!r}") from None
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # any error of the user's code
         raise ReferenceFailed(f"{text!r} cannot be imported: {last_line(error)}") from None
 
 

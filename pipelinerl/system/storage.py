@@ -1,8 +1,8 @@
-"""`Storage`: a directory, or any URL that fsspec knows (`s3://…`, `gs://…`), as files named by their path below it.
+"""`Storage`: files in a directory or at any fsspec URL (`s3://…`, `gs://…`), named by their relative path.
 
-What is written is durable when the call returns: an object store promises that itself, on a disk files and the
-directories that name them are synced. No rename is asked for, since object stores have none: whoever writes several
-files as one writes last the one that makes them count. Every call blocks: for a thread beside the event loop.
+A write is durable when the call returns: object stores guarantee that, and on disks files and their directories are
+synced. There is no rename, since object stores have none. To write several files as one, write last the file that makes
+the others valid. Every call blocks, so use it outside of the event loop.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ _BLOCK_BYTES: Final = 8 * 2**20
 
 @final
 class Storage:
-    """Where copies are kept. Calls raise `OSError`, or what the library behind the URL raises."""
+    """A location for copies. Calls raise `OSError`, or the errors of the library behind the URL."""
 
     def __init__(self, url: str) -> None:
-        """Nothing is read yet. Raises `UserError`: no library that is installed knows such a URL."""
+        """Create it without reading anything.
+
+        Raises:
+            UserError: no installed library supports this URL.
+        """
         self.url = url.rstrip("/")
         try:
             self._files, root = url_to_fs(url)
@@ -38,31 +42,39 @@ class Storage:
         self._is_local = "file" in tuple(self._files.protocol)
 
     def write(self, name: str, *pieces: Any) -> None:
-        """Write bytes, or anything with a buffer, one after the other, in place of what is there."""
+        """Write bytes, or other buffers, one after the other, replacing an existing file."""
         with self._opened_new(name) as file:
             for piece in pieces:
                 file.write(piece)
 
     def upload(self, source: Path, name: str) -> None:
-        """Copy a file."""
+        """Copy a local file."""
         with source.open("rb") as origin, self._opened_new(name) as file:
             shutil.copyfileobj(origin, file, _BLOCK_BYTES)
 
     def read(self, name: str) -> bytes:
-        """The whole file. Raises FileNotFoundError."""
+        """Return the whole file.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
         return cast(bytes, self._files.cat_file(f"{self._root}/{name}"))
 
     def open(self, name: str) -> io.BufferedIOBase:
-        """The file, to be read from its beginning. Raises FileNotFoundError."""
+        """Open the file for reading.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
         return cast(io.BufferedIOBase, self._files.open(f"{self._root}/{name}", "rb"))
 
     def has(self, name: str) -> bool:
-        """Is there a file or folder of this name?"""
+        """Return True if there is a file or folder of this name."""
         self._files.invalidate_cache()
         return bool(self._files.exists(f"{self._root}/{name}"))
 
     def names(self) -> list[str]:
-        """Files and folders directly below, sorted."""
+        """Return the names of files and folders directly below, sorted."""
         self._files.invalidate_cache()
         try:
             found = self._files.ls(self._root, detail=False)
@@ -71,7 +83,7 @@ class Storage:
         return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in found)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it; a no-op when there is none."""
+        """Remove a file, or a folder with its contents; no-op if there is none."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm(f"{self._root}/{name}", recursive=True)
 
@@ -86,5 +98,5 @@ class Storage:
                 file.flush()
                 os.fsync(file.fileno())
         if self._is_local:
-            for directory in (folder, str(Path(folder).parent)):  # which names the file, and which names that
+            for directory in (folder, str(Path(folder).parent)):  # the file's directory and its parent
                 sync(Path(directory))

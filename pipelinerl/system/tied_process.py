@@ -1,11 +1,15 @@
-"""Run by path, before another program: `python -S -E tied_process.py PARENT_PID SIGNAL CORES -- program argument…`.
+"""Wrapper that ties a process to its parent and then becomes another program.
 
-It ties the process to its parent, sets its cores (`0,1,2`; empty: as they are) and becomes the program. The kernel
-sends it `SIGNAL` (a name, like `SIGTERM`) as soon as the parent is gone, even by SIGKILL, so that a run that was killed
-leaves no process behind. It is a program of its own since code between fork and exec is unsafe in a process with
-threads; standard library only, since it costs each start some milliseconds. Linux only (`prctl(PR_SET_PDEATHSIG)`,
-which survives exec); elsewhere the program is merely run. Linux counts the *thread* that started the program as its
-parent, so that must be one that lives as long as its process.
+    python -S -E tied_process.py PARENT_PID SIGNAL CORES -- program argument…
+
+It sets the process's cores (`0,1,2`; empty: unchanged), ties it to its parent, and becomes the program. The kernel
+sends it `SIGNAL` (a name, like `SIGTERM`) when the parent ends, even by SIGKILL, so a killed run leaves no processes
+behind.
+
+This is a program of its own, since code between fork and exec is unsafe in a process with threads. It imports only the
+standard library, to start within milliseconds. It works on Linux (`prctl(PR_SET_PDEATHSIG)`, which survives exec);
+elsewhere it only runs the program. Linux considers the *thread* that started the program as its parent, so this thread
+must live as long as its process.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Tie, pin, become."""
+    """Tie the process, set its cores, and execute the program."""
     parent, ending, cores, _, *argv = sys.argv[1:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.Signals[ending]))
-        if os.getppid() != int(parent):  # it died before the tie was made
+        if os.getppid() != int(parent):  # the parent died before prctl
             sys.exit(f"tied_process: the parent {parent} is gone; not starting {argv[0]}")
         if cores:
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})

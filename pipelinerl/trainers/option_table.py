@@ -1,4 +1,4 @@
-"""Reading a recipe's `trainer.options` without guessing: what is unknown, or of another kind, is refused by name."""
+"""Parsing of a recipe's `trainer.options`; unknown options and values of the wrong type are rejected by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def table(value: Any, kind: type[Any], where: str, *, trainer: str) -> Mapping[str, Any]:
-    """`value` as the fields of the dataclass `kind`. Raises SpecError for what is no table, and for unknown keys."""
+    """Return `value` as the fields of the dataclass `kind`. Raises SpecError if it is no table or has unknown keys."""
     if not isinstance(value, Mapping):
         raise SpecError(f"{where} must be a table, got {value!r}")
     refuse_unknown(value, [field.name for field in fields(kind)], where, trainer=trainer)
@@ -21,30 +21,30 @@ def table(value: Any, kind: type[Any], where: str, *, trainer: str) -> Mapping[s
 
 
 def refuse_unknown(options: Iterable[str], known: list[str], where: str, *, trainer: str) -> None:
-    """Raise SpecError for an option that is none of `known`."""
+    """Raise SpecError for an option that is not in `known`."""
     for name in options:
         if name not in known:
             raise SpecError(f"{where}.{name} is unknown to the {trainer} trainer; it knows {', '.join(known)}")
 
 
 def whole(value: Any, where: str, *, least: int) -> int:
-    """A whole number of at least `least`. Raises SpecError for anything else."""
+    """Return `value` if it is a whole number of at least `least`, else raise SpecError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecError(f"{where} must be a whole number of at least {least}, got {value!r}")
     return value
 
 
 def one_of(kind: type[Choice], value: Any, where: str) -> Choice:
-    """`value` as a member of the enum `kind`. Raises SpecError for anything else."""
+    """Return `value` as a member of the enum `kind`, else raise SpecError."""
     if value not in tuple(kind):
         raise SpecError(f"{where} must be {' or '.join(kind)}, got {value!r}")
     return kind(value)
 
 
 def refuse_lora(options: Mapping[str, Any]) -> None:
-    """Raise SpecError for adapters, of a trainer that has none."""
+    """Raise SpecError if the options request LoRA adapters, for trainers without them."""
     if "lora" in options:
         raise SpecError(
-            "options.lora: adapters are the torch trainer's, and the JAX trainer trains every weight; leave lora out, "
-            "or say trainer.type = torch"
+            "options.lora: the JAX trainer has no adapters, only the torch trainer does; leave lora out, "
+            "or set trainer.type = torch"
         )

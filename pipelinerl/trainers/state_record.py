@@ -1,8 +1,8 @@
-"""`trainer.json`: the record of a trainer's state on disk, the same for every array library.
+"""`trainer.json`, the record of a trainer's state on disk, shared by all array libraries.
 
-    format, model_version, architecture, and what a trainer adds
+    format, model_version, architecture, and fields that a trainer adds
 
-Promises: a record that can be read is of the model that was asked for, in a format that is known.
+Reading a record checks that its format is known and that it belongs to the expected model.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _FORMAT: Final = 1
 
 
 def architecture_of(fields: Mapping[str, Any]) -> str:
-    """Return a digest of what makes a model the model it is: the fields of its configuration that matter."""
+    """Return a digest of the configuration fields that define a model."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def write_record(path: Path, *, model_version: int, architecture: str, **further: Any) -> None:
-    """Write the record below the existing directory `path`; it comes last, since without it there is no state."""
+    """Write the record into the existing directory `path`. Write it last: a state without a record does not count."""
     record = {"format": _FORMAT, "model_version": model_version, "architecture": architecture, **further}
     (path / _FILE).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def read_record(path: Path, *, architecture: str, model_type: str) -> Mapping[str, Any]:
-    """Read the record below `path` and check it against the model that `model_type` and `architecture` stand for.
+    """Read the record in `path` and check it against the model given by `model_type` and `architecture`.
 
     Raises:
         StateError: it is missing, damaged, of another format or of another model.
@@ -53,5 +53,5 @@ def read_record(path: Path, *, architecture: str, model_type: str) -> Mapping[st
 
 
 def damaged(path: Path, error: Exception) -> StateError:
-    """Return the error of a state in `path` that cannot be read because of `error`."""
+    """Return the error for a state in `path` that cannot be read because of `error`."""
     return StateError(f"the trainer state in {path} is missing or damaged: {error}; restore another checkpoint")

@@ -1,1 +1,1 @@
-"""What judges an answer: outcome and reward, where a failure of the judge is never a wrong answer."""
+"""Verifiers: map an answer to outcome and reward. A failure of the verifier itself is never a wrong answer."""

@@ -1,4 +1,4 @@
-"""What a user's function asks for: its parameters, by name, among those that can be had."""
+"""Inspection of a user's function: the parameters that it takes by name, among those on offer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pipelinerl.errors import RecipeError
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Its parameters.
+    """Return the function's parameters.
 
     Raises:
-        RecipeError: it is of a kind that does not tell them.
+        RecipeError: they cannot be inspected.
     """
     try:
         return list(inspect.signature(function).parameters.values())
@@ -22,7 +22,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def lacking(parameters: Iterable[inspect.Parameter], known: Iterable[str]) -> list[str]:
-    """Those that it cannot do without, and that nobody can give it by name."""
+    """Return required parameters that cannot be passed by name, or are not in `known`."""
     names = frozenset(known)
     return [
         each.name
@@ -34,7 +34,7 @@ def lacking(parameters: Iterable[inspect.Parameter], known: Iterable[str]) -> li
 
 
 def asked_names(parameters: Sequence[inspect.Parameter], known: Iterable[str]) -> tuple[str, ...]:
-    """Which of `known` it takes by name: all of them, if it takes any keyword."""
+    """Return the names in `known` that the function takes: all of them, if it takes arbitrary keywords."""
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
     names = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
     return tuple(name for name in known if everything or name in names)

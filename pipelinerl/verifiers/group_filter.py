@@ -1,13 +1,13 @@
-"""Filters that are a user's plain functions: may a finished group train?
+"""Filters of finished groups by a user's plain functions, which decide whether a group may train.
 
     def keep(rewards, lengths):
         return max(lengths) < 900 or "one ran on"
 
-A function asks by name for what it wants of `OF_THE_GROUP`. True keeps the group; a text filters it for that reason,
-and False for the function's name. Anything else, and an exception, is the function's failure: the group is filtered,
-counted as such, and never trained by mistake.
+A function receives the values of `OF_THE_GROUP` that its parameters name. True keeps the group. A text filters it for
+that reason, and False for the function's name. Any other result, or an exception, is a failure of the function: the
+group is filtered and counted as such, and never trained by mistake.
 
-It runs in worker processes (`worker_pool.py`), as rewards do, and is killed at its deadline.
+Filters run in worker processes (`worker_pool.py`), like rewards, and are killed at their deadline.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipelinerl.verifiers.user_code import limit_memory
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, correct, failed, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
-#: So many characters of a reason are kept: groups are counted by it.
+#: Maximum length of a reason in characters; groups are counted by reason.
 _MOST_REASON: Final = 120
 _OPENED: Final = "pipelinerl.verifiers.group_filter:open_filter_function"
 
@@ -38,7 +38,7 @@ def _reward(verdict: Verdict) -> float | None:
     return verdict.reward if verdict.outcome.is_judgement else None
 
 
-#: What a filter may ask for, by name: of the problem, then lists with an entry for each answer.
+#: Values a filter may take, by name: those of the problem, then lists with an entry per answer.
 OF_THE_GROUP: Final[Mapping[str, _Value]] = {
     "problem": lambda problem, answers, verdicts: problem,
     "domain": lambda problem, answers, verdicts: problem.domain,
@@ -55,15 +55,15 @@ OF_THE_GROUP: Final[Mapping[str, _Value]] = {
     "finish_reasons": lambda problem, answers, verdicts: [answer.finish_reason for answer in answers],
     "token_ids": lambda problem, answers, verdicts: [list(answer.token_ids) for answer in answers],
 }
-#: Those that are no plain data, with what a worker reads them as.
+#: Values that are not plain data, with the types that a worker converts them to.
 _TYPES: Final[Mapping[str, Any]] = {"problem": Problem, "verdicts": list[Verdict]}
 
 
 def names_asked(function: Callable[..., Any]) -> tuple[str, ...]:
-    """What of `OF_THE_GROUP` a function asks for.
+    """Return the values of `OF_THE_GROUP` that a function takes.
 
     Raises:
-        RecipeError: it asks for something else, or is async.
+        RecipeError: it takes something else, or is async or a class.
     """
     if inspect.iscoroutinefunction(function) or inspect.isclass(function):
         raise RecipeError("a filter must be a plain function, got one that is async, or a class")
@@ -76,7 +76,7 @@ def names_asked(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def open_filter_function(reference: str) -> Callable[[Any], Any]:
-    """A worker's function, see `worker_process`: the values by name → a verdict.
+    """Return a worker's function, see `worker_process`: the values by name → a verdict.
 
     Raises:
         UserError: the function cannot be loaded.
@@ -89,7 +89,7 @@ def open_filter_function(reference: str) -> Callable[[Any], Any]:
             values[name] = msgspec.convert(values[name], _TYPES[name])
         try:
             found = function(**values)
-        except (Exception, SystemExit) as error:  # whatever the user's code raises
+        except (Exception, SystemExit) as error:  # user code may raise anything
             return msgspec.to_builtins(failed(last_line(error)))
         return msgspec.to_builtins(verdict_on(found, name=getattr(function, "__name__", "the filter")))
 
@@ -97,7 +97,7 @@ def open_filter_function(reference: str) -> Callable[[Any], Any]:
 
 
 def verdict_on(found: Any, *, name: str) -> Verdict:
-    """What a filter's return value stands for: `correct` keeps the group, `wrong` filters it for its reason."""
+    """Convert a filter's return value to a verdict: `correct` keeps the group, `wrong` filters it for its reason."""
     if isinstance(found, str) and found.strip():
         return wrong(" ".join(found.split())[:_MOST_REASON])
     plain = found.item() if type(found).__module__ == "numpy" and getattr(found, "shape", None) == () else found
@@ -110,7 +110,7 @@ def verdict_on(found: Any, *, name: str) -> Verdict:
 
 @final
 class GroupFilter:
-    """Asks a user's function, which `reference` names, about groups."""
+    """Applies the user's function that `reference` names to groups."""
 
     def __init__(self, reference: str, *, deadline_s: float, workers: int | None = None) -> None:
         """Raises `RecipeError` for a function that cannot be called, `UserError` for one that cannot be loaded."""
@@ -122,11 +122,11 @@ class GroupFilter:
         self._pool = WorkerPool(_OPENED, reference, workers=workers, deadline_s=deadline_s)
 
     async def start(self) -> None:
-        """Bring up what it runs in."""
+        """Start the worker processes."""
         await self._pool.start()
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer], verdicts: Sequence[Verdict]) -> Judgement:
-        """`correct` for a group that may train, `wrong` for one that is filtered, else how the filter has failed."""
+        """Return `correct` for a group that may train, `wrong` for one that is filtered, else the filter's failure."""
         began = time.monotonic()
         values = {name: OF_THE_GROUP[name](problem, answers, verdicts) for name in self._names}
         try:
@@ -139,12 +139,12 @@ class GroupFilter:
         return Judgement(verdict, time.monotonic() - began)
 
     async def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         await self._pool.close()
 
 
 def refusal_of(verdict: Verdict) -> str:
-    """Why a group with this finding does not train; empty for one that may."""
+    """Return the reason for which a group with this verdict does not train; empty if it may."""
     if verdict.outcome is Outcome.CORRECT:
         return ""
     return verdict.reason if verdict.outcome is Outcome.WRONG else f"curation.filter failed: {verdict.outcome}"

@@ -1,11 +1,12 @@
-"""Judges whether an answer follows the instructions that its problem names, as a program can check (IFEval).
+"""Verifier for instructions that a program can check (IFEval).
 
-Correct is an answer that follows all of them; what one that follows some is worth is a setting. The verdict's parts say
-by id which were followed. The problem names them in its metadata or its ground truth (`instructions/catalogue.py`);
-one that names none, or one that is wrong, is a `verifier_error`, never a wrong answer.
+An answer is correct if it follows all instructions of its problem; the reward for following some of them is a setting.
+The verdict's parts give the result of each instruction by id. The problem lists its instructions in its metadata or
+ground truth (`instructions/catalogue.py`). A problem with no instructions, or invalid ones, gives a `verifier_error`,
+never a wrong answer.
 
-An answer of usual length is judged where it is called. A long one, and a language that takes a library to tell, is
-judged in a worker process with a deadline.
+Answers of usual length are checked in the caller's process. Long ones, and languages that need a library to detect, are
+checked in a worker process with a deadline.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from pipelinerl.types import Problem, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
-#: An event loop may judge so many characters, times instructions: five milliseconds' worth of hostile ones.
+#: Largest product of characters and instructions checked on the event loop: five milliseconds for hostile input.
 _QUICK_CHARS: Final = 10_000
-#: What a loose look at an answer costs at most, of a strict one.
+#: Cost of loose matching relative to strict, at most.
 _LOOSE_COST: Final = 4
-#: Of how many problems the instructions are kept for the next look at them.
+#: Number of problems whose parsed instructions are cached.
 _KEPT: Final = 4096
 
 
 @final
 class InstructionFollowing:
-    """Verifier for problems whose instructions can be checked."""
+    """Verifier for problems with checkable instructions."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class InstructionFollowing:
             return failed(f"instruction_following: {error}")
 
     async def close(self) -> None:
-        """End the worker processes."""
+        """Stop the worker processes."""
         await self._pool.close()
 
     def _verdict(self, asked: Sequence[Asked], done: Sequence[bool]) -> Verdict:
@@ -89,12 +90,15 @@ class InstructionFollowing:
 
 
 def instructions_of_problem(problem: Problem) -> tuple[Asked, ...]:
-    """What the problem asks; raises `RecipeError` where it names no instructions, or a wrong one."""
+    """Return the problem's instructions. Raises `RecipeError` if there are none, or one is invalid."""
     return _instructions_of(msgspec.json.encode([problem.metadata, problem.ground_truth], order="sorted"))
 
 
 def open_checks(_: str) -> Callable[[Any], list[bool]]:
-    """A worker's function, see `worker_process`: `[metadata, ground truth, answer, matching]` → which are followed."""
+    """Return a worker's function, see `worker_process`.
+
+    It maps `[metadata, ground truth, answer, matching]` to a result per instruction.
+    """
     languages.preload()
 
     def answering(question: Any) -> list[bool]:
@@ -106,6 +110,6 @@ def open_checks(_: str) -> Callable[[Any], list[bool]]:
 
 @lru_cache(maxsize=_KEPT)
 def _instructions_of(encoded: bytes) -> tuple[Asked, ...]:
-    """Keyed by the text of what names them: the G answers of a group are judged one after the other."""
+    """Parse and cache instructions, keyed by their encoded text: the G answers of a group are checked in sequence."""
     metadata, ground_truth = msgspec.json.decode(encoded)
     return instructions_of(metadata, ground_truth)

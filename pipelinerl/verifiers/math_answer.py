@@ -1,12 +1,12 @@
-"""Judges the final answer of a mathematical problem: equal as text after normalisation, or else equal as mathematics.
+"""Verifier for the final answer of a mathematical problem: equal as text after normalisation, or equal as mathematics.
 
-The first is quick and needs no library. The second is `math-verify` in processes of their own (`math_worker.py`): its
-parser can run for ever and hold the interpreter lock meanwhile (9**9**9**9), and its timeouts need the main thread, so
-a deadline that holds can only be kept by killing. A verdict's `answer` is the normalised one.
+The text comparison is fast and needs no library. The mathematical one runs `math-verify` in worker processes
+(`math_worker.py`). Its parser can run forever while holding the interpreter lock (9**9**9**9), and its timeouts need
+the main thread, so only killing a process enforces a deadline. A verdict's `answer` is the normalised one.
 
-An answer that crashes the parser, or keeps it computing until the deadline (10^9!), is wrong where the ground truth
-compares with itself: masked, it would be a way out of every problem that a model cannot solve. One that was kept
-waiting for a processor is a `timeout`.
+An answer that crashes the parser, or keeps it busy until the deadline (10^9!), is wrong if the ground truth compares
+with itself. If it were masked instead, a model could use it to escape problems that it cannot solve. An answer whose
+comparison only waited for a processor is a `timeout`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import Overran, WorkerLost, WorkerPool
 
-# Possessive: a text of a million characters takes one pass, whatever stands in it.
+# Possessive quantifiers: a text of a million characters takes one pass, whatever it contains.
 _SAID: Final = re.compile(r"answer(?: is)?+\s*+[:=]?+\s*+([^\n]++)", re.IGNORECASE)
 _PLAIN_NUMBER: Final = re.compile(r"[-+]?\d+(?:\.\d+)?")
-#: Longer answers are not worth a parser's time; before what carries no meaning is dropped, they may be twice as long.
+#: Longest answer given to the parser, after normalisation; twice that before.
 _MAX_ANSWER_CHARS: Final = 2000
-#: An answer whose comparison has had this share of the deadline in processor time is too slow by its own fault.
+#: Share of the deadline in processor time from which a slow comparison is the answer's own fault.
 _SHARE_SPENT: Final = 0.5
-#: So many of its characters are told.
+#: Number of characters of an answer that a verdict shows.
 _TOLD: Final = 200
 
 
@@ -52,7 +52,7 @@ class MathAnswer:
         return await self._equivalent(gold, given, group=problem.problem_id)
 
     def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
-        """The verdict, unless it takes mathematics."""
+        """Return the verdict of the text comparison, or None if the answer needs the mathematical one."""
         said = final_answer(completion_text).strip()
         if len(said) > 2 * _MAX_ANSWER_CHARS:
             return wrong(f"an answer of {len(said)} characters", answer=said[:_TOLD])
@@ -71,12 +71,12 @@ class MathAnswer:
         return None
 
     async def start(self) -> None:
-        """Import the library, so that the first answer need not wait for that."""
+        """Import the library in advance, so that the first answer does not wait for it."""
         if self._installed:
             await self._pool.start()
 
     async def close(self) -> None:
-        """End the worker processes."""
+        """Stop the worker processes."""
         await self._pool.close()
 
     async def _equivalent(self, gold: str, given: str, *, group: str) -> Verdict:
@@ -90,11 +90,11 @@ class MathAnswer:
             return failed(f"math-verify: {error}")
         if equal is None:
             return failed(f"math-verify failed on {given[:80]!r} against {gold[:80]!r}")
-        # An answer that is equal to the truth is told as the truth, so that all that are equal are told alike.
+        # Report equal answers in the form of the ground truth, so that they all look alike.
         return correct(gold[:_TOLD]) if equal else wrong(f"{given[:80]} is not {gold[:80]}", answer=given[:_TOLD])
 
     async def _is_comparable(self, gold: str) -> bool:
-        """Whether the ground truth compares with itself in time."""
+        """Return whether the ground truth compares with itself in time."""
         try:
             return bool(await self._pool.ask([gold, gold]))
         except (TimeoutError, WorkerLost):
@@ -102,7 +102,7 @@ class MathAnswer:
 
 
 def refuse_unreadable(problem: Problem) -> None:
-    """Raise `RecipeError` for a ground truth that no answer can be compared with."""
+    """Raise `RecipeError` for a ground truth with which no answer can be compared."""
     gold = normalise(problem.ground_truth)
     if not gold:
         raise RecipeError(f"the answer is empty, got {problem.ground_truth!r:.80}: math_answer compares with it")
@@ -114,7 +114,10 @@ def refuse_unreadable(problem: Problem) -> None:
 
 
 def final_answer(text: str) -> str:
-    """The last `\\boxed{…}`, else the last `<answer>…</answer>`, else what "answer is" says last, else all."""
+    r"""Return the final answer in a text.
+
+    It is the last `\boxed{…}`, else the last `<answer>…</answer>`, else the last text after "answer is", else all.
+    """
     for found in (_last_boxed(text), last_tagged(text)):
         if found is not None:
             return found
@@ -123,7 +126,7 @@ def final_answer(text: str) -> str:
 
 
 def normalise(answer: str) -> str:
-    """Without what carries no meaning: spaces, `$`, thousands separators, a full stop, leading zeros, `\\text{}`."""
+    r"""Remove what carries no meaning: spaces, `$`, thousands separators, a full stop, leading zeros, `\text{}`."""
     text = answer.strip().strip("$").strip()
     text = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\(?:left|right|,|!|;|:)|\s+", "", text).removesuffix(".")
@@ -136,7 +139,7 @@ def normalise(answer: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    """None, too, when it is longer than any answer."""
+    r"""Return the content of the last `\boxed{}`, or None if there is none or it is too long for an answer."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

@@ -1,7 +1,7 @@
-"""Compares expressions with `math-verify`, in a process of its own (`worker_process.py`), whose memory is limited.
+"""Compares expressions with `math-verify`, in a separate process (`worker_process.py`) with limited memory.
 
-`[gold, given]` → true, false, or null when the library fails on `gold` itself. An answer on which it fails, where it
-works on `gold`, is not equal: otherwise a model could learn to crash it.
+`[gold, given]` → true, false, or null if the library fails on `gold` itself. If the library fails only on the answer,
+the answer is not equal; otherwise a model could learn to crash it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Final
 
 _MEMORY_BYTES: Final = 2 << 30
-#: Parser and simplifier fill caches as they meet a kind of expression for the first time, up to a quarter of a second
-#: each. A worker that takes the place of one that was killed would else take so long for its first answers.
+#: Expressions that warm up the caches of parser and simplifier. Each new kind of expression costs up to a quarter of a
+#: second, which a worker that replaces a killed one would otherwise spend on its first answers.
 _EACH_KIND: Final = (
     ["x+1", "1+x"],
     [r"\frac{3}{4}", "6/8"],
@@ -35,7 +35,7 @@ _EACH_KIND: Final = (
 
 
 def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
-    """Import the library and limit the memory; returns what compares."""
+    """Import the library and limit the memory; return the comparison function."""
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
 
@@ -63,6 +63,6 @@ def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
             return False
         return found
 
-    for question in _EACH_KIND:  # what the library does at its first use of each, no worker then has to do
+    for question in _EACH_KIND:  # does the library's work at first use in advance
         equal(question)
     return equal

@@ -1,7 +1,7 @@
-"""`FairSemaphore` admits work in order: groups with the fewest slow questions first, then those that came first.
+"""`FairSemaphore`: admits work of groups with the fewest slow questions first, then in order of arrival.
 
-So that nobody waits for ever while others keep coming, who has waited longest is given every fourth place, but for no
-more than a quarter of the time that places are held: a slow question holds one for longer than others do.
+To avoid starvation, every fourth free place goes to the longest waiting group. Such groups hold places for at most a
+quarter of the total time, since slow questions hold a place longer than others.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import itertools
 from collections import Counter, deque
 from typing import Final, final
 
-#: Of so many places that are handed on, that are held at once, and of so many seconds that they are held, one goes to
-#: those who had waited longest.
+#: One in this many goes to the longest waiting: of places handed on, of places held at once, and of seconds held.
 _TO_THE_OLDEST: Final = 4
-#: What is left of such a second's weight when another place has been handed back.
+#: Factor by which past seconds decay with each place that is handed back.
 _KEPT: Final = 0.98
 
 
 @final
 class FairSemaphore:
-    """So many as are free.
+    """A limited number of places, handed out by group.
 
     Args:
-        slow_of: how many slow questions a group has had. It is looked at when a place is free: a group's first slow
-            question counts for all of it that waits.
+        slow_of: number of slow questions per group. It is read when a place is free: a group's first slow question then
+            counts for all of its waiting questions.
     """
 
     def __init__(self, free: int, slow_of: Counter[str]) -> None:
@@ -44,7 +43,7 @@ class FairSemaphore:
         return True
 
     async def take(self, group: str) -> bool:
-        """Take a place as soon as one is free; whether it is out of turn, as the oldest."""
+        """Wait for a place; return whether it was given out of turn, to the longest waiting."""
         if self.take_now():
             return False
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -57,7 +56,7 @@ class FairSemaphore:
             raise
 
     def give_back(self, held_s: float, *, out_of_turn: bool) -> None:
-        """Hand the place to the next who waits."""
+        """Hand the place to the next in line."""
         self._out_of_turn -= out_of_turn
         self._held_s = _KEPT * self._held_s + held_s
         self._out_of_turn_s = _KEPT * self._out_of_turn_s + held_s * out_of_turn

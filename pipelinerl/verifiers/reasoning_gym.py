@@ -1,11 +1,12 @@
-"""Judges with reasoning-gym's own scorer: correct iff it gives the full score. The reward is 1 or 0, no partial credit.
+"""Verifier by reasoning-gym's own scorers: an answer is correct iff it gets the full score. The reward is 1 or 0.
 
-The answer is what stands in the last `<answer>` tags, else the whole text. Scorers that would run the answer as code
-are refused. Quick scorers run where they are called. One that has turned out slow, and any that is given an answer
-much longer than the true one, runs in a worker process with a deadline. Slow is what takes processor time: by the clock
-every scorer is slow now and then on a busy machine, and a worker costs the actor several times what a quick one does.
-A verdict's `answer` is without outer spaces. An answer on which the scorer fails is wrong if the scorer gives the true
-answer its full score.
+The answer is the content of the last `<answer>` tags, else the whole text. Scorers that would run the answer as code
+are rejected. Fast scorers run in the caller's process. A scorer that has turned out slow, and any scorer of an answer
+much longer than the true one, runs in a worker process with a deadline.
+
+Slowness is measured in processor time: by elapsed time, any scorer is occasionally slow on a busy machine. A worker
+costs the actor several times as much as a fast scorer does. A verdict's `answer` has outer spaces removed. An answer on
+which the scorer fails is wrong if the scorer gives the true answer its full score.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ UNSAFE_TASKS: Final = frozenset(
     }
 )  # fmt: skip
 
-#: An event loop may be held up this long by one scoring, in processor time.
+#: Processor time for which one scoring may block an event loop.
 _QUICK_S: Final = 0.002
-#: So many that are not quick, one after the other, make a scorer slow, or one that takes so long: a first call fills
-#: caches, and any call may meet the garbage collector.
+#: A scorer is slow after this many consecutive scorings that are not fast, or after a single one of `_LONG_S`. First
+#: calls fill caches, and any call may trigger the garbage collector.
 _NOT_QUICK: Final = 3
 _LONG_S: Final = 0.05
-#: An answer that is so many times as long as the true one, and some, may take a scorer its square.
+#: Answers longer than this multiple of the true one, plus a constant, may take a scorer quadratic time.
 _MUCH_LONGER: Final = 4
 _AND_SOME: Final = 256
-#: So many characters of it are told.
+#: Number of characters of an answer that a verdict shows.
 _TOLD: Final = 200
 
 Scorer = Callable[[int, str], float]
 
 
 class _Entry(NamedTuple):
-    """A problem's task by the name of its scorer, and which of the task's entries it is."""
+    """A problem's task with the name of its scorer, and the number of the entry within the task."""
 
     scorer: str
     task: str
@@ -84,7 +85,7 @@ class ReasoningGym:
         return await self._judged_elsewhere(question, group=problem.problem_id)
 
     def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
-        """The verdict of a scorer that is loaded, and quick for such an answer; else None."""
+        """Return the verdict if the scorer is loaded and fast for this answer, else None."""
         try:
             name, _, _, index = self._entry(problem)
         except RecipeError as error:
@@ -98,11 +99,14 @@ class ReasoningGym:
         return verdict
 
     async def close(self) -> None:
-        """End the worker processes."""
+        """Stop the worker processes."""
         await self._pool.close()
 
     def _entry(self, problem: Problem) -> _Entry:
-        """Raises `RecipeError` as `entry_of`. The answers of a group come one after the other."""
+        """Return the problem's entry; raise `RecipeError` as `entry_of`.
+
+        The last entry is cached, since the answers of a group come in sequence.
+        """
         if problem is not self._last[0]:
             task, parameters, index = entry_of(problem)
             name = json.dumps([task, parameters], sort_keys=True)
@@ -110,7 +114,7 @@ class ReasoningGym:
         return self._last[1]
 
     def _note(self, name: str, seconds: float) -> None:
-        """How long a scoring has held up the loop."""
+        """Record the time for which a scoring blocked the loop."""
         self._not_quick[name] = self._not_quick[name] + 1 if seconds > _QUICK_S else 0
         if seconds > _LONG_S or self._not_quick[name] >= _NOT_QUICK:
             self._slow.add(name)
@@ -125,13 +129,16 @@ class ReasoningGym:
 
 
 def extract_answer(completion_text: str) -> str:
-    """What stands in the last `<answer>` tags, else the whole text."""
+    """Return the content of the last `<answer>` tags, else the whole text."""
     tagged = last_tagged(completion_text)
     return completion_text if tagged is None else tagged.strip()
 
 
 def open_scorers(_: str) -> Callable[[Any], float | str]:
-    """A worker's function, see `worker_process`: `[task and parameters, index, answer, truth]` → score, or why not."""
+    """Return a worker's function, see `worker_process`.
+
+    It maps `[task and parameters, index, answer, truth]` to a score, or an error.
+    """
     scorers: dict[str, Scorer] = {}
 
     def answering(question: Any) -> float | str:
@@ -146,7 +153,7 @@ def open_scorers(_: str) -> Callable[[Any], float | str]:
 
 
 def entry_of(problem: Problem) -> tuple[str, Mapping[str, Any], int]:
-    """Its task, the task's parameters, and which entry it is. Raises `RecipeError` where that cannot be scored."""
+    """Return the task, its parameters, and the entry's number. Raises `RecipeError` if the problem cannot be scored."""
     try:
         task, parameters, index = (problem.metadata[name] for name in ("task", "parameters", "index"))
     except KeyError as error:
@@ -161,13 +168,13 @@ def _refuse_unsafe(task: str) -> None:
 
 
 def _scorer(task: str, parameters: Mapping[str, Any]) -> Scorer:
-    """Raises `RecipeError` for a task that cannot be scored."""
+    """Return the scorer of a task. Raises `RecipeError` for a task that cannot be scored."""
     _refuse_unsafe(task)
     try:
         dataset = gym_tasks.create_dataset(task, seed=0, size=2**31 - 1, **parameters)
     except (ValueError, TypeError, AssertionError) as error:
         raise RecipeError(f"reasoning-gym refuses task {task!r} with {dict(parameters)!r}: {error}") from error
-    # The G samples of a group are scored one after the other: the last entry is worth keeping.
+    # The G answers of a group are scored in sequence, so the last entry is cached.
     last: tuple[int, dict[str, Any]] = (-1, {})
 
     def score(index: int, answer: str) -> float:
@@ -179,7 +186,7 @@ def _scorer(task: str, parameters: Mapping[str, Any]) -> Scorer:
     return score
 
 
-#: What scorers raise on texts that they do not expect.
+#: Exceptions that scorers raise on unexpected texts.
 _FAILURES: Final = (
     ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError, TypeError,
     ValueError,
@@ -187,7 +194,7 @@ _FAILURES: Final = (
 
 
 def _scored(scorer: Scorer, index: int, answer: str, truth: str) -> float | str:
-    """The score, 0 if the scorer fails on this answer alone, or how it fails."""
+    """Return the score, 0 if the scorer fails on this answer only, or the scorer's error."""
     try:
         return scorer(index, answer)
     except _FAILURES as error:

@@ -1,17 +1,19 @@
-"""Rewards that are a user's plain functions: what such a function may be, how it is called, what it may return.
+"""Rewards by users' plain functions: accepted signatures, calling conventions and return values.
 
-    def score(problem, completion_text): …            one answer, by place
+    def score(problem, completion_text): …            one answer, by position
     def score(completion_text, answer, **_): …        one answer, by the names in `OF_ONE`
     def score(completions, answer, **kwargs): …       the answers of a group at once, by the names in `OF_A_GROUP`:
                                                       each a list with one entry for each answer, as in TRL
 
-It returns a number, a bool, a `Verdict`, or None for "not judged"; of a group, as many of them in a list. What is no
-number, not finite, or larger than any reward, an exception, and None are `verifier_error`s, never a reward of 0. The
-one exception: a function of one answer that runs in a worker, raises twice what a text causes (`_OF_THE_TEXT`), and
-finds the ground truth correct, has refused the answer: otherwise a model could learn to crash it.
+A function returns a number, a bool, a `Verdict`, or None for "not judged"; for a group, a list of them. A value that is
+not a number, not finite, or larger than any reward, an exception, and None are `verifier_error`s, never a reward of 0.
 
-A function that is `async` runs on the actor's event loop, and is cancelled at its deadline. Any other runs in worker
-processes (`worker_pool.py`), and is killed there.
+There is one exception to this, for a function of one answer in a worker. Suppose it twice raises an error that a text
+can cause (`_OF_THE_TEXT`), and finds the ground truth correct. The answer is then wrong; otherwise a model could learn
+to crash the function.
+
+An `async` function runs on the actor's event loop, and is cancelled at its deadline. Any other runs in worker processes
+(`worker_pool.py`), which are killed at the deadline.
 """
 
 from __future__ import annotations
@@ -49,12 +51,12 @@ from pipelinerl.verifiers.verifier import (
 )
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
 
-#: A number beyond is a mistake, and would be the only thing that its batch learns from.
+#: Largest reward: a larger number is a mistake, and would dominate its batch.
 MOST_REWARD: Final = 1e6
-#: More than what was imported that a worker's data may take.
+#: Memory that a worker may allocate beyond its imports.
 _MEMORY_BYTES: Final = 4 << 30
 
-#: What a function of one answer may ask for, by name.
+#: Values that a function of one answer may take, by name.
 OF_ONE: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     "problem": lambda problem, _: problem,
     "completion": lambda _, answer: answer.text,
@@ -67,7 +69,8 @@ OF_ONE: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     "finish_reason": lambda _, answer: answer.finish_reason,
     "tags": lambda problem, _: problem.tags,
 }
-#: What a function of a group may ask for, by name: lists with an entry for each answer, the first three in TRL's words.
+#: Values that a function of a group may take, by name: a list with an entry per answer; the first three are TRL's
+#: names.
 OF_A_GROUP: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     "completions": OF_ONE["completion"],
     "prompts": OF_ONE["prompt"],
@@ -79,7 +82,7 @@ _ASKS_FOR_A_GROUP: Final = frozenset({"completions", "completion_texts"})
 
 
 class Of(Enum):
-    """How many answers a function is of."""
+    """Number of answers that a function takes."""
 
     ONE = "one"
     GROUP = "group"
@@ -88,7 +91,7 @@ class Of(Enum):
 @final
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A user's function, and how it is to be called; `named` are the arguments that it asks for by name."""
+    """A user's function and its calling convention; `named` are the arguments that it takes by name."""
 
     function: Callable[..., Any]
     of: Of
@@ -98,10 +101,10 @@ class RewardFunction:
 
     @classmethod
     def of_callable(cls, function: Callable[..., Any]) -> RewardFunction:
-        """Look at its parameters.
+        """Inspect the function's parameters.
 
         Raises:
-            RecipeError: it asks for what nobody has.
+            RecipeError: it requires an unknown parameter.
         """
         parameters = parameters_of(function)
         names = {parameter.name for parameter in parameters}
@@ -123,7 +126,7 @@ class RewardFunction:
         return cls(function, of, by_place, named, call)
 
     def calls(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Any]:
-        """What it returns: once for the group, or once for each answer; awaitables if it is async."""
+        """Call the function once for the group, or once per answer; return its results, awaitables if it is async."""
         if self.of is Of.GROUP:
             lists = {name: [OF_A_GROUP[name](problem, answer) for answer in answers] for name in self.named}
             return [self.function(**lists)]
@@ -137,7 +140,7 @@ class RewardFunction:
 
 
 def _by_place(placed: Sequence[inspect.Parameter]) -> bool:
-    """Are the first two parameters the problem and the text, under whatever names?"""
+    """Return whether the first two parameters are the problem and the text, under any names."""
     if len(placed) < 2 or any(each.default is not each.empty for each in placed):
         return False
     first, second = (each.name for each in placed)
@@ -153,7 +156,7 @@ def _messages(problem: Problem) -> list[dict[str, str]]:
 
 
 def verdict_of(value: Any, *, correct_at: float) -> Verdict:
-    """The verdict that a function's return value stands for; correct is a number of at least `correct_at`."""
+    """Convert a function's return value to a verdict; a number of at least `correct_at` is correct."""
     if isinstance(value, Verdict):
         sane = math.isfinite(value.reward) and abs(value.reward) <= MOST_REWARD
         if not sane:
@@ -171,7 +174,7 @@ def verdict_of(value: Any, *, correct_at: float) -> Verdict:
 
 
 def verdicts_of(value: Any, count: int, *, correct_at: float) -> list[Verdict]:
-    """The verdicts that the return value of a function of a group stands for."""
+    """Convert the return value of a group's function to verdicts."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, list | tuple) or len(values) != count:
         came = f"{len(values)} of them" if isinstance(values, list | tuple) else _shown(value)
@@ -182,7 +185,7 @@ def verdicts_of(value: Any, count: int, *, correct_at: float) -> list[Verdict]:
 
 
 def _plain(value: Any) -> Any:
-    """A Python number, if it is one of an array library's."""
+    """Convert an array library's number to a Python number."""
     item = getattr(value, "item", None)
     if isinstance(value, Real) or not callable(item):
         return value
@@ -200,7 +203,7 @@ def _shown(value: Any) -> str:
 
 
 def open_function(argument: str) -> Callable[[Any], Any]:
-    """A worker's function, see `worker_process`: `[problem, answers]` → a verdict for each.
+    """Return a worker's function, see `worker_process`: `[problem, answers]` → a verdict for each.
 
     Raises:
         UserError: the function cannot be loaded.
@@ -214,7 +217,7 @@ def open_function(argument: str) -> Callable[[Any], Any]:
         answers = [SampledAnswer(*answer) for answer in question[1]]
         try:
             values = reward.calls(problem, answers)
-        except (Exception, SystemExit) as error:  # whatever the user's code raises
+        except (Exception, SystemExit) as error:  # user code may raise anything
             raised = _raised(error)
             if isinstance(error, _OF_THE_TEXT) and _refuses(reward, problem, answers, correct_at):
                 raised = wrong(f"the function fails on this answer and not on the ground truth: {raised.reason}")
@@ -226,33 +229,33 @@ def open_function(argument: str) -> Callable[[Any], Any]:
     return answering
 
 
-#: What a text can make a function raise; other exceptions are of what it depends on, such as files or a network.
+#: Exceptions that a text can cause; others come from dependencies of the function, such as files or a network.
 _OF_THE_TEXT: Final = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
 
 
 def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[SampledAnswer], correct_at: float) -> bool:
-    """Whether a function that raised does so again, while it finds the ground truth correct."""
+    """Return whether a function that raised does so again, while it finds the ground truth correct."""
     if reward.of is Of.GROUP:
-        return False  # which of the answers it was is not known
+        return False  # the answer at fault is unknown
     try:
         reward.calls(problem, answers)
     except _OF_THE_TEXT:
         pass
-    except (Exception, SystemExit):  # whatever the user's code raises
+    except (Exception, SystemExit):  # user code may raise anything
         return False
     else:
         return False
     try:
         value = reward.calls(problem, [SampledAnswer(problem.ground_truth)])[0]
-    except (Exception, SystemExit):  # whatever the user's code raises
+    except (Exception, SystemExit):  # user code may raise anything
         return False
     return verdict_of(value, correct_at=correct_at).outcome is Outcome.CORRECT
 
 
 def limit_memory() -> None:
-    """Let the process's data grow by so much from here on; one that grows further gets a `MemoryError`."""
+    """Limit the further growth of the process's data; beyond the limit it gets a `MemoryError`."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -267,7 +270,7 @@ def _raised(error: BaseException) -> Verdict:
 
 @final
 class PooledReward:
-    """Judges by a function that is not async, in worker processes; `reference` names it there."""
+    """Judges by a synchronous function in worker processes; `reference` names it there."""
 
     def __init__(
         self, reference: str, reward: RewardFunction, *, correct_at: float, deadline_s: float, workers: int | None
@@ -282,18 +285,18 @@ class PooledReward:
         )
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge them at once if the function is of a group, else each for itself, beside one another."""
+        """Judge all answers in one call if the function takes a group, else each on its own, concurrently."""
         plain = msgspec.to_builtins(problem)
         batches = [answers] if self._of is Of.GROUP else [[answer] for answer in answers]
         judged = await asyncio.gather(*(self._asked(plain, batch, group=problem.problem_id) for batch in batches))
         return [judgement for judgements in judged for judgement in judgements]
 
     async def start(self) -> None:
-        """Import the function, so that the first answer need not wait for that."""
+        """Import the function in advance, so that the first answer does not wait for it."""
         await self._pool.start()
 
     async def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         await self._pool.close()
 
     async def _asked(self, problem: Any, answers: Sequence[SampledAnswer], *, group: str) -> list[Judgement]:
@@ -311,7 +314,7 @@ class PooledReward:
 
 @final
 class AsyncReward:
-    """Judges by an async function, on the loop it is called from."""
+    """Judges by an async function, on the caller's event loop."""
 
     def __init__(self, reward: RewardFunction, *, correct_at: float, deadline_s: float) -> None:
         self._reward = reward
@@ -319,13 +322,13 @@ class AsyncReward:
         self._deadline_s = deadline_s
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge them at once if the function is of a group, else each for itself, beside one another."""
+        """Judge all answers in one call if the function takes a group, else each on its own, concurrently."""
         batches = [answers] if self._reward.of is Of.GROUP else [[answer] for answer in answers]
         judged = await asyncio.gather(*(self._called(problem, batch) for batch in batches))
         return [judgement for judgements in judged for judgement in judgements]
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing; it holds no resources."""
 
     async def _called(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         began, count = time.monotonic(), len(answers)
@@ -333,7 +336,7 @@ class AsyncReward:
         try:
             async with deadline:
                 value = await self._reward.calls(problem, answers)[0]
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # user code may raise anything
             late = isinstance(error, TimeoutError) and deadline.expired()
             verdicts = [timed_out(self._deadline_s) if late else _raised(error)] * count
         else:
@@ -345,29 +348,29 @@ class AsyncReward:
 
 @final
 class Shielded:
-    """A user's verifier, a class: what it raises is its failure, and what it returns is looked at."""
+    """Wraps a user's verifier class: its exceptions become failures, and its results are validated."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        """Judge as the user's class does."""
+        """Judge by the user's class."""
         try:
             verdict = await self._verifier.verify(problem, completion_text)
         except TimeoutError:
             raise
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # user code may raise anything
             return _raised(error)
         if isinstance(verdict, Verdict):
             return verdict_of(verdict, correct_at=1.0)
         return failed(f"verify must return a Verdict, it returned {_shown(verdict)}")
 
     async def start(self) -> None:
-        """Start the verifier, if it can be."""
+        """Start the verifier, if it has `start`."""
         await start(self._verifier)
 
     async def close(self) -> None:
-        """Close the verifier, if it can be."""
+        """Close the verifier, if it has `close`."""
         close = getattr(self._verifier, "close", None)
         if close is not None:
             await close()

@@ -1,10 +1,10 @@
-"""`Verifier` and `GroupVerifier`: judge what a model answered, one answer or the answers of a group. Both promise:
+"""`Verifier` and `GroupVerifier`: judge a model's answers, one at a time or the answers of a group.
 
-A wrong answer is `wrong`; a verifier that fails or runs out of time says so (`verifier_error`, `timeout`) and such
+A wrong answer is `wrong`. A verifier that fails or runs out of time reports `verifier_error` or `timeout`, and such
 rollouts are masked: an error of ours must never teach the model that its answer was bad. A verdict comes within the
-verifier's deadline, counted from when an answer's turn has come (`worker_pool.py` bounds how long that takes), and the
-event loop is not blocked for longer than a few milliseconds. Answers are judged beside one another: one that takes long
-holds up neither its siblings nor other groups.
+verifier's deadline, which starts when the answer's turn comes (`worker_pool.py` bounds the wait before that). The event
+loop is never blocked for more than a few milliseconds. Answers are judged concurrently: a slow one delays neither its
+siblings nor other groups.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Final, NamedTuple, Protocol, final, runtime_checkable
 
 from pipelinerl.types import MOST_SHOWN, Outcome, Problem, Verdict
 
-#: A sum of rewards may miss `correct_at` by so much and reach it nevertheless.
+#: Tolerance for a sum of rewards that just misses `correct_at`.
 ROUNDING: Final = 1e-9
 
 
 class SampledAnswer(NamedTuple):
-    """One answer as an engine gave it: `text` without the end-of-turn token, and why it ended."""
+    """One sampled answer: `text` without the end-of-turn token, and its finish reason."""
 
     text: str
     token_ids: Sequence[int] = ()
@@ -29,63 +29,62 @@ class SampledAnswer(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """A verdict, and the seconds in which it was reached."""
+    """A verdict, and the seconds that it took."""
 
     verdict: Verdict
     seconds: float
 
 
 class Verifier(Protocol):
-    """One kind of judgement, of one answer. A user's class without arguments that has this method may stand for it."""
+    """Judges single answers. A user's class without constructor arguments that has this method may serve as one."""
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
-        """Judge `completion_text`, the whole answer without the end-of-turn token. Never raises for an answer."""
+        """Judge `completion_text`, the whole answer without the end-of-turn token; never raise for an answer."""
         ...
 
 
 @runtime_checkable
 class FastPathVerifier(Protocol):
-    """A verifier that need not wait for most of its verdicts."""
+    """A verifier that can give most of its verdicts without waiting."""
 
     def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
-        """What `verify` would find, the same for the same answer; None where that takes longer than an event loop may
-        be held up."""
+        """Return the verdict of `verify`, or None if that would block the event loop for too long."""
         ...
 
 
 class GroupVerifier(Protocol):
-    """What a domain's answers are judged by."""
+    """Judges the answers of a domain, a group at a time."""
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge the answers to `problem`, in their order. Never raises for an answer."""
+        """Judge the answers to `problem`, in order; never raise for an answer."""
         ...
 
     async def close(self) -> None:
-        """End what it has started; nothing is judged afterwards."""
+        """Stop everything that it has started; nothing is judged afterwards."""
         ...
 
 
 @runtime_checkable
 class Startable(Protocol):
-    """A verifier that takes its time to come up, as one does whose workers import heavy libraries."""
+    """A verifier with a slow startup, for example one whose workers import heavy libraries."""
 
     async def start(self) -> None:
-        """Bring up what the first answer would wait for. What fails is told by that answer."""
+        """Start in advance what the first answer would wait for. A failure is reported by that answer."""
         ...
 
 
 async def start(verifier: object) -> None:
-    """Start a verifier, if it can be."""
+    """Start a verifier, if it is `Startable`."""
     if isinstance(verifier, Startable):
         await verifier.start()
 
 
 @final
 class PerAnswerVerifier:
-    """Judges the answers of a group with a `Verifier`, all at once; each has `deadline_s`, kept by cancelling.
+    """Judges the answers of a group by a `Verifier`, concurrently; each has `deadline_s`, enforced by cancelling.
 
-    A verifier that keeps a deadline of its own is given none here. What it can say at once needs no task, and is asked
-    once of answers that are alike.
+    A verifier that enforces a deadline itself is given none here. A fast verdict needs no task, and is computed once
+    for equal answers.
     """
 
     def __init__(self, verifier: Verifier, *, deadline_s: float | None = None) -> None:
@@ -94,7 +93,7 @@ class PerAnswerVerifier:
         self._deadline_s = deadline_s
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge them beside one another."""
+        """Judge all answers concurrently."""
         texts = [answer.text for answer in answers]
         known = {} if self._quick is None else _judged_at_once(self._quick, problem, texts)
         later = [text for text in texts if text not in known]
@@ -104,11 +103,11 @@ class PerAnswerVerifier:
         return [known[text] if text in known else next(waited) for text in texts]
 
     async def start(self) -> None:
-        """Start the verifier, if it can be."""
+        """Start the verifier, if it has `start`."""
         await start(self._verifier)
 
     async def close(self) -> None:
-        """Close the verifier, if it can be."""
+        """Close the verifier, if it has `close`."""
         close = getattr(self._verifier, "close", None)
         if close is not None:
             await close()
@@ -127,7 +126,7 @@ class PerAnswerVerifier:
 
 
 def _judged_at_once(verifier: FastPathVerifier, problem: Problem, texts: Sequence[str]) -> dict[str, Judgement]:
-    """By answer, what can be said of it without waiting."""
+    """Return the fast verdicts, by answer."""
     found: dict[str, Judgement] = {}
     for text in dict.fromkeys(texts):
         began = time.monotonic()
@@ -137,39 +136,39 @@ def _judged_at_once(verifier: FastPathVerifier, problem: Problem, texts: Sequenc
 
 
 def wrong(reason: str, *, answer: str = "") -> Verdict:
-    """The answer was judged, and is not right."""
+    """Return a verdict for an answer that was judged and is not right."""
     return Verdict(outcome=Outcome.WRONG, reward=0.0, reason=shown(reason), answer=shown(answer))
 
 
 def correct(answer: str) -> Verdict:
-    """The answer, in the form in which equal ones are equal, is right."""
+    """Return a verdict for a right answer, given in a normalised form in which equal answers are equal."""
     return Verdict(outcome=Outcome.CORRECT, reward=1.0, answer=shown(answer))
 
 
 def graded(reward: float, correct_at: float) -> Outcome:
-    """What a reward between others means: correct from `correct_at` on, partial above 0, else wrong."""
+    """Return the outcome of a graded reward: correct from `correct_at` on, partial above 0, else wrong."""
     if reward >= correct_at - ROUNDING:
         return Outcome.CORRECT
     return Outcome.PARTIAL if reward > 0 else Outcome.WRONG
 
 
 def failed(reason: str) -> Verdict:
-    """The verifier itself failed."""
+    """Return a verdict for a failure of the verifier itself."""
     return Verdict(outcome=Outcome.VERIFIER_ERROR, reward=0.0, reason=shown(reason))
 
 
 def shown(text: str) -> str:
-    """A text that a record can hold, whatever stands in an answer: cut, and without half characters."""
+    """Cut a text and replace lone surrogates, so that a record can hold it."""
     return text[:MOST_SHOWN].encode("utf-8", "replace").decode()
 
 
 def last_tagged(text: str) -> str | None:
-    """What stands in the last `<answer>` tags, if any; in one pass, however long the text is."""
+    """Return the content of the last `<answer>` tags, if any; in one pass, however long the text is."""
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, max(end, 0))
     return None if begin < 0 else text[begin + len("<answer>") : end]
 
 
 def timed_out(seconds: float) -> Verdict:
-    """No judgement was reached in time."""
+    """Return a verdict for an answer that was not judged in time."""
     return Verdict(outcome=Outcome.TIMEOUT, reward=0.0, reason=f"no judgement within {seconds:g} s")

@@ -1,7 +1,7 @@
-"""A reward that is a weighted sum of parts, each of which judges every answer; the parts are kept for the figures.
+"""A reward that is a weighted sum of parts, each of which judges every answer; the parts are kept for metrics.
 
-An answer has a reward only if every part has judged it. It is correct if the sum reaches `correct_at`, else
-partial if it is above 0.
+An answer has a reward only if every part has judged it. It is correct if the sum reaches `correct_at`, else partial if
+the sum is above 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswe
 
 @dataclass(frozen=True, slots=True)
 class WeightedPart:
-    """One of the rewards, and what it counts for."""
+    """One of the rewards, and its weight."""
 
     name: str
     weight: float
@@ -26,19 +26,19 @@ class WeightedPart:
 
 @final
 class WeightedSum:
-    """Judges by all of its parts, beside one another."""
+    """Judges by all of its parts, concurrently."""
 
     def __init__(self, parts: Sequence[WeightedPart], *, correct_at: float) -> None:
         self._parts = tuple(parts)
         self._correct_at = correct_at
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge by every part; the seconds are those of the parts together."""
+        """Judge by every part; the seconds are the sum over the parts."""
         judged = await asyncio.gather(*(part.verifier.judge(problem, answers) for part in self._parts))
         return [self._sum(judgements) for judgements in zip(*judged, strict=True)]
 
     async def start(self) -> None:
-        """Start every part that can be."""
+        """Start every part that has `start`."""
         await asyncio.gather(*(start(part.verifier) for part in self._parts))
 
     async def close(self) -> None:

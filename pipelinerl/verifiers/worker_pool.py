@@ -1,23 +1,23 @@
-"""`WorkerPool`: questions to processes that may hang, each with a deadline that holds, since it is kept by killing.
+"""`WorkerPool`: sends questions to processes that may hang; killing enforces each question's deadline.
 
     a question   waits for                         at most            then
-    first        one of `workers` places           the others' turns  is asked
-    asked        its answer                        it is slow         moves to a slow place, with a low priority
+    first        one of `workers` places           the others' turns  is sent
+    sent         its answer                        it is slow         moves to a slow place, with a low priority
     slow         a slow place, then its answer     the deadline       its worker is killed: `TimeoutError`
 
-The deadline runs from the moment at which a worker is given the question. What is slow is learned: a question is that
-has taken four times the processor time of the median (on a busy machine, a worker that is kept waiting is not), or four
-times the median on the clock if that is more than a second. One that finds every slow place taken is asked anew when
-one is free. Of those that wait, groups with the fewest slow questions so far come first, but for a quarter of the time
-that places are held. So hostile answers do not hold up their siblings or other groups until their deadlines.
+The deadline starts when a worker receives the question. The threshold for slow is learned. A question is slow if it has
+taken four times the median processor time; waiting for a busy machine does not count. It is also slow after four times
+the median elapsed time, if that is more than a second. A question that finds all slow places taken is sent again when
+one is free. Waiting groups with the fewest slow questions come first, except for a quarter of the time that places are
+held. Hostile answers therefore do not delay their siblings or other groups until their deadlines.
 
-What is promised of an answer that hangs, from the question to its verdict: the deadline, and four times what those take
-that came before it, each of which holds one of `workers` places for a fiftieth of a processor second at most (or four
-times the median). How many come before it is for who asks to bound: no pool can judge any number of answers at once,
-and one that refused them would mask honest ones.
+The time from question to verdict is bounded for an answer that hangs. The bound is the deadline plus four times the
+time of the questions before it. Each of those holds one of `workers` places for at most a fiftieth of a processor
+second (or four times the median). The caller must limit the number of questions: a pool cannot judge any number at
+once, and rejecting some would mask honest answers.
 
-Processes start when they are needed (`worker_process.py`): the first at `start`, or else at the first question, a
-second worker only while the first is busy. Whoever is cancelled while a worker has its question has that worker killed.
+Processes start on demand (`worker_process.py`): the first at `start` or at the first question, a second worker only
+while the first is busy. If a caller is cancelled while a worker has its question, that worker is killed.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from pipelinerl.system.background import to_its_end
 from pipelinerl.verifiers.places import FairSemaphore
 
 _STARTUP_S: Final = 60.0
-#: The kernel ends at once what is killed, as soon as it has a core for it.
+#: The kernel ends a killed process as soon as it has a core for it.
 _END_S: Final = 60.0
-#: An answer that takes less processor time, or less on the clock, is never slow.
+#: An answer with less processor time, and less elapsed time, is never slow.
 _LEAST_SLOW_CPU_S: Final = 0.02
 _LEAST_SLOW_S: Final = 1.0
-#: So often at most it is looked at what processor time an answer has taken.
+#: Shortest interval at which an answer's processor time is checked.
 _LEAST_LOOK_S: Final = 0.002
-#: What `clock_getcpuclockid` adds to another process's number: the clock of all its threads, in nanoseconds.
+#: Added by `clock_getcpuclockid` to another process's number: the clock of all its threads, in nanoseconds.
 _PROCESSOR_TIME_OF: Final = 2
 _TIMES_THE_MEDIAN: Final = 4.0
-#: Answers of which the median is: few that are slow do not move it, whatever they took.
+#: Number of answers in the median: a few slow ones do not move it, however long they take.
 _NEWEST: Final = 31
-#: Slow places for each of the others.
+#: Number of slow places per normal place.
 _SLOW_PLACES: Final = 2
-#: A tenth of the share of others, as Linux counts.
+#: Nice value: a tenth of the share of other processes on Linux.
 _LOW_PRIORITY: Final = 10
 _LONGEST_ANSWER: Final = 2**24
-#: Groups whose slow questions are remembered.
+#: Number of groups whose slow questions are counted.
 _REMEMBERED: Final = 1024
 _ENDED: Final = "the verifier's process ended by itself, or was killed, before it answered"
 
 
-#: Stands for an answer that has not come yet.
+#: Marks an answer that has not arrived yet.
 _SLOW: Final = object()
 
 
@@ -82,7 +82,7 @@ class Overran(TimeoutError):
 
 
 def default_workers() -> int:
-    """Workers of a pool when the recipe names no number: one for each core that the process may use, two at least."""
+    """Return the default number of workers: one for each core that the process may use, at least two."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(2, cores)
 
@@ -92,9 +92,9 @@ class WorkerPool:
     """Workers of one kind.
 
     Args:
-        target, argument: what a worker calls first, see `worker_process`.
-        workers: most that answer at once, beside those that are slow; None: `default_workers`.
-        deadline_s: how long a worker may take for a question.
+        target, argument: function that a worker calls first, see `worker_process`.
+        workers: maximum number that answer at once, not counting slow ones; None for `default_workers`.
+        deadline_s: time limit of a question.
     """
 
     def __init__(self, target: str, argument: str = "", *, workers: int | None = None, deadline_s: float) -> None:
@@ -111,10 +111,10 @@ class WorkerPool:
         self._starting = asyncio.Lock()
 
     async def ask(self, question: Any, *, group: str = "") -> Any:
-        """The answer to a JSON question; `group` is who asks, for the order among those that wait.
+        """Return the answer to a JSON question; `group` decides its order among waiting questions.
 
         Raises:
-            Overran: none came within the deadline; a `TimeoutError`.
+            Overran: no answer came within the deadline; a `TimeoutError`.
             WorkerLost: the process ended, or could not be started.
         """
         turn = _Turn()
@@ -135,11 +135,11 @@ class WorkerPool:
             return answer
         except TimeoutError:
             raise Overran(turn.cpu_s()) from None
-        finally:  # a worker that has not answered, or is of the lowest priority, is of no more use
+        finally:  # a worker that still has the question, or has the lowest priority, is of no further use
             turn.end()
 
     async def start(self) -> None:
-        """Start the first worker, which the first question would wait for; one that cannot be started says so there."""
+        """Start the first worker before the first question. If that fails, the first question reports it."""
         with contextlib.suppress(WorkerLost, OSError, TimeoutError):
             self._idle.append(await self._ready_worker())
 
@@ -151,7 +151,7 @@ class WorkerPool:
             await self._forkers.pop().close()
 
     async def _answered_soon(self, worker: _Worker, question: Any) -> Any:
-        """The answer to a question, or `_SLOW`."""
+        """Return the answer to a question, or `_SLOW`."""
         clock = asyncio.get_running_loop().time
         began, cpu_began = clock(), worker.cpu_s
         slow_cpu_s = max(_LEAST_SLOW_CPU_S, _TIMES_THE_MEDIAN * self._usual_cpu_s.value)
@@ -171,7 +171,7 @@ class WorkerPool:
                 look_s = max(_LEAST_LOOK_S, left_s)
 
     async def _asked_slowly(self, turn: _Turn, question: Any, group: str, *, until: float) -> Any:
-        """The answer to a question that was not answered quickly; another worker is asked when this one has to go."""
+        """Return the answer to a slow question; send it to another worker if the current one must go."""
         async with asyncio.timeout_at(until):
             if self._slow_places.take_now() and turn.worker is not None:
                 turn.move(self._slow_places)
@@ -193,7 +193,7 @@ class WorkerPool:
         if (idle := self._idle_worker()) is not None:
             return idle
         async with self._starting:
-            if (idle := self._idle_worker()) is not None:  # it came up meanwhile
+            if (idle := self._idle_worker()) is not None:  # another task started it in the meantime
                 return idle
             self._forget_the_ended()
             if not (self._forkers and self._forkers[-1].can_give):
@@ -203,7 +203,7 @@ class WorkerPool:
     def _forget_the_ended(self) -> None:
         for forker in self._forkers:
             if forker.ended:
-                forker.kill()  # lets go of our end of its connection
+                forker.kill()  # closes our end of its connection
         self._forkers = [forker for forker in self._forkers if not forker.ended]
 
     def _idle_worker(self) -> _Worker | None:
@@ -217,14 +217,14 @@ class WorkerPool:
 
 @final
 class _Median:
-    """Of the newest few; 0 until there is one."""
+    """Median of the latest values; 0 without any."""
 
     def __init__(self) -> None:
         self.value = 0.0
         self._newest: deque[float] = deque(maxlen=_NEWEST)
 
     def note(self, value: float) -> None:
-        """Add one."""
+        """Add a value."""
         self._newest.append(value)
         self.value = median(self._newest)
 
@@ -232,7 +232,7 @@ class _Median:
 @final
 @dataclass(slots=True)
 class _Turn:
-    """What one question holds: a place, and a worker."""
+    """Resources of one question: a place, and a worker."""
 
     places: FairSemaphore | None = None
     worker: _Worker | None = None
@@ -245,7 +245,7 @@ class _Turn:
         self._has(places, out_of_turn=await places.take(group))
 
     def move(self, places: FairSemaphore) -> None:
-        """Give the place back, and have one of these, which was taken."""
+        """Exchange the place for one of `places` that was already taken."""
         self.leave()
         self._has(places, out_of_turn=False)
 
@@ -259,11 +259,11 @@ class _Turn:
         self.places, self._out_of_turn, self._since = places, out_of_turn, time.monotonic()
 
     def cpu_s(self) -> float:
-        """Processor seconds that workers have spent on the question without an answer."""
+        """Return the processor seconds that workers have spent on the question without an answer."""
         return self._cpu_before_s + (0.0 if self.worker is None else self.worker.cpu_now_s() - self.worker.cpu_s)
 
     def end(self) -> None:
-        """Give everything back; a worker that is still held is killed."""
+        """Give everything back; kill a worker that is still held."""
         if self.worker is not None:
             self._cpu_before_s = self.cpu_s()
             self.worker.kill()
@@ -273,18 +273,18 @@ class _Turn:
 
 @final
 class _Worker:
-    """One process that answers, a group of its own."""
+    """One worker process, in its own process group."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
         self._reader = reader
         self._writer = writer
         self._pid = pid
         self.cpu_s = 0.0
-        """Processor seconds that it had taken when it last answered."""
+        """Processor seconds that it had used at its last answer."""
 
     @classmethod
     async def begin(cls, connection: socket.socket) -> _Worker:
-        """Wait for its first line, which says its process id."""
+        """Wait for its first line, which holds its process id."""
         try:
             reader, writer = await asyncio.open_unix_connection(sock=connection, limit=_LONGEST_ANSWER)
         except BaseException:
@@ -301,13 +301,13 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        """Is its end of the connection open, as far as is known?"""
+        """True if its end of the connection is still open, as far as is known."""
         return not self._reader.at_eof() and not self._writer.is_closing()
 
     async def send(self, question: Any) -> None:
-        """Give it a question; cancelled, it gets the rest of it nevertheless.
+        """Send it a question; after a cancellation the rest is still sent.
 
-        What waits for its turn is no text yet: of a problem of megabytes there would be one for each of its answers.
+        Questions are encoded only here: otherwise a problem of megabytes would be held once for each of its answers.
         """
         try:
             self._writer.write(json.dumps(question).encode() + b"\n")
@@ -316,7 +316,7 @@ class _Worker:
             raise WorkerLost(_ENDED) from error
 
     async def receive(self) -> Any:
-        """Its next answer."""
+        """Return its next answer."""
         try:
             line = await self._reader.readline()
         except (OSError, ValueError) as error:
@@ -327,21 +327,21 @@ class _Worker:
         return answer
 
     def cpu_now_s(self) -> float:
-        """Processor seconds that it has taken by now; infinite where that cannot be told."""
+        """Return the processor seconds that it has used so far; infinite if unknown."""
         try:
             return time.clock_gettime(~self._pid << 3 | _PROCESSOR_TIME_OF)
         except OSError:
             return math.inf
 
     def lower_priority(self) -> None:
-        """Let every other process go first, from now on; where all are of a lower priority, root would raise it."""
+        """Lower its priority below all others, but never above this process's own, which root could raise."""
         with contextlib.suppress(OSError):
             lower = max(_LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0))
             os.setpriority(os.PRIO_PGRP, self._pid, lower)
 
     def kill(self) -> None:
-        """End it, and what it has started, at once."""
-        if self._pid and not self._reader.at_eof():  # after its end the number may be another's
+        """Kill it and its child processes."""
+        if self._pid and not self._reader.at_eof():  # after its end the number may belong to another process
             with contextlib.suppress(OSError):
                 os.killpg(self._pid, signal.SIGKILL)
         self._writer.close()
@@ -349,7 +349,7 @@ class _Worker:
 
 @final
 class _Forker:
-    """The process that has imported what its workers need; one that cannot fork is the only worker itself."""
+    """The process that imports the workers' dependencies and forks them; if it cannot fork, it is the only worker."""
 
     def __init__(self, process: Process, control: socket.socket, *, forks: bool) -> None:
         self._process = process
@@ -359,7 +359,7 @@ class _Forker:
 
     @classmethod
     async def start(cls, target: str, argument: str) -> _Forker:
-        """Start it and wait until it has imported."""
+        """Start it and wait until its imports are done."""
         ours, theirs = socket.socketpair()
         tie = [tied_process.__file__, str(os.getpid()), signal.SIGKILL.name, "", "--"]
         main = [sys.executable, "-m", "pipelinerl.verifiers.worker_process", target, argument]
@@ -377,7 +377,7 @@ class _Forker:
             await forker.close()
             raise WorkerLost("the verifier's process did not start; its output says why") from None
         except BaseException:
-            await forker.close()  # cancelled: what is killed is waited for, too, while there is a loop that can
+            await forker.close()  # cancelled: wait for the killed process, too, while the event loop still runs
             raise
         if "error" in first:
             await forker.close()
@@ -387,16 +387,16 @@ class _Forker:
 
     @property
     def ended(self) -> bool:
-        """Is the process gone?"""
+        """True if the process has ended."""
         return self._process.returncode is not None
 
     @property
     def can_give(self) -> bool:
-        """Can it give another worker?"""
+        """True if it can provide another worker."""
         return self._forks or not self._has_worker
 
     async def worker(self) -> _Worker:
-        """Another worker."""
+        """Return another worker."""
         ours, theirs = socket.socketpair()
         self._has_worker = True
         with theirs:
@@ -409,19 +409,19 @@ class _Forker:
         return await _Worker.begin(ours)
 
     def kill(self) -> None:
-        """End it at once, and with it its workers."""
+        """Kill it, and with it its workers."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._control.close()
 
     async def close(self) -> None:
-        """End it, and wait for that, cancelled or not: nobody else would."""
+        """Kill it and wait for its end, even if cancelled: no other code would reap it."""
         self.kill()
         await to_its_end(asyncio.wait_for(self._process.wait(), _END_S))
 
 
 async def _line(control: socket.socket) -> Any:
-    """The first line that comes, as JSON; raises `ValueError` when the other end closes before."""
+    """Receive the first line, as JSON. Raises `ValueError` if the other end closes first."""
     received = b""
     while not received.endswith(b"\n"):
         part = await asyncio.get_running_loop().sock_recv(control, 65536)

@@ -1,13 +1,13 @@
-"""The processes that judge: `python -m pipelinerl.verifiers.worker_process TARGET ARGUMENT`, one of them for each pool.
+"""The processes that judge: `python -m pipelinerl.verifiers.worker_process TARGET ARGUMENT`, one for each pool.
 
-It calls `TARGET(ARGUMENT)` (a reference), which imports whatever is heavy and returns a function from a JSON question
-to a JSON answer. Then it forks a worker for each socket that comes over its standard input, so that a worker that had
-to be killed is replaced within milliseconds, and never imports again. A worker reads a question a line and writes an
-`[answer, processor seconds so far]` a line; what the code prints goes where the actor's output goes.
+It calls `TARGET(ARGUMENT)` (a reference), which does the heavy imports and returns a function from a JSON question to a
+JSON answer. Then it forks a worker for each socket that it receives over standard input. A killed worker is therefore
+replaced within milliseconds, without new imports. A worker reads one question per line and writes one line `[answer,
+processor seconds so far]` each; output of the judging code goes where the actor's output goes.
 
-Where a fork is unsafe (the import has started threads) or untried (not Linux), it becomes the one worker itself, and
-the pool starts another process for the next. A worker is a process group, so that what it starts is killed with it; it
-dies with this process, and this one with the actor (`system/tied_process.py`).
+Where a fork is unsafe (the import has started threads) or untested (not Linux), the process itself becomes the only
+worker, and the pool starts another process for the next one. A worker is a process group, so its children are killed
+with it. It dies with this process, and this process with the actor (`system/tied_process.py`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from pipelinerl.system.references import load_reference
 
 _PR_SET_PDEATHSIG = 1
 
-#: From a question to its answer, both as JSON has them.
+#: Maps a question to its answer, both as parsed JSON.
 Answering = Callable[[Any], Any]
 
 
 def main() -> None:
-    """Import, say so, and make workers until the input ends."""
+    """Import, report the result, and fork workers until the input ends."""
     collect_rarely()
     target, argument = sys.argv[1:]
     control = socket.socket(fileno=os.dup(0))
@@ -48,9 +48,9 @@ def main() -> None:
         return
     forks = sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
     gc.collect()
-    gc.freeze()  # what was imported stays, and its pages shared
+    gc.freeze()  # imported objects stay, and forks share their pages
     collect_as_usual()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that end are nobody's to wait for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no code waits for workers that end
     _send(control, {"forks": forks})
     while True:
         word, handles, _, _ = socket.recv_fds(control, 1, 1)
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _work(connection: socket.socket, answering: Answering) -> None:
-    """Answer until the other end closes."""
+    """Answer questions until the other end closes."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setpgid(0, 0)
     try:
@@ -86,7 +86,7 @@ def _send(connection: socket.socket, value: Any) -> None:
 
 
 def _tie(parent: int) -> None:
-    """Die with the process that this was forked from."""
+    """Die with the process from which this one was forked."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)

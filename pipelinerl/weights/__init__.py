@@ -1,1 +1,1 @@
-"""How the trainer's weights reach the engines, all or nothing: pushed by broadcast, or pulled from a server."""
+"""Transfer of the trainer's weights to the engines, all or nothing: broadcast to them, or pulled from a server."""

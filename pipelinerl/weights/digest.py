@@ -1,7 +1,7 @@
-"""`WeightDigest`: XXH3-128 of a weight update, in the order in which its bytes travel.
+"""`WeightDigest`: XXH3-128 of a weight update, over its bytes in the order in which they are sent.
 
-It guards against lost, swapped and half-written bytes, not against an adversary. It never holds the interpreter lock
-for more than a fraction of a millisecond, so that a decode loop in the same process goes on while it runs.
+It detects lost, swapped and half-written bytes, but does not protect against an adversary. It never holds the
+interpreter lock for more than a fraction of a millisecond, so a decode loop in the same process keeps running.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any, Final, final
 
 import xxhash
 
-#: At about 15 GB/s a chunk takes 70 µs; large updates release the lock, small ones are over before it matters.
+#: At about 15 GB/s a chunk takes 70 µs. Large updates release the lock; small ones end before it matters.
 _CHUNK_BYTES: Final = 2**20
 
 
 @final
 class WeightDigest:
-    """Incremental: any split of the same bytes gives the same digest."""
+    """Incremental digest: any split of the same bytes gives the same result."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
@@ -25,9 +25,9 @@ class WeightDigest:
         """Append bytes: a flat uint8 numpy array, a memoryview or a flat uint8 torch tensor on any device."""
         for start in range(0, len(data), _CHUNK_BYTES):
             chunk = data[start : start + _CHUNK_BYTES]
-            # Tensors have `cpu`: a no-op on the host, one small copy per chunk from a device.
+            # Only tensors have `cpu`: a no-op on the host, one small copy per chunk from a device.
             self._state.update(chunk.cpu().numpy() if hasattr(chunk, "cpu") else chunk)
 
     def hexdigest(self) -> str:
-        """32 hexadecimal digits for what was appended so far."""
+        """Return the digest of everything appended so far, as 32 hexadecimal digits."""
         return self._state.hexdigest()

@@ -1,6 +1,6 @@
-"""How publishers reach engines: by the contract's two control routes, one by one, or many at once by an announcement.
+"""Control of engines by publishers: the contract's two control routes per engine, or one announcement for many engines.
 
-PREPARE carries the layout once to each engine (`Preparation`).
+`Preparation` sends each engine the layout only once.
 """
 
 from __future__ import annotations
@@ -20,47 +20,46 @@ from pipelinerl.weights.fan_out import Failure
 
 
 class EngineControl(Protocol):
-    """The contract's two control routes, by the engine's base URL.
+    """The contract's two control routes, addressed by the engine's base URL.
 
-    Raises a `ContractError` that the engine answered with, or a `PipelineError` if it could not be asked.
+    Methods raise the `ContractError` with which the engine answered, or a `PipelineError` if it could not be reached.
     """
 
     async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        """POST /init_process_group."""
+        """Send POST /init_process_group."""
         ...
 
     async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        """POST /request_weight_update."""
+        """Send POST /request_weight_update."""
         ...
 
 
 class Announcer(Protocol):
-    """Tells many engines at once that there is a version to pull, without a request to each.
+    """Announces a version to many engines at once, without a request to each of them.
 
-    Whom it reaches, and who says nothing, is told by what `tell` returns; the others are asked one by one.
+    The result of `tell` names the engines that answered; the publisher sends requests to the others.
     """
 
     async def tell(
         self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Announce the version that `prepare` is about, and wait for the engines that follow announcements.
+        """Announce the version of `prepare`, and wait for the engines that follow announcements.
 
         Args:
-            prepare: by the transport `pull`, with the layout's id alone; each engine begins with another of its
-                sources.
-            engines: base URLs of those who are to serve it.
-            left_out: of those who follow announcements, too, and are not to.
+            prepare: for the transport `pull`, with only the layout's id; each engine starts with a different source.
+            engines: base URLs of the engines that are to serve the version.
+            left_out: base URLs of engines that follow announcements but are not to serve it.
             deadline: in monotonic seconds.
 
         Returns:
-            By base URL, what each of them serves now, or why it does not. Who has said nothing is not among them.
+            By base URL, what each engine serves now, or why it failed. Engines that did not answer are missing.
         """
         ...
 
 
 @final
 class Preparation:
-    """Sends PREPARE, with the layout's id alone where the engine has seen it."""
+    """Sends PREPARE, with only the layout's id where the engine already knows the layout."""
 
     def __init__(self, control: EngineControl) -> None:
         self._control = control
@@ -69,7 +68,7 @@ class Preparation:
     async def prepare(
         self, url: str, layout: WeightLayout, request: Callable[..., WeightUpdateRequest]
     ) -> WeightUpdateResponse:
-        """`request` makes the PREPARE from its field `layout` or `layout_id`."""
+        """Send the PREPARE that `request` builds from its argument `layout` or `layout_id`."""
         if self._knows.get(url) == layout.layout_id:
             try:
                 return await self._control.request_weight_update(url, request(layout_id=layout.layout_id))

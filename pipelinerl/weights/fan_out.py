@@ -1,4 +1,7 @@
-"""`each`: one call to every engine at once, whose errors are answers rather than the end of the others."""
+"""`each`: calls every engine concurrently and returns errors as results.
+
+One failing engine therefore does not end the calls to the others.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ T = TypeVar("T")
 
 _MOMENT_S: Final = 0.03
 
-#: How a call to an engine may end without its answer: the engine said so, or could not be asked.
+#: The ways in which a call to an engine can fail: the engine reports an error, or it cannot be reached.
 Failure = ContractError | PipelineError
 
 
@@ -25,7 +28,7 @@ async def _guarded(call: Awaitable[T]) -> T | Failure:
 
 
 def lasting(failures: Mapping[str, object]) -> set[str]:
-    """The engines, of those whose calls failed, for whom no retry mends it: they have said so."""
+    """Return the engines whose failure is permanent by their own report, so that a retry cannot help."""
     return {
         url
         for url, error in failures.items()
@@ -34,7 +37,7 @@ def lasting(failures: Mapping[str, object]) -> set[str]:
 
 
 async def each(urls: Iterable[str], call: Callable[[str], Awaitable[T]]) -> dict[str, T | Failure]:
-    """Call for every engine at once; errors are answers."""
+    """Call every engine concurrently; return errors as results."""
     listed = list(urls)
     answers = await asyncio.gather(*(_guarded(call(url)) for url in listed))
     return dict(zip(listed, answers, strict=True))
@@ -43,9 +46,10 @@ async def each(urls: Iterable[str], call: Callable[[str], Awaitable[T]]) -> dict
 async def each_until_failure(
     urls: Iterable[str], call: Callable[[str], Awaitable[T]], *, victim: tuple[type[Failure], ...]
 ) -> dict[str, T | Failure]:
-    """Do as `each`, for calls that wait for one another: a failure ends the rest, which are left out of the answer.
+    """Call every engine like `each`, but cancel the rest after a failure and leave them out of the result.
 
-    A failure of the kinds `victim` says only that another did not come: then that other is waited for, to be named.
+    This is for calls that wait for one another. A failure of a kind in `victim` only says that another engine did not
+    come: the function then keeps waiting for that engine, so that it can be named.
     """
     tasks = {url: asyncio.ensure_future(_guarded(call(url))) for url in urls}
     waiting = set(tasks.values())
@@ -54,7 +58,7 @@ async def each_until_failure(
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             failures = [task.result() for task in done if isinstance(task.result(), Exception)]
             if not all(isinstance(failure, victim) for failure in failures):
-                # Others that cannot be reached either say so within a moment.
+                # Other engines that cannot be reached report so within a moment.
                 await asyncio.wait(tasks.values(), timeout=_MOMENT_S)
                 break
     finally:

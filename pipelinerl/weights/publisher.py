@@ -1,6 +1,6 @@
-"""`Publisher`: takes the trainer's weights to the engines. `broadcast` pushes; a parameter server lets engines pull.
+"""`Publisher`: sends the trainer's weights to the engines, by broadcast or through a parameter server.
 
-A publication is all or nothing per engine, and its report says for each engine what happened.
+A publication is all or nothing per engine, and its report states the outcome for each engine.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from inference_contract.weights import DType, OnUpdate, ParameterSpec, WeightLay
 from pipelinerl.errors import ReachedNoEngine, UpdateError
 from trainer_contract.types import ParameterInfo
 
-#: Full parameters in layout order; called once per attempt, since an attempt consumes it.
+#: Full parameters in layout order. Called once per attempt, since an attempt consumes the iterator.
 WeightSource = Callable[[], Iterator[tuple[str, Any]]]
 
 
 def wire_layout(infos: Iterable[ParameterInfo]) -> WeightLayout:
-    """The layout of a weight update that carries `infos` in their order.
+    """Return the layout of a weight update that carries `infos` in their order.
 
     Raises:
-        UpdateError: a parameter has a dtype that the contract does not carry.
+        UpdateError: a parameter has a dtype that the contract does not support.
     """
     parameters = []
     for info in infos:
@@ -35,7 +35,7 @@ def wire_layout(infos: Iterable[ParameterInfo]) -> WeightLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """What to publish: weights (`epoch`, `version`) of `layout` to `engines` (base URLs)."""
+    """Weights (`epoch`, `version`) of `layout` to be sent to `engines` (base URLs)."""
 
     version: int
     epoch: int
@@ -49,9 +49,10 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """Outcome per engine (base URL): `pauses_s` of those that serve the version now, `failed` with the reason.
+    """Outcome per engine (base URL): `pauses_s` of those that now serve the version, `failed` with the reason.
 
-    For those in `permanent`, which have failed, no retry mends it. Those in `blameless` failed because of others.
+    Of the failed engines, those in `permanent` cannot be helped by a retry, and those in `blameless` failed because of
+    others.
     """
 
     version: int
@@ -66,7 +67,7 @@ class PublishReport:
 
     @classmethod
     def failure(cls, publication: Publication, error: UpdateError) -> Self:
-        """The report of a publication that reached no engine."""
+        """Return the report of a publication that reached no engine."""
         known = error if isinstance(error, ReachedNoEngine) else ReachedNoEngine("", failed={})
         return cls(
             version=publication.version,
@@ -84,13 +85,13 @@ class PublishReport:
 @final
 @dataclass(slots=True)
 class PublicationProgress:
-    """One publication while it runs: who is still to be served, and what became of the others.
+    """State of a running publication: the engines still to be served, and the outcome of the others.
 
     Attributes:
         targets: engines (base URLs) that are still to be served.
-        deadline: by `time.monotonic`, as `began` is.
-        broke: whether a broadcast of this publication has broken off already.
-        raised: whether it went above a generation of the group that was none of this trainer's.
+        deadline: on the clock of `time.monotonic`, as `began` is.
+        broke: whether a broadcast of this publication has already failed.
+        raised: whether the generation was raised above one that engines had joined and that is not this trainer's.
     """
 
     publication: Publication
@@ -108,16 +109,16 @@ class PublicationProgress:
 
     @property
     def remaining_s(self) -> float:
-        """Time until the deadline, and enough for a last answer once it has passed."""
+        """Time until the deadline, or enough for one last answer once it has passed."""
         return max(self.deadline - time.monotonic(), 0.05)
 
     def drop(self, failures: Mapping[str, str]) -> None:
-        """Serve these no more in this publication."""
+        """Drop these engines from the publication."""
         self.failed |= failures
         self.targets = [url for url in self.targets if url not in failures]
 
     def report(self) -> PublishReport:
-        """The outcome so far."""
+        """Return the outcome so far."""
         return PublishReport(
             version=self.publication.version,
             epoch=self.publication.epoch,
@@ -132,10 +133,14 @@ class PublicationProgress:
 
 
 class Publisher(Protocol):
-    """Takes weights to engines."""
+    """Sends weights to engines."""
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Publish; engines that fail are reported, not raised. Raises `UpdateError` when none is served."""
+        """Publish the weights; engines that fail are reported, not raised.
+
+        Raises:
+            UpdateError: no engine is served.
+        """
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a pull is, for those who ask and those who do it: `PullOrder`, and `PullSource`, which fills a buffer."""
+"""The interface of a pull: a `PullOrder` describes weights, a `PullSource` fetches them into a buffer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a version that lies on the same servers.
+    """The part of a version that the same servers hold.
 
     Attributes:
-        sources: base URLs of the servers, the one to ask first in front.
-        ranges: what they hold, in order.
+        sources: base URLs of the servers, in the order in which to try them.
+        ranges: the byte ranges that they hold, in order.
     """
 
     sources: tuple[str, ...]
@@ -26,13 +26,13 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullOrder:
-    """Which weights to fetch, and where.
+    """The weights to fetch, and the servers to fetch them from.
 
     Attributes:
-        shards: where to find which bytes; no byte twice.
+        shards: byte ranges with their servers; disjoint.
         digest: XXH3-128 of all these bytes in order, in hexadecimal.
         deadline: in monotonic seconds.
-        given_up: set by whoever wants the bytes no more.
+        given_up: set by the caller to cancel the pull.
     """
 
     shards: tuple[Shard, ...]
@@ -44,16 +44,16 @@ class PullOrder:
 
 
 class PullSource(Protocol):
-    """Fetches weights that wait elsewhere, for the transport `pull`; blocks, on a thread of its own."""
+    """Fetches weights from servers for the transport `pull`. Blocks, so it runs on its own thread."""
 
     def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None]) -> str:
-        """Fill `into`, flat uint8 (numpy or torch), where the shards' ranges say; returns the digest of what came.
+        """Fill the shards' ranges of `into`, flat uint8 (numpy or torch); return the digest of the bytes received.
 
-        `on_progress` is told how many bytes are there.
+        `on_progress` is called with the number of bytes received so far.
 
         Raises:
-            UpdateError: the sources of a shard could not give it, or it was given up.
-            DeadlineError: they did not come in time.
-            DigestMismatch: what came is not what was announced.
+            UpdateError: no source of a shard could provide it, or the pull was cancelled.
+            DeadlineError: the bytes did not arrive in time.
+            DigestMismatch: the bytes differ from those announced.
         """
         ...

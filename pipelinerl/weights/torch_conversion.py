@@ -1,7 +1,7 @@
-"""`convert`: from the dtypes in which weights travel to those in which an engine keeps them (`layout.converted_by`).
+"""`convert`: from the dtypes in which weights are sent to those in which an engine keeps them (`layout.converted_by`).
 
-Values are rounded to the nearest. A finite one that float16 cannot hold, whose largest is 65,504, ends the update: as
-an infinity it would end every sample.
+Values are rounded to the nearest. Float16's largest value is 65,504. A finite value beyond it fails the update, because
+an infinity would corrupt every sample.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inference_contract.errors import OutOfRange
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.weights.broadcast.collective import shared_tensor
 
-#: Elements that are converted at once: what is made on the way stays small beside the model.
+#: Number of elements converted at once, so that temporaries stay small compared to the model.
 _BLOCK: Final = 1 << 22
 
 
@@ -47,12 +47,12 @@ def convert(sent: Any, wire: WeightLayout, *, into: Any, layout: WeightLayout) -
 
 
 def _parts(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[ParameterSpec, Tensor]]:
-    """Each parameter with its bytes, a flat part of `buffer`."""
+    """Yield each parameter with its bytes, a flat slice of `buffer`."""
     for spec, end in zip(layout.parameters, layout.ends, strict=True):
         yield spec, buffer[end - spec.num_bytes : end]
 
 
 def _elements(part: Tensor, spec: ParameterSpec) -> Tensor:
-    """Bytes as elements; those that do not begin on an element's boundary, in a layout of mixed dtypes, as a copy."""
+    """View bytes as elements; in a layout of mixed dtypes, copy those that are not aligned to an element."""
     aligned = part if part.storage_offset() % spec.dtype.itemsize == 0 else part.clone()
     return aligned.view(getattr(torch, spec.dtype.value))

@@ -1,11 +1,11 @@
-"""Counts of the whole tree, by which a review tells whether the house has become easier to move in.
+"""Counts of the whole tree, for reviews of its size and shape.
 
     python -m tests.architecture.count [field]
     python -m tests.architecture.count request
 
-It prints the product's lines, its short files with one importer, the modules of each folder, where `field` (default:
-`slots`) is declared, who imports an HTTP library and makes clients of it, and the public class names that occur twice.
-With `request` it sends a chat request to an engine instead, and prints the files that it runs through.
+Prints the product's lines, short files with one importer, the modules of each folder, the declarations of `field`
+(default: `slots`), the users of HTTP libraries and their clients, and public class names that occur twice. With
+`request` it sends a chat request to an engine instead, and prints the files that the request runs through.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 from tests.architecture.tree import Module, project
 
 SHORT: Final = 60
-#: A module of at most so many lines could be part of the one that imports it; these are run by path instead.
+#: A module of at most this many lines could be merged into its importer; the modules below are run by path.
 RUN_BY_PATH: Final = frozenset({"launch/reaper.py", "launch/tied_process.py"})
 HTTP: Final = frozenset({"httpx", "aiohttp", "http.client", "urllib.request", "urllib3", "requests"})
 CLIENTS: Final = frozenset(
@@ -32,12 +32,12 @@ CLIENTS: Final = frozenset(
 
 
 def product() -> tuple[Module, ...]:
-    """The modules that are delivered: contracts, package, launcher."""
+    """Return the modules that are shipped: contracts, package, launcher."""
     return tuple(module for module in project() if not module.path.startswith("benchmarks/"))
 
 
 def short_with_one_importer(modules: Sequence[Module]) -> Iterator[tuple[str, int, str]]:
-    """Path, lines and importer of each file of at most 60 lines that one other module imports."""
+    """Yield path, lines and importer of each file of at most 60 lines that one other module imports."""
     names = {module.name: module for module in modules}
     importers: dict[str, set[str]] = defaultdict(set)
     for module in modules:
@@ -53,7 +53,7 @@ def short_with_one_importer(modules: Sequence[Module]) -> Iterator[tuple[str, in
 
 
 def declarations(modules: Iterable[Module], field: str) -> Iterator[str]:
-    """`path:line` of each annotated attribute of a class and each argument of a function that is named `field`."""
+    """Yield `path:line` of each annotated class attribute and each function argument named `field`."""
     for module in modules:
         for node in ast.walk(module.tree):
             attribute = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id
@@ -63,7 +63,7 @@ def declarations(modules: Iterable[Module], field: str) -> Iterator[str]:
 
 
 def http_users(modules: Iterable[Module]) -> Iterator[tuple[str, str, int]]:
-    """Library, path and number of clients made there, for each module that imports an HTTP library."""
+    """Yield library, path and number of clients for each module that imports an HTTP library."""
     for module in modules:
         for library in sorted(HTTP):
             if any(target == library or target.startswith(f"{library}.") for target in module.imports):
@@ -72,7 +72,7 @@ def http_users(modules: Iterable[Module]) -> Iterator[tuple[str, str, int]]:
 
 
 def classes_twice(modules: Iterable[Module]) -> dict[str, list[str]]:
-    """Each public class name that is declared in more than one place, with those places."""
+    """Map each public class name with several declarations to their places."""
     places: dict[str, list[str]] = defaultdict(list)
     for module in modules:
         for node in ast.walk(module.tree):
@@ -108,7 +108,7 @@ def _print(title: str, lines: list[str]) -> None:
 
 
 def _print_request() -> None:
-    from tests.architecture.traced_request import files_of_a_request  # here: it needs torch
+    from tests.architecture.traced_request import files_of_a_request  # imported here because it needs torch
 
     _print("files that a chat request runs through", files_of_a_request())
 

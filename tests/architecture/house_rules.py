@@ -1,6 +1,6 @@
-"""The house rules about the tree as a whole (DESIGN sections 2, 3, 12): each is a function of all modules.
+"""House rules about the tree as a whole (DESIGN sections 2, 3, 12); each is a function of all modules.
 
-`rules.py` holds those that a single module can break; these need to see the others as well.
+`rules.py` holds the rules that one module alone can break.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.architecture.tree import Module, room_of
 Problems = Iterator[str]
 Modules = Iterable[Module]
 
-#: Public definitions that nobody in the packages calls, each with who does.
+#: Public definitions without a caller in the packages, each with its caller.
 CALLED_FROM_OUTSIDE = {
     "pipelinerl/engines/external/vllm/transfer.py": "vLLM calls the methods of its weight-transfer back ends",
     "inference_contract/errors.py": "a client raises the class whose code the answer names",
@@ -29,7 +29,7 @@ CALLED_FROM_OUTSIDE = {
     "pipelinerl/engines/torch/row_cache.py": "transformers' models call the methods of their cache",
 }
 
-#: Words that the field has better ones for: they do not come back as names. The value is what to write.
+#: Retired names, each with its replacement.
 RETIRED = {
     "OrderBook": "PromptOrderFactory",
     "Staff": "EngineProcesses",
@@ -56,7 +56,7 @@ RETIRED = {
     "dry_run": "check",
 }
 
-#: Rooms that may not be imported by a room above them, although the floors would allow it.
+#: Imports that the floors would allow and that are forbidden, each with the reason.
 CLOSED_DOORS = {
     "actor": {"engines": "its sampler is a Protocol", "models": "engines tokenise"},
     "config": {
@@ -65,12 +65,12 @@ CLOSED_DOORS = {
     },
 }  # fmt: skip
 
-#: What of `weights` the training loop knows.
+#: The parts of `weights` that the training loop may import.
 TRAINING_SEES_OF_WEIGHTS = frozenset({"pipelinerl.weights.publisher"})
 
 
 def class_names_are_unique(modules: Modules) -> Problems:
-    """No public class has the name of another."""
+    """No two public classes share a name."""
     places: dict[str, set[str]] = defaultdict(set)
     for module in _product(modules):
         for node in ast.walk(module.tree):
@@ -82,7 +82,7 @@ def class_names_are_unique(modules: Modules) -> Problems:
 
 
 def definitions_have_callers(modules: Modules) -> Problems:
-    """Every public definition is used outside tests, is a command, or stands on the list with its reason."""
+    """Every public definition is used outside tests, is a command, or is listed with its reason."""
     modules = tuple(modules)
     used = {word for module in modules for word in _used(module.tree)}
     for module in _product(modules):
@@ -95,7 +95,7 @@ def definitions_have_callers(modules: Modules) -> Problems:
 
 
 def retired_words_stay_away(modules: Modules) -> Problems:
-    """No class, function, argument, attribute or file takes a word that was given up for a better one."""
+    """No class, function, argument, attribute or file uses a retired name."""
     for module in modules:
         named = {module.stem} | {name for node in ast.walk(module.tree) for name in _named(node)}
         for word in sorted(named & RETIRED.keys()):
@@ -103,7 +103,7 @@ def retired_words_stay_away(modules: Modules) -> Problems:
 
 
 def doors_are_closed(modules: Modules) -> Problems:
-    """Some rooms must not know others, whatever the floors allow."""
+    """Some rooms must not import others, whatever the floors allow."""
     for module in _product(modules):
         here = "config" if module.name.startswith("pipelinerl.config") else room_of(module.name)
         for target in module.imports:
@@ -119,11 +119,12 @@ def _among(target: str, allowed: frozenset[str]) -> bool:
 
 
 def tree_is_as_drawn(modules: Modules, drawing: str) -> Problems:
-    """Every package below `pipelinerl/` is drawn in docs/architecture.md, and every one drawn is there."""
-    there = {str(PurePosixPath(m.path).parent) for m in modules if m.path.startswith("pipelinerl/")} - {"pipelinerl"}
-    drawn = set(re.findall(r"`(pipelinerl/[a-z_/]+[a-z_])/`", drawing))
-    yield from (f"docs/architecture.md does not name {folder}/" for folder in sorted(there - drawn))
-    yield from (f"docs/architecture.md names {folder}/, which is not there" for folder in sorted(drawn - there))
+    """Every room of `pipelinerl/` is drawn in docs/understand/architecture.md, and every one drawn is there."""
+    parts = (PurePosixPath(module.path).parts for module in modules)
+    there = {"/".join(each[:2]) for each in parts if each[0] == "pipelinerl" and len(each) > 2}
+    drawn = set(re.findall(r"`(pipelinerl/[a-z_]+)/`", drawing))
+    yield from (f"docs/understand/architecture.md does not name {folder}/" for folder in sorted(there - drawn))
+    yield from (f"docs/understand/architecture.md names the missing {folder}/" for folder in sorted(drawn - there))
 
 
 def _product(modules: Modules) -> Iterator[Module]:

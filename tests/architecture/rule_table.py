@@ -1,4 +1,4 @@
-"""Every rule with snippets that break it and snippets that keep it, so that no rule can fall asleep."""
+"""Every rule with snippets that break it and snippets that keep it, so that each rule is shown to work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.architecture.tree import VALUES, Module
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule by name, with snippets that break it and snippets that do not; a snippet is (path, source)."""
+    """A rule by name, with snippets that break it and snippets that keep it; a snippet is (path, source)."""
 
     check: Callable[[Module], Problems]
     breaks: tuple[tuple[str, str], ...]
@@ -38,7 +38,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """For the test's id."""
+        """The test's id."""
         return self.check.__name__
 
 

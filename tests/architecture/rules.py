@@ -1,4 +1,4 @@
-"""The house rules that a machine can guard (DESIGN sections 3, 11, 12): from a module to what breaks them."""
+"""House rules that a machine can check (DESIGN sections 3, 11, 12); each maps a module to its violations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAVY = frozenset(
     }
 )  # fmt: skip
 
-#: Files that may import a heavy library without being named for it, each with its reason.
+#: Files that may import a heavy library without its name, each with its reason.
 HEAVY_ALLOWED = {
     "pipelinerl/models/checkpoint.py": "Hugging Face checkpoints are transformers'",
     "pipelinerl/models/weight_reader.py": "of which tensors a parameter is made is transformers' to say",
@@ -28,7 +28,7 @@ HEAVY_ALLOWED = {
     "pipelinerl/weights/broadcast/sender.py": "puts parameters into the buffers that it sends",
 }
 
-#: Files that may catch everything: process mains, the supervisor, and the kit whose findings are foreign code's errors.
+#: Files that may catch everything: process mains, the supervisor, and the kit that reports errors of foreign code.
 BROAD_EXCEPT_ALLOWED = (
     "pipelinerl/roles/",
     "pipelinerl/commands/",
@@ -36,11 +36,11 @@ BROAD_EXCEPT_ALLOWED = (
     "launch/supervisor.py",
     "benchmarks/__main__.py",
     "trainer_contract/conformance/__init__.py",
-    *("pipelinerl/system/references.py", "pipelinerl/verifiers/user_code.py"),  # users' code raises what it likes
-    "pipelinerl/models/directory_files.py",  # strangers' files make libraries raise what they like
+    *("pipelinerl/system/references.py", "pipelinerl/verifiers/user_code.py"),  # user code raises anything
+    "pipelinerl/models/directory_files.py",  # foreign files make libraries raise anything
     "pipelinerl/verifiers/oubliette/box/program.py",  # a main, and the programs that it becomes
     "pipelinerl/verifiers/group_filter.py",
-    "pipelinerl/environments/episode_host.py",  # a main, and users' code raises what it likes
+    "pipelinerl/environments/episode_host.py",  # a main; user code raises anything
 )
 
 #: Files that may draw randomness from elsewhere, each with its reason.
@@ -62,7 +62,7 @@ PICKLE_ALLOWED = {"benchmarks/queue.py": "measures what others do"}
 
 CODE_ALLOWED = {"pipelinerl/verifiers/oubliette/box/program.py": "runs in a box, and becomes the program that it runs"}
 
-#: Third-party bases that a library demands, by file.
+#: Third-party bases that a library requires, by file.
 BASES_ALLOWED: dict[str, frozenset[str]] = {
     "inference_contract/conformance/weight_server.py": frozenset({"BaseHTTPRequestHandler"}),
     "pipelinerl/commands/top/textual_app.py": frozenset({"App", "Horizontal"}),
@@ -80,7 +80,7 @@ BASES = frozenset(
     }
 )  # fmt: skip
 
-#: What opens HTTP connections: each library's classes and functions, and whole libraries that nothing else is for.
+#: Ways to open HTTP connections: classes and functions of libraries, and whole libraries with no other purpose.
 HTTP_OPENERS = frozenset(
     f"{library}.{name}"
     for library, names in {
@@ -104,7 +104,9 @@ Problems = Iterator[str]
 
 
 def imports_go_down(module: Module) -> Problems:
-    """A room imports lower floors only; rooms on one floor do not know each other; contracts are given by both."""
+    """A room imports lower floors only; rooms on one floor do not import each other; contracts are importable
+    everywhere.
+    """
     here = room_of(module.name)
     if here is None:
         return
@@ -119,7 +121,7 @@ def imports_go_down(module: Module) -> Problems:
 
 
 def launch_knows_roles_by_name_only(module: Module) -> Problems:
-    """The launcher imports the configuration, observability, the system's means and the values, and no role.
+    """The launcher imports configuration, observability, `system` and values, and no role.
 
     `system` knows nothing of RL: addresses, connections, files, processes.
     """
@@ -152,11 +154,11 @@ def contracts_are_light(module: Module) -> Problems:
 
 
 def heavy_libraries_stay_in_their_files(module: Module) -> Problems:
-    """A file that imports torch is called torch_something, or is on the list."""
+    """A file that imports torch is called torch_something, or is listed."""
     if module.path.startswith("benchmarks/") or module.path in HEAVY_ALLOWED or "conformance" in module.path:
         return
     words = set(re.split(r"[_/.]", module.path))
-    # transformers and accelerate are torch libraries, optax and tensorstore jax ones: the same file holds them.
+    # transformers and accelerate are torch libraries, optax and tensorstore jax ones: the same file may hold them.
     kin = {
         "transformers": "torch",
         "accelerate": "torch",
@@ -172,14 +174,14 @@ def heavy_libraries_stay_in_their_files(module: Module) -> Problems:
 
 
 def files_are_short(module: Module) -> Problems:
-    """At most 600 lines: a limit, and no target."""
+    """Files have at most 600 lines: a limit, not a target."""
     lines = module.source.count("\n")
     if lines > 600:
         yield f"{lines} lines, at most 600"
 
 
 def functions_are_short(module: Module) -> Problems:
-    """At most 80 lines, docstring included."""
+    """Functions have at most 80 lines, docstring included."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -188,7 +190,7 @@ def functions_are_short(module: Module) -> Problems:
 
 
 def names_say_something(module: Module) -> Problems:
-    """No utils, helpers, common, manager, misc, v2: in no path and no class name."""
+    """No path and no class name contains utils, helpers, common, manager, misc or v2."""
     empty = {"util", "utils", "helper", "helpers", "common", "manager", "managers", "misc", "v2"}
     for word in re.split(r"[_/.]", module.path):
         if word in empty:
@@ -199,7 +201,7 @@ def names_say_something(module: Module) -> Problems:
 
 
 def exceptions_are_named(module: Module) -> Problems:
-    """No bare or broad except outside process mains, unless it raises again or hands the exception to a future."""
+    """No bare or broad except outside process mains, unless it raises again or passes the exception to a future."""
     if module.path.startswith(BROAD_EXCEPT_ALLOWED):
         return
     for node in ast.walk(module.tree):
@@ -214,7 +216,7 @@ def exceptions_are_named(module: Module) -> Problems:
 
 
 def modules_open_with_what_they_are(module: Module) -> Problems:
-    """A docstring whose first line is a sentence."""
+    """Every module has a docstring whose first line is a sentence."""
     text = ast.get_docstring(module.tree) or ""
     if len(text.split()) < 5:
         yield "the module must open with what it is and what it promises"
@@ -303,7 +305,7 @@ def classes_are_final_or_frozen(module: Module) -> Problems:
 
 
 def waits_have_deadlines(module: Module) -> Problems:
-    """No call says `timeout=None`, and a subprocess that is waited for has a timeout."""
+    """No call uses `timeout=None`, and every wait for a subprocess has a timeout."""
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Call):
             continue
@@ -318,7 +320,7 @@ def waits_have_deadlines(module: Module) -> Problems:
 def proxies_are_left_alone(module: Module) -> Problems:
     """HTTP connections come from `system/http_client.py`, which sends the run's token to its peers and to no proxy.
 
-    Who opens one elsewhere is on the list, and says `trust_env=False`.
+    Other openers are listed, and pass `trust_env=False`.
     """
     listed = module.path in OPENS_HTTP
     for target in module.imports:
@@ -346,7 +348,7 @@ def _is_broad(node: ast.expr | None) -> bool:
 
 
 def _hands_on(handler: ast.ExceptHandler) -> bool:
-    """Does it give its exception, whole, to a future's `set_exception`?"""
+    """True if the handler passes its exception, whole, to a future's `set_exception`."""
     return any(
         isinstance(node, ast.Call)
         and _dotted(node.func).endswith(".set_exception")
@@ -367,7 +369,7 @@ def _dotted(node: ast.expr) -> str:
 
 @cache
 def _method_free_classes() -> frozenset[str]:
-    """Classes of the project that have no method to inherit."""
+    """Return classes of the project that have no method to inherit."""
     return frozenset(
         node.name
         for module in project()
@@ -378,7 +380,7 @@ def _method_free_classes() -> frozenset[str]:
 
 
 def cycles(modules: tuple[Module, ...]) -> list[tuple[str, ...]]:
-    """Circles of imports between modules, each once, starting at its least name."""
+    """Return import cycles between modules, each once, starting at its first name in order."""
     names = {module.name for module in modules}
     graph = {
         module.name: sorted({known for target in module.imports if (known := _known(target, names))} - {module.name})
@@ -403,6 +405,6 @@ def cycles(modules: tuple[Module, ...]) -> list[tuple[str, ...]]:
 
 
 def _known(target: str, names: set[str]) -> str | None:
-    """The module that `from a.b import c` reads: a.b.c where that is a module, else a.b."""
+    """Return the module that `from a.b import c` reads: a.b.c if that is a module, else a.b."""
     parent = target.rpartition(".")[0]
     return target if target in names else parent if parent in names else None

@@ -1,4 +1,4 @@
-"""The counting command counts, and runs as it is documented."""
+"""The counting command counts correctly, and runs as documented."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.architecture.traced_request import files_of_a_request
 from tests.architecture.tree import ROOT, Module
 from tests.patience import PATIENCE_S
 
-#: A newcomer has to open so many files to follow a request.
+#: The most files that a newcomer has to open to follow a request.
 MOST_OF_A_REQUEST = 24
 TREE = (
     Module("launch/a.py", "class A:\n    slots: int\n"),
@@ -20,14 +20,14 @@ TREE = (
 )
 
 
-def test_it_counts() -> None:
+def test_counts_of_a_small_tree() -> None:
     assert list(short_with_one_importer(TREE)) == [("launch/a.py", 2, "launch/b.py")]
     assert list(declarations(TREE, "slots")) == ["launch/a.py:2", "launch/c.py:2"]
     assert list(http_users(TREE)) == [("httpx", "launch/b.py", 2)]
     assert classes_twice(TREE) == {"A": ["launch/a.py:1", "launch/b.py:3"]}
 
 
-def test_the_command_runs() -> None:
+def test_command_runs() -> None:
     command = [sys.executable, "-m", "tests.architecture.count", "max_waiting"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert answer.returncode == 0, answer.stderr
@@ -42,8 +42,8 @@ def test_the_command_runs() -> None:
         assert heading in answer.stdout
 
 
-def test_a_request_is_followed_from_the_handler_to_its_token() -> None:
-    """On both threads; and nothing that only starting or updating an engine needs is among the files."""
+def test_request_is_traced_from_the_handler_to_its_token() -> None:
+    """On both threads, and without files that only starting or updating an engine needs."""
     files = files_of_a_request()
     assert {
         "pipelinerl/engines/http/server.py",

@@ -1,4 +1,4 @@
-"""The rules about the tree as a whole hold, and each is able to fail."""
+"""The rules about the tree as a whole hold, and each can fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.architecture.tree import ROOT, Module, project
 
 Rule = Callable[[Modules], Iterator[str]]
 
-#: Each rule with a tree that breaks it and one that keeps it; a tree is paths and sources.
+#: Each rule with a tree that breaks it and one that keeps it; a tree maps paths to sources.
 RULES: tuple[tuple[Rule, dict[str, str], dict[str, str]], ...] = (
     (
         class_names_are_unique,
@@ -57,12 +57,12 @@ def test_rule_holds(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(("rule", "breaks", "keeps"), RULES, ids=lambda value: getattr(value, "__name__", ""))
-def test_rule_can_fail_and_lets_good_trees_pass(rule: Rule, breaks: dict[str, str], keeps: dict[str, str]) -> None:
+def test_rule_can_fail_and_accepts_good_trees(rule: Rule, breaks: dict[str, str], keeps: dict[str, str]) -> None:
     assert list(rule(_tree(breaks)))
     assert not list(rule(_tree(keeps)))
 
 
-def test_a_door_is_closed_to_config_and_training_too() -> None:
+def test_closed_doors_apply_to_config_and_training() -> None:
     config = Module("pipelinerl/config/a.py", "from pipelinerl.controller.state.knobs import HOTTEST")
     training = Module("pipelinerl/training/a.py", "from pipelinerl.weights.layout import layout_of")
     publisher = Module("pipelinerl/training/a.py", "from pipelinerl.weights.publisher import Publisher")
@@ -70,12 +70,12 @@ def test_a_door_is_closed_to_config_and_training_too() -> None:
     assert not list(doors_are_closed([publisher]))
 
 
-def test_the_tree_is_as_the_docs_draw_it() -> None:
-    drawing = (ROOT / "docs" / "architecture.md").read_text()
+def test_docs_draw_the_tree_as_it_is() -> None:
+    drawing = (ROOT / "docs" / "understand" / "architecture.md").read_text()
     assert not (broken := list(tree_is_as_drawn(project(), drawing))), "\n".join(broken)
     assert list(tree_is_as_drawn(project(), drawing + "`pipelinerl/attic/`"))
     assert list(tree_is_as_drawn(project(), ""))
 
 
-def test_no_exception_outlives_what_it_excepts() -> None:
+def test_listed_exceptions_still_exist() -> None:
     assert {module.path for module in project()} >= CALLED_FROM_OUTSIDE.keys()

@@ -22,7 +22,7 @@ print(json.dumps(sorted(set(heavy) & set(sys.modules))))
 
 
 def _loaded(modules: list[str], watched: frozenset[str]) -> list[str]:
-    """Which of `watched` a fresh interpreter holds after importing `modules`."""
+    """Return which of `watched` a fresh interpreter has loaded after importing `modules`."""
     command = [sys.executable, "-c", _SCRIPT, json.dumps([modules, sorted(watched)])]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert answer.returncode == 0, answer.stderr
@@ -49,10 +49,10 @@ def _modules(*rooms: str) -> list[str]:
     ],
     ids=["inference_contract", "trainer_contract", "config_registry", "objective", "launch"],
 )
-def test_light(modules: list[str]) -> None:
+def test_import_is_light(modules: list[str]) -> None:
     assert modules
     assert _loaded(modules, HEAVY) == []
 
 
-def test_a_library_that_is_loaded_would_be_found() -> None:
+def test_loaded_library_would_be_found() -> None:
     assert _loaded(["inference_contract.schemas"], frozenset({"pydantic", "torch"})) == ["pydantic"]

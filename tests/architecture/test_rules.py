@@ -1,4 +1,4 @@
-"""The house rules hold in every module, and each rule is able to fail."""
+"""The house rules hold in every module, and each rule can fail."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def test_rule_can_fail(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.name)
-def test_rule_lets_good_code_pass(rule: Rule) -> None:
+def test_rule_accepts_good_code(rule: Rule) -> None:
     for path, source in rule.keeps:
         assert not list(rule.check(Module(path, source))), f"{rule.name} refuses, in {path}:\n{source}"
 
 
-def test_no_circles_of_imports() -> None:
+def test_no_import_cycles() -> None:
     assert cycles(project()) == []
 
 
-def test_a_circle_would_be_found() -> None:
+def test_import_cycle_would_be_found() -> None:
     a = Module("launch/a.py", "def f():\n    from launch.b import x")
     b = Module("launch/b.py", "import launch.c")
     c = Module("launch/c.py", "from launch import a")
@@ -56,22 +56,22 @@ def test_a_circle_would_be_found() -> None:
     assert cycles((a, b)) == []
 
 
-def test_relative_imports_are_refused() -> None:
+def test_relative_imports_are_rejected() -> None:
     with pytest.raises(AssertionError, match="absolute name"):
         _ = Module("launch/a.py", "from . import b").imports
 
 
-def test_the_project_is_seen() -> None:
-    """The rules are about something: the packages were found where they are expected."""
+def test_project_modules_are_found() -> None:
+    """The packages lie where the rules expect them."""
     names = {module.name for module in project()}
     assert {"inference_contract.schemas", "trainer_contract.types", "pipelinerl.rng", "launch.supervisor"} <= names
 
 
-def test_no_exception_outlives_its_file() -> None:
+def test_listed_files_exist() -> None:
     excepted = {*HEAVY_ALLOWED, *RANDOMNESS_ALLOWED, *PICKLE_ALLOWED, *BASES_ALLOWED, *OPENS_HTTP}
     assert excepted <= {module.path for module in project()}
 
 
-def test_whoever_may_open_http_connections_does() -> None:
+def test_listed_http_openers_open_connections() -> None:
     for path in OPENS_HTTP:
         assert any(opener in (ROOT / path).read_text() for opener in HTTP_OPENERS), f"{path} opens none: off the list"

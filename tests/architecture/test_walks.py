@@ -1,4 +1,4 @@
-"""The walks of docs/architecture.md lead through files and definitions that exist."""
+"""The walks of docs/understand/architecture.md name files and definitions that exist."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from tests.architecture.tree import ROOT
 
-DRAWING = (ROOT / "docs" / "architecture.md").read_text()
+DRAWING = (ROOT / "docs" / "understand" / "architecture.md").read_text()
 PLACES = sorted(set(re.findall(r"`([a-z_/]+\.py)` `([A-Za-z_.]+)`", DRAWING)))
-#: How many files a walk may touch.
+#: The most files of a walk.
 LENGTHS = {
     "A prompt becomes a step": 40,
     "A version is served": 24,
@@ -21,15 +21,15 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize(("path", "name"), PLACES, ids="::".join)
-def test_a_place_exists(path: str, name: str) -> None:
+def test_place_exists(path: str, name: str) -> None:
     body: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
     for word in name.split("."):
         found = [node for node in body if getattr(node, "name", None) == word]
-        assert found, f"docs/architecture.md leads to {name} in {path}, where {word} is not defined"
+        assert found, f"docs/understand/architecture.md leads to {name} in {path}, where {word} is not defined"
         body = getattr(found[0], "body", [])
 
 
-def test_four_walks_are_told() -> None:
+def test_four_walks_are_described() -> None:
     walks = re.split(r"^\*\*(.+)\*\*$", DRAWING, flags=re.MULTILINE)[1:]
     told = dict(zip(walks[::2], walks[1::2], strict=True))
     assert told.keys() == LENGTHS.keys()
@@ -38,6 +38,6 @@ def test_four_walks_are_told() -> None:
         assert 5 <= len(files) <= LENGTHS[name], f"{name}: {len(files)} files"
 
 
-def test_the_hour_of_reading_is_an_hour() -> None:
+def test_reading_list_takes_an_hour() -> None:
     names = re.findall(r"`([a-z_/]+\.py)`", DRAWING.partition("## An hour of reading")[2])
     assert 1200 <= sum((ROOT / name).read_text().count("\n") for name in names) <= 2000

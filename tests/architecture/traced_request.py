@@ -1,9 +1,9 @@
-"""Which files of the product a chat request runs through, from the HTTP handler to its tokens and back: by trying.
+"""Files that a chat request runs through, from the HTTP handler to its tokens and back, measured.
 
     python -m tests.architecture.count request
 
-A torch engine of two layers answers one request over its ASGI application; a profile function on the event loop's
-thread and on the engine's own notes the file of every function of the product that is called meanwhile.
+A torch engine of two layers answers one request over its ASGI application. A profile function on the event loop's
+thread and on the engine's thread notes the file of every product function that is called meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRODUCT = ("inference_contract", "pipelinerl", "trainer_contract")
 
 @final
 class CalledFiles:
-    """Counts the calls of the product's functions by file, on every thread that starts within it, while `on`."""
+    """Counter of calls of product functions by file, on every thread that starts within the block, while `on`."""
 
     def __init__(self) -> None:
         self.calls = Counter[str]()
@@ -54,7 +54,7 @@ class CalledFiles:
 
 
 def files_of_a_request() -> list[str]:
-    """The files, sorted, of one completion of eight tokens for a message."""
+    """Return the files, sorted, of one completion of eight tokens."""
     with tempfile.TemporaryDirectory() as folder, CalledFiles() as called:
         asyncio.run(_ask(Path(folder), called))
         return sorted(called.calls)
@@ -77,6 +77,6 @@ async def _ask(folder: Path, called: CalledFiles) -> None:
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client,
     ):
-        for called.on in (False, True):  # what the first one alone touches is the libraries' warming up
+        for called.on in (False, True):  # the first request only warms up libraries
             (await client.post("/v1/chat/completions", json=body)).raise_for_status()
         called.on = False

@@ -1,4 +1,4 @@
-"""The project's sources as values: every module parsed once, its room and floor, and what it imports."""
+"""The project's sources as values: every module parsed once, its room and floor, and its imports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("inference_contract", "trainer_contract", "pipelinerl", "launch", "benchmarks")
 
-#: DESIGN section 3. Modules that lie directly below `pipelinerl/` are rooms by their own name.
+#: DESIGN section 3. Modules directly below `pipelinerl/` are rooms by their own name.
 FLOORS: dict[str, float] = {
     "inference_contract": 0,
     "trainer_contract": 0,
@@ -53,12 +53,12 @@ class Module:
 
     @property
     def name(self) -> str:
-        """Dotted name, a package's `__init__` by the package's."""
+        """The dotted name; of a package's `__init__`, the package's."""
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     @property
     def stem(self) -> str:
-        """File name without its ending."""
+        """The file name without its suffix."""
         return Path(self.path).stem
 
     @property
@@ -87,7 +87,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def room_of(dotted: str) -> str | None:
-    """The room that a dotted name belongs to; None for third parties and for the bare package `pipelinerl`."""
+    """Return the room of a dotted name; None for third parties and for the bare package `pipelinerl`."""
     parts = dotted.split(".")
     if parts[0] in ("inference_contract", "trainer_contract", "launch", "benchmarks"):
         return parts[0]
@@ -102,13 +102,13 @@ def room_of(dotted: str) -> str | None:
 
 @cache
 def project() -> tuple[Module, ...]:
-    """Every module of the packages."""
+    """Return every module of the packages."""
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     return tuple(Module(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths)
 
 
 @cache
 def suite() -> tuple[Module, ...]:
-    """Every module below `tests/`."""
+    """Return every module below `tests/`."""
     paths = sorted((ROOT / "tests").rglob("*.py"))
     return tuple(Module(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths)

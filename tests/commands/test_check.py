@@ -1,4 +1,4 @@
-"""`pipelinerl check`: whatever would stop a run later is refused before, and the shipped recipes can run."""
+"""`pipelinerl check` refuses everything that would stop a run later, and accepts the shipped recipes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ QUICK = ("evaluation.problems=4",)
 
 
 def with_domain(**domain: object) -> RunConfig:
-    """The shipped recipe with one domain, and room for long prompts."""
+    """Return the shipped recipe with one domain and room for long prompts."""
     table = to_table(load("tiny", [*QUICK, "engine.context_length=64"]))
     return parse(table | {"domains": [{"name": "d", **domain}]})
 
 
-def test_who_mixes_domains_is_told_whose_groups_come_too_late() -> None:
+def test_mixed_domains_are_warned_about_slow_ones() -> None:
     two = [{"name": name, "source": "addition"} for name in ("quick", "slow")]
     mixed = to_table(load("tiny", [*QUICK, "engine.context_length=64"])) | {"domains": two}
     assert 'staleness.overdue = "wait" keeps it' in dict(findings(parse(mixed)))["staleness"]
@@ -45,7 +45,7 @@ def test_who_mixes_domains_is_told_whose_groups_come_too_late() -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-def test_the_shipped_recipes_can_run(recipe: Path) -> None:
+def test_shipped_recipes_can_run(recipe: Path) -> None:
     config = load(recipe)
     if not ENGINES[config.engine.type].installed:
         with pytest.raises(RecipeError, match=r"needs .*, which is not installed"):
@@ -106,12 +106,12 @@ def test_the_shipped_recipes_can_run(recipe: Path) -> None:
         ("training.old_logprobs=sampling_weights", "training.old_logprobs: the objective reads none; leave it out"),
     ],
 )
-def test_names_are_refused_in_no_time(override: str, sentence: str) -> None:
+def test_invalid_names_are_refused_quickly(override: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         refuse(load("tiny", [override]))
 
 
-def test_it_says_where_a_users_code_is_and_what_it_makes_of_a_real_problem(tmp_path: Path) -> None:
+def test_location_and_verdicts_of_user_code_are_shown(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def short(completion):\n    return -len(completion) / 10\n")
     rewards = [{"function": f"{tmp_path}/r.py:short", "weight": 0.5}, {"function": "math_answer", "weight": 1.0}]
     found = list(findings(with_domain(source="addition", parameters={"max_digits": 1}, rewards=rewards)))
@@ -127,24 +127,27 @@ def test_it_says_where_a_users_code_is_and_what_it_makes_of_a_real_problem(tmp_p
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["trainer.type=jax"], r"trainer\.options\.lora: adapters are the torch trainer's, and the JAX trainer trains"),
-        (['trainer.options.lora.targets=["q"]'], r"trainer\.options\.lora\.targets: 'q' names none; .* are down_proj"),
+        (["trainer.type=jax"], r"trainer\.options\.lora: the JAX trainer has no adapters, only the torch trainer does"),
+        (
+            ['trainer.options.lora.targets=["q"]'],
+            r"trainer\.options\.lora\.targets: 'q' matches no linear layer; .* are down_proj",
+        ),
         (['trainer.options.lora.targets=["embed_tokens"]'], r"'embed_tokens' is an embedding; linear layers of this"),
     ],
 )
-def test_adapters_that_cannot_be_had_are_refused(overrides: list[str], sentence: str) -> None:
+def test_impossible_adapters_are_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         list(findings(load("tiny", [*QUICK, "trainer.options.lora.rank=8", *overrides])))
 
 
-def test_a_mesh_is_said_and_one_whose_processes_cannot_divide_the_heads_is_refused() -> None:
+def test_mesh_is_described_and_indivisible_heads_are_refused() -> None:
     said = dict(findings(load("tiny", [*QUICK, "trainer.options.mesh={dp_shard=2,cp=2}"])))["mesh"]
     assert said == "4 processes, a copy of the model over 4; 2 micro-batches at once, each computed by 2 processes"
     with pytest.raises(RecipeError, match=r"trainer\.options\.mesh\.cp=3: attention has \d+ heads, which 3 processes"):
         list(findings(load("tiny", [*QUICK, "trainer.options.mesh.cp=3"])))
 
 
-def test_a_users_function_that_judges_neither_a_right_nor_an_empty_answer_is_refused(tmp_path: Path) -> None:
+def test_reward_that_judges_neither_right_nor_empty_answers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def score(problem, text):\n    return problem.metadata['level']\n")
     with pytest.raises(RecipeError, match=r"domains.d.verifier cannot judge its problems: .*r.py:2: KeyError: 'level'"):
         list(findings(with_domain(source="addition", verifier=f"{tmp_path}/r.py:score")))
@@ -157,9 +160,7 @@ def test_a_users_function_that_judges_neither_a_right_nor_an_empty_answer_is_ref
         ("return sum(correct) > 4 or 'hard'", "4 of 8 right: filters it: hard, in "),
     ],
 )
-def test_a_users_filter_is_asked_once_about_a_made_up_group_of_a_real_problem(
-    body: str, sentence: str, tmp_path: Path
-) -> None:
+def test_user_filter_is_tried_on_a_made_up_group(body: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(f"def keep(lengths, correct):\n    {body}\n")
     config = with_domain(source="addition", parameters={"max_digits": 1})
     config = config.model_copy(update={"curation": CurationSection(filter=f"{tmp_path}/mine.py:keep")})
@@ -176,7 +177,7 @@ def test_a_users_filter_is_asked_once_about_a_made_up_group_of_a_real_problem(
         ("keep", "curation.filter must be path.py:function or package.module:function, got 'keep'"),
     ],
 )
-def test_a_users_filter_that_fails_or_cannot_be_asked_is_refused(filter: str, sentence: str, tmp_path: Path) -> None:
+def test_failing_or_invalid_user_filter_is_refused(filter: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def keep(metadata):\n    return metadata['size'] > 3\n\ndef weather(weather):\n    return True\n"
     )
@@ -187,7 +188,7 @@ def test_a_users_filter_that_fails_or_cannot_be_asked_is_refused(filter: str, se
 
 
 @pytest.mark.parametrize("key", ["engine.type", "trainer.type"])
-def test_a_users_engine_and_trainer_take_options_and_must_be_there(key: str, tmp_path: Path) -> None:
+def test_user_engine_and_trainer_accept_options_and_must_exist(key: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def make(*_): ...\n")
     section = key.partition(".")[0]
     refuse(load("tiny", [f"{key}={tmp_path}/mine.py:make", f"{section}.options.zzz=1"]))
@@ -195,7 +196,7 @@ def test_a_users_engine_and_trainer_take_options_and_must_be_there(key: str, tmp
         refuse(load("tiny", [f"{key}={tmp_path}/mine.py:other"]))
 
 
-def test_options_of_an_engine_are_refused_by_name() -> None:
+def test_invalid_engine_options_are_refused_by_name() -> None:
     server = ["engine.type=vllm_server", 'engine.servers=["http://127.0.0.1:9"]', "engine.options.block_size=16"]
     with pytest.raises(
         RecipeError, match=r"engine\.options block_size would not reach a server that runs already; start"
@@ -210,30 +211,30 @@ def test_options_of_an_engine_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("part", ["reference", "critic"])
-def test_the_models_of_the_other_workers_must_be_there_too(part: str) -> None:
+def test_models_of_reference_and_critic_must_exist(part: str) -> None:
     objective = {"reference": "grpo_kl", "critic": "ppo"}[part]
     with pytest.raises(ModelError, match=rf"{part}\.path: expected a model directory at /nope"):
         refuse(load("tiny", [f"objective={objective}", f"{part}.path=/nope"]))
 
 
-def test_what_the_engine_would_refuse_as_it_is_made_is_refused() -> None:
+def test_settings_that_the_engine_would_refuse_are_refused() -> None:
     with pytest.raises(ModelError, match=r"the torch engine runs its model on one device, got engine\.devices=4"):
         list(findings(load("tiny", [*QUICK, "engine.devices=4"])))
 
 
-def test_a_recipe_for_gpus_may_be_checked_where_there_are_none() -> None:
+def test_gpu_recipe_can_be_checked_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     found = dict(findings(load("tiny", [*QUICK, "trainer.device=cuda", "weights.backend=nccl"])))
     assert found["elsewhere"] == "this machine has no GPU, which the recipe asks for: trainer.device, weights.backend"
 
 
-def test_a_pass_that_nobody_can_make_is_refused() -> None:
+def test_impossible_pass_is_refused() -> None:
     with pytest.raises(UserError, match="must not be behavior beside is_weight, which divides old by behavior"):
         objective_of(load("tiny", ["objective=ppo_tis", "training.old_logprobs=behavior"]))
 
 
-def test_weights_that_would_be_kept_without_bound_are_refused_and_others_are_counted() -> None:
+def test_unbounded_weight_history_is_refused_and_a_bounded_one_is_counted() -> None:
     asked = [*QUICK, "objective=decoupled_ppo", "training.old_logprobs=sampling_weights", "staleness.j=4"]
     with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
         refuse(load("tiny", [*asked, "staleness.k=inf"]))
@@ -253,12 +254,12 @@ def test_weights_that_would_be_kept_without_bound_are_refused_and_others_are_cou
         ["objective=ppo", "critic.schedule=cosine", "critic.rate_warmup_steps=2", "critic.final_fraction=0.1"],
     ],
 )
-def test_what_the_trainer_can_make_is_not_refused(overrides: list[str]) -> None:
+def test_valid_trainer_settings_are_accepted(overrides: list[str]) -> None:
     refuse(load("tiny", overrides))
 
 
-def test_refusing_imports_no_array_library_but_numpy() -> None:
-    """`pipelinerl run` does it before it starts anything, and then waits for its processes in little memory."""
+def test_refuse_imports_no_array_library_but_numpy() -> None:
+    """`pipelinerl run` calls it before starting anything, and then waits for its processes in little memory."""
     script = (
         "import sys; from pipelinerl.config.recipe import load; from pipelinerl.commands.check import refuse; "
         "from pipelinerl.commands.findings.first_look import FIRST, refuse_problems; "
@@ -311,7 +312,7 @@ def not_a_number(path: Path) -> None:
         (wider, "weights do not fit config.json: 6 absent or of another shape, first model.layers.0.mlp"),
     ],
 )
-def test_a_model_that_is_not_whole_is_found(
+def test_incomplete_or_damaged_model_is_refused(
     tmp_path: Path, damage: Callable[[Path], None], sentence: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "model"
@@ -323,8 +324,8 @@ def test_a_model_that_is_not_whole_is_found(
     assert capfd.readouterr().err == "", "the sentence is all that is said"
 
 
-def test_a_base_models_want_of_a_chat_template_is_said_before_anything_starts(tmp_path: Path) -> None:
-    """`run` refuses by names alone, and says it as `check` does."""
+def test_missing_chat_template_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """`run` and `check` give the same message."""
     path = shutil.copytree(SHIPPED, tmp_path / "model")
     named = json.loads((path / "tokenizer_config.json").read_text())
     template = named.pop("chat_template")
@@ -339,8 +340,8 @@ def test_a_base_models_want_of_a_chat_template_is_said_before_anything_starts(tm
     refuse(config)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_told_of(tmp_path: Path) -> None:
-    """As where somebody has added a token for padding; a prompt that has one of them is another matter."""
+def test_tokenizer_with_more_tokens_than_the_model_is_a_warning(tmp_path: Path) -> None:
+    """This happens if someone added a padding token. Only prompts that contain such tokens fail."""
     path = shutil.copytree(SHIPPED, tmp_path / "model")
     tokens = json.loads((path / "tokenizer.json").read_text())
     last = max(tokens["added_tokens"], key=lambda token: token["id"])
@@ -350,7 +351,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_told_of(tmp_path: Path) 
     assert len(told) == 1 and f"the tokenizer of {path} has " in told[0] and "refused by engines" in told[0]
 
 
-def test_engine_and_trainer_must_be_of_the_models_kind(tmp_path: Path) -> None:
+def test_engine_and_trainer_must_fit_the_model_type(tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(SHIPPED, path)
     (path / "model.safetensors").unlink()
@@ -401,12 +402,12 @@ def test_prompt_and_answer_must_fit(overrides: list[str], sentence: str) -> None
         ),
     ],
 )
-def test_sources_and_verifiers_must_belong_together(domain: dict[str, object], sentence: str) -> None:
+def test_sources_and_verifiers_must_fit_together(domain: dict[str, object], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         list(findings(with_domain(**domain)))
 
 
-def test_a_prompt_of_each_domain_is_shown_as_the_model_sees_it() -> None:
+def test_prompt_of_each_domain_is_shown_as_the_model_sees_it() -> None:
     config = with_domain(
         source="reasoning_gym:spell_backward",
         verifier="reasoning_gym",
@@ -423,7 +424,7 @@ def test_a_prompt_of_each_domain_is_shown_as_the_model_sees_it() -> None:
     assert "<|system|>be brief<|end|><|user|>ab<|end|><|assistant|>ba<|end|><|user|>" in shown
 
 
-def test_a_source_of_ones_own_stands_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_own_source_is_found_next_to_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "where").mkdir()
     (tmp_path / "where" / "mine.py").write_text(
         "def sums(most):\n"
@@ -449,13 +450,13 @@ def test_a_source_of_ones_own_stands_beside_the_recipe(tmp_path: Path, monkeypat
 
 
 def file_of(path: Path, *, long: int, of: int = 400) -> dict[str, object]:
-    """A domain of so many problems with so many long ones."""
+    """Return a domain of `of` problems, of which `long` are long."""
     texts = [f"{i}" * (18 if i < 100 + long else 1) for i in range(100, 100 + of)]
     path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts))
     return {"source": "files", "parameters": {"path": str(path), "prompt_field": "prompt"}}
 
 
-def test_the_share_of_prompts_without_room_is_told_and_a_large_one_refused(tmp_path: Path) -> None:
+def test_small_share_of_prompts_without_room_is_a_warning_and_a_large_one_is_refused(tmp_path: Path) -> None:
     few = with_domain(**file_of(tmp_path / "few.jsonl", long=16))
     said = [text for part, text in findings(few) if part == "warning"]
     assert said and re.match(
@@ -470,7 +471,7 @@ def test_the_share_of_prompts_without_room_is_told_and_a_large_one_refused(tmp_p
     assert not [text for part, text in findings(roomy) if part == "warning" and text.startswith("training")]
 
 
-def test_every_problem_of_the_evaluation_must_be_there(tmp_path: Path) -> None:
+def test_every_evaluation_problem_must_exist(tmp_path: Path) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(100)))
     table = to_table(with_domain(source="files", parameters={"path": str(file)}))
@@ -490,13 +491,13 @@ def test_every_problem_of_the_evaluation_must_be_there(tmp_path: Path) -> None:
         (["sampling.group_size=1"], r"objective\.adv\.baseline mean needs groups, and sampling\.group_size is 1"),
     ],
 )
-def test_a_slot_that_can_do_nothing_is_refused(overrides: list[str], sentence: str) -> None:
+def test_slot_without_effect_is_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         refuse(load("tiny", overrides))
 
 
 def of_two_sizes(size: int) -> RunConfig:
-    """The shipped recipe, with groups of 8, and a second domain with groups of this size."""
+    """Return the shipped recipe with groups of 8, and a second domain with groups of `size`."""
     config = load("tiny", QUICK)
     first = config.domains[0]
     second = first.model_copy(update={"name": "second", "group_size": size})
@@ -510,19 +511,19 @@ def of_two_sizes(size: int) -> RunConfig:
         (1, "grpo", r"objective\.adv\.baseline mean needs groups, and domains\.second\.group_size is 1"),
     ],
 )
-def test_a_slot_must_do_something_in_the_groups_of_each_domain(size: int, objective: str, sentence: str) -> None:
+def test_slot_must_have_an_effect_in_the_groups_of_each_domain(size: int, objective: str, sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         refuse(of_two_sizes(size).model_copy(update={"objective": objective}))
 
 
-def test_it_says_of_how_many_rollouts_a_step_is() -> None:
+def test_rollouts_per_step_and_group_sizes_are_shown() -> None:
     (one,) = [said for part, said in findings(of_two_sizes(8)) if part == "step"]
     assert one == "256 rollouts, 32 groups of 8"
     (several,) = [said for part, said in findings(of_two_sizes(20)) if part == "step"]
     assert several == "256 to 272 rollouts, about 18 whole groups: of 8 from short_words, of 20 from second"
 
 
-def test_rewards_less_their_own_mean_are_refused() -> None:
+def test_group_mean_without_groups_is_refused() -> None:
     config = with_domain(
         source="reasoning_gym:spell_backward", verifier="reasoning_gym", reward={"mean": "group"}, parameters={}
     )
@@ -534,12 +535,12 @@ def test_rewards_less_their_own_mean_are_refused() -> None:
 
 
 def objective_lines(*overrides: str) -> tuple[list[str], list[str]]:
-    """What `check` says of the objective, and what it warns of."""
+    """Return the findings on the objective, and the warnings."""
     found = list(findings(load("tiny", [*QUICK, *overrides])))
     return [text for part, text in found if part == "objective"], [text for part, text in found if part == "warning"]
 
 
-def test_check_prints_the_slots_as_they_are_resolved_and_what_differs_from_the_preset() -> None:
+def test_resolved_slots_and_differences_from_the_preset_are_shown() -> None:
     (first, *slots), warnings = objective_lines()
     assert first == "pipelinerl, changed in is_weight, adv, grad1; needs nothing beyond the rollouts"
     assert [line.split(" = ")[0] for line in slots] == ["agg", "is_weight", "adv", "grad1", "grad2"]

@@ -1,4 +1,4 @@
-"""`pipelinerl conformance`: it says of each promise whether it is kept, and whether all are."""
+"""`pipelinerl conformance` reports on each promise, and whether all are kept."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_trainer_that_keeps_its_promises(model: Path) -> None:
+def test_conforming_trainer_passes(model: Path) -> None:
     said: list[str] = []
     assert check_trainer("bigram", model, say=said.append)
     assert said[-1].endswith(", 0 broken")
 
 
-def test_a_trainer_that_does_not(model: Path) -> None:
+def test_nonconforming_trainer_fails(model: Path) -> None:
     said: list[str] = []
     assert not check_trainer(f"{__name__}:Forgetful", model, say=said.append)
     assert any(line.startswith("failed") for line in said) and not said[-1].endswith(", 0 broken")
 
 
-def test_what_is_no_trainer(model: Path, tmp_path: Path) -> None:
+def test_invalid_trainer_or_model_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"expected package\.module:attribute or path\.py:attribute, got 'zzz'"):
         check_trainer("zzz", model, say=print)
     for content in ("{", "[]", "{}", '{"vocab_size": "many"}'):
@@ -54,7 +54,7 @@ def test_what_is_no_trainer(model: Path, tmp_path: Path) -> None:
             check_trainer("bigram", tmp_path, say=print)
 
 
-def test_an_engine_that_keeps_its_promises() -> None:
+def test_conforming_engine_passes() -> None:
     said: list[str] = []
     with in_thread(application(token="secret")) as url:
         assert check_engine(url, token="secret", say=said.append), "\n".join(said)
@@ -62,6 +62,6 @@ def test_an_engine_that_keeps_its_promises() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "banana", "http://["])
-def test_where_no_engine_is(url: str) -> None:
+def test_missing_engine_is_reported(url: str) -> None:
     with pytest.raises(AddressError, match="no engine answers at"):
         check_engine(url, token=None, say=print)

@@ -1,4 +1,4 @@
-"""`pipelinerl engines elastic`: what a run's events would have called for, by its recipe and by what is set instead."""
+"""`pipelinerl engines elastic`: decisions on a run's events, by its recipe and with overrides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ URL = "http://127.0.0.1:1"
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two minutes: the trainer waits half of the first for one busy engine, and not at all in the second."""
+    """Return a run of two minutes with one busy engine; the trainer waits half of the first minute, then never."""
     directory = tmp_path_factory.mktemp("run")
     save(load("tiny", ["elastic.types.torch.max=2"]), directory / "recipe.toml")
     with EventLog(directory / "events.jsonl") as log:
@@ -39,7 +39,7 @@ def said(run_dir: Path, *overrides: str) -> list[str]:
     return result.output.splitlines()
 
 
-def test_it_says_when_and_why(run_dir: Path) -> None:
+def test_decisions_have_a_time_and_a_reason(run_dir: Path) -> None:
     *decided, note = said(run_dir)
     assert [line.partition(":")[0].split() for line in decided] == [
         ["33", "s", "step", "33", "1", "→", "2", "engines"],
@@ -49,12 +49,12 @@ def test_it_says_when_and_why(run_dir: Path) -> None:
     assert "with it done, the figures after it would have been others" in note
 
 
-def test_what_is_set_instead_is_tried(run_dir: Path) -> None:
+def test_overrides_are_applied(run_dir: Path) -> None:
     assert said(run_dir, "elastic.waiting=0.6", "elastic.content=0.001", "elastic.types.torch.min=1")[:-1] != []
     (nothing,) = said(run_dir, "elastic.waiting=0.6", "elastic.patience=9")
     assert nothing == "nothing: in 242 events no 9 intervals of 10 s in a row agree"
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_missing_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="so it is no run"):
         said(tmp_path)

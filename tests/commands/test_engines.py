@@ -1,4 +1,4 @@
-"""`pipelinerl engines …`: what is asked of the controller, what is waited for, and what people read."""
+"""`pipelinerl engines …`: requests to the controller, waiting, and output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ URL = "http://127.0.0.1:7001"
 
 @dataclass
 class Controller:
-    """Writes down what it is asked, and says of each engine what comes next in its script; the last stays."""
+    """A controller that records requests and reports scripted states of each engine; the last state stays."""
 
     standings: dict[str, list[str]] = field(default_factory=dict)
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
@@ -74,7 +74,7 @@ def run(where: Path | str, command: str, *arguments: str) -> str:
     return result.output
 
 
-def test_the_table_shows_who_is_there_and_who_is_still_to_come() -> None:
+def test_table_shows_present_and_requested_engines() -> None:
     fleet = FleetStatus(
         engines=(
             EngineStatus(
@@ -91,7 +91,7 @@ def test_the_table_shows_who_is_there_and_who_is_still_to_come() -> None:
     assert third == "engine-1 vllm requested - - - -"
 
 
-def test_a_swap_waits_for_the_new_engine_and_for_the_end_of_the_old(controller: Controller, tmp_path: Path) -> None:
+def test_swap_waits_for_the_new_engine_and_the_end_of_the_old(controller: Controller, tmp_path: Path) -> None:
     controller.standings = {"engine-0": ["healthy", "draining", "expelled"], "engine-1": ["joining", "healthy"]}
     joined, gone = run(tmp_path, "swap", "engine-0", "--type", "vllm", "--patience", "9").splitlines()
     assert joined.startswith("engine-1") and " healthy " in joined
@@ -100,9 +100,7 @@ def test_a_swap_waits_for_the_new_engine_and_for_the_end_of_the_old(controller: 
     assert controller.asked == [("POST", "/engines/request", order)]
 
 
-def test_without_a_launcher_a_swap_prints_the_command_and_waits_for_that_engine(
-    controller: Controller, tmp_path: Path
-) -> None:
+def test_swap_without_a_launcher_prints_the_command_and_waits(controller: Controller, tmp_path: Path) -> None:
     controller.has_launcher = False
     controller.standings = {"engine-0": ["healthy"] * 3 + ["expelled"], "engine-1": ["not there", "healthy"]}
     said = run(tmp_path, "swap", "engine-0", "--type", "jax").splitlines()
@@ -114,9 +112,7 @@ def test_without_a_launcher_a_swap_prints_the_command_and_waits_for_that_engine(
     assert said[5] == f"no launcher runs here: the process that listens at {URL}0 goes on until you end it (Ctrl-C)"
 
 
-def test_without_a_launcher_each_command_says_who_starts_and_ends_processes(
-    controller: Controller, tmp_path: Path
-) -> None:
+def test_commands_without_a_launcher_say_who_starts_and_stops_processes(controller: Controller, tmp_path: Path) -> None:
     controller.has_launcher = False
     controller.standings = {"engine-0": ["expelled"]}
     assert "start engine-1 yourself" in run(tmp_path, "add", "--type", "torch", "--no-wait")
@@ -127,20 +123,18 @@ def test_without_a_launcher_each_command_says_who_starts_and_ends_processes(
     assert "PIPELINERL_TOKEN=TOKEN pipelinerl engine --name engine-1" in elsewhere
 
 
-def test_an_engine_that_an_evaluation_has_pinned_has_come(controller: Controller, tmp_path: Path) -> None:
-    """It may be pinned by the very decision that proves it."""
+def test_engine_pinned_by_an_evaluation_counts_as_joined(controller: Controller, tmp_path: Path) -> None:
+    """The decision that verifies an engine may pin it at once."""
     controller.standings = {"engine-1": ["joining", "pinned"]}
     assert " pinned " in run(tmp_path, "add", "--type", "torch")
 
 
-def test_an_engine_of_this_machine_may_be_named_otherwise_than_it_is_listed(
-    controller: Controller, tmp_path: Path
-) -> None:
+def test_engine_on_this_machine_can_have_another_host_name(controller: Controller, tmp_path: Path) -> None:
     controller.standings = {"engine-0": ["healthy"]}
     assert f"{URL}0" in run(tmp_path, "add", f"{URL}0/".replace("127.0.0.1", "localhost"))
 
 
-def test_what_each_command_asks_for(controller: Controller, tmp_path: Path) -> None:
+def test_each_command_sends_its_request(controller: Controller, tmp_path: Path) -> None:
     controller.standings = {"engine-0": ["expelled"]}
     assert run(tmp_path, "add", "--type", "torch", "--no-wait") == "asked for engine-1\n"
     assert run(tmp_path, "add", URL + "/", "--no-wait") == f"asked for {URL}\n"
@@ -155,8 +149,8 @@ def test_what_each_command_asks_for(controller: Controller, tmp_path: Path) -> N
     ]
 
 
-def test_a_run_may_be_named_by_its_controllers_url(controller: Controller, tmp_path: Path) -> None:
-    """From a machine that does not see the run's directory."""
+def test_run_can_be_named_by_its_controllers_url(controller: Controller, tmp_path: Path) -> None:
+    """Works from a machine without access to the run's directory."""
     controller.standings = {"engine-1": ["joining", "healthy"]}
     url = address_of(tmp_path).url
     assert " healthy " in run(url, "add", "--type", "torch")
@@ -164,14 +158,14 @@ def test_a_run_may_be_named_by_its_controllers_url(controller: Controller, tmp_p
 
 
 @pytest.mark.parametrize("arguments", [(), (URL, "--type", "torch")])
-def test_add_wants_a_url_or_a_type(controller: Controller, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_add_needs_either_a_url_or_a_type(controller: Controller, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     with pytest.raises(UserError, match="one of the two"):
         run(tmp_path, "add", *arguments)
     assert controller.asked == []
 
 
 @pytest.mark.parametrize("command", [("add",), ("swap", "engine-0")])
-def test_a_type_that_nobody_knows_is_not_asked_for(
+def test_unknown_type_is_refused_before_any_request(
     controller: Controller, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     with pytest.raises(UserError, match=r"--type must be one of torch, .*, got 'torhc'"):
@@ -179,7 +173,7 @@ def test_a_type_that_nobody_knows_is_not_asked_for(
     assert controller.asked == []
 
 
-def test_an_engine_that_cannot_be_had_is_not_waited_for(controller: Controller, tmp_path: Path) -> None:
+def test_engine_that_cannot_start_is_not_waited_for(controller: Controller, tmp_path: Path) -> None:
     controller.to_stop = ("engine-1",)
     with pytest.raises(UserError, match=r"engine-1 did not come, and the run goes on without it; see .*logs"):
         run(tmp_path, "add", "--type", "vllm")
@@ -193,7 +187,7 @@ def test_an_engine_that_cannot_be_had_is_not_waited_for(controller: Controller, 
         run(tmp_path, "add", "--type", "vllm")
 
 
-def test_who_does_not_come_or_go_is_named_with_its_standing(controller: Controller, tmp_path: Path) -> None:
+def test_engine_that_does_not_join_or_leave_is_named_with_its_state(controller: Controller, tmp_path: Path) -> None:
     controller.standings = {"engine-0": ["joining"], "engine-1": ["expelled"]}
     with controller_of(tmp_path) as remote:
         _who_does_not_come_or_go(remote)
@@ -219,7 +213,7 @@ def test_list_says_how_clients_reach_the_engines(controller: Controller, tmp_pat
     assert run(url, "list").splitlines()[-1] == f"OpenAI API at {URL}1/v1 and 1 more, key in $PIPELINERL_TOKEN"
 
 
-def test_printed_client_asks_the_engine_that_serves(
+def test_printed_client_calls_a_serving_engine(
     controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     controller.standings = {"engine-0": ["healthy"]}

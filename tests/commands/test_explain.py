@@ -1,4 +1,4 @@
-"""`pipelinerl explain` as it is called: presets, recipes, rollouts in JSON and in records, and what it refuses."""
+"""`pipelinerl explain` with presets, recipes, rollouts in JSON and in records, and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def stored(tmp_path: Path) -> Callable[[Any], str]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_explains_itself(name: str) -> None:
+def test_every_preset_is_explained(name: str) -> None:
     said = explain(name)
     assert said.startswith(f"{name}: ") and "sg[agg · is_weight]" in said
     for slot in ("agg", "is_weight", "adv", "grad1", "grad2"):
@@ -56,19 +56,19 @@ def test_every_preset_explains_itself(name: str) -> None:
         assert "needs nothing but" in said
 
 
-def test_without_a_choice_the_presets_are_listed() -> None:
+def test_presets_are_listed_by_default() -> None:
     lines = explain().splitlines()
     assert [line.split()[0] for line in lines] == ["preset", *PRESETS]
     assert next(line for line in lines if line.startswith("ppo ")).rstrip().endswith("values")
 
 
-def test_a_recipe_is_explained_with_its_changes() -> None:
+def test_recipe_is_explained_with_its_changes() -> None:
     said = explain("tiny", "training.no_signal=filter", "objective.grad1.epsilon_high=0.31")
     assert said.startswith("pipelinerl with changes: ")
     assert "r_t > 1.31" in said and "all equal: filter" in said
 
 
-def test_tokens_of_stored_rollouts(stored: Callable[[Any], str]) -> None:
+def test_factors_of_json_rollouts_are_shown(stored: Callable[[Any], str]) -> None:
     lines = explain("grpo", "--rollout", stored({"rollouts": [ROLLOUT, OTHER]})).splitlines()[-4:]
     assert lines[0].split() == ["group", "rollout", "t", "token", "agg", "is_weight", "adv", "M", "multiplier"]
     assert lines[1].split() == ["0", "0", "0", "'so'", "0.25", "1", "1", "1", "+0.25"]
@@ -76,7 +76,7 @@ def test_tokens_of_stored_rollouts(stored: Callable[[Any], str]) -> None:
     assert lines[3].split() == ["0", "1", "0", "'5'", "0.5", "1", "-1", "1", "-0.5"]
 
 
-def test_a_stored_record_of_a_group(tmp_path: Path) -> None:
+def test_stored_record_of_a_group_is_explained(tmp_path: Path) -> None:
     path = tmp_path / "group"
     path.write_bytes(encode_group(group(0)))
     said = explain("ppo_tis", "--rollout", str(path))
@@ -85,7 +85,7 @@ def test_a_stored_record_of_a_group(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one step on the orders 4 and 7; of order 7 there is a copy of an abandoned epoch, too."""
+    """Return a run of one step on the orders 4 and 7; order 7 also has a copy of an abandoned epoch."""
     run_dir = tmp_path_factory.mktemp("runs") / "ended"
     abandoned = group(7, (1.0, 1.0, 0.0), version=5, epoch=1)
 
@@ -105,7 +105,7 @@ def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_rollouts_of_a_step_of_a_run(ended_run: Path) -> None:
+def test_rollouts_of_a_runs_step_are_explained(ended_run: Path) -> None:
     run = ["--run", str(ended_run), "--step", "1"]
     rows = [line.split() for line in explain("grpo", *run).split("multiplier")[1].strip().splitlines()]
     assert [(row[0], row[1]) for row in rows[::2]] == [("4", "0"), ("4", "1"), ("7", "2"), ("7", "3"), ("7", "4")]
@@ -117,7 +117,7 @@ def test_rollouts_of_a_step_of_a_run(ended_run: Path) -> None:
     assert explain(*run).startswith("pipelinerl"), "left out, it is the run's own objective"
 
 
-def test_what_a_run_did_not_record_is_said(ended_run: Path) -> None:
+def test_unrecorded_step_or_group_is_refused(ended_run: Path) -> None:
     with pytest.raises(UserError, match=r"step 9 is not in .*/events.jsonl; its steps are 1 to 1"):
         explain("grpo", "--run", str(ended_run), "--step", "9")
     with pytest.raises(UserError, match="did not train on the group of order 8; its orders are 4, 7"):
@@ -143,14 +143,12 @@ def test_what_a_run_did_not_record_is_said(ended_run: Path) -> None:
         ({"rollouts": [ROLLOUT | {"logprobs": [-1]}]}, "rollout 0 has 2 tokens but 1 logprobs"),
     ],
 )
-def test_a_file_that_is_not_right_is_refused_with_a_sentence(
-    content: Any, sentence: str, stored: Callable[[Any], str]
-) -> None:
+def test_malformed_file_is_refused_in_one_sentence(content: Any, sentence: str, stored: Callable[[Any], str]) -> None:
     with pytest.raises(UserError, match=sentence):
         explain("grpo", "--rollout", stored(content))
 
 
-def test_what_is_not_there_is_refused_with_a_sentence(stored: Callable[[Any], str], tmp_path: Path) -> None:
+def test_unknown_choice_or_missing_file_is_refused(stored: Callable[[Any], str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'dpo' is neither a preset nor a recipe; presets are reinforce, .*tiny"):
         explain("dpo")
     with pytest.raises(UserError, match=r"grpo is a preset, and run\.seed=1 changes a recipe"):

@@ -1,5 +1,7 @@
-"""`pipelinerl trace`: a whole file of any run, and a sentence where there is none to be had. For `track` see
-`tests/roles/test_tracker_role.py`."""
+"""`pipelinerl trace` writes a complete file for any run, or fails with one sentence.
+
+For `track` see `tests/roles/test_tracker_role.py`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def _leave(run_dir: Path, events: Iterable[dict[str, Any]], *, torn: str = "") -
     return run_dir
 
 
-def test_a_crashed_run_with_a_torn_log_gives_a_whole_trace(tmp_path: Path) -> None:
+def test_crashed_run_with_a_torn_log_gives_a_complete_trace(tmp_path: Path) -> None:
     made = _leave(tmp_path / "run", run(5, ended=False), torn='{"time":1,"kind":"st')
     said = trace_run(made, None)
     trace = json.loads(gzip.decompress((made / "trace.json.gz").read_bytes()))
@@ -35,14 +37,14 @@ def test_a_crashed_run_with_a_torn_log_gives_a_whole_trace(tmp_path: Path) -> No
     assert [path.name for path in made.iterdir() if path.suffix == ".part"] == []
 
 
-def test_a_name_without_gz_is_plain_json(tmp_path: Path) -> None:
+def test_name_without_gz_gives_plain_json(tmp_path: Path) -> None:
     made = _leave(tmp_path / "run", run(2))
     trace_run(made, tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text())["otherData"] == {"run": "run"}
 
 
 def test_memory_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_ORDERS", 64)  # in a run so short, as many as are kept would be all
+    monkeypatch.setattr(groups, "_ORDERS", 64)  # the real limit exceeds this short run
     monkeypatch.setattr(chrome_trace, "_STEPS", 64)
 
     def peak(steps: int) -> int:
@@ -58,7 +60,7 @@ def test_memory_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.M
     assert peak(1_000) < peak(500) + 200_000
 
 
-def test_what_cannot_be_traced_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_untraceable_run_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no run: it has no events"):
         trace_run(tmp_path, None)
     made = _leave(tmp_path / "run", run(1))

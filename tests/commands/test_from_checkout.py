@@ -1,4 +1,4 @@
-"""`pipelinerl chaos` finds the scenarios of its checkout, and says so where there are none."""
+"""`pipelinerl chaos` finds the scenarios of its checkout, and fails with a sentence without one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.errors import UserError
 from tests.faults.scenarios.scenario import names
 
 
-def test_the_scenarios_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_scenarios_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
     done = CliRunner().invoke(cli.app, ["chaos", "--list"])
     listed = capfd.readouterr().out.splitlines()
     assert done.exit_code == 0
@@ -21,18 +21,18 @@ def test_the_scenarios_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
     assert all(line.endswith(".") for line in listed)
 
 
-def test_a_seed_is_played_and_its_figures_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_seeds_are_played_and_their_figures_shown(capfd: pytest.CaptureFixture[str]) -> None:
     done = CliRunner().invoke(cli.app, ["chaos", "--scenario", "starved", "--seed", "3", "--count", "2"])
     assert done.exit_code == 0
     assert capfd.readouterr().out.startswith("starved: 2 situations, 0 hung, 0 named wrongly (seeds 3 to 4, ")
 
 
-def test_an_unknown_scenario_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unknown_scenario_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert CliRunner().invoke(cli.app, ["chaos", "--scenario", "zzz"]).exit_code == 2
     assert "no scenario is called 'zzz'; there are: bad_machine, controller_killed, " in capfd.readouterr().err
 
 
-def test_an_installation_without_tests_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_installation_without_a_checkout_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checkout, "_CHECKOUT", tmp_path)
     with pytest.raises(UserError, match="the fault scenarios are part of a checkout"):
         checkout.chaos()

@@ -1,4 +1,4 @@
-"""`pipelinerl mismatch` on the event log of a run: tables, advice, picture, JSON, and what it says of no run."""
+"""`pipelinerl mismatch` on a run's event log: tables, advice, picture, JSON, and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.numerics.test_causes import HELD, micro_batch, random_rollouts
 
 
 def a_run(directory: Path, *, steps: int) -> Path:
-    """A run's directory with the figures of random rollouts."""
+    """Write a run's directory with the figures of random rollouts."""
     with EventLog(directory / "events.jsonl") as log:
         log.write("run_started", elapsed_s=0.0, run="r")
         for number in range(1, steps + 1):
@@ -39,7 +39,7 @@ def said(*arguments: str) -> str:
     return result.output
 
 
-def test_tables_advice_and_picture(tmp_path: Path) -> None:
+def test_tables_advice_and_picture_are_shown(tmp_path: Path) -> None:
     output = said(str(a_run(tmp_path, steps=12)))
     for expected in ("current − behavior, 12 steps", "old − behavior", "numerics", "cache", "staleness", "5–8"):
         assert expected in output
@@ -54,12 +54,12 @@ def test_json_has_every_figure(tmp_path: Path) -> None:
     assert record["advice"][0].keys() == {"finding", "do", "because"}
 
 
-def test_the_report_shows_the_causes(tmp_path: Path) -> None:
+def test_report_shows_the_causes(tmp_path: Path) -> None:
     page = write_report(a_run(tmp_path, steps=3)).html.read_text()
     assert "Trainer − sampler, P95" in page and "numerics" in page
 
 
-def test_no_run_an_empty_one_and_one_without_figures(tmp_path: Path) -> None:
+def test_missing_empty_and_unmeasured_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no readable events\.jsonl"):
         said(str(tmp_path / "nowhere"))
     (tmp_path / "events.jsonl").touch()

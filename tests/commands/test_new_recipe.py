@@ -28,7 +28,7 @@ def new(directory: Path, data: Path, **fields: Any) -> Path:
     return write_new(directory, model=MODEL, data=data, **{"prompt_field": None, "answer_field": None} | fields)
 
 
-def test_the_recipe_passes_check_as_it_stands(tmp_path: Path) -> None:
+def test_new_recipe_passes_check_unchanged(tmp_path: Path) -> None:
     recipe = new(tmp_path / "mine", rows(tmp_path / "words.jsonl", prompt="question", answer="solution"))
     result = CliRunner().invoke(app, ["check", str(recipe), f"run.directory={tmp_path}"])
     assert result.exit_code == 0, result.output
@@ -38,7 +38,7 @@ def test_the_recipe_passes_check_as_it_stands(tmp_path: Path) -> None:
     assert config.engine.context_length > config.sampling.max_tokens >= 32
 
 
-def test_the_reward_compares_values_and_not_spelling(tmp_path: Path) -> None:
+def test_reward_compares_values_and_not_spelling(tmp_path: Path) -> None:
     recipe = new(tmp_path / "mine", rows(tmp_path / "words.jsonl"))
     names: dict[str, Any] = {}
     exec(recipe.with_name("rewards.py").read_text(), names)
@@ -58,9 +58,7 @@ def test_the_reward_compares_values_and_not_spelling(tmp_path: Path) -> None:
         ("", {}, "has no rows"),
     ],
 )
-def test_data_that_cannot_be_used_is_refused(
-    tmp_path: Path, content: str, fields: dict[str, str], sentence: str
-) -> None:
+def test_unusable_data_is_refused(tmp_path: Path, content: str, fields: dict[str, str], sentence: str) -> None:
     data = tmp_path / "bad.jsonl"
     data.write_text(content)
     with pytest.raises(UserError, match=sentence):
@@ -68,7 +66,7 @@ def test_data_that_cannot_be_used_is_refused(
     assert not (tmp_path / "mine").exists()
 
 
-def test_a_directory_that_is_taken_and_data_that_is_none_are_refused(tmp_path: Path) -> None:
+def test_existing_directory_and_missing_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "recipe.toml").write_text("")
     with pytest.raises(UserError, match="exists and is not empty; give a new directory"):

@@ -1,4 +1,4 @@
-"""Which lineage a recorded step is of: that of its trainer, and of all that began before."""
+"""The lineage of a recorded step: that of its trainer and of all that started before."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pipelinerl.training.rollouts.admission import Lineage
 from tests.fakes.rollouts import group
 
 
-def test_who_took_a_step_of_a_log_that_does_not_say_is_nobody(tmp_path: Path) -> None:
+def test_step_without_a_known_trainer_has_no_orders(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("step", step=1, model_version=1, orders=[1], elapsed_s=1.0)
     assert recorded_steps(tmp_path)[1].orders == (), "its groups cannot be told from others of that order"
 
 
-def test_a_run_that_was_killed_is_read_and_what_cannot_be_decoded_is_passed_over(tmp_path: Path) -> None:
-    """It leaves the address of its controller behind, where nobody answers any more."""
+def test_killed_run_is_readable_and_undecodable_records_are_skipped(tmp_path: Path) -> None:
+    """A killed run leaves the address of its controller behind."""
     (port,) = free_ports(1)
     (tmp_path / "controller.json").write_text(f'{{"url": "http://127.0.0.1:{port}", "token": null}}')
     given = group(3)
@@ -40,7 +40,7 @@ def test_a_run_that_was_killed_is_read_and_what_cannot_be_decoded_is_passed_over
     assert [each.index for each in found[given.index]] == [given.index]
 
 
-def test_a_step_knows_the_epochs_before_its_own(tmp_path: Path) -> None:
+def test_step_knows_the_epochs_before_its_own(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("run_started", run="ended", elapsed_s=0.0)
         for epoch, began_at in ((1, 0), (2, 1), (3, 2)):

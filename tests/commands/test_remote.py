@@ -1,4 +1,4 @@
-"""What the command line asks of a live run: found by directory or URL, refused with the controller's sentence."""
+"""Requests to a live run, found by directory or URL; refusals are shown in the controller's words."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KNOBS = {
 
 
 def application() -> FastAPI:
-    """A controller of few words."""
+    """Return a minimal controller."""
     app = FastAPI(openapi_url=None)
 
     @app.get("/status")
@@ -63,7 +63,7 @@ def remote(url: str, tmp_path: Path) -> Iterator[ControllerClient]:
         yield made
 
 
-def test_answers_come_as_values(tmp_path: Path, remote: ControllerClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_responses_are_decoded(tmp_path: Path, remote: ControllerClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "Zoë")
     assert remote.status() == RunStatus(run="tiny", step=3)
     answer = remote.knobs()
@@ -73,8 +73,8 @@ def test_answers_come_as_values(tmp_path: Path, remote: ControllerClient, monkey
         assert named.change_knobs({"k": 4}).knobs == {"k": 4, "who": "Zo?"}
 
 
-def test_a_run_that_is_not_live_is_told_as_what_it_is(tmp_path: Path) -> None:
-    """Of a finished run it was asked whether its controller is running."""
+def test_run_that_is_not_live_is_described(tmp_path: Path) -> None:
+    """The message distinguishes missing, starting, finished and suspended runs."""
 
     def said(run: Path) -> str:
         with pytest.raises(UserError, match=f"{run} has no live run: ") as refused:
@@ -94,7 +94,7 @@ def test_a_run_that_is_not_live_is_told_as_what_it_is(tmp_path: Path) -> None:
         assert said(tmp_path).startswith(words)
 
 
-def test_a_run_whose_directory_is_elsewhere_is_named_by_its_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_a_remote_directory_is_named_by_its_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     assert address_of(f"{url}/") == ControllerAddress(url, "secret")
     with controller_of(url) as controller:
@@ -104,12 +104,12 @@ def test_a_run_whose_directory_is_elsewhere_is_named_by_its_url(url: str, monkey
         stranger.status()
 
 
-def test_the_token_is_given_to_no_proxy(remote: ControllerClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_not_sent_to_a_proxy(remote: ControllerClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     assert remote.status().step == 3
 
 
-def test_a_refusal_is_the_controllers_sentence(remote: ControllerClient, url: str) -> None:
+def test_refusal_has_the_controllers_message(remote: ControllerClient, url: str) -> None:
     with pytest.raises(RecipeError, match=r"^unknown knob 'q'$"):
         remote.change_knobs({"q": 1})
     with ControllerClient(url, None) as stranger, pytest.raises(TokenRefused, match="a valid bearer token is required"):
@@ -125,7 +125,7 @@ def test_a_refusal_is_the_controllers_sentence(remote: ControllerClient, url: st
         '{"url": "\udcff", "token": null}', '{"x": ' + "[" * 10**5,
     ],
 )  # fmt: skip
-def test_a_directory_without_a_live_run(tmp_path: Path, record: str | None) -> None:
+def test_directory_without_a_live_run_is_refused(tmp_path: Path, record: str | None) -> None:
     if record is not None:
         (tmp_path / "controller.json").write_text(record, errors="surrogateescape")
     with pytest.raises(UserError, match=f"{tmp_path} has no live run"):
@@ -135,7 +135,7 @@ def test_a_directory_without_a_live_run(tmp_path: Path, record: str | None) -> N
 @pytest.mark.parametrize(
     "address", ["http://127.0.0.1:1", "ht!tp://x", "http://[", "", "http://127.0.0.1:port", "http://" + "a" * 70]
 )
-def test_nobody_answers(address: str) -> None:
+def test_unreachable_controller_is_reported(address: str) -> None:
     with (
         pytest.raises(AddressError, match=r"does not answer .*; has the run ended\?"),
         ControllerClient(address, "secret") as controller,
@@ -143,7 +143,7 @@ def test_nobody_answers(address: str) -> None:
         controller.status()
 
 
-def test_somebody_else_answers_on_the_port_of_a_run_that_died() -> None:
+def test_another_server_on_the_port_of_a_dead_run_is_detected() -> None:
     app = FastAPI(openapi_url=None)
     app.get("/status")(lambda: HTMLResponse("<html>"))
     app.get("/knobs")(lambda: {"detail": "something else"})

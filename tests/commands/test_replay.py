@@ -1,4 +1,4 @@
-"""A replay begins at the newest whole checkpoint before its step."""
+"""A replay starts at the newest intact checkpoint before its step."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ from tests.fakes.checkpoints import model_directory, save
     [("grpo_kl", "grpo_kl needs ref_logprobs, for which this run has no weights"), ("ppo", "ppo needs values"),
      ("grpoo", "objective.preset must be one of")],
 )  # fmt: skip
-def test_an_objective_that_the_run_cannot_be_taken_with_is_refused_before_anything_is_read(
-    tmp_path: Path, preset: str, sentence: str
-) -> None:
+def test_impossible_objective_is_refused_before_anything_is_read(tmp_path: Path, preset: str, sentence: str) -> None:
     save_recipe(load("tiny"), tmp_path / "recipe.toml")
     write_layout(tmp_path)
     with pytest.raises(UserError, match=sentence):
         show(tmp_path, step=1, objective=preset, console=Console())
 
 
-def test_it_begins_at_the_newest_whole_checkpoint_before_the_step(tmp_path: Path) -> None:
+def test_replay_starts_at_the_newest_intact_checkpoint_before_the_step(tmp_path: Path) -> None:
     config = load("tiny")
     directory = checkpoints_of(config, tmp_path).directory
     store = CheckpointStore(directory, keep=3, model_directory=model_directory(tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""`pipelinerl samples` on a run's directory: what is shown, in which order, what hostile text does, and user errors."""
+"""`pipelinerl samples` on a run's directory: contents, order, hostile text, and user errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ GROUPS = (
 )
 
 
-def test_everything_that_is_known_is_shown(tmp_path: Path) -> None:
+def test_all_known_facts_are_shown(tmp_path: Path) -> None:
     output = said(str(a_run(tmp_path, *GROUPS)), "--step", "2")
     for expected in (
         "step 2 · words · trained · words-2",
@@ -79,14 +79,14 @@ def test_everything_that_is_known_is_shown(tmp_path: Path) -> None:
         (["--evaluation"], ["fifth"]),
     ],
 )
-def test_options(tmp_path: Path, options: list[str], expected: list[str]) -> None:
+def test_options_select_and_order_samples(tmp_path: Path, options: list[str], expected: list[str]) -> None:
     run = str(a_run(tmp_path, *GROUPS))
     assert [json.loads(line)["text"] for line in said(run, *options, "--json").splitlines()] == expected
     output = said(run, *options)
     assert sorted(expected, key=output.index) == expected
 
 
-def test_hostile_text_is_shown_inert(tmp_path: Path) -> None:
+def test_hostile_text_is_escaped(tmp_path: Path) -> None:
     evil = answer(HOSTILE, reason=HOSTILE, finish_reason=HOSTILE, outcome=HOSTILE, parts=((HOSTILE, 1.0),))
     run = str(a_run(tmp_path, group(1, evil, domain=HOSTILE, tags=("[bold]", HOSTILE), prompt=HOSTILE, why=HOSTILE)))
     for output in (said(run), said(run, "--json")):
@@ -94,12 +94,12 @@ def test_hostile_text_is_shown_inert(tmp_path: Path) -> None:
     assert "<script>alert(1)</script>" in said(run) and "[bold]" in said(run)
 
 
-def test_a_million_characters_are_few(tmp_path: Path) -> None:
+def test_long_text_is_shortened(tmp_path: Path) -> None:
     output = said(str(a_run(tmp_path, group(1, answer("x" * 10**6)))))
     assert len(output) < 5000 and "characters left out" in output
 
 
-def test_following_shows_what_comes_and_ends_with_the_run(tmp_path: Path) -> None:
+def test_follow_shows_new_samples_and_ends_with_the_run(tmp_path: Path) -> None:
     a_run(tmp_path, GROUPS[0], over=False)
 
     def go_on() -> None:

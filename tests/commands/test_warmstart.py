@@ -1,5 +1,6 @@
-"""`pipelinerl warmstart` refuses before it fits anything, and leaves nothing where it refused; by domain, it stops by
-what the recipe's verifiers say."""
+"""`pipelinerl warmstart` refuses bad input before fitting, leaves no files behind, and can stop by verifiers'
+rewards.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +20,21 @@ def options(**changes: object) -> WarmStartOptions:
     return WarmStartOptions(**{"hidden": 8, "layers": 1, "heads": 2, "band": (0.3, 0.4), "seed": 0, **changes})  # type: ignore[arg-type]
 
 
-def test_what_exists_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_output_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     with pytest.raises(UserError, match=f"{tmp_path} exists; name a directory to be made"):
         make(load("tiny"), options(), output=tmp_path, say=print)
     assert (tmp_path / "precious").read_text() == "x"
 
 
-def test_a_shape_that_cannot_be(tmp_path: Path) -> None:
+def test_impossible_shape_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected heads to divide hidden"):
         make(load("tiny"), options(heads=3), output=tmp_path / "new", say=print)
     assert list(tmp_path.iterdir()) == []
 
 
 def two_instructions(verifier: str = "instruction_following") -> RunConfig:
-    """One that random tokens follow as well, and one that they do not."""
+    """Return a recipe with two instructions: one that random tokens follow, and one that they do not."""
     kinds = {"calm": "punctuation:no_comma", "loud": "change_case:english_capital"}
     domains = [
         {
@@ -48,7 +49,7 @@ def two_instructions(verifier: str = "instruction_following") -> RunConfig:
     return parse(to_table(load("tiny")) | {"domains": domains})
 
 
-def test_by_domain_the_band_is_of_what_the_verifiers_say(tmp_path: Path) -> None:
+def test_band_by_domain_is_of_the_verifiers_rewards(tmp_path: Path) -> None:
     said: list[str] = []
     wanted = options(skill=Skill.REWARD, vocab=300, band=(0.0, 1.0))
     make(two_instructions(), wanted, output=tmp_path / "new", say=said.append)
@@ -57,7 +58,7 @@ def test_by_domain_the_band_is_of_what_the_verifiers_say(tmp_path: Path) -> None
     assert float(rewards["loud"]) < 0.5 < float(rewards["calm"])
 
 
-def test_an_answer_that_cannot_be_judged_ends_it(tmp_path: Path) -> None:
+def test_answer_that_cannot_be_judged_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def shy(completion):\n    return None\n")
     config = two_instructions(f"{tmp_path}/mine.py:shy")
     with pytest.raises(UserError, match=r"domains\.calm: an answer could not be judged"):

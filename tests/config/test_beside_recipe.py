@@ -1,4 +1,4 @@
-"""Files in a recipe: a path is meant from who says it, a file or a command line; saved, it is absolute."""
+"""Tests of file names in a recipe: relative to the file or command line that contains them, absolute once saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_path_is_meant_from_the_file_that_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_is_relative_to_the_file_that_contains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     domain = DOMAIN.format(source="../data.py:rows", verifier="rewards.py:score")
     write(tmp_path / "bases" / "base.toml", f'base = "tiny"\n{domain}[trainer]\ntype = "mine.py:Trainer"\n')
     recipe = write(tmp_path / "run.toml", 'base = "bases/base.toml"\n[engine]\ntype = "engines/mine.py:open"\n')
@@ -31,7 +31,7 @@ def test_a_path_is_meant_from_the_file_that_says_it(tmp_path: Path, monkeypatch:
     assert load(recipe).engine.type == f"{tmp_path}/engines/mine.py:open"
 
 
-def test_types_of_engines_that_come_and_go_are_meant_from_the_file_that_names_them(tmp_path: Path) -> None:
+def test_elastic_type_paths_resolve_relative_to_the_recipe(tmp_path: Path) -> None:
     limits = '[elastic.types."mine.py:open"]\nmax = 3\n[elastic.types.torch]\nmax = 2\n'
     config = load(write(tmp_path / "run.toml", f'base = "tiny"\n[engine]\ntype = "mine.py:open"\n{limits}'))
     assert list(config.elastic.types) == [config.engine.type, "torch"] == [f"{tmp_path}/mine.py:open", "torch"]
@@ -39,7 +39,7 @@ def test_types_of_engines_that_come_and_go_are_meant_from_the_file_that_names_th
     assert load(tmp_path / "elsewhere.toml") == config
 
 
-def test_the_saved_recipe_is_the_same_wherever_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_recipe_means_the_same_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = 'rewards = [{ function = "r.py:form", weight = 0.2 }, { function = "math_answer" }]'
     recipe = write(
         tmp_path / "run.toml",
@@ -55,7 +55,7 @@ def test_the_saved_recipe_is_the_same_wherever_it_is_read(tmp_path: Path, monkey
     assert [part.shown_as for part in again.domains[0].rewards] == ["form", "math_answer"]
 
 
-def test_what_names_no_part_is_left_alone(tmp_path: Path) -> None:
+def test_other_values_are_unchanged(tmp_path: Path) -> None:
     table = {
         "engine": {"type": "torch", "options": {"function": "x.py:y"}},
         "domains": [{"name": "x.py:y", "source": "reasoning_gym:chain_sum", "parameters": {"source": "x.py:y"}}],
@@ -65,7 +65,7 @@ def test_what_names_no_part_is_left_alone(tmp_path: Path) -> None:
         assert resolved_beside(other, tmp_path) == other
 
 
-def test_data_on_the_command_line_is_meant_from_where_it_is_said(
+def test_data_path_on_the_command_line_is_relative_to_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""A domain's block: prompts and sampling of its own, and files that are found beside the recipe that names them."""
+"""Tests of `[[domains]]` tables: prompts, sampling, and files relative to the recipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def with_domain(**domain: Any) -> RunConfig:
     return parse(to_table(load("tiny")) | {"domains": [{"name": "d", "source": "addition", **domain}]})
 
 
-def test_prompts_and_sampling_are_those_of_the_block() -> None:
+def test_domain_has_its_own_prompts_and_sampling() -> None:
     (domain,) = with_domain(
         system_prompt="s",
         prompt_template="Say {prompt}",
@@ -54,13 +54,13 @@ def test_prompts_and_sampling_are_those_of_the_block() -> None:
         ({"chat_template_kwargs": {"a": [1]}}, r"domains\.d\.chat_template_kwargs\.a"),
     ],
 )
-def test_what_cannot_be_is_refused(domain: dict[str, Any], sentence: str) -> None:
+def test_invalid_domain_is_rejected(domain: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         with_domain(**domain)
 
 
 def written(folder: Path) -> Path:
-    """A recipe with its data, its examples and a base beside it."""
+    """Write a recipe with data, examples and a base next to it."""
     (folder / "data").mkdir(parents=True)
     rows = "".join(json.dumps({"prompt": f"q{i}", "answer": "a"}) + "\n" for i in range(20))
     (folder / "data" / "a.jsonl").write_text(rows)
@@ -74,7 +74,7 @@ def written(folder: Path) -> Path:
     return folder / "deeper" / "mine.toml"
 
 
-def test_files_are_found_beside_the_recipe_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_relative_to_the_recipe_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = written(tmp_path / "where")
     monkeypatch.chdir(tmp_path)
     config = load(recipe.relative_to(tmp_path))
@@ -91,7 +91,7 @@ def test_files_are_found_beside_the_recipe_that_names_them(tmp_path: Path, monke
     ("text", "sentence"),
     [(None, "domains.d.few_shot: .*shots.json cannot be read"), ("{", "is no JSON"), ("{}", "must hold a list")],
 )
-def test_examples_that_cannot_be_read_are_named(text: str | None, sentence: str, tmp_path: Path) -> None:
+def test_unreadable_examples_are_named(text: str | None, sentence: str, tmp_path: Path) -> None:
     recipe = written(tmp_path)
     shots = tmp_path / "data" / "shots.json"
     shots.unlink() if text is None else shots.write_text(text)
@@ -100,7 +100,7 @@ def test_examples_that_cannot_be_read_are_named(text: str | None, sentence: str,
 
 
 def sized(sizes: dict[str, int | None], *overrides: str) -> RunConfig:
-    """The shipped recipe with a domain for each of these group sizes."""
+    """Return the shipped recipe with a domain for each of these group sizes."""
     domains = [
         {"name": name, "source": "addition"} | ({} if size is None else {"group_size": size})
         for name, size in sizes.items()
@@ -108,7 +108,7 @@ def sized(sizes: dict[str, int | None], *overrides: str) -> RunConfig:
     return parse(overridden(to_table(load("tiny")) | {"domains": domains}, overrides))
 
 
-def test_a_domains_group_size_comes_before_that_of_the_run() -> None:
+def test_domain_group_size_overrides_that_of_the_run() -> None:
     config = sized({"own": 4, "other": None}, "sampling.group_size=12", "training.rollouts_per_step=64")
     own, other = config.domains
     assert (config.group_size_of(own), config.group_size_of(other)) == (4, 12)
@@ -131,7 +131,7 @@ def test_a_domains_group_size_comes_before_that_of_the_run() -> None:
         ({"a": 0}, [], "domains.a.group_size: Input should be greater than or equal to 1, got 0"),
     ],
 )
-def test_groups_that_fill_no_step_are_refused(
+def test_group_sizes_that_cannot_fill_a_step_are_rejected(
     sizes: dict[str, int | None], overrides: list[str], sentence: str
 ) -> None:
     with pytest.raises(RecipeError, match=re.escape(sentence)):

@@ -1,4 +1,4 @@
-"""Evaluation sets of a recipe: `[evaluation]` is what they have in common, and all where there are no others."""
+"""Tests of a recipe's evaluation sets, and of the defaults from `[evaluation]`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def recipe(*sets: dict[str, Any], overrides: tuple[str, ...] = ()) -> RunConfig:
     return parse(overridden(table, overrides))
 
 
-def test_a_recipe_without_sets_has_one_that_is_named_by_its_split() -> None:
+def test_recipe_without_sets_has_one_named_after_its_split() -> None:
     (asked,) = recipe(
         overrides=("evaluation.problems=7", "evaluation.samples=2", "evaluation.temperature=1")
     ).evaluation_sets
@@ -35,7 +35,7 @@ def test_a_recipe_without_sets_has_one_that_is_named_by_its_split() -> None:
     assert (asked.name, asked.split, asked.interval_steps) == ("validation", "validation", None)
 
 
-def test_a_set_says_what_it_has_its_own_way() -> None:
+def test_set_overrides_single_defaults() -> None:
     config = recipe(
         {"name": "quick", "problems": 8},
         {
@@ -59,7 +59,7 @@ def test_a_set_says_what_it_has_its_own_way() -> None:
     ]
 
 
-def test_a_domain_without_weight_is_evaluated_and_never_trained_on() -> None:
+def test_domain_without_weight_is_evaluated_but_not_trained_on() -> None:
     config = recipe(
         {"name": "main"}, {"name": "bench", "domains": ["benchmark"]}, {"name": "both", "domains": ["b", "benchmark"]}
     )
@@ -72,7 +72,7 @@ def test_a_domain_without_weight_is_evaluated_and_never_trained_on() -> None:
     assert 29 <= drawn["both"].count("b") <= 31, "3 to 1: in its sets a domain without weight has that of 1"
 
 
-def test_the_problems_of_a_set_do_not_depend_on_the_other_sets() -> None:
+def test_problems_of_a_set_do_not_depend_on_other_sets() -> None:
     alone = held_out_problems(recipe({"name": "main", "domains": ["b"]}))["main"]
     beside = held_out_problems(recipe({"name": "x", "split": "validation"}, {"name": "main", "domains": ["b"]}))["main"]
     assert [alone.problem(index) for index in range(9)] == [beside.problem(index) for index in range(9)]
@@ -92,18 +92,18 @@ def test_the_problems_of_a_set_do_not_depend_on_the_other_sets() -> None:
         ([{"name": "a b"}], "evaluations.0.name: String should match pattern"),
     ],
 )
-def test_sets_that_cannot_be_asked_are_refused(sets: list[dict[str, Any]], sentence: str) -> None:
+def test_invalid_sets_are_rejected(sets: list[dict[str, Any]], sentence: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(sentence)):
         recipe(*sets)
 
 
-def test_something_must_be_trained_on() -> None:
+def test_at_least_one_domain_must_be_trained_on() -> None:
     table = to_table(load("tiny"))
     with pytest.raises(RecipeError, match="domains: must have a weight above 0 in one domain at least"):
         parse(table | {"domains": [DOMAINS[2]]})
 
 
-def test_a_saved_recipe_has_the_same_sets(tmp_path: Path) -> None:
+def test_saved_recipe_has_the_same_sets(tmp_path: Path) -> None:
     config = recipe({"name": "main"}, {"name": "hard", "domains": ["benchmark"], "samples": 2, "temperature": 0.5})
     save(config, tmp_path / "saved.toml")
     assert load(tmp_path / "saved.toml").evaluation_sets == config.evaluation_sets

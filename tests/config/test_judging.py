@@ -1,4 +1,4 @@
-"""What a recipe may say of a judge, and what it is refused for."""
+"""Tests of a judge's settings in a recipe, and of their validation."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ def refused(**domain: Any) -> str:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(judge: dict[str, Any], sentence: str) -> None:
+def test_invalid_judge_settings_are_rejected_by_name(judge: dict[str, Any], sentence: str) -> None:
     assert sentence in refused(verifier="judge", judge=judge)
 
 
-def test_a_judge_and_its_table_come_together() -> None:
+def test_judge_verifier_and_judge_table_require_each_other() -> None:
     assert "domains.d.judge must say whom to ask" in refused(verifier="judge")
     assert "judge is a table of the verifier judge, which this domain lacks" in refused(judge={"url": URL})
     assert "domains.d.judge must say whom to ask" in refused(rewards=[{"function": "judge"}])
 
 
 @pytest.mark.parametrize("url", [f"{URL}", f"{URL}/", f"{URL}/v1", f"{URL}/v1/"])
-def test_a_url_may_end_in_v1(url: str) -> None:
+def test_url_may_end_in_v1(url: str) -> None:
     assert JudgeSection(url=url).url == URL
 
 
-def test_the_key_is_in_no_text_and_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_is_in_no_text_and_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", "secret-7")
     section = JudgeSection(url=URL, key_variable="A_KEY")
     domain = DomainSection(name="d", source="addition", verifier="judge", judge=section)

@@ -1,4 +1,4 @@
-"""A run that another version of the project began is refused with a sentence, by whoever would read its streams."""
+"""Tests that runs of another layout version are rejected with one sentence by all readers of their streams."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pipelinerl.roles.resumption import directory_of
 
 @pytest.fixture
 def older(tmp_path: Path) -> Path:
-    """A run as the first layout left it: with a recipe, events and a live controller's address, and no number."""
+    """Return a run of the first layout: a recipe, events, and a live controller's address, without a layout version."""
     save(load("tiny"), tmp_path / "recipe.toml")
     (tmp_path / "events.jsonl").write_text('{"kind": "run_started", "elapsed_s": 1.0}\n')
     (tmp_path / "controller.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "token": None}))
     return tmp_path
 
 
-def test_whoever_would_go_on_with_it_ask_it_or_replay_it_says_so(older: Path) -> None:
+def test_resume_control_and_replay_reject_an_older_layout(older: Path) -> None:
     sentence = rf"^the run in {older} must be of layout {LAYOUT}, got layout 1: another version of pipelinerl began it"
     for ask in (open_run, controller_of, lambda path: directory_of(str(path))):
         with pytest.raises(UserError, match=sentence):
@@ -38,7 +38,7 @@ def test_whoever_would_go_on_with_it_ask_it_or_replay_it_says_so(older: Path) ->
         show(older, step=1, objective=None, console=Console())
 
 
-async def test_a_controller_does_not_go_on_with_it(older: Path) -> None:
+async def test_controller_rejects_an_older_layout(older: Path) -> None:
     identity = Identity(
         config=load("tiny"), run_dir=older, name="controller", redis_url="", controller_url="", token=None
     )
@@ -46,13 +46,13 @@ async def test_a_controller_does_not_go_on_with_it(older: Path) -> None:
         await controller_role.run(identity, start=Start.AFRESH)
 
 
-def test_one_of_a_later_layout_is_refused_too(older: Path) -> None:
+def test_later_layout_is_rejected(older: Path) -> None:
     (older / "layout").write_text("99\n")
     with pytest.raises(UserError, match="got layout 99"):
         check_layout(older)
 
 
-def test_a_run_that_begins_now_is_of_this_layout_and_so_is_a_directory_that_holds_none(tmp_path: Path) -> None:
+def test_new_run_has_the_current_layout_and_an_empty_directory_is_accepted(tmp_path: Path) -> None:
     check_layout(tmp_path)
     made = create(load("tiny", [f"run.directory={tmp_path}"]))
     assert open_run(made.path).path == made.path

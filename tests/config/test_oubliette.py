@@ -1,4 +1,4 @@
-"""The section of a domain that says how programs are judged."""
+"""Tests of the recipe section for judging programs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pipelinerl.config.oubliette import OublietteSection
 from pipelinerl.verifiers.oubliette.rules import CodeRules
 
 
-def test_left_out_it_is_the_verifiers_own_rules() -> None:
+def test_default_section_equals_the_verifiers_default_rules() -> None:
     assert OublietteSection().rules == CodeRules()
 
 
-def test_languages_are_those_that_are_known() -> None:
+def test_languages_must_be_known() -> None:
     assert OublietteSection(language="cpp").rules.languages == ("cpp",)
     assert OublietteSection(language="cpp", languages=("python", "cpp")).rules.languages == ("python", "cpp")
     with pytest.raises(ValidationError, match=r"language must be one of python, .* got 'cobol'"):

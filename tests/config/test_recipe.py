@@ -1,4 +1,4 @@
-"""Recipes: bases and overrides, what is refused and with which sentence, that a resolved recipe reads back equal."""
+"""Tests of recipes: bases, overrides, error messages, and that a saved recipe reads back equal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MINIMAL = {"model": {"path": "m"}, "domains": [{"name": "d", "source": "addition
 
 
 def refusal(*overrides: str) -> str:
-    """The sentence with which the shipped recipe refuses these overrides."""
+    """Return the error message of the shipped recipe with these overrides."""
     with pytest.raises(RecipeError) as refused:
         load("tiny", overrides)
     return str(refused.value)
@@ -101,23 +101,23 @@ def refusal(*overrides: str) -> str:
         ('parameter_server.urls=["http://a:1", "http://a:1"]', "parameter_server.urls must name each server once"),
     ],
 )
-def test_refusals_name_the_field(override: str, sentence: str) -> None:
+def test_errors_name_the_field(override: str, sentence: str) -> None:
     assert refusal(override).startswith(sentence)
     assert "\n" not in refusal(override), "one finding, one line"
 
 
-def test_k_below_j_says_what_to_do() -> None:
+def test_error_for_k_below_j_has_a_remedy() -> None:
     assert refusal("staleness.j=2", "staleness.k=1").startswith("staleness.k must be at least j = 2, got 1: ")
 
 
-def test_every_finding_has_its_line() -> None:
+def test_each_error_has_its_own_line() -> None:
     assert refusal("run.steps=0", "engine.slots=x").splitlines() == [
         "run.steps: Input should be greater than or equal to 1, got 0",
         "engine.slots: Input should be a valid integer, got 'x'",
     ]
 
 
-def test_parameter_servers_are_started_where_weights_are_pulled_and_none_is_named() -> None:
+def test_parameter_servers_are_started_if_weights_are_pulled_and_none_is_named() -> None:
     assert config.load("tiny").servers_to_start == 0
     pulled = ["weights.transport=pull", "parameter_server.replicas=3"]
     assert config.load("tiny", pulled).servers_to_start == 3
@@ -128,7 +128,7 @@ def test_parameter_servers_are_started_where_weights_are_pulled_and_none_is_name
     assert config.load("tiny", [*pulled, 'parameter_server.urls=["http://a:1"]']).servers_to_start == 0
 
 
-def test_what_carries_a_broadcast_is_refused_where_it_cannot() -> None:
+def test_incompatible_broadcast_settings_are_rejected() -> None:
     assert refusal("weights.backend=nccl", "trainer.device=cpu") == (
         'weights.backend = "nccl" goes from GPU to GPU, trainer.device is cpu and engine.device auto'
     )
@@ -137,24 +137,24 @@ def test_what_carries_a_broadcast_is_refused_where_it_cannot() -> None:
     )
 
 
-def test_a_secret_in_an_address_is_not_repeated() -> None:
+def test_secret_in_an_address_is_not_repeated() -> None:
     with pytest.raises(RecipeError, match="must begin with redis://") as refused:
         config.parse({"streams": {"redis_url": "http://:s3cret@host"}})
     assert "s3cret" not in str(refused.value)
 
 
-def test_domains_must_have_names_of_their_own() -> None:
+def test_domain_names_must_be_unique() -> None:
     domain = {"name": "d", "source": "addition"}
     with pytest.raises(RecipeError, match="domains: must be one or more with names of their own, got d, d"):
         parse({**MINIMAL, "domains": [domain, domain]})
 
 
-def test_what_must_be_given() -> None:
+def test_required_sections_must_be_given() -> None:
     with pytest.raises(RecipeError, match="model: must be given\ndomains: must be given"):
         parse({})
 
 
-def test_a_base_is_changed_where_the_recipe_differs(tmp_path: Path) -> None:
+def test_recipe_changes_single_keys_of_its_base(tmp_path: Path) -> None:
     (tmp_path / "first.toml").write_text('base = "tiny"\n[run]\nsteps = 5\n[staleness]\nk = 7\n')
     (tmp_path / "second.toml").write_text('base = "first.toml"\n[staleness]\nk = inf\n')
     resolved, tiny = load(tmp_path / "second.toml", ["run.seed=3", "model.path=some where"]), load("tiny")
@@ -175,14 +175,14 @@ def test_a_base_is_changed_where_the_recipe_differs(tmp_path: Path) -> None:
         ({}, "is neither a file nor a shipped recipe"),
     ],
 )
-def test_files_that_are_no_recipes(tmp_path: Path, files: dict[str, str], sentence: str) -> None:
+def test_files_that_are_not_recipes_are_rejected(tmp_path: Path, files: dict[str, str], sentence: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(RecipeError, match=sentence):
         load(tmp_path / "a.toml")
 
 
-def test_words_and_lists_become_values() -> None:
+def test_strings_and_lists_become_typed_values() -> None:
     resolved = load("tiny", ["trainer.precision=bf16", "engine.on_update=abort", 'sampling.stop=["a", "b"]'])
     assert resolved.trainer.precision is Precision.BF16
     assert resolved.engine.on_update is OnUpdate.ABORT
@@ -191,7 +191,7 @@ def test_words_and_lists_become_values() -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted(config.RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-def test_a_resolved_recipe_reads_back_equal(recipe: Path, tmp_path: Path) -> None:
+def test_resolved_recipe_reads_back_equal(recipe: Path, tmp_path: Path) -> None:
     resolved = load(recipe, ["staleness.k=inf"])
     written = tmp_path / "resolved.toml"
     save(resolved, written)
@@ -202,7 +202,7 @@ def test_a_resolved_recipe_reads_back_equal(recipe: Path, tmp_path: Path) -> Non
     assert again.model_copy(update={"staleness": None}) == resolved.model_copy(update={"staleness": None})
 
 
-def test_reward_shaping_reads_back_equal_and_says_what_makes_no_sense() -> None:
+def test_reward_shaping_reads_back_equal_and_is_validated() -> None:
     domain = {"name": "d", "source": "addition", "reward": {"mean": "group", "high": 5.0, "low": -math.inf}}
     resolved = parse({**MINIMAL, "domains": [domain]})
     assert resolved.domains[0].reward is not None
@@ -212,14 +212,14 @@ def test_reward_shaping_reads_back_equal_and_says_what_makes_no_sense() -> None:
         parse({**MINIMAL, "domains": [{**domain, "reward": {"low": 2.0, "high": 1.0}}]})
 
 
-def test_a_config_is_frozen_and_knows_its_directory() -> None:
+def test_config_is_frozen_and_has_its_run_directory() -> None:
     resolved: RunConfig = parse({**MINIMAL, "run": {"name": "x", "directory": "/somewhere"}})
     assert resolved.run_directory == Path("/somewhere/x")
     with pytest.raises(ValueError, match="frozen"):
         resolved.run.steps = 3  # type: ignore[misc]
 
 
-def test_the_scope_of_staleness_survives_being_written_down() -> None:
+def test_staleness_scope_reads_back_equal() -> None:
     config = load("tiny", ["staleness.scope=rollout"])
     assert config.staleness.scope is StalenessScope.ROLLOUT
     assert parse(to_table(config)).staleness.scope is StalenessScope.ROLLOUT
@@ -235,7 +235,7 @@ def test_the_scope_of_staleness_survives_being_written_down() -> None:
         ({"type": "jax", "options": {"mesh": {"fsdp": 2}}}, 1),
     ],
 )
-def test_the_launcher_starts_the_processes_of_a_torch_trainers_mesh(trainer: dict[str, object], processes: int) -> None:
+def test_launcher_starts_the_processes_of_a_torch_mesh(trainer: dict[str, object], processes: int) -> None:
     config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "trainer": trainer})
     assert config.trainer_processes == processes
     alone = config.in_one_process

@@ -1,4 +1,4 @@
-"""Whose processes judge, as a recipe says it."""
+"""Tests of the recipe's choice between actors and services for judging."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pipelinerl.errors import RecipeError
         (["verification.judged_in=actors"], False),
     ],
 )
-def test_services_judge_where_there_are_some_or_it_is_said(changes: list[str], uses_services: bool) -> None:
+def test_services_judge_if_any_are_started_or_configured(changes: list[str], uses_services: bool) -> None:
     assert load("tiny", changes).verification.uses_services is uses_services
 
 
-def test_services_that_nobody_would_ask_are_refused() -> None:
+def test_unused_services_are_rejected() -> None:
     with pytest.raises(RecipeError, match="nobody would ask them"):
         load("tiny", ["verification.services=1", "verification.judged_in=actors"])

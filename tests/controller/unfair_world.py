@@ -1,9 +1,8 @@
-"""A simulated run in which anything may go wrong in any order, around the real `Controller` and the real `Batcher`.
+"""A simulated run in which anything may fail in any order, with the real `Controller` and the real `Batcher`.
 
-`UnfairWorld.suffer` does one random thing: knobs change, engines come, die, lag and offer themselves again,
-publications fail or skip engines, evaluations begin and end, actors, the trainer and the stream server die.
-`UnfairWorld.recover` then lets every role do its work, a round at a time: from wherever the run was, it must get to its
-next steps.
+`UnfairWorld.suffer` makes one random event: knobs change; engines join, die, lag and repeat offers; publications fail
+or skip engines; evaluations begin and end; actors, the trainer and the stream server die. `UnfairWorld.recover` then
+lets every role work in rounds: from any state, the run must reach its next steps.
 """
 
 from __future__ import annotations
@@ -63,14 +62,14 @@ from tests.fakes.rollouts import rollout
 
 URLS: Final = ("http://engine-0", "http://engine-1", "http://engine-2")
 K: Final = (1, 2, 3, 5, 8, 16, 32)
-#: Rounds of `recover`; an evaluation may hold updates for two of them and go without an answer for four.
+#: Time of one round of `recover`; an evaluation may hold updates for two rounds and lack answers for four.
 TICK_S: Final = 5.0
 #: At this many groups in flight nothing more is issued.
 ROOM: Final = 16
 
 
 def unfair_controller(rng: random.Random) -> Controller:
-    """A controller with a drawn way to evaluate and to count staleness; nothing but its trainer ends its run."""
+    """Return a controller with random evaluation and staleness settings; only its trainer ends its run."""
     plan = EvaluationPlan(
         sets=(EvaluationSet(problems=2, max_tokens=8, samples=1),) if rng.random() < 0.5 else (),
         pin=rng.choice(list(Pin)),
@@ -97,12 +96,12 @@ def unfair_controller(rng: random.Random) -> Controller:
 
 @dataclass
 class UnfairWorld:
-    """All roles but the controller."""
+    """All roles except the controller."""
 
     rng: random.Random
     controller: Controller
     now: float = 1.0
-    # Engines: by URL, which life runs there (0: none), and the version it serves.
+    # Engines: the incarnation at each URL (0: none), and its version.
     lives: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
     lives_begun: int = 0
@@ -124,9 +123,9 @@ class UnfairWorld:
     sampling: list[tuple[PromptOrder, str, int]] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
-    """Publications that were directed while the same one was under way."""
+    """Publications directed while the same one was under way."""
     forgetful: bool = False
-    """Whether the stream server has lost anything: then what is under way is not known, and may be directed again."""
+    """True if the stream server has lost entries: then a publication may be directed again."""
 
     def __post_init__(self) -> None:
         self.begin_trainer()
@@ -135,7 +134,7 @@ class UnfairWorld:
     # --- what may happen ---------------------------------------------------------------------------------------------
 
     def suffer(self) -> None:
-        """One thing happens that the schedule of a real run allows."""
+        """Make one random event that is possible in a real run."""
         happens: list[tuple[Callable[[], None], int]] = [
             (self.turn_knobs, 4),
             (self.work, 12),
@@ -159,7 +158,7 @@ class UnfairWorld:
         what()
 
     def work(self) -> None:
-        """Every role does some of its work, and publications may fail."""
+        """Let every role do some work; publications may fail."""
         self.read_directives()
         self.publish()
         self.prove()
@@ -171,7 +170,7 @@ class UnfairWorld:
         self.step()
 
     def recover(self, *, steps: int, rounds: int) -> str:
-        """Let every role do its work until `steps` more steps are made; returns what the run waits for if not."""
+        """Let every role work until `steps` more steps are made; otherwise return what the run waits for."""
         goal = self.controller.state.version + steps
         for _ in range(rounds):
             if self.controller.state.version >= goal:
@@ -218,7 +217,7 @@ class UnfairWorld:
     # --- engines -----------------------------------------------------------------------------------------------------
 
     def offer(self, url: str) -> None:
-        """A new life begins there."""
+        """Start a new incarnation of the engine."""
         self.lives_begun += 1
         self.lives[url], self.served[url] = self.lives_begun, -1
         self.give(EngineRegistered(now=self.now, url=url, incarnation=str(self.lives_begun)))
@@ -257,7 +256,7 @@ class UnfairWorld:
     # --- the trainer -------------------------------------------------------------------------------------------------
 
     def begin_trainer(self) -> None:
-        """A trainer begins at the checkpoint, and reads the groups of the stream again from there."""
+        """Start a trainer from the checkpoint, which reads the groups of the stream again from there."""
         self.version, ledger = self.checkpoint
         self.batcher = Batcher(
             ledger=ConsumedLedger.from_record(ledger) if ledger else ConsumedLedger(),
@@ -276,7 +275,7 @@ class UnfairWorld:
             self.begin_trainer()
 
     def read_directives(self) -> None:
-        """It acts on what counts, as `ControllerLink` and `TrainingLoop` do."""
+        """Act on valid directives, like `ControllerLink` and `TrainingLoop`."""
         while self.inbox:
             directive = self.inbox.pop(0)
             if self.directive is not None and directive.epoch != self.epoch:
@@ -304,7 +303,7 @@ class UnfairWorld:
             self.read = len(self.arrived)
 
     def publish(self, *, fair: bool = False) -> None:
-        """The publication under way ends: engines have the weights, fail, or are skipped."""
+        """End the publication under way: engines have the weights, fail, or are skipped."""
         if self.publication is None:
             return
         directive, self.publication = self.publication, None
@@ -332,7 +331,7 @@ class UnfairWorld:
         )
 
     def prove(self, *, fair: bool = False) -> None:
-        """Engines prove the weights just published, or give no proof."""
+        """Let engines prove the weights just published, or fail to answer."""
         if self.proofs is None:
             return
         directive, self.proofs = self.proofs, None
@@ -352,7 +351,7 @@ class UnfairWorld:
         self.prove()
 
     def step(self) -> None:
-        """The trainer takes a step if it can, and else reports the orders that ended without one."""
+        """Let the trainer take a step if it can, and otherwise report orders that ended without one."""
         if self.directive is None or self.question is not None:
             return
         budget = StepBudget(rollouts=self.directive.knobs.rollouts_per_step)
@@ -378,7 +377,7 @@ class UnfairWorld:
         )
 
     def starve(self) -> None:
-        """Nothing has come for a while, and the trainer says what it holds."""
+        """Let the waiting trainer report the groups that it holds."""
         if self.directive is not None and self.question is None:
             self.tell(Starving(epoch=self.epoch, model_version=self.version, held=self.batcher.waiting))
 
@@ -395,7 +394,7 @@ class UnfairWorld:
     # --- actors ------------------------------------------------------------------------------------------------------
 
     def sample(self) -> bool:
-        """An actor begins an order on an engine that may be given work; returns whether it did."""
+        """Let an actor begin an order on an engine that may be given work; return True if it did."""
         if not self.orders:
             return False
         fleet, order = self.controller.state.fleet, self.orders[0]
@@ -413,7 +412,7 @@ class UnfairWorld:
         return True
 
     def answer(self, *, fair: bool = False) -> None:
-        """An order ends: as a group, an answer to an evaluation, a failure, or too old."""
+        """End an order: as a group, an evaluation answer, a failure, or too old."""
         if not self.sampling:
             return
         order, url, began = self.sampling.pop(self.rng.randrange(len(self.sampling)))
@@ -449,14 +448,14 @@ class UnfairWorld:
             )
 
     def lose_actor(self) -> None:
-        """Its orders go to others."""
+        """Let an actor die; its orders are handed to others."""
         self.orders += [order for order, _, _ in self.sampling]
         self.sampling.clear()
 
     # --- the stream server and the clock -----------------------------------------------------------------------------
 
     def lose_streams(self) -> None:
-        """The server forgets the end of its history, and the controller finds out."""
+        """Let the server lose the end of its history, and the controller notice."""
         if self.rng.random() < 0.3:
             self.inbox = self.inbox[: self.rng.randint(0, len(self.inbox))]
             self.orders = self.orders[: self.rng.randint(0, len(self.orders))]
@@ -472,7 +471,7 @@ class UnfairWorld:
         self.give(ReportReceived(now=self.now, report=report, entry_id="1-0"))
 
     def give(self, given: AnyInput) -> None:
-        """An input reaches the controller, and its effects are carried out."""
+        """Send an input to the controller, and carry out its effects."""
         for effect in self.controller.decide(given):
             self._carry_out(effect)
 
@@ -493,18 +492,18 @@ class UnfairWorld:
 
 @cache
 def made_rollout(reward: float, version: int, epoch: int) -> Rollout:
-    """One rollout: equal ones are one value, since to make them is most of the work."""
+    """Return a rollout; equal ones are cached, since creating them dominates the run time."""
     return rollout(reward=reward, version=version, epoch=epoch)
 
 
 def unfair_world(seed: int) -> UnfairWorld:
-    """The world of a seed, as its trainer and first engine begin."""
+    """Return the world of a seed, with its trainer and first engine started."""
     rng = random.Random(seed)
     return UnfairWorld(rng, unfair_controller(rng))
 
 
 def played(seed: int, *, events: int = 30, steps: int = 2, rounds: int = 20) -> tuple[UnfairWorld, str]:
-    """Up to so many random events, then work; returns the world, and what the run waits for if it took no `steps`."""
+    """Make up to `events` random events, then recover; return the world, and what it waits for if stuck."""
     world = unfair_world(seed)
     world.recover(steps=world.rng.randrange(2), rounds=rounds)
     for _ in range(world.rng.randrange(events)):

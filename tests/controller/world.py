@@ -1,7 +1,7 @@
-"""A simulated run around the real `Controller` and the real `Batcher`: no clock, no I/O, every choice from one seed.
+"""A simulated run around the real `Controller` and the real `Batcher`: no clock, no I/O, all choices from one seed.
 
 Engines are numbers (the version they serve), actors a list of orders being sampled. Random schedules of reads, answers,
-publications and knob changes must never break what the design promises.
+publications and knob changes must never violate the design's guarantees.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ ENGINE = "http://engine-0"
 
 
 def problem(index: int) -> Problem:
-    """A problem that says which it is."""
+    """Return a problem that contains its index."""
     return Problem(problem_id=str(index), domain="test", messages=(Message("user", f"{index}"),), ground_truth="")
 
 
 def held_out_problem(name: str, index: int) -> Problem:
-    """A problem that says which it is, and of which evaluation set."""
+    """Return a problem that contains its index and evaluation set."""
     return replace(problem(index), domain=name)
 
 
 def of_two_sizes(index: int, weights: Mapping[str, float], quota: Quota, ahead: int = 0) -> Problem:
-    """A problem of domain `a`, which has large groups, or of `b`, in no order."""
+    """Return a problem of domain `a`, which has large groups, or of `b`, in irregular order."""
     return replace(problem(index), domain="a" if index * 7 % 5 < 2 else "b")
 
 
 def drawn_problem(index: int, weights: Mapping[str, float], quota: Quota, ahead: int = 0) -> Problem:
-    """A problem that says which it is, and by which weights and quota it was drawn."""
+    """Return a problem that contains its index, weights and quota."""
     drawn = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
     return replace(problem(index), domain=f"{drawn} in {quota.size} from {quota.since}")
 
 
 def knobs(**changes: Any) -> Knobs:
-    """Small knobs: two groups of two rollouts a step."""
+    """Return small knobs: two groups of two rollouts per step."""
     start = Knobs(
         j=1,
         k=4.0,
@@ -96,7 +96,7 @@ def controller(
     room: int = 50,
     **changes: Any,
 ) -> Controller:
-    """A controller that expects one engine; with `large`, domain `a` has groups of so many."""
+    """Return a controller that expects one engine; with `large`, groups of domain `a` have this size."""
     if large:
         changes["group_sizes"] = {"a": large, "b": 2}
     asked = EvaluationSet(problems=evaluation_problems, max_tokens=8, samples=samples)
@@ -122,7 +122,7 @@ def controller(
 
 @dataclass
 class World:
-    """Everything but the controller, and what happened."""
+    """Everything except the controller, and a record of events."""
 
     controller: Controller
     rng: random.Random
@@ -133,13 +133,13 @@ class World:
     poison: float = 0.0
     """The share of steps that are not finite."""
     skipped: int = 0
-    """Such steps since the last that was applied."""
+    """Consecutive non-finite steps."""
     served: int = 0
     engines: tuple[str, ...] = (ENGINE,)
     loaded: dict[str, int] = field(default_factory=dict)
-    """What each engine serves."""
+    """The version of each engine."""
     where: dict[str, str] = field(default_factory=dict)
-    """The engine that samples an order."""
+    """The engine that samples each order."""
     orders: list[PromptOrder] = field(default_factory=list)
     sampling: list[tuple[PromptOrder, int]] = field(default_factory=list)
     publications: list[tuple[int, Directive]] = field(default_factory=list)
@@ -149,20 +149,20 @@ class World:
     orders_issued: list[PromptOrder] = field(default_factory=list)
     finished: str | None = None
     waits: int = 0
-    """How often a full step waited for groups that were overdue."""
+    """The number of times that a full step waited for overdue groups."""
 
     @property
     def issued(self) -> list[int]:
-        """Training orders, in the order in which they were issued."""
+        """The training orders, in the order of issue."""
         return [order.index for order in self.orders_issued]
 
     def tell(self, report: Report) -> None:
-        """A report reaches the controller, and its effects are carried out."""
+        """Send a report to the controller, and carry out its effects."""
         self.give(ReportReceived(now=0.0, report=report, entry_id="1-0"))
         self.controller.state.account.check()
 
     def give(self, given: AnyInput) -> None:
-        """An input reaches the controller, and its effects are carried out."""
+        """Send an input to the controller, and carry out its effects."""
         self.apply(self.controller.decide(given))
 
     def apply(self, effects: list[Effect]) -> None:
@@ -178,24 +178,24 @@ class World:
                     self.finished = reason
 
     def begin(self) -> None:
-        """The engines join and the trainer reports."""
+        """Let the engines join and the trainer report."""
         for url in self.engines:
             self.give(EngineRegistered(now=0.0, url=url))
         self.awaiting = "ready-1"
         self.tell(TrainerReady(report_id="ready-1", incarnation="1", model_version=0, consumed=self.consumed()))
 
     def consumed(self) -> ConsumedReport:
-        """The trainer's account."""
+        """Return the trainer's account."""
         ledger = self.batcher.ledger
         counts = {str(fate): n for fate, n in ledger.counts.items()}
         return ConsumedReport(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
 
     def act(self) -> None:
-        """One random thing happens."""
+        """Make one random event."""
         self.rng.choice([self.sample, self.sample, self.answer, self.answer, self.publish, self.train])()
 
     def sample(self) -> None:
-        """An actor takes an order; the engine that it names, or one that may be given work, begins it."""
+        """Let an actor take an order; its engine, or one that may be given work, begins it."""
         if self.orders and len(self.sampling) < 6:
             order = self.orders.pop(0)
             url = order.engine or self.rng.choice(self.controller.state.fleet.serving() or [ENGINE])
@@ -203,7 +203,7 @@ class World:
             self.sampling.append((order, self.loaded.get(url, 0)))
 
     def answer(self) -> None:
-        """One of the orders being sampled ends: as a group, a failure, or an evaluation answer."""
+        """End an order in progress: as a group, a failure, or an evaluation answer."""
         if not self.sampling:
             return
         order, began = self.sampling.pop(self.rng.randrange(len(self.sampling)))
@@ -230,7 +230,7 @@ class World:
             self.batcher.offer(group(order.index, (rewards * size)[:size], version=began))
 
     def publish(self) -> None:
-        """A publication under way arrives, and who had to prove its weights does."""
+        """Complete a publication under way, including the proofs of its engines."""
         if self.publications:
             self.served, directive = self.publications.pop(0)
             self.loaded |= dict.fromkeys(directive.publish_to, self.served)
@@ -250,7 +250,7 @@ class World:
                 self.check(directive)
 
     def check(self, directive: Directive) -> None:
-        """The engines compute what the trainer does."""
+        """Let the engines pass their canary checks."""
         self.tell(
             CanaryChecked(
                 epoch=directive.epoch,
@@ -261,7 +261,7 @@ class World:
         )
 
     def train(self) -> None:
-        """The trainer steps if it can, else tells what ended."""
+        """Let the trainer step if it can, and otherwise report ended orders."""
         if self.directive is None or self.awaiting or self.finished is not None:
             return
         if self.directive.stop:
@@ -292,7 +292,7 @@ class World:
         )
 
     def _must_wait(self) -> Callable[[Sequence[int]], bool] | None:
-        """As the training loop, but without giving up: a step for which nobody will come is waited for, for ever."""
+        """Work like the training loop without its deadline: a step that never fills is awaited forever."""
         if self.controller.settings.overdue is Overdue.DROP:
             return None
         assert self.directive is not None

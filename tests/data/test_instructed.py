@@ -1,4 +1,4 @@
-"""The source `instructions`: problems that can be solved, the same each time, as hard as the recipe says."""
+"""The source `instructions`: solvable, deterministic problems of the configured difficulty."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def problems(count: int, *, seed: int = 0, split: Split = Split.TRAIN, **paramet
 
 @pytest.mark.parametrize("level", [1, 3, 5])
 @pytest.mark.parametrize(("fewest", "most"), [(1, 1), (2, 5)])
-def test_every_problem_has_an_answer_that_follows_its_instructions(level: int, fewest: int, most: int) -> None:
+def test_every_reference_answer_follows_its_instructions(level: int, fewest: int, most: int) -> None:
     for problem in problems(120, level=level, min_instructions=fewest, max_instructions=most):
         asked = instructions_of(problem.metadata)
         assert all(followed(asked, problem.ground_truth)), problem
@@ -29,7 +29,7 @@ def test_every_problem_has_an_answer_that_follows_its_instructions(level: int, f
         assert not any(followed(asked, "")) and len({each.id for each in asked}) == len(asked)
 
 
-def test_reference_answers_are_as_long_as_is_asked_for_where_no_instruction_says() -> None:
+def test_reference_answers_have_the_configured_length() -> None:
     kinds = ["punctuation:no_comma"]
     for sentences in (1, 4):
         found = [problem.ground_truth for problem in problems(40, sentences=sentences, kinds=kinds)]
@@ -37,19 +37,19 @@ def test_reference_answers_are_as_long_as_is_asked_for_where_no_instruction_says
     assert problems(40, kinds=kinds) == problems(40, kinds=kinds, sentences=3)
 
 
-def test_every_kind_comes_but_that_of_another_language() -> None:
+def test_all_kinds_occur_except_response_language() -> None:
     found = {each["id"] for problem in problems(400) for each in problem.metadata["instructions"]}
     assert found == CATALOGUE.keys() - {"language:response_language"}
 
 
-def test_problems_are_a_function_of_seed_and_index_and_splits_are_apart() -> None:
+def test_problems_depend_on_seed_and_index_and_splits_are_disjoint() -> None:
     assert problems(50) == problems(50) != problems(50, seed=1)
     by_split = [{problem.messages for problem in problems(60, split=split)} for split in Split]
     assert len(set.union(*by_split)) == sum(map(len, by_split))
     assert len(by_split[2]) == 60, "held-out problems are distinct"
 
 
-def test_a_higher_level_asks_for_more() -> None:
+def test_higher_level_increases_requirements() -> None:
     kinds = ["length_constraints:number_sentences"]
     counts = [
         max(p.metadata["instructions"][0]["num_sentences"] for p in problems(100, level=level, kinds=kinds))
@@ -58,7 +58,7 @@ def test_a_higher_level_asks_for_more() -> None:
     assert counts[0] < counts[1]
 
 
-def test_topics_and_kinds_are_the_recipes() -> None:
+def test_topics_and_kinds_come_from_the_recipe() -> None:
     for problem in problems(30, topics=["{} cheese"], kinds=["punctuation:no_comma"], max_instructions=1):
         assert "{} cheese" in problem.messages[-1].content
         assert problem.metadata["instructions"] == [{"id": "punctuation:no_comma"}]
@@ -75,11 +75,11 @@ def test_topics_and_kinds_are_the_recipes() -> None:
         ({"kinds": ["punctuation:no_comma"], "min_instructions": 2}, "no 2 of these kinds could be followed at once"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(parameters: dict[str, object], sentence: str) -> None:
+def test_impossible_parameters_are_rejected(parameters: dict[str, object], sentence: str) -> None:
     with pytest.raises(RecipeError, match=f"domains.d.parameters.*{sentence}"):
         problems(1, **parameters)
 
 
-def test_it_takes_no_argument() -> None:
+def test_argument_is_rejected() -> None:
     with pytest.raises(RecipeError, match="source must be instructions alone, got instructions:x"):
         open_source("instructions:x", domain="d", split=Split.TRAIN, seed=0)

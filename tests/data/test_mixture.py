@@ -1,4 +1,4 @@
-"""Domains are apportioned by quota: exactly within a step, closely over any stretch, the same however often asked."""
+"""Mixture: exact quotas within a step, close shares over any range, and pure functions of the index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelinerl.types import Problem, Quota
 
 
 class Numbered:
-    """A source of which nothing but the index is wanted."""
+    """A source of problems that consist only of their index."""
 
     def problem(self, index: int) -> Problem:
         return Problem(problem_id=str(index), domain="", messages=(), ground_truth="")
@@ -29,10 +29,8 @@ def names(made: Mixture, count: int, quota: Quota, weights: Mapping[str, float] 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 @pytest.mark.parametrize("size", [1, 3, 8, 32, 250])
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 2.0), (0.7, 0.25, 0.05), (1.0, 2.0, 3.0)])
-def test_ten_thousand_problems_of_three_domains_keep_their_shares(
-    weights: tuple[float, ...], size: int, seed: int
-) -> None:
-    """Within 1 % of the asked over each 1,000, and by quota within each step."""
+def test_shares_hold_over_thousands_and_within_each_step(weights: tuple[float, ...], size: int, seed: int) -> None:
+    """Shares are within 1 % over each 1,000 problems, and exact by quota within each step."""
     asked = dict(zip("abc", weights, strict=True))
     drawn = names(mixture(asked, seed=seed), 10_000, Quota(0, size))
     for start in range(0, 10_000, 1000):
@@ -47,7 +45,7 @@ def test_ten_thousand_problems_of_three_domains_keep_their_shares(
             assert not share.is_integer() or counts[name] == share, "a whole share is kept exactly"
 
 
-def test_which_comes_when_is_a_function_of_the_seed_and_no_pattern() -> None:
+def test_order_within_a_step_depends_on_seed_and_has_no_pattern() -> None:
     asked = {"a": 1.0, "b": 1.0}
     drawn = names(mixture(asked), 4000, Quota(0, 8))
     assert drawn == names(mixture(asked), 4000, Quota(0, 8))
@@ -58,7 +56,7 @@ def test_which_comes_when_is_a_function_of_the_seed_and_no_pattern() -> None:
     assert 180 < firsts["a"] < 320, "no domain comes first in a step"
 
 
-def test_live_weights_and_a_domain_that_is_switched_off() -> None:
+def test_live_weights_apply_and_zero_weight_disables_a_domain() -> None:
     made, quota = mixture({"a": 1.0, "b": 1.0, "c": 1.0}), Quota(40, 4)
     assert Counter(made.domain(i, {"a": 3.0, "b": 0.0, "c": 1.0}, quota).name for i in range(40, 80)) == {
         "a": 30,
@@ -69,5 +67,5 @@ def test_live_weights_and_a_domain_that_is_switched_off() -> None:
         assert off not in {made.domain(i, weights, quota).name for i in range(40, 3000)}
 
 
-def test_a_problem_is_that_of_its_domains_source() -> None:
+def test_problem_comes_from_its_domains_source() -> None:
     assert mixture({"a": 1.0}).problem(12).problem_id == "12"

@@ -1,4 +1,4 @@
-"""Problem sources and mixtures: pure functions of their keys, with splits that cannot overlap."""
+"""Problem sources and mixtures: pure functions of their keys, with disjoint splits."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ def prompts(problems, count):
 @pytest.mark.parametrize(
     ("kind", "parameters"), [("addition", {"max_digits": 2}), ("reasoning_gym:spell_backward", SPELLING)]
 )
-def test_splits_are_disjoint_whatever_the_seed(kind, parameters):
+def test_splits_are_disjoint_for_all_seeds(kind, parameters):
     seen = {
         split: {m for seed in (0, 1) for m in prompts(source(kind, split, seed, **parameters), 200)} for split in Split
     }
@@ -33,7 +33,7 @@ def test_splits_are_disjoint_whatever_the_seed(kind, parameters):
         assert seen[one] and not seen[one] & seen[other]
 
 
-def test_a_problem_is_a_pure_function_of_seed_and_index():
+def test_problem_is_a_pure_function_of_seed_and_index():
     forwards, backwards = source("addition", Split.HELD_OUT), source("addition", Split.HELD_OUT)
     expected = [forwards.problem(i) for i in range(50)]
     assert [backwards.problem(i) for i in reversed(range(50))] == expected[::-1]
@@ -42,7 +42,7 @@ def test_a_problem_is_a_pure_function_of_seed_and_index():
     assert [train.problem(i) for i in range(20)] != [source("addition", seed=1).problem(i) for i in range(20)]
 
 
-def test_held_out_problems_are_distinct_and_run_out_with_an_error():
+def test_held_out_problems_are_distinct_and_exhaustion_is_an_error():
     held_out = source("addition", Split.HELD_OUT, max_digits=1)  # 100 problems in all, so about 10 here
     with pytest.raises(RecipeError, match=r"holds? only \d+ distinct"):
         prompts(held_out, 100)
@@ -50,14 +50,14 @@ def test_held_out_problems_are_distinct_and_run_out_with_an_error():
     assert len(set(many)) == 500
 
 
-def test_the_answers_of_addition_are_right():
+def test_addition_answers_are_correct():
     for i in range(100):
         problem = source("addition").problem(i)
         a, b = problem.messages[0].content.removesuffix("=").split("+")
         assert int(problem.ground_truth) == int(a) + int(b)
 
 
-def test_reasoning_gym_problems_fit_the_parameters_and_vary_in_length():
+def test_reasoning_gym_problems_fit_the_parameters():
     spelling = source("reasoning_gym:spell_backward", **SPELLING)
     problems = [spelling.problem(i) for i in range(100)]
     for problem in problems:
@@ -82,12 +82,12 @@ def test_reasoning_gym_problems_fit_the_parameters_and_vary_in_length():
         ("files", {"file": "x"}, "unknown file"),
     ],
 )
-def test_wrong_parameters_are_named(kind, parameters, message):
+def test_invalid_parameters_are_named(kind, parameters, message):
     with pytest.raises(RecipeError, match=message):
         source(kind, **parameters)
 
 
-def test_an_answer_pattern_that_nothing_matches_is_an_error():
+def test_answer_pattern_without_matches_is_an_error():
     with pytest.raises(RecipeError, match="widen the parameters or answer_pattern"):
         source("addition", answer_pattern="x").problem(0)
 
@@ -97,7 +97,7 @@ def write(path, prompts_):
     return str(path)
 
 
-def test_a_jsonl_file_is_split_by_hash_and_every_line_is_used(tmp_path):
+def test_jsonl_file_is_split_by_hash_and_every_line_is_used(tmp_path):
     path = write(tmp_path / "a.jsonl", [f"q{i}" for i in range(100)])
     splits = {split: source("files", split, path=path) for split in Split}
     seen = {split: prompts(problems, len(problems)) for split, problems in splits.items()}
@@ -109,7 +109,7 @@ def test_a_jsonl_file_is_split_by_hash_and_every_line_is_used(tmp_path):
         splits[Split.HELD_OUT].problem(len(splits[Split.HELD_OUT]))
 
 
-def test_each_epoch_of_a_jsonl_file_holds_every_problem_once_in_another_order(tmp_path):
+def test_each_epoch_of_a_file_is_a_new_permutation(tmp_path):
     problems = source("files", path=write(tmp_path / "a.jsonl", [f"q{i}" for i in range(100)]))
     size = len(problems)
     first, second = ([problems.problem(epoch * size + i) for i in range(size)] for epoch in (0, 1))
@@ -119,7 +119,7 @@ def test_each_epoch_of_a_jsonl_file_holds_every_problem_once_in_another_order(tm
     assert problems.problem(3) == first[3]
 
 
-def test_what_a_held_out_file_contains_is_not_trained_on(tmp_path):
+def test_problems_of_a_held_out_file_are_not_trained_on(tmp_path):
     path = write(tmp_path / "train.jsonl", [f"q{i}" for i in range(50)])
     held_out = write(tmp_path / "test.jsonl", ["q3", "q4", "other"])
     tested = source("files", Split.HELD_OUT, path=path, held_out_path=held_out)
@@ -131,14 +131,14 @@ def test_what_a_held_out_file_contains_is_not_trained_on(tmp_path):
     assert len(parts[1] | parts[2]) == 48
 
 
-def test_a_bad_line_is_named(tmp_path):
+def test_invalid_line_is_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n\n{"prompt": "a"}\n')
     with pytest.raises(RecipeError, match=r'a\.jsonl line 3: field "answer" is missing; the row has prompt$'):
         source("files", path=str(path))
 
 
-def test_messages_of_a_jsonl_file_keep_their_roles(tmp_path):
+def test_messages_in_a_jsonl_file_keep_their_roles(tmp_path):
     path = tmp_path / "a.jsonl"
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     path.write_text(json.dumps({"messages": turns, "answer": 4, "metadata": {"level": 2}}))
@@ -160,7 +160,7 @@ def mixture(seed, *weights):
     )
 
 
-def test_a_mixture_keeps_its_shares_and_is_a_pure_function_of_seed_and_index():
+def test_mixture_keeps_shares_and_depends_on_seed_and_index():
     drawn = [mixture(5, 1.0, 3.0).problem(i) for i in range(400)]
     assert 60 < sum(p.domain == "d0" for p in drawn) < 140
     assert mixture(5, 1.0, 3.0).problem(123) == drawn[123]

@@ -1,4 +1,4 @@
-"""Prompts of a domain: what stands where, that problems keep id and split, and that all of it stays text."""
+"""Prompts of a domain: order of their parts, stable ids and splits, and no control tokens from text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def asked(source: str, prompts: Prompts, split: Split = Split.TRAIN, **parameter
     return [opened.problem(index) for index in range(3)]
 
 
-def test_system_prompt_and_examples_stand_before_the_problem() -> None:
+def test_system_prompt_and_examples_precede_the_problem() -> None:
     own = (Message("system", "own"), Message("user", "u"))
     assert Prompts(system="s", few_shot=SHOTS).around(own) == (Message("system", "s"), *SHOTS, own[1])
     assert Prompts(few_shot=SHOTS).around(own) == (own[0], *SHOTS, own[1])
@@ -40,7 +40,7 @@ def test_system_prompt_and_examples_stand_before_the_problem() -> None:
 
 
 @pytest.mark.parametrize("source", ["addition", "reasoning_gym:spell_backward"])
-def test_any_source_is_dressed_and_its_problems_keep_id_and_split(source: str) -> None:
+def test_prompts_apply_to_any_source_and_keep_id_and_split(source: str) -> None:
     prompts = Prompts(system="s", few_shot=SHOTS, template=Template("Think. {prompt}"))
     for split in Split:
         for plain, dressed in zip(asked(source, Prompts(), split), asked(source, prompts, split), strict=True):
@@ -50,7 +50,7 @@ def test_any_source_is_dressed_and_its_problems_keep_id_and_split(source: str) -
             assert dressed.problem_id == plain.problem_id and dressed.ground_truth == plain.ground_truth
 
 
-def test_a_template_that_leaves_nothing_is_refused_by_row(tmp_path: Path) -> None:
+def test_template_that_renders_empty_is_rejected_by_row(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", [row | {"hint": " "} for row in ROWS])
     with pytest.raises(RecipeError, match=r"a\.jsonl line \d+: prompt_template makes an empty prompt of hint"):
         asked("files", Prompts(template=Template("{hint}")), path=path)
@@ -60,7 +60,7 @@ def test_a_template_that_leaves_nothing_is_refused_by_row(tmp_path: Path) -> Non
         asked("addition", Prompts(template=Template("{% if false %}x{% endif %}")))
 
 
-def test_a_template_sees_the_fields_of_its_row(tmp_path: Path) -> None:
+def test_template_sees_the_fields_of_its_row(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ROWS)
     template = Template("{{ prompt }}:{% for c in choices %} {{ c }}{% endfor %}")
     (problem, *_) = asked("files", Prompts(system="s", template=template), path=path)
@@ -69,7 +69,7 @@ def test_a_template_sees_the_fields_of_its_row(tmp_path: Path) -> None:
     assert problem.messages[0] == Message("system", "s")
 
 
-def test_the_template_does_not_move_problems_to_another_split(tmp_path: Path) -> None:
+def test_template_does_not_change_the_split(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ROWS)
     for split in Split:
         plain, dressed = (
@@ -79,7 +79,7 @@ def test_the_template_does_not_move_problems_to_another_split(tmp_path: Path) ->
         assert plain == dressed
 
 
-def test_a_template_may_write_all_of_it_and_names_row_and_field(tmp_path: Path) -> None:
+def test_template_may_write_the_whole_prompt_and_errors_name_row_and_field(tmp_path: Path) -> None:
     rows = [{"left": i, "right": i, "answer": str(2 * i)} for i in range(40)]
     (problem, *_) = asked(
         "files", Prompts(template=Template("{left}+{right}")), path=written(tmp_path / "a.jsonl", rows)
@@ -93,8 +93,8 @@ def test_a_template_may_write_all_of_it_and_names_row_and_field(tmp_path: Path) 
         asked("files", Prompts(template=template), path=written(tmp_path / "a.jsonl", rows))
 
 
-def test_nothing_that_users_or_data_write_becomes_a_control_token(tmp_path: Path) -> None:
-    """The chat has as many control tokens as with harmless texts."""
+def test_text_of_users_and_data_never_becomes_a_control_token(tmp_path: Path) -> None:
+    """The chat contains as many control tokens as with harmless texts."""
     tokenizer = ChatTokenizer.load(MODELS / "tiny_speller")
     control = sorted(tokenizer.eos_token_ids)
     spelling = tokenizer.decode(control[:1])

@@ -1,4 +1,4 @@
-"""Templates: fields in their places, nothing else reachable, and a missing field named."""
+"""Templates: filled placeholders, a sandbox, and errors that name missing fields."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FIELDS = {"question": "1 + 1", "choices": ["a", "b"], "level": 3, "absent": None
         ("no field", "no field"),
     ],
 )
-def test_fields_stand_in_their_places(text: str, expected: str) -> None:
+def test_fields_fill_their_placeholders(text: str, expected: str) -> None:
     assert Template(text).render(FIELDS) == expected
 
 
 @pytest.mark.parametrize("text", ["{zzz}", "{{ zzz }}", "{{ question }}{{ zzz }}", "{absent}", "{{ absent }}"])
-def test_a_field_that_is_not_there_is_named(text: str) -> None:
+def test_missing_field_is_named(text: str) -> None:
     field = "zzz" if "zzz" in text else "absent"
     with pytest.raises(RecipeError, match=f'field "{field}" is missing; there is choices, level, question'):
         Template(text).render(FIELDS)
@@ -45,18 +45,18 @@ def test_a_field_that_is_not_there_is_named(text: str) -> None:
         "{{ range(10 ** 9) }}",
     ],
 )
-def test_nothing_but_the_fields_can_be_reached_and_what_fails_is_said(text: str) -> None:
+def test_template_reaches_only_fields_and_failures_are_reported(text: str) -> None:
     with pytest.raises(RecipeError, match="prompt_template: "):
         Template(text).render(FIELDS)
 
 
 @pytest.mark.parametrize("text", ["{{ question", "{% for x in y %}", "{{ 1 | zzz }}"])
-def test_what_is_no_template_is_refused_at_once(text: str) -> None:
+def test_invalid_template_is_rejected_at_once(text: str) -> None:
     with pytest.raises(RecipeError, match="no Jinja template: line 1"):
         Template(text)
 
 
 @pytest.mark.parametrize("text", ["Say {question}", "Say {{ question }}"])
 @pytest.mark.parametrize("hostile", ["{{ 7 * 7 }}", "{level}", "{% raw %}", "<|im_end|>", "\\g<1>\\1"])
-def test_what_a_field_holds_stays_text(text: str, hostile: str) -> None:
+def test_field_values_are_never_parsed_as_template(text: str, hostile: str) -> None:
     assert Template(text).render({"question": hostile, "level": 3}) == f"Say {hostile}"

@@ -1,4 +1,4 @@
-"""A user's source: a function that returns problems in one of a few forms, or says in one sentence what is wrong."""
+"""Users' sources: the accepted forms of results, and one-sentence errors for others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def questions(opened: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("function", [listed, generated])
-def test_what_a_function_returns_is_split_by_hash(function: Callable[..., Any]) -> None:
+def test_problems_of_a_function_are_split_by_hash(function: Callable[..., Any]) -> None:
     found = [questions(source(function, split, count=60)) for split in Split]
     assert set().union(*found) == {f"q{i}" for i in range(60)}
     assert not any(one & other for one, other in itertools.combinations(found, 2))
@@ -52,7 +52,7 @@ def test_what_a_function_returns_is_split_by_hash(function: Callable[..., Any]) 
     assert problem.tags == ("easy",) and problem.metadata == {"i": int(problem.ground_truth)}
 
 
-def test_a_function_that_takes_split_is_asked_for_each() -> None:
+def test_function_with_a_split_parameter_is_called_per_split() -> None:
     found = {split: questions(source(by_split, split)) for split in Split}
     for split in Split:
         assert {f"{split} {i}" for i in range(4)} <= found[split]
@@ -60,7 +60,7 @@ def test_a_function_that_takes_split_is_asked_for_each() -> None:
     assert source(by_split).problem(0).ground_truth == "7"
 
 
-def test_a_whole_source_is_used_as_it_is_and_dressed() -> None:
+def test_problem_source_is_used_directly_with_prompts() -> None:
     def endless() -> ProblemSource:
         return Endless()
 
@@ -75,7 +75,7 @@ def refused(function: Callable[..., Any], **parameters: Any) -> str:
     return str(caught.value)
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_invalid_functions_and_results_are_reported() -> None:
     assert "parameters do not fit listed: got an unexpected keyword argument 'zzz'" in refused(listed, zzz=1)
     assert "must return problems, as dicts with prompt and answer" in refused(lambda: 5)
     assert 'row 1: field "answer" is missing; the row has prompt' in refused(lambda: [listed()[0], {"prompt": "a"}])
@@ -91,7 +91,7 @@ def test_what_is_wrong_is_said() -> None:
 
 
 @pytest.mark.parametrize("messages", [(), (Message("user", " \n"),), (Message("user", "q"), Message("user", ""))])
-def test_a_problem_that_asks_nothing_is_refused(messages: tuple[Message, ...]) -> None:
+def test_problem_with_an_empty_question_is_rejected(messages: tuple[Message, ...]) -> None:
     class Silent:
         def problem(self, index: int) -> Problem:
             return Problem(problem_id="p7", domain="mine", messages=messages, ground_truth="a")
@@ -99,7 +99,7 @@ def test_a_problem_that_asks_nothing_is_refused(messages: tuple[Message, ...]) -
     assert "p7 asks nothing: it has no message, or the last one is empty" in refused(Silent)
 
 
-def test_a_tool_may_have_found_nothing() -> None:
+def test_empty_tool_message_is_accepted() -> None:
     class Called:
         def problem(self, index: int) -> Problem:
             return Problem(

@@ -1,4 +1,4 @@
-"""A live run whose engines hear of new weights by the stream: all of them take every version so, and none is asked."""
+"""A live run whose engines learn of new weights from the stream: all of them load every announced version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fakes.live_run import LiveRun, launched, light_run
 
 
 async def taken(run: LiveRun) -> list[WeightsTaken]:
-    """What engines have said of late."""
+    """Return what engines reported recently."""
     argv = run.role("trainer").cmdline()
     url = argv[argv.index("--redis-url") + 1]
     password = (run.directory / "redis" / "password").read_text()
@@ -27,7 +27,7 @@ async def taken(run: LiveRun) -> list[WeightsTaken]:
 
 
 @pytest.mark.slow
-def test_every_engine_takes_every_version_that_is_announced(tmp_path: Path) -> None:
+def test_every_engine_loads_every_announced_version(tmp_path: Path) -> None:
     announced = ("weights.transport=pull", "weights.announce=stream", "engine.count=2")
     with launched(light_run(tmp_path / "run", *announced), tmp_path / "run") as run:
         run.until_step(6)

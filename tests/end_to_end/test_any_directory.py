@@ -1,4 +1,4 @@
-"""Live runs from a bfloat16 directory, as nearly all are; and one that cannot go on, which says so and ends."""
+"""Live runs from a bfloat16 directory, the usual case, and runs that end with a reason."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FEW = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32", 
         pytest.param(("engine.dtype=float32", "trainer.precision=bf16"), id="another"),
     ],
 )
-@pytest.mark.slow  # in short, with a reward of one's own: test_own_reward.py
-def test_a_bfloat16_directory_trains_with_an_engine_of(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+@pytest.mark.slow  # short form, with a user's reward: test_own_reward.py
+def test_bfloat16_directory_trains_with_an_engine_of(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     model = directory(tmp_path / "model", torch.bfloat16, config="bfloat16", keep="norm")
     with launched(new_run(tmp_path / "run", f"model.path={model}", *FEW, *overrides), tmp_path / "run") as run:
         assert run.end() == 0, run.story()
@@ -30,7 +30,7 @@ def test_a_bfloat16_directory_trains_with_an_engine_of(tmp_path: Path, overrides
         assert run.events("engine_verified") and not run.events("engine_lost"), run.story()
 
 
-def test_a_run_whose_verifier_always_fails_ends_and_its_last_line_says_why(tmp_path: Path) -> None:
+def test_run_with_a_failing_verifier_ends_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(completion_text):\n    return float('nan')\n")
     domain = f'[{{name = "sums", source = "addition", verifier = "{tmp_path}/mine.py:score"}}]'
     with launched(light_run(tmp_path / "run", *FEW, f"domains={domain}"), tmp_path / "run") as run:

@@ -54,7 +54,7 @@ RATE = 0.3
 
 
 class SaysB:
-    """A verifier of one right answer."""
+    """A verifier with one right answer."""
 
     async def verify(self, problem: Problem, text: str) -> Verdict:
         correct = text.strip() == problem.ground_truth
@@ -122,7 +122,7 @@ async def run(
 ) -> list[dict[str, object]]:
     """Run to the end (or until `until`), and return the events. `learning` is a part of a recipe.
 
-    `beside` goes on while the run does, and must not end before it without an error.
+    `beside` runs at the same time, and must not end earlier without an error.
     """
     config = parse(
         {
@@ -195,7 +195,7 @@ async def run(
     return read_events(directory / "events.jsonl")
 
 
-async def test_a_bigram_learns_in_flight(tmp_path: Path, model: Path) -> None:
+async def test_bigram_learns_in_flight(tmp_path: Path, model: Path) -> None:
     engine = bigram_engine.from_options(
         EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     )
@@ -214,8 +214,8 @@ async def test_a_bigram_learns_in_flight(tmp_path: Path, model: Path) -> None:
     assert events[-1]["kind"] == "run_finished"
 
 
-async def test_ppo_with_critic_warm_up_and_a_steered_kl_learns_in_flight(tmp_path: Path, model: Path) -> None:
-    """Three models in the trainer's process; while the critic warms up, versions rise and weights stay."""
+async def test_ppo_with_critic_warm_up_and_controlled_kl_learns_in_flight(tmp_path: Path, model: Path) -> None:
+    """Three models in the trainer's process; during the critic's warm-up, versions rise and weights do not change."""
     learning = {
         "objective": {
             "preset": "ppo",
@@ -249,8 +249,8 @@ async def test_ppo_with_critic_warm_up_and_a_steered_kl_learns_in_flight(tmp_pat
     assert ledger["trained"] == STEPS * 8
 
 
-async def test_old_log_probs_at_the_sampling_weights_are_the_samplers_in_flight(tmp_path: Path, model: Path) -> None:
-    """Whatever the age of a token: a bigram has no cache, so that nothing but rounding is between them."""
+async def test_old_logprobs_at_the_sampling_weights_equal_the_samplers_in_flight(tmp_path: Path, model: Path) -> None:
+    """At any age of a token: a bigram has no cache, so that only rounding differs."""
     learning = {"objective": "decoupled_ppo", "training": {"old_logprobs": "sampling_weights"}}
     options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
@@ -265,7 +265,7 @@ async def test_old_log_probs_at_the_sampling_weights_are_the_samplers_in_flight(
     assert [file.stem for file in kept] == [f"version-{version:06d}" for version in range(STEPS - 3, STEPS + 1)]
 
 
-async def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(tmp_path: Path, model: Path) -> None:
+async def test_interrupted_run_resumes_from_its_checkpoint(tmp_path: Path, model: Path) -> None:
     """Everything dies in the middle; with new streams, engine and processes the run trains each prompt once."""
     options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:

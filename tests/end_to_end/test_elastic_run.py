@@ -1,6 +1,6 @@
-"""Engines come and go by a run's own figures while it trains: too slow an engine gets company, too many go again.
+"""Engines are added and removed by a run's own figures while it trains.
 
-The same twice: in one process, with the engines' servers on threads, and as a whole run in processes of its own.
+Tested twice: in one process with engine servers on threads, and as a whole run of separate processes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tests.fakes.paced_bigram import ENGINE, TRAINER, engine, set_pace
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
-#: An engine that is waited for; a trainer that is.
+#: An engine that the trainer waits for, and a trainer that the engine waits for.
 SLOW, FAST = {"decode_s": 0.02, "step_s": 0.0}, {"decode_s": 0.0, "step_s": 0.25}
 RULE: Final = ElasticRule(interval_s=0.3, patience=1, settle_s=0.0, waiting=0.5, content=0.4, busy=0.7)
 
 
 @final
 class Site:
-    """What starts and stops engines as the controller of a run in this process wants them."""
+    """Starts and stops engines on the orders of a controller in this process."""
 
     def __init__(self, model: Path) -> None:
         self.options = EngineOptions(model_path=model, model_id="bigram", slots=8, max_waiting=4096, context_length=64)
@@ -48,18 +48,18 @@ class Site:
         self._up: dict[str, tuple[ExitStack, Engine]] = {}
 
     def start(self, name: str) -> str:
-        """Serve an engine; its URL."""
+        """Serve an engine and return its URL."""
         self._up[name] = serving, made = ExitStack(), engine(self.options)
         return serving.enter_context(in_thread(create_app(made, token=None)))
 
     def stop(self, name: str) -> None:
-        """Its server is gone when this returns."""
+        """Stop the engine's server and wait for its end."""
         serving, stopped = self._up.pop(name)
         self.gone[name] = stopped.metrics().generated_tokens_total
         serving.close()
 
     async def follow(self, service: ControllerService, pool: EnginePool) -> None:
-        """What the launcher and an actor's role do all the time."""
+        """Do continuously what the launcher and the actor's role do."""
         seen, fleet = service.status().fleet, service.controller.state.fleet
         pool.update(fleet.serving(), finishing=fleet.finishing())
         for each in seen.requested:
@@ -74,9 +74,9 @@ class Site:
 
 
 async def _grows_and_shrinks(service: ControllerService, pool: EnginePool, *, site: Site, url: str) -> None:
-    """One engine at most, though it is busy; then a knob says two, at first in a dry run; then there is little to do.
+    """One engine at most, although it is busy; then a knob allows two, first in a dry run; then there is little work.
 
-    A group fills an engine, so that its rows are full whenever it computes, if seldom in the end.
+    A group fills an engine, so that its rows are full whenever it computes, although it seldom does at the end.
     """
     controller = service.controller
     state = controller.state
@@ -88,7 +88,7 @@ async def _grows_and_shrinks(service: ControllerService, pool: EnginePool, *, si
     while state.elastic.changed is None:
         await site.follow(service, pool)
     assert not state.engine_requests
-    controller.settings = replace(controller.settings, elastic=RULE)  # as a run that is begun again without it
+    controller.settings = replace(controller.settings, elastic=RULE)  # like a run that was restarted without it
     while len(state.fleet.serving()) < 2:
         await site.follow(service, pool)
     reached = state.version
@@ -110,7 +110,7 @@ def _scaled(events: Sequence[Mapping[str, Any]], kind: str = "engines_scaled") -
     return [(event["from"], event["to"]) for event in events if event["kind"] == kind]
 
 
-async def test_a_run_grows_under_need_and_shrinks_again(tmp_path: Path) -> None:
+async def test_run_adds_engines_under_load_and_removes_them(tmp_path: Path) -> None:
     model = model_in(tmp_path / "model", alphabet="ab")  # every fifth letter is right
     set_pace(model, **SLOW)
     site, made = Site(model), new_controller(steps=100_000)
@@ -172,7 +172,7 @@ def _until_gone(run: LiveRun, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_live_run_grows_shrinks_and_holds_its_least(tmp_path: Path) -> None:
+def test_live_run_grows_shrinks_and_keeps_its_minimum(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     arguments, model = light_run(directory, *_LIVE), tmp_path / "bigram" / "model"
     set_pace(model, **SLOW)

@@ -1,4 +1,4 @@
-"""A run whose batches are six optimizer steps, with a trainer that is killed: exactly once, and the same to the bit."""
+"""A run whose batches are six optimizer steps, and whose trainer is killed: exactly once, and equal to the bit."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SETTINGS = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_trainer_killed_in_a_run_of_epochs_changes_nothing(tmp_path: Path) -> None:
-    """Its steps before and after are those of one trainer that took them all, which the replay is."""
+def test_killing_the_trainer_of_a_run_with_epochs_changes_nothing(tmp_path: Path) -> None:
+    """Its steps before and after equal those of one uninterrupted trainer, which the replay is."""
     directory = tmp_path / "run"
     with launched(light_run(directory, *SETTINGS), directory) as run:
         run.until(lambda run: len(run.events("checkpoint")) >= 2, "a second checkpoint")

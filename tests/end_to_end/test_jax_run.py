@@ -1,7 +1,7 @@
-"""Real runs with the JAX trainer and a torch engine: they learn what the torch trainer learns, and outlive its death.
+"""Real runs with the JAX trainer and a torch engine: they learn like the torch trainer, and survive its death.
 
-In lockstep with the ratio over recomputed log-probs a run on a CPU is a function of its seed, so a trainer that was
-killed and restored from its checkpoint must draw the same curve, bit by bit.
+In lockstep with the ratio over recomputed log-probs, a run on a CPU is a function of its seed. A trainer that was
+killed and restored from its checkpoint must therefore draw the same curve, bit by bit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Curve = dict[int, tuple[float, ...]]
 
 
 def curve(run: LiveRun) -> Curve:
-    """What a run learned from, step by step; of a step that was made twice, the later."""
+    """Return the training curve, step by step; of a repeated step, the later."""
     measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
     return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_a_jax_trainer_in_the_place_of_a_torch_trainer(tmp_path: Path) -> None:
+def test_jax_trainer_replaces_a_torch_trainer(tmp_path: Path) -> None:
     curves = {}
     for kind in ("torch", "jax"):
         with launched(new_run(tmp_path / kind, *LOCKSTEP, f"trainer.type={kind}"), tmp_path / kind) as run:

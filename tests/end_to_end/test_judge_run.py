@@ -1,7 +1,7 @@
-"""A live run whose judge is an engine of ours beside the policy's: it judges, stays as it was, and is killed.
+"""A live run whose judge is an engine of this project: it judges, keeps its weights, and is killed.
 
-The judge is the shipped model of `rlvr`, which has learned to say numbers; what it says of an answer is sound and fury,
-and now and then no score at all. So answers are judged, some are masked, and which is which is told.
+The judge is the shipped model of `rlvr`, which learned to print numbers: its scores are arbitrary, and sometimes there
+is none. Answers are therefore judged or masked, and the run reports which.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tests.fakes.live_run import CLI, launched, light_run
 from tests.patience import PATIENCE_S
 
 _MODEL = Path(__file__).parents[2] / "pipelinerl" / "models" / "tiny_rlvr"
-#: Of a judge's prompt, with what is asked and answered here.
+#: Enough for a judge's prompt with these problems and answers.
 _CONTEXT = 768
 _STEPS = 6
 
 
 @contextmanager
 def judge(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """(address, process) of an engine that serves alone."""
+    """Yield (address, process) of a standalone engine."""
     model = folder / "model"
     shutil.copytree(_MODEL, model)
     config = json.loads((model / "config.json").read_text())
@@ -65,7 +65,7 @@ def _answers(url: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_run_is_judged_by_an_engine_beside_it_and_ends_with_its_last_words(tmp_path: Path) -> None:
+def test_run_is_judged_by_an_engine_and_reports_its_last_error(tmp_path: Path) -> None:
     (tmp_path / "judge").mkdir()
     with judge(tmp_path / "judge") as (url, engine):
         before = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()

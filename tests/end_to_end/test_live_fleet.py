@@ -1,4 +1,4 @@
-"""Engines join, go, die and are replaced while a real run trains on what they sample: nothing is lost."""
+"""Engines join, leave, die and are replaced while a real run trains on their rollouts: nothing is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fakes.live_fleet import (
 from tests.fakes.live_run import LiveRun, endless_run, launched, light_run, new_run, told
 from tests.patience import PATIENCE_S
 
-#: Of a model that can say more than eight letters, but has learnt to say few: it is asked at a high temperature.
+#: For a model that can write more than eight letters but learned to write few: a high temperature.
 LONG_ANSWERS = (
     "sampling.max_tokens=40",
     "sampling.temperature=5.0",
@@ -34,7 +34,9 @@ LONG = ("run.steps=100000", "staleness.k=8", "checkpoint.interval_steps=50", "la
 
 
 def until_groups(run: LiveRun, more: int) -> None:
-    """Wait until so many more groups have ended, trained or, since few hot answers are right, filtered."""
+    """Wait until this many more groups have ended: trained or, since few answers at this temperature are right,
+    filtered.
+    """
 
     def ended(run: LiveRun) -> int:
         ledger = status(run).ledger
@@ -50,10 +52,10 @@ def stop(run: LiveRun) -> None:
     assert run.end() == 0, run.story()
 
 
-@pytest.mark.slow  # in short, in a run that has survived other things: test_live_run.py
+@pytest.mark.slow  # short form, in a run with other faults: test_live_run.py
 @pytest.mark.timeout(400)
-def test_an_engine_is_replaced_under_load(tmp_path: Path) -> None:
-    """With no patience: what the old one has is handed over."""
+def test_engine_is_replaced_under_load(tmp_path: Path) -> None:
+    """Without a grace period: the work of the old engine is handed over."""
     directory = tmp_path / "run"
     with launched(endless_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
@@ -66,8 +68,8 @@ def test_an_engine_is_replaced_under_load(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_an_engine_that_cannot_come_costs_the_run_nothing(tmp_path: Path) -> None:
-    """Its name is not given again."""
+def test_engine_that_cannot_start_costs_the_run_nothing(tmp_path: Path) -> None:
+    """Its name is not used again."""
     directory = tmp_path / "run"
     with launched(endless_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
@@ -84,10 +86,10 @@ def test_an_engine_that_cannot_come_costs_the_run_nothing(tmp_path: Path) -> Non
     assert_nothing_lost(run)
 
 
-@pytest.mark.slow  # in short, between processes and without a run: tests/engines/http/test_engine_handover.py
+@pytest.mark.slow  # short form, between processes and without a run: tests/engines/http/test_engine_handover.py
 @pytest.mark.timeout(200)
-def test_an_engine_that_is_killed_with_long_answers_costs_only_what_had_not_come(tmp_path: Path) -> None:
-    """kill -9 in mid-generation: the other engine goes on with the tokens that were sampled."""
+def test_killed_engine_loses_only_undelivered_tokens(tmp_path: Path) -> None:
+    """kill -9 in mid-generation: the other engine continues after the tokens that were sampled."""
     directory = tmp_path / "run"
     with launched(new_run(directory, *LONG, *LONG_ANSWERS, "engine.count=2"), directory) as run:
         until_serving(run, "engine-0", "engine-1")
@@ -105,8 +107,8 @@ def test_an_engine_that_is_killed_with_long_answers_costs_only_what_had_not_come
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_an_engine_that_was_hired_is_started_again_when_it_dies(tmp_path: Path) -> None:
-    """Alone, while it generates."""
+def test_requested_engine_is_restarted_when_it_dies(tmp_path: Path) -> None:
+    """It is the only engine, and dies while it generates."""
     directory = tmp_path / "run"
     with launched(light_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
@@ -122,7 +124,7 @@ def test_an_engine_that_was_hired_is_started_again_when_it_dies(tmp_path: Path) 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_no_engine_that_was_hired_outlives_its_launcher(tmp_path: Path) -> None:
+def test_requested_engines_end_with_their_launcher(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, *LONG), directory) as run:
         until_serving(run, "engine-0")
@@ -149,7 +151,7 @@ def test_twenty_swaps_lose_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(7200)
-def test_a_hundred_kills_in_mid_generation_lose_nothing_and_stall_for_seconds(tmp_path: Path) -> None:
+def test_hundred_kills_in_mid_generation_lose_nothing_and_stall_for_seconds(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, *LONG, "engine.count=2"), directory) as run:
         until_serving(run, "engine-0", "engine-1")

@@ -1,6 +1,6 @@
-"""Real runs in real processes: what they leave behind, how they stop and go on, and what survives kill -9.
+"""Real runs in real processes: their outputs, how they stop and resume, and what survives kill -9.
 
-Whatever happens to the processes of a lockstep run, its curve must be bit by bit that of the one nobody disturbed.
+Whatever happens to the processes of a lockstep run, its curve must equal the undisturbed one bit by bit.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Curve = dict[int, tuple[float, ...]]
 
 
 def curve(run: LiveRun) -> Curve:
-    """What a run learned from, step by step; of a step that was made twice, the later."""
+    """Return the training curve, step by step; of a repeated step, the later."""
     measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
     return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
 
 
 def assert_settled(run: LiveRun, *, steps: int) -> None:
-    """The run has ended whole: all steps, a ledger that balances, each prompt trained once."""
+    """Assert that the run is complete: all steps, a balanced ledger, each prompt trained once."""
     (finished,) = run.events("run_finished")
     ledger = finished["ledger"]
     assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued"), ledger
@@ -50,18 +50,18 @@ def assert_settled(run: LiveRun, *, steps: int) -> None:
 
 
 def tracked_to(run: LiveRun) -> int:
-    """The last step that a tracker's position names."""
+    """Return the last step in a tracker's position."""
     place = run.directory / "trackers" / "tensorboard.json"
     return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> LiveRun:
-    """A lockstep run of the shipped model that ended by itself."""
+    """Return a lockstep run of the shipped model that ended normally."""
     return undisturbed_run()
 
 
-def test_a_run_completes_and_leaves_everything(undisturbed: LiveRun) -> None:
+def test_run_completes_and_leaves_its_outputs(undisturbed: LiveRun) -> None:
     run = undisturbed
     assert_settled(run, steps=STEPS)
     assert {event["staleness_max"] for event in run.events("step")} == {1.0}
@@ -77,7 +77,7 @@ def test_a_run_completes_and_leaves_everything(undisturbed: LiveRun) -> None:
     assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 2
 
 
-def test_any_kept_step_can_be_taken_again_to_the_bit(undisturbed: LiveRun) -> None:
+def test_recorded_step_can_be_replayed_to_the_bit(undisturbed: LiveRun) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     words = [*CLI, "replay", str(undisturbed.directory), "--step", str(STEPS - 1)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
@@ -85,7 +85,7 @@ def test_any_kept_step_can_be_taken_again_to_the_bit(undisturbed: LiveRun) -> No
     assert done.stdout.count("the same to the bit") == 3, "from the checkpoint at step 8 on"
 
 
-def test_a_kept_step_can_be_taken_by_another_objective(undisturbed: LiveRun) -> None:
+def test_recorded_step_can_be_replayed_with_another_objective(undisturbed: LiveRun) -> None:
     said = Console(file=StringIO(), width=200)
     show(undisturbed.directory, step=9, objective="cispo", console=said)
     assert "cispo" in said.file.getvalue()
@@ -99,10 +99,8 @@ def test_a_kept_step_can_be_taken_by_another_objective(undisturbed: LiveRun) -> 
         pytest.param(Kind.TINY, "in the second life", id="tiny-in the second life", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one(
-    tmp_path: Path, kind: Kind, lost: str
-) -> None:
-    """Ctrl-C ends the first life; then the machine is lost, its processes at once, and its disk after them."""
+def test_stopped_run_that_lost_its_machine_equals_the_undisturbed_one(tmp_path: Path, kind: Kind, lost: str) -> None:
+    """Ctrl-C ends the first life; then the machine is lost: its processes at once, and its disk after them."""
     directory, location = tmp_path / "run", tmp_path / "location"
     with launched([*kind.arguments(directory), f"checkpoint.location={location}"], directory) as run:
         run.until_step(6)
@@ -133,10 +131,10 @@ def test_a_run_that_was_stopped_and_then_lost_its_machine_is_the_undisturbed_one
     assert kept >= {"step-000008", "step-000012"} and len(kept) == load(directory / "recipe.toml").checkpoint.keep
 
 
-def test_a_live_run_survives_four_deaths_at_once_and_obeys_its_owner(tmp_path: Path) -> None:
-    """Engine, trainer and controller come back, and so does the tracker, which has each step of the run once.
+def test_live_run_survives_four_deaths_and_obeys_its_owner(tmp_path: Path) -> None:
+    """Engine, trainer, controller and tracker come back; the tracker has each step of the run once.
 
-    Then its engine is replaced with no patience: what that has is handed over.
+    Then its engine is replaced without a grace period, and its work is handed over.
     """
     directory = tmp_path / "run"
     changes = ("staleness.k=4", "trackers.tensorboard=true")
@@ -190,9 +188,7 @@ def test_kill_9_changes_nothing(tmp_path: Path, undisturbed: LiveRun, role: str,
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_without_restarts_a_dead_controller_ends_the_run_which_says_how_to_go_on(
-    tmp_path: Path, undisturbed: LiveRun
-) -> None:
+def test_dead_controller_without_restarts_ends_the_run_with_a_remedy(tmp_path: Path, undisturbed: LiveRun) -> None:
     directory = tmp_path / "run"
     with launched(new_run(directory, *LOCKSTEP, "launch.restarts=0"), directory) as run:
         run.until_step(6)
@@ -207,7 +203,7 @@ def test_without_restarts_a_dead_controller_ends_the_run_which_says_how_to_go_on
 
 
 def saved_to_its_last_step(run: LiveRun) -> int:
-    """The step that a suspended run has come to; none was lost, whenever the last checkpoint was due."""
+    """Return the step at which a run was suspended; no step was lost, whenever the last checkpoint was due."""
     events = read_events(run.directory / "events.jsonl")
     steps = [event["step"] for event in events if event["kind"] == "step"]
     saved = [event["model_version"] for event in events if event["kind"] == "checkpoint"]
@@ -272,7 +268,7 @@ def test_streams_and_memory_stay_bounded(tmp_path: Path) -> None:
         growth = {role: after - before[role] for role, after in megabytes().items()}
         found = lengths()
         server.close()
-        # Three checkpoints are kept, ten steps of eight groups apart; four steps of prompts are out.
+        # Three checkpoints are kept, ten steps of eight groups apart; four steps of prompts are in flight.
         assert found["run:rollouts:actor-0"] <= (3 + 1) * 10 * 8 + 10 * 8, found
         assert found["run:prompts"] <= 4 * 2 * 8, found
         assert max(found["run:directives"], found["run:reports"]) <= 70, found
@@ -281,7 +277,7 @@ def test_streams_and_memory_stay_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
-def test_roles_started_apart_and_an_engine_that_comes_and_goes(tmp_path: Path) -> None:
+def test_separately_started_roles_with_an_engine_that_joins_and_leaves(tmp_path: Path) -> None:
     redis, controller, engine, second = free_ports(4)
     common = ["--run-dir", str(tmp_path), "--redis-url", f"redis://127.0.0.1:{redis}"]
     common += ["--controller-url", f"http://127.0.0.1:{controller}", "--set", "run.steps=5000"]

@@ -1,4 +1,4 @@
-"""A live run whose trainer is one process, then two, then one again: it goes on where it was."""
+"""A live run whose trainer is one process, then two, then one again: it resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MESH = "\n[trainer.options.mesh]\ndp_shard = 2\n"
 
 
 def suspended(run: LiveRun) -> int:
-    """The version that was saved when the run was interrupted."""
+    """Return the version that was saved when the run was interrupted."""
     run.launcher.send_signal(signal.SIGINT)
     assert run.end() == 130, run.story()
     assert run.is_gone()
@@ -22,7 +22,7 @@ def suspended(run: LiveRun) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_goes_on_from_one_process_to_two_to_one(tmp_path: Path) -> None:
+def test_run_resumes_on_one_process_then_two_then_one(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     recipe = directory / "recipe.toml"
     saved = []

@@ -1,6 +1,6 @@
-"""The first page of docs/rewards.md: its two files, in an empty folder, are a run on one's own reward.
+"""The first page of docs/start/rewards.md: its two files, in an empty folder, are a run with a user's own reward.
 
-In short with a model of one's own, too: a bfloat16 directory, as nearly all are.
+In the short form also with a user's own model: a bfloat16 directory, the usual case.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from tests.fakes.live_run import launched, told
 from tests.roles.test_dtypes import directory
 
-PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+PAGE = Path(__file__).parents[2] / "docs" / "start" / "rewards.md"
 QUICK = ("run.steps=2", "evaluation.problems=4", "training.rollouts_per_step=32")
 
 
 def from_the_page(folder: Path) -> Path:
-    """The page's function and recipe, as files in an otherwise empty folder; returns the recipe."""
+    """Write the page's function and recipe into an empty folder; return the recipe."""
     blocks = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (function, recipe) = (text for language, text in blocks[:2])
     assert [language for language, _ in blocks[:2]] == ["python", "toml"]
@@ -29,7 +29,7 @@ def from_the_page(folder: Path) -> Path:
     return folder / "words.toml"
 
 
-def test_the_examples_second_form_adds_the_function_to_a_verifier(tmp_path: Path) -> None:
+def test_second_form_of_the_example_adds_the_function_to_a_verifier(tmp_path: Path) -> None:
     recipe = from_the_page(tmp_path)
     (parts,) = re.findall(r"```toml\n(rewards = .*?)```", PAGE.read_text(), re.DOTALL)
     recipe.write_text(recipe.read_text().replace('verifier = "rewards.py:letters"\n', parts))
@@ -39,7 +39,7 @@ def test_the_examples_second_form_adds_the_function_to_a_verifier(tmp_path: Path
 
 
 @pytest.mark.parametrize("overrides", [QUICK, pytest.param((), marks=pytest.mark.slow)], ids=["short", "as it stands"])
-def test_an_empty_folder_becomes_a_run(
+def test_empty_folder_becomes_a_run(
     overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = from_the_page(tmp_path)

@@ -1,4 +1,4 @@
-"""A real run on two engines whose weights change at every step, while one of them is asked many times over."""
+"""A real run on two engines whose weights change at every step, while one of them serves an evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fakes.live_run import launched, light_run, told
 PROBLEMS, SAMPLES = 48, 8
 
 
-@pytest.mark.slow  # in short: who is asked, test_evaluator.py; who is left to it, tests/engines/http/test_pool.py
+@pytest.mark.slow  # short form: test_evaluator.py and tests/engines/http/test_pool.py
 def test_one_version_answers_while_the_trainer_takes_steps(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     overrides = (

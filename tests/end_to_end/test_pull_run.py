@@ -1,7 +1,7 @@
-"""A real run with pulled weights learns what one with broadcast weights does, bit by bit, and outlives its server.
+"""A real run with pulled weights learns bit by bit what one with broadcast weights learns, and survives its server.
 
-In lockstep with the ratio over recomputed log-probs a run on a CPU is a function of its seed: how the weights came to
-the engines must not show.
+In lockstep with the ratio over recomputed log-probs, a run on a CPU is a function of its seed: the transport of the
+weights must make no difference.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Curve = dict[int, tuple[float, ...]]
 
 
 def curve(run: LiveRun) -> Curve:
-    """What a run learned from, step by step."""
+    """Return the training curve, step by step."""
     measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
     return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("shards", [1, 2])
-def test_pulled_weights_teach_what_broadcast_ones_do_though_a_server_is_killed(tmp_path: Path, shards: int) -> None:
+def test_pulled_weights_teach_the_same_as_broadcast_despite_a_killed_server(tmp_path: Path, shards: int) -> None:
     with launched(new_run(tmp_path / "broadcast", *LOCKSTEP), tmp_path / "broadcast") as run:
         assert run.end() == 0, run.story()
         expected = curve(run)

@@ -1,4 +1,6 @@
-"""From a mixture's engine to a step on it: its experts go the whole way, through actor, stream, packing and passes."""
+"""From a mixture-of-experts engine to a training step: routed experts pass through actor, stream, packing and
+passes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ OBJECTIVE = resolve({"preset": "decoupled_ppo"})
 
 @final
 class InParts:
-    """A sampler over an engine of this process, whose answers come as streams do."""
+    """A sampler over an engine of this process, whose answers arrive as streams."""
 
     def __init__(self, engine: BatchingEngine) -> None:
         self._engine = engine
@@ -61,7 +63,7 @@ class InParts:
 
 @final
 class LikesLow:
-    """The reward is the share of small letters in the answer: of a random model, no two are alike."""
+    """The reward is the share of lower-case letters in the answer; a random model rarely gets two equal ones."""
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         share = sum(each.islower() for each in completion_text) / max(len(completion_text), 1)
@@ -73,7 +75,7 @@ def judge(domain: str) -> GroupVerifier:
 
 
 async def sampled(path: Path) -> list[RolloutGroup]:
-    """The groups in the stream of rollouts."""
+    """Return the groups in the rollout stream."""
     options = engine_options(
         model_path=path,
         slots=5,

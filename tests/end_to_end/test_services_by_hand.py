@@ -1,4 +1,4 @@
-"""Services started one by one, without a launcher: an engine is swapped by typing what the command prints."""
+"""Services started one by one, without a launcher: the user swaps an engine by typing the printed command."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.live_run import CLI
 from tests.patience import PATIENCE_S
 
-#: What a command may take that waits for somebody to start an engine, before it says so.
+#: Seconds within which a command must say that a user has to start the engine.
 _ANSWERS_S = 15.0
 
 
 @contextmanager
 def started(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[str]]:
-    """A role's process, which ends with this one."""
+    """Yield a role's process, which ends with this one."""
     tie = (sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGTERM", "", "--")
     with log.open("w") as file:
         process = subprocess.Popen([*tie, *CLI, *arguments], stdout=file, stderr=file, text=True)
@@ -54,9 +54,9 @@ def until(directory: Path, reached: object) -> RunStatus:
     raise AssertionError(f"not reached within {PATIENCE_S:g} s:\n{logs}")
 
 
-@pytest.mark.slow  # in short, in front of a controller of the test's: tests/commands/test_engines.py
+@pytest.mark.slow  # short form, with a controller of the test: tests/commands/test_engines.py
 @pytest.mark.timeout(600)
-def test_a_swap_prints_the_command_that_starts_the_new_engine_and_goes_on_once_it_is_typed(tmp_path: Path) -> None:
+def test_swap_prints_the_start_command_and_continues_once_it_was_typed(tmp_path: Path) -> None:
     recipe, directory = bigram_recipe(tmp_path / "bigram", walking=True), tmp_path / "run"
     redis, controller, engine = free_ports(3)
     common = [

@@ -1,4 +1,4 @@
-"""A run whose roles are on two machines, which share nothing but the network between them."""
+"""A run whose roles are on two machines that share only a network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = ("run.steps=5000", "evaluation.problems=16", "training.rollouts_per_step
 
 
 class Roles:
-    """Processes on either host, each host with a directory of its own."""
+    """Processes on both hosts; each host has its own directory."""
 
     def __init__(self, folder: Path, controller: Host) -> None:
         self.folder = folder
@@ -79,7 +79,7 @@ def roles(folder: Path, controller: Host) -> Iterator[Roles]:
             process.wait(SOON_S)
 
 
-@pytest.mark.slow  # in short, by what starts roles on several hosts: tests/launch/cluster/test_nodes.py
+@pytest.mark.slow  # short form, through a launcher of several hosts: tests/launch/cluster/test_nodes.py
 @pytest.mark.parametrize("transport", ["broadcast", "pull"])
 def test_roles_on_two_hosts(tmp_path: Path, transport: str) -> None:
     """Trainer, controller, streams and one engine on the first; an engine and all actors on the second."""

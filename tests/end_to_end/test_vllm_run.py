@@ -1,8 +1,7 @@
-"""Real runs with vLLM as the engine: they learn the task, in a process of ours and through a stock server.
+"""Real runs with vLLM as the engine learn the task, in our own process and through a stock server.
 
-The recipe is `tiny_vllm`, with a smaller budget. What must rise is accuracy on the held-out split, beyond the noise:
-the 95 % interval of the last evaluation lies above that of the first. And a torch engine may become a vLLM engine and
-one again while the run trains.
+The recipe is `tiny_vllm`, with a smaller budget. Held-out accuracy must rise beyond noise: the 95 % interval of the
+last evaluation lies above that of the first. A torch engine can become a vLLM engine and back while the run trains.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def _arguments(directory: Path, *changes: str) -> list[str]:
 
 
 def _has_learned(run: LiveRun) -> None:
-    """It has made every step, its ledger balances, and it answers better than it did."""
+    """Assert that it made every step, its ledger balances, and its accuracy rose."""
     assert run.end(1200.0) == 0, run.story()
     assert run.steps() == list(range(1, STEPS + 1))
     (finished,) = run.events("run_finished")
@@ -45,13 +44,13 @@ def _has_learned(run: LiveRun) -> None:
     assert first["high"] < last["low"], (first, last)
 
 
-def test_a_run_with_vllm_learns(tmp_path: Path) -> None:
+def test_run_with_vllm_learns(tmp_path: Path) -> None:
     with launched(_arguments(tmp_path / "inside"), tmp_path / "inside") as run:
         _has_learned(run)
 
 
 @pytest.mark.slow
-def test_a_run_outlives_the_death_of_its_vllm_core(tmp_path: Path) -> None:
+def test_run_survives_the_death_of_its_vllm_core(tmp_path: Path) -> None:
     with launched(_arguments(tmp_path / "run"), tmp_path / "run") as run:
         run.until_step(5, timeout_s=600.0)
         core = next(child for child in run.role("engine-0").children(recursive=True) if "EngineCore" in child.name())
@@ -61,7 +60,7 @@ def test_a_run_outlives_the_death_of_its_vllm_core(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_a_stock_vllm_server_learns(tmp_path: Path) -> None:
+def test_run_with_a_stock_vllm_server_learns(tmp_path: Path) -> None:
     model = MODELS / "tiny_speller_heads32"
     options = (*stock_vllm.AS_DOCUMENTED, "--disable-log-stats")
     with stock_vllm.serving(model, tmp_path / "server.log", *options, context_length=32, slots=256) as url:
@@ -74,7 +73,7 @@ def test_a_run_with_a_stock_vllm_server_learns(tmp_path: Path) -> None:
 
 
 def _swapped(directory: Path, *, times: int) -> None:
-    """A run whose engine becomes a vLLM engine, a torch engine again and so on, while it trains, loses nothing."""
+    """Assert that a run loses nothing while its engine alternates between vLLM and torch."""
     endless = ("run.steps=100000", "staleness.k=8", "model.path=shipped:tiny_speller_heads32", "launch.restarts=1000")
     with launched(new_run(directory, *endless, "launch.start_timeout_s=600"), directory) as run:
         until_serving(run, "engine-0")

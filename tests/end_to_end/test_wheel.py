@@ -16,8 +16,8 @@ BUILD = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "
 SHORT = ["run.steps=2", "evaluation.problems=8", "training.rollouts_per_step=32", "actor.groups_in_flight=8"]
 
 
-def test_a_wheel_trains_outside_the_checkout(tmp_path: Path) -> None:
-    # Build from a copy: setuptools writes next to the sources.
+def test_wheel_trains_outside_the_checkout(tmp_path: Path) -> None:
+    # Build from a copy, because setuptools writes next to the sources.
     sources = tmp_path / "sources"
     for name in ("pipelinerl", "launch", "inference_contract", "trainer_contract"):
         shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))

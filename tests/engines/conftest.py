@@ -1,4 +1,4 @@
-"""Model directories and engines for the tests below."""
+"""Model directories and engines for the engine tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokenizer(tokenizer_directory: Path) -> ChatTokenizer:
 
 @pytest.fixture(scope="session")
 def endless(tokenizer: ChatTokenizer) -> ChatTokenizer:
-    """The same tokenizer without a token that ends a sample, so that lengths are what a test asks for."""
+    """The same tokenizer without an end token, so that samples have the length that a test requests."""
     return ChatTokenizer(tokenizer._tokenizer, ())
 
 
@@ -44,7 +44,7 @@ def gate(tokenizer: ChatTokenizer) -> GatedRunner:
 
 @pytest.fixture
 async def engine(gate: GatedRunner, endless: ChatTokenizer) -> AsyncIterator[BatchingEngine]:
-    """A started engine on `gate`; it opens the gate when the test is over."""
+    """A started engine on `gate`; opens the gate after the test."""
     built = BatchingEngine(engine_options(max_waiting=16), load=lambda: gate, tokenizer=endless)
     await built.start()
     yield built

@@ -1,4 +1,4 @@
-"""Registration is enrolment: each registered engine whose libraries are installed passes the conformance kit."""
+"""Every registered engine whose libraries are installed must pass the conformance kit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTEXT = 128
 
 
 def _directory(name: str, folder: Path) -> Path:
-    """A small random model that this engine can load, with a tokenizer that covers its vocabulary."""
+    """Write a small random model that this engine can load, with a tokenizer that covers its vocabulary."""
     tokenizer = char_tokenizer()
     if name == "bigram":
         BigramModel.random(len(tokenizer), seed=1, context_length=CONTEXT).save(folder)
@@ -33,13 +33,13 @@ def _directory(name: str, folder: Path) -> Path:
     return folder
 
 
-#: vLLM's engine runs the kit in `test_vllm_engine`, since it starts slowly, and adapters of servers in
-#: `test_stock_servers`, where the servers are.
+#: Tested elsewhere: the slow vLLM engine in `external/vllm/test_engine.py`, and server adapters in
+#: `external/server/test_stock_servers.py`.
 ELSEWHERE = SERVER_ENGINES | {"vllm"}
 INSTALLED = [(name, WeightFormat.NATIVE) for name, each in ENGINES.items() if each.installed and name not in ELSEWHERE]
 
 
-#: What the weights' format has a part in: they come in other bytes than those that compute.
+#: Checks that depend on the format of the weights: they arrive in other bytes than those used for computing.
 OF_WEIGHTS = tuple(check.__name__ for check in (*weight_checks.CHECKS, *pull_checks.CHECKS))
 
 
@@ -52,7 +52,9 @@ OF_WEIGHTS = tuple(check.__name__ for check in (*weight_checks.CHECKS, *pull_che
     ],
     ids=lambda given: "of weights" if given == OF_WEIGHTS else None,
 )
-def test_it_keeps_the_contract(name: str, weights: WeightFormat, only: Sequence[str] | None, tmp_path: Path) -> None:
+def test_engine_passes_the_conformance_kit(
+    name: str, weights: WeightFormat, only: Sequence[str] | None, tmp_path: Path
+) -> None:
     options = EngineOptions(
         model_path=_directory(name, tmp_path),
         model_id=name,

@@ -36,7 +36,7 @@ def test_it_is_one_recipe_and_little_python_and_its_problems_can_be_made(recipe:
 
 
 def test_a_reward_of_ones_own_is_what_the_page_shows() -> None:
-    blocks = re.findall(r"```\w+\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```\w+\n(.*?)```", (ROOT / "docs" / "start" / "rewards.md").read_text(), re.DOTALL)
     files = [(EXAMPLES / "own_reward" / name).read_text() for name in ("rewards.py", "words.toml")]
     assert blocks[:2] == files, "tests/end_to_end/test_own_reward.py runs the page's"
 

@@ -1,11 +1,11 @@
-"""`bigram_recipe`: the lightest whole run, for what is tried on a run's processes and not on their computing.
+"""`bigram_recipe`: the lightest whole run, for tests of a run's processes rather than of their computation.
 
-Launcher, roles, streams, engine and trainer are the real ones, in processes of their own; the model is numpy's, so that
-none of them imports transformers' models, and a role works after two seconds of a processor instead of seven. The
-problems are reasoning-gym's; every second answer is "2", so that there is something to learn.
+Launcher, roles, streams, engine and trainer are real and run in separate processes. The model needs only numpy, so that
+no role imports transformers' models, and a role works after two seconds of a processor instead of seven. Problems come
+from reasoning-gym; every second answer is "2", so that there is something to learn.
 
-A run that goes on until it is told to stop walks: its answers are judged a while after they came. A test that waits
-for a process to start would else share the machine with thousands of steps that nobody looks at.
+An endless run is slowed down: its answers are judged after a pause. Otherwise a test that waits for a process to start
+would share the machine with thousands of irrelevant steps.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def judge(answer, completion):
 
 
 def lightest(model: Path, *, alphabet: str) -> tuple[str, ...]:
-    """Changes by which any recipe trains a bigram, made in `model`, that knows these characters."""
+    """Return overrides with which any recipe trains a bigram with this alphabet, created in `model`."""
     _written(model, alphabet)
     return (
         f"model.path={model}",
@@ -74,7 +74,7 @@ def lightest(model: Path, *, alphabet: str) -> tuple[str, ...]:
 
 
 def bigram_recipe(folder: Path, *, walking: bool = False) -> Path:
-    """A recipe and its model, written into `folder`, which is made; the recipe's path."""
+    """Write a recipe and its model into the new folder `folder`; return the recipe's path."""
     model = folder / "model"
     _written(model, "0123456789")
     recipe = folder / "bigram.toml"

@@ -1,4 +1,4 @@
-"""Checkpoints of a bigram model that say in each of their parts which version they are of."""
+"""Checkpoints of a bigram model each of whose parts states its version."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from trainer_contract.types import ParameterInfo
 
-#: Tokens of the model's vocabulary.
+#: The model's vocabulary size.
 SIZE = 5
 
 
 def model_directory(path: Path) -> Path:
-    """A model to begin with, and a file of other weights that must not be copied."""
+    """Create an initial model, and a file of other weights that must not be copied."""
     BigramModel.random(SIZE, seed=0).save(path)
     (path / "tokenizer.json").write_text("{}")
     (path / "pytorch_model.bin").write_text("other weights that must not be copied")
@@ -26,7 +26,7 @@ def model_directory(path: Path) -> Path:
 
 
 def state_of(version: int, *, epoch: int = 1, accuracies: Mapping[int, float] | None = None) -> TrainingState:
-    """What goes with the weights of a version; `accuracies` are those that are known by then."""
+    """Return the training state of a version; `accuracies` are those known by then."""
     results = [{"model_version": at, "accuracy": value, "at_least": value} for at, value in (accuracies or {}).items()]
     return TrainingState(
         model_version=version,
@@ -38,7 +38,7 @@ def state_of(version: int, *, epoch: int = 1, accuracies: Mapping[int, float] | 
 
 
 def capture(store: CheckpointStore, state: TrainingState, *, padding: int = 0) -> Capture:
-    """Weights and the trainer's state, which is longer by `padding` bytes, made of nothing but the version's number."""
+    """Return weights and trainer state derived from the version number, with `padding` more bytes of state."""
     number = state.model_version
     record = number.to_bytes(8, "little") * (2 + padding // 8)
     return store.capture(
@@ -55,7 +55,7 @@ def save(store: CheckpointStore, version: int, *, padding: int = 0, **rest: Any)
 
 
 def versions_in(path: Path, state: TrainingState) -> set[int]:
-    """Every version that some part of a checkpoint is of: one, unless parts of several were mixed."""
+    """Return the versions of a checkpoint's parts: one, unless parts were mixed."""
     record = np.frombuffer((path / "trainer" / "optimizer").read_bytes(), np.uint64)
     weights = BigramModel.load(path).logits
     ledger = state.ledger["frontier"], int(state.offsets["rollouts:actor-0"].split("-")[0])

@@ -1,4 +1,4 @@
-"""Options of an engine in a test that cares for few of them."""
+"""Engine options for tests that care about few of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pipelinerl.engines.options import EngineOptions
 
 
 def engine_options(**named: Any) -> EngineOptions:
-    """What is `named`, of a model `m` that is nowhere, with 4 slots and a context of 64 tokens unless that is named."""
+    """Return the `named` options, with defaults: a model `m` without a directory, 4 slots and a context of 64
+    tokens.
+    """
     assumed = {"model_path": Path("nowhere"), "model_id": "m", "slots": 4, "max_waiting": 4096, "context_length": 64}
     return EngineOptions(**{**assumed, **named})

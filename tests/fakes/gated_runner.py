@@ -1,4 +1,4 @@
-"""A real runner whose decode steps wait for permission, so that a test decides what happens between which two steps."""
+"""A real runner whose decode steps wait for permission, so that a test controls what happens between two steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = PATIENCE_S
 
 @final
 class GatedRunner:
-    """Passes every call on; `decode` first waits for `allow`, and says so in `waiting`."""
+    """Wrapper of a runner; `decode` first waits for `allow`, and sets `waiting` meanwhile."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -30,14 +30,14 @@ class GatedRunner:
         self.log: list[str] = []
 
     def allow(self, steps: int) -> None:
-        """Let `steps` more decodes happen, and return when they have."""
+        """Permit `steps` more decodes, and return when they are done."""
         target = self.steps + steps
         self._permits.release(steps)
         with self._done:
             assert self._done.wait_for(lambda: self.steps >= target, DEADLINE_S), f"{self.steps} of {target} steps"
 
     def open(self) -> None:
-        """Let everything happen from here on."""
+        """Permit everything from now on."""
         self._free = True
         self._permits.release()
 

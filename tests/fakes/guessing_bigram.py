@@ -7,7 +7,7 @@ from pathlib import Path
 from pipelinerl.models.bigram import BigramModel
 from pipelinerl.models.tiny_decoder import SPECIAL_TOKENS, char_tokenizer
 
-#: No token opens the assistant's turn, so that the first sampled one follows the hint.
+#: No token opens the assistant's turn, so that the first sampled token follows the hint.
 _TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
@@ -15,7 +15,7 @@ _TEMPLATE = (
 
 
 def guessing(model: Path) -> tuple[str, ...]:
-    """Changes by which the example trains such a model, made in `model`."""
+    """Return overrides with which the example trains such a model, created in `model`."""
     tokenizer = char_tokenizer(alphabet="abcdefg" + "0123456789+-*/?")
     tokenizer.chat_template = _TEMPLATE
     made = BigramModel.random(len(tokenizer), seed=0, scale=0.0, context_length=64)

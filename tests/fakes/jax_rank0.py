@@ -1,7 +1,8 @@
-"""Rank 0 of a JAX trainer as a process of its own, driven by a test: `… -m tests.fakes.jax_rank0 MODEL PORT DIR WHAT`.
+"""Rank 0 of a JAX trainer in its own process, driven by a test: `… -m tests.fakes.jax_rank0 MODEL PORT DIR WHAT`.
 
-WHAT are words: `results` tries the verbs and leaves what came of them in DIR, `kit` all checks of the kit; `wait`, the
-last one, says when it is ready, and then goes on with forward passes until one fails, whose error it prints.
+WHAT is a list of words: `results` runs the verbs and leaves their results in DIR; `kit` runs all checks of the
+conformance kit; `wait`, the last word, reports that it is ready, then runs forward passes until one fails, and prints
+its error.
 """
 
 import json
@@ -28,13 +29,13 @@ OPTIMIZER = OptimizerSpec(eps=1.0, grad_clip=0.0)
 
 
 def batches():
-    """Two micro-batches of one step, ragged."""
+    """Return two ragged micro-batches of one step."""
     rollouts = rollouts_of(VOCAB)
     return [pack(rollouts[:3], temperature=0.7), pack(rollouts[3:])]
 
 
 def started(model, options, **fields):
-    """A trainer on CPUs."""
+    """Return a trainer on CPUs."""
     trainer = JaxTrainer()
     trainer.init_worker(
         TrainerSpec(model_path=Path(model), device=Device.CPU, optimizer=OPTIMIZER, options=options, **fields)
@@ -43,7 +44,7 @@ def started(model, options, **fields):
 
 
 def one_step(trainer):
-    """Losses, predictions, gradient norm and the weights after it."""
+    """Return losses, predictions, gradient norm and the weights after the step."""
     losses = [trainer.backward([batch], OBJECTIVE)[0] for batch in batches()]
     norm = trainer.optimizer_step(learning_rate=RATE).grad_norm
     weights = {name: array.copy() for name, array in trainer.gather_weights()}
@@ -56,7 +57,7 @@ def one_step(trainer):
 
 
 def results(model, options, directory):
-    """Two steps with a state saved between them, what other weights give, and an error that all ranks find."""
+    """Run two steps with a saved state between them, a pass with other weights, and an error that all ranks report."""
     trainer = started(model, options)
     np.savez(directory / "first.npz", **one_step(trainer))
     (directory / "state").mkdir()
@@ -74,14 +75,14 @@ def results(model, options, directory):
 
 
 def spoilt(batch):
-    """The micro-batch with an advantage that is no number."""
+    """Return the micro-batch with an advantage that is NaN."""
     advantages = batch.advantages.copy()
     advantages[np.flatnonzero(batch.loss_mask)[0]] = np.nan
     return replace(batch, advantages=advantages)
 
 
 def refusal_of(trainer, batch):
-    """What the trainer says to a micro-batch that it must refuse."""
+    """Return the trainer's error for a micro-batch that it must reject."""
     try:
         with np.errstate(invalid="ignore"):
             trainer.backward([batch], OBJECTIVE)
@@ -91,7 +92,7 @@ def refusal_of(trainer, batch):
 
 
 def kit(model, options, directory):
-    """What the conformance kit finds, by check."""
+    """Return the findings of the conformance kit, by check."""
     spec = TrainerSpec(model_path=Path(model), device=Device.CPU, options=options)
     found = run(TrainerUnderTest(JaxTrainer, spec, VOCAB), directory=directory / "kit")
     (directory / "kit.json").write_text(
@@ -100,7 +101,7 @@ def kit(model, options, directory):
 
 
 def until_lost(model, options):
-    """Forward passes until one fails."""
+    """Run forward passes until one fails."""
     trainer, batch = started(model, options), batches()[0]
     trainer.forward([batch])
     print("ready", flush=True)

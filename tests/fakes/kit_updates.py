@@ -1,4 +1,4 @@
-"""Updates of a served engine to known weights, and what transformers makes of the same weights."""
+"""Updates of a served engine to known weights, and transformers' results for the same weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 
 @contextmanager
 def opened(url: str) -> Iterator[Session]:
-    """A session with a trainer of the kit's, for engines whose token is `secret`."""
+    """Yield a session with a trainer of the kit, for engines whose token is `secret`."""
     with Session(url, token="secret", timeout_s=PATIENCE_S, host="127.0.0.1") as session:
         session.peer = KitTrainer(session)
         yield session
@@ -31,7 +31,7 @@ def trainer_of(session: Session) -> KitTrainer:
 
 
 def publish(session: Session, data: torch.Tensor, *, on_update: str = "continue") -> int:
-    """A whole update to these bytes; the version."""
+    """Run a whole update to these bytes; return the version."""
     trainer = trainer_of(session)
     trainer.formed()
     version = trainer.next_version()
@@ -42,13 +42,13 @@ def publish(session: Session, data: torch.Tensor, *, on_update: str = "continue"
 
 
 def bytes_of(model: Any, layout: WeightLayout) -> torch.Tensor:
-    """The model's parameters as they travel."""
+    """Return the model's parameters as bytes on the wire."""
     named = dict(model.named_parameters())
     return torch.cat([named[spec.name].detach().contiguous().view(-1).view(torch.uint8) for spec in layout.parameters])
 
 
 def reference(model: Any, layout: WeightLayout, data: torch.Tensor) -> Any:
-    """transformers' model with the weights in `data`."""
+    """Return transformers' model with the weights in `data`."""
     named = dict(model.named_parameters())
     with torch.no_grad():
         for name, values in parameters_in(data, layout):
@@ -57,7 +57,7 @@ def reference(model: Any, layout: WeightLayout, data: torch.Tensor) -> Any:
 
 
 def logprobs_of(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Of each of `tokens` after what precedes it, as transformers computes them."""
+    """Return transformers' log-prob of each of `tokens` after its prefix."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -68,7 +68,7 @@ def choices_of(answers: list[httpx.Response]) -> list[Choice]:
 
 
 def certain_of(model: Any, layout: WeightLayout, token: int) -> torch.Tensor:
-    """Weights under which every context is followed by `token`: no layer adds anything to a constant embedding."""
+    """Return weights under which `token` follows every context: no layer changes a constant embedding."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(0.0 if parameter.ndim == 2 else 1.0)

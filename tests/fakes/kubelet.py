@@ -1,13 +1,13 @@
 """`Kubelet`: runs the pods of rendered manifests as processes of this machine, from the YAML alone.
 
-It reads what `kubectl apply` would be given, refuses what a cluster would (a volume that is not declared, a claim or a
-map that is not there, a pod whose name no headless service gives), and for each Job starts the container's command in
-the container's environment, and nothing else of this process' own but PATH. What it does not do: images, limits on
-memory, networks. A pod has an address of its own in 127.0.0.0/8, which the others find by `hostname.subdomain` in an
-/etc/hosts of their own, and its maps mounted; bubblewrap does both.
+It reads what `kubectl apply` would read and rejects what a cluster would reject (an undeclared volume, a missing claim
+or map, a pod name without a headless service). For each Job it starts the container's command in the container's
+environment, with nothing of this process but PATH. Not covered: images, memory limits, networks. A pod has its own
+address in 127.0.0.0/8, which other pods find by `hostname.subdomain` in their /etc/hosts, and its maps are mounted;
+bubblewrap provides both.
 
-A pod that dies is replaced as the Job says: `podFailurePolicy` may fail the Job, or ignore the death; `backoffLimit`
-bounds the others.
+A dead pod is replaced by the Job's rules: `podFailurePolicy` may fail the Job, or ignore the death; `backoffLimit`
+bounds the rest.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Pod:
             )
 
     def node(self) -> int:
-        """Process id of the container's command, which is bubblewrap's child."""
+        """Return the process id of the container's command, which is bubblewrap's child."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             for path in Path(f"/proc/{self.process.pid}/task/{self.process.pid}").glob("children"):
@@ -80,11 +80,11 @@ class Pod:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """End it as a node does that loses its power; whatever it ran is gone."""
+        """End it like a node that loses power, with everything that it ran."""
         os.kill(self.node(), signal.SIGKILL)
 
     def follow(self) -> None:
-        """Replace it, if it has died and the Job has it so."""
+        """Replace it if it died and the Job's rules allow it."""
         status = self.process.poll()
         if status is None or self.ended is not None:
             return
@@ -106,7 +106,7 @@ class Pod:
         return "Count"
 
     def is_ready(self) -> bool:
-        """Does its readiness probe succeed?"""
+        """True if its readiness probe succeeds."""
         probe = self.spec["containers"][0]["readinessProbe"]["httpGet"]
         opener = build_opener(ProxyHandler({}))
         try:
@@ -118,7 +118,7 @@ class Pod:
 
 @final
 class Kubelet:
-    """Made of the manifests' text; `of_image` is the environment that a container image has by itself."""
+    """Runner of the manifests' text; `of_image` is the environment that a container image sets."""
 
     def __init__(self, text: str, folder: Path, *, of_image: Mapping[str, str]) -> None:
         if shutil.which("bwrap") is None:
@@ -150,13 +150,13 @@ class Kubelet:
         return folder
 
     def follow(self) -> bool:
-        """Look after all pods; returns whether every Job has ended."""
+        """Update all pods; return whether every Job has ended."""
         for pod in self.pods:
             pod.follow()
         return all(pod.ended is not None for pod in self.pods)
 
     def story(self) -> str:
-        """What the pods wrote last."""
+        """Return the last output of the pods."""
         return "\n".join(f"--- {pod.name}\n{pod.output.read_text()[-3000:]}" for pod in self.pods)
 
     def close(self) -> None:

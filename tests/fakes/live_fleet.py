@@ -1,6 +1,6 @@
-"""A live run's engines, changed through the command line while it trains: what every such test does and must find.
+"""Engines of a live run, changed through the command line while it trains: shared actions and checks.
 
-Any type of engine will do: `swap_to_and_fro(run, ["vllm", "torch"], times=20)`.
+Any engine type works: `swap_to_and_fro(run, ["vllm", "torch"], times=20)`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tests.patience import PATIENCE_S
 
 
 def engines(run: LiveRun, *arguments: str) -> str:
-    """What `pipelinerl engines <command> RUN …` prints; it must succeed."""
+    """Return the output of `pipelinerl engines <command> RUN …`, which must succeed."""
     command, *rest = arguments
     return told("engines", command, str(run.directory), *rest)
 
 
 def status(run: LiveRun) -> RunStatus:
-    """What the run is doing; nothing while its controller is not there. Cheaper to ask than its log is to read."""
+    """Return the run's status, or None without a controller; cheaper than reading the log."""
     try:
         with controller_of(run.directory) as controller:
             return controller.status()
@@ -31,12 +31,12 @@ def status(run: LiveRun) -> RunStatus:
 
 
 def fleet(run: LiveRun) -> dict[str, EngineStatus]:
-    """The engines by name."""
+    """Return the engines by name."""
     return {engine.name: engine for engine in status(run).fleet.engines}
 
 
 def until_serving(run: LiveRun, *names: str) -> None:
-    """Wait until all these serve."""
+    """Wait until all of these serve."""
 
     def serve(run: LiveRun) -> bool:
         known = fleet(run)
@@ -46,7 +46,7 @@ def until_serving(run: LiveRun, *names: str) -> None:
 
 
 def until_steps(run: LiveRun, more: int) -> None:
-    """Wait for so many more steps."""
+    """Wait for this many more steps."""
     wanted = status(run).step + more
     run.until(lambda run: status(run).step >= wanted, f"step {wanted}")
 
@@ -54,9 +54,9 @@ def until_steps(run: LiveRun, more: int) -> None:
 def swap_to_and_fro(
     run: LiveRun, types: Sequence[str], *, times: int, engine: str = "engine-0", grace_s: float = 60.0
 ) -> str:
-    """Replace `engine` by one of the first type, that by one of the second, and so on; returns who serves in the end.
+    """Replace `engine` by one of the first type, that one by the second type, and so on; return the last one's name.
 
-    The old one's process is gone each time, and the run has made steps with the new one alone.
+    Each time the old process ends, and the run makes steps with the new engine alone.
     """
     for kind in islice(cycle(types), times):
         old, process = engine, run.role(engine)
@@ -79,12 +79,12 @@ def kill_again_and_again(run: LiveRun, names: Sequence[str], *, times: int) -> N
 
 
 def longest_stall_s(run: LiveRun) -> float:
-    """The longest time between two steps."""
+    """Return the longest time between two steps."""
     return max(float(b["elapsed_s"] - a["elapsed_s"]) for a, b in pairwise(run.events("step")))
 
 
 def assert_nothing_lost(run: LiveRun) -> None:
-    """The run has ended whole: each order has ended once, none has failed, and no engine served before its proof."""
+    """Assert that each order ended once, none failed, and no engine served before its canary check."""
     (finished,) = run.events("run_finished")
     ledger = finished["ledger"]
     assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued"), ledger

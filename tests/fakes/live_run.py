@@ -1,7 +1,7 @@
-"""`LiveRun`: a real `pipelinerl run` in processes of its own, watched through its event log.
+"""`LiveRun`: a real `pipelinerl run` in separate processes, observed through its event log.
 
-Promises: what is waited for has a deadline, and a failure shows what the launcher and the roles wrote; after the block
-no process of the run is alive.
+Promises: every wait has a deadline, and a failure shows the output of launcher and roles; after the block no process of
+the run is alive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipelinerl.system import tied_process
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.patience import PATIENCE_S
 
-#: Small steps of the shipped model: a step takes a tenth of a second, so that starting is most of a run.
+#: Small steps of the shipped model: a step takes a tenth of a second, so that starting dominates.
 SMALL = (
     "evaluation.problems=16",
     "evaluation.interval_steps=1000",
@@ -39,7 +39,7 @@ CLI = (sys.executable, "-m", "pipelinerl.cli")
 
 @final
 class LiveRun:
-    """One launcher and what it started. Made by `launched`; without a launcher, the run has ended."""
+    """One launcher and its processes. Made by `launched`; without a launcher, the run has ended."""
 
     launcher: subprocess.Popen[str]
 
@@ -54,11 +54,11 @@ class LiveRun:
 
     @property
     def output(self) -> str:
-        """What the launcher has printed."""
+        """The launcher's output."""
         return self._output.read_text()
 
     def events(self, kind: str | None = None) -> list[Event]:
-        """The event log so far."""
+        """Return the event log so far."""
         path = self.directory / "events.jsonl"
         size = path.stat().st_size if path.is_file() else 0
         if size != self._read[0]:
@@ -66,34 +66,34 @@ class LiveRun:
         return [event for event in (self._read[1] if size else []) if kind is None or event["kind"] == kind]
 
     def steps(self) -> list[int]:
-        """Model versions made so far, in the order of the log."""
+        """Return the model versions made so far, in the order of the log."""
         return [event["step"] for event in self.events("step")]
 
     def note_processes(self) -> dict[int, psutil.Process]:
-        """Remember whatever the launcher runs now."""
+        """Record the processes that the launcher runs now."""
         self._noted_at = time.monotonic()
         with suppress(psutil.NoSuchProcess):
             self.seen |= {p.pid: p for p in psutil.Process(self.launcher.pid).children(recursive=True)}
         return self.seen
 
     def alive(self) -> list[psutil.Process]:
-        """Processes of the run, of those ever noted, that live."""
+        """Return the recorded processes that are alive."""
         return [p for p in self.seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     def _note_now_and_then(self) -> None:
-        """While a test waits: to look at every process of the machine takes time from those that it waits for."""
+        """Record them occasionally during a wait: scanning all processes takes time from those under test."""
         if time.monotonic() - self._noted_at > _NOTE_EVERY_S:
             self.note_processes()
 
     def is_gone(self) -> bool:
-        """Has every process of the run, of those ever noted, ended? Those that are about to may take their time."""
+        """True if every recorded process has ended."""
         deadline = time.monotonic() + PATIENCE_S
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.02)
         return not self.alive()
 
     def role(self, name: str) -> psutil.Process:
-        """The process of a role; the one that serves redis has become the server."""
+        """Return the process of a role; the one of redis has become the server."""
         for process in self.note_processes().values():
             try:
                 line = process.cmdline()
@@ -105,7 +105,7 @@ class LiveRun:
         raise AssertionError(f"{name} is not running; the launcher said:\n{self.output}")
 
     def until(self, reached: Callable[[LiveRun], Any], what: str, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until `reached`; an end of the run before that is a failure."""
+        """Wait until `reached`; an earlier end of the run is a failure."""
         deadline = time.monotonic() + timeout_s
         while not reached(self):
             self._note_now_and_then()
@@ -120,7 +120,7 @@ class LiveRun:
         self.until(lambda run: max(run.steps(), default=0) >= step, f"step {step}", timeout_s)
 
     def end(self, timeout_s: float = PATIENCE_S) -> int:
-        """Wait for the launcher; its exit status."""
+        """Wait for the launcher; return its exit status."""
         deadline = time.monotonic() + timeout_s
         while self.launcher.poll() is None:
             self._note_now_and_then()
@@ -130,7 +130,7 @@ class LiveRun:
         return self.launcher.returncode
 
     def story(self) -> str:
-        """Everything that helps to understand a failure."""
+        """Return everything that helps to understand a failure."""
         logs = sorted((self.directory / "logs").glob("*.log"))
         tails = [f"--- {log.name}\n" + "\n".join(log.read_text().splitlines()[-15:]) for log in logs]
         last = "\n".join(str(event) for event in self.events()[-8:])
@@ -145,9 +145,9 @@ def launched(
     through: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[LiveRun]:
-    """`pipelinerl run <arguments>`, which writes to `directory`; `through` is a command that becomes it.
+    """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is a command that starts it.
 
-    It is told to stop as soon as this process has gone, however that ended.
+    It is stopped as soon as this process ends, for whatever reason.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     output = directory.parent / f"{directory.name}-{time.monotonic_ns()}.out"
@@ -175,27 +175,27 @@ def launched(
 
 
 def new_run(directory: Path, *overrides: str, recipe: Path | str = "tiny") -> list[str]:
-    """Arguments of a small new run in `directory`."""
+    """Return the arguments of a small new run in `directory`."""
     return [str(recipe), *SMALL, f"run.directory={directory.parent}", f"run.name={directory.name}", *overrides]
 
 
 def light_run(directory: Path, *overrides: str, walking: bool = False) -> list[str]:
-    """Arguments of a small new run in `directory` whose model is the bigram, made beside it."""
+    """Return the arguments of a small new run in `directory` with a bigram model, created next to it."""
     return new_run(directory, *overrides, recipe=bigram_recipe(directory.parent / "bigram", walking=walking))
 
 
 def endless_run(directory: Path, *overrides: str) -> list[str]:
-    """Those of a light run that goes on, at a walk, until it is told to stop."""
+    """Return the arguments of a light run that continues, slowly, until it is stopped."""
     return light_run(directory, "run.steps=100000", *overrides, walking=True)
 
 
 def resumed(directory: Path) -> list[str]:
-    """Arguments that go on with the run in `directory`."""
+    """Return the arguments that resume the run in `directory`."""
     return ["--resume", str(directory)]
 
 
 def told(*arguments: str) -> str:
-    """What a `pipelinerl` command prints, which must succeed: in this process, since to start one is most of it."""
+    """Return the output of a `pipelinerl` command, which must succeed; runs in this process, which is faster."""
     done = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

@@ -1,4 +1,4 @@
-"""A server of OpenAI's chat completions that is none of ours: no token ids, and no fields beyond OpenAI's own."""
+"""A third-party server of OpenAI chat completions: no token ids, and no fields beyond OpenAI's."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, final
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-#: The fields of OpenAI's request that this server takes.
+#: The fields of OpenAI's request that this server accepts.
 KNOWN = {"model", "messages", "temperature", "top_p", "max_tokens", "seed", "stop"}
 
 
 @final
 class OpenAIFake:
-    """`answers` says the text for a body; `failures` are statuses that it answers with first."""
+    """A server that answers a body with the text of `answers`, after the statuses of `failures`."""
 
     def __init__(self, answers: Callable[[dict[str, Any]], str], *, failures: tuple[int, ...] = ()) -> None:
         self.answers = answers

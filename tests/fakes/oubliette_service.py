@@ -1,4 +1,4 @@
-"""A real Oubliette service as an application, on a machine where no program can be run; it compares all the same."""
+"""A real Oubliette service as an application, on a machine that can run no program; comparisons still work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.verifiers.oubliette.sandbox import Isolation, Sandbox
 
 
 def application(folder: Path, *, token: str | None) -> Any:
-    """Its repository lies in `folder`. What is to be run is refused, as where no sandbox can be had."""
+    """Return the application with its repository in `folder`; programs are rejected, as without a sandbox."""
     persistent, transient = PersistentRepository(folder), TransientRepository(1 << 20)
     sandbox = Sandbox(_no_walls, at_once=1)
     sandbox.close()

@@ -1,7 +1,7 @@
-"""`engine`, `PacedTrainer`: the bigram's, as fast as the file `pace` in the model's directory says while they work.
+"""`engine` and `PacedTrainer`: the bigram's, at the speed in the file `pace` of the model's directory.
 
-Code of a user's own for a run: a recipe names them as `tests.fakes.paced_bigram:engine` and `…:PacedTrainer`. They
-wait without computing, so that a test makes engines too slow, or too many, and costs no processor.
+User code for a run: a recipe names them as `tests.fakes.paced_bigram:engine` and `…:PacedTrainer`. They wait without
+computing, so that a test can make engines too slow, or too many, without using a processor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRAINER: Final = f"{__name__}:PacedTrainer"
 
 
 def set_pace(model: Path, *, decode_s: float, step_s: float) -> None:
-    """From now on a decode step takes so long, and a trainer's backward."""
+    """Set the seconds of a decode step and of a trainer's backward."""
     (model / "pace.new").write_text(f"{decode_s} {step_s}")
     (model / "pace.new").replace(model / "pace")
 
@@ -37,7 +37,7 @@ def _pace(model: Path) -> tuple[float, float]:
 
 
 def engine(options: EngineOptions) -> Engine:
-    """The bigram engine at that pace."""
+    """Return the bigram engine at that speed."""
 
     def load() -> _PacedRunner:
         model = BigramModel.load(options.model_path)
@@ -74,11 +74,11 @@ class PacedTrainer:
         return getattr(self._trainer, name)
 
     def init_worker(self, spec: TrainerSpec) -> None:
-        """As the bigram's."""
+        """Initialise the bigram trainer."""
         self._model = spec.model_path
         self._trainer.init_worker(spec)
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """The bigram's gradient, a while later."""
+        """Compute the bigram's gradient after a pause."""
         time.sleep(_pace(self._model)[1])
         return self._trainer.backward(micro_batches, objective)

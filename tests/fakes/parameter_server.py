@@ -1,4 +1,4 @@
-"""A real parameter server for tests, in their process or in one that can be killed; and weights to put on it.
+"""A real parameter server for tests, in their process or in one that can be killed, and weights to store on it.
 
 python -m tests.fakes.parameter_server [port [place]]      prints its port, serves until it is killed
 """
@@ -28,7 +28,7 @@ from pipelinerl.weights.pull import PullOrder, Shard
 
 TOKEN = "secret"
 
-#: Odd sizes, so that no boundary of parts, buckets and parameters coincide.
+#: Odd sizes, so that boundaries of parts, buckets and parameters never coincide.
 LAYOUT = WeightLayout(
     parameters=(
         ParameterSpec(name="embed", shape=(1031, 523), dtype=DType.FLOAT32),
@@ -39,7 +39,7 @@ LAYOUT = WeightLayout(
 
 
 def application(place: str | None = None, *, room: int = 3, token: str | None = TOKEN) -> Any:
-    """A server's application; `place` is where it saves."""
+    """Return a server's application; it saves to `place`."""
     store = None if place is None else SnapshotStore(place)
     return create_app(
         ParameterServer(VersionTable(room=room), puller=WeightPuller(token=token), store=store), token=token
@@ -47,7 +47,7 @@ def application(place: str | None = None, *, room: int = 3, token: str | None = 
 
 
 def weights(version: int, layout: WeightLayout = LAYOUT) -> Callable[[], Iterator[tuple[str, Any]]]:
-    """The parameters of a version, which is all that they depend on."""
+    """Return the parameters of a version, which depend on nothing else."""
 
     def source() -> Iterator[tuple[str, Any]]:
         at, data = 0, flat(version, layout)
@@ -61,7 +61,7 @@ def weights(version: int, layout: WeightLayout = LAYOUT) -> Callable[[], Iterato
 
 @cache
 def flat(version: int, layout: WeightLayout = LAYOUT) -> NDArray[np.uint8]:
-    """The bytes of a version as they travel; not to be written to."""
+    """Return the bytes of a version as they are sent; read-only."""
     arrays = [
         rng.generator(version, spec.name).standard_normal(size=spec.shape, dtype=np.float32).astype(spec.dtype.value)
         for spec in layout.parameters
@@ -71,21 +71,21 @@ def flat(version: int, layout: WeightLayout = LAYOUT) -> NDArray[np.uint8]:
 
 @cache
 def digest(version: int, layout: WeightLayout = LAYOUT) -> str:
-    """Of those bytes."""
+    """Return the digest of those bytes."""
     made = WeightDigest()
     made.update(flat(version, layout))
     return made.hexdigest()
 
 
 def publication(version: int, engines: tuple[str, ...] = (), **fields: Any) -> Publication:
-    """Of a version of these weights; to nobody unless told otherwise."""
+    """Return the publication of a version of these weights, by default to no engine."""
     layout = fields.get("layout", LAYOUT)
     defaults = {"epoch": 1, "membership": 1, "layout": layout, "weights": weights(version, layout), "timeout_s": 24.0}
     return Publication(version=version, engines=engines, **(defaults | fields))
 
 
 def order(version: int, *sources: str, layout: WeightLayout = LAYOUT, timeout_s: float = 8.0) -> PullOrder:
-    """To fetch a version that was published, from servers that hold all of it."""
+    """Return an order to fetch a published version from servers that hold all of it."""
     return sharded(version, (sources,), layout=layout, timeout_s=timeout_s)
 
 
@@ -97,7 +97,7 @@ def sharded(
     layout: WeightLayout = LAYOUT,
     timeout_s: float = 8.0,
 ) -> PullOrder:
-    """To fetch a version that was published, from the servers of each shard."""
+    """Return an order to fetch a published version from the servers of each shard."""
     ranges = layout.shards(len(sources), bucket_bytes)
     return PullOrder(
         shards=tuple(Shard(urls, tuple(held)) for urls, held in zip(sources, ranges, strict=True)),

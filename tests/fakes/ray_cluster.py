@@ -1,6 +1,6 @@
-"""`ray_cluster`: a real Ray of two nodes on this machine, of which one can be lost, for one test.
+"""`ray_cluster`: a real Ray of two nodes on this machine, one of which can be lost, for one test.
 
-It is in a process of its own, since Ray leaves threads behind, and ends with the test, whose end that process hears of.
+It runs in a separate process, because Ray leaves threads behind; that process notices the end of the test.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ finally:
 
 @dataclass(frozen=True)
 class RayCluster:
-    """One that is up; `environment` is that of whoever uses it."""
+    """A running cluster; `environment` is for its users."""
 
     environment: dict[str, str]
     process: subprocess.Popen[str]
 
     def lose(self) -> None:
-        """Kill the second node, of which Ray is not told."""
+        """Kill the second node without telling Ray."""
         self._do("lose")
 
     def replace(self) -> None:
-        """Add another like it."""
+        """Add a new node like it."""
         self._do("replace")
 
     def _do(self, word: str) -> None:
@@ -60,9 +60,9 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster() -> Iterator[RayCluster]:
-    """It lives as long as the block; without Ray the test is skipped, and says why."""
+    """Yield a cluster for the block; without Ray, skip the test with the reason."""
     pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
-    with TemporaryDirectory(prefix="ray-") as short:  # its sockets' paths have 107 characters at most
+    with TemporaryDirectory(prefix="ray-") as short:  # its socket paths may have 107 characters
         told = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": short, "HOME": short}
         process = subprocess.Popen(
             [sys.executable, "-c", _MAIN],

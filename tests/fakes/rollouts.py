@@ -1,4 +1,4 @@
-"""Rollout groups made to measure, for tests above the streams."""
+"""Rollout groups for tests above the streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rollout(
     outcome: Outcome | None = None,
     logprob: float = -0.5,
 ) -> Rollout:
-    """One single-turn rollout; by default all its tokens come from `version`."""
+    """Return a single-turn rollout; by default all its tokens come from `version`."""
     judged = Outcome.CORRECT if reward > 0 else Outcome.WRONG
     turn = Turn(
         context_token_ids=np.array(prompt, np.int32),
@@ -38,7 +38,7 @@ def rollout(
 
 
 def group(index: int, rewards: Sequence[float] = (0.0, 1.0), *, version: int = 0, epoch: int = 1) -> RolloutGroup:
-    """A group whose rollouts earned `rewards`."""
+    """Return a group whose rollouts earned `rewards`."""
     return RolloutGroup(
         group_id=f"prompt-{index:06d}",
         index=index,

@@ -1,4 +1,4 @@
-"""Rollouts that say which experts computed their tokens."""
+"""Rollouts that carry the experts that computed their tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer_contract.types import RoutingShape
 
 
 def routed(turn: Turn, *, layers: int = 2, top_k: int = 2, experts: int = 4, seed: int = 0) -> Turn:
-    """The turn with random experts."""
+    """Return the turn with random experts."""
     draw, dtype = generator(seed, "routing"), RoutingShape(layers, experts, top_k).dtype
     return replace(
         turn,
@@ -24,7 +24,7 @@ def routed(turn: Turn, *, layers: int = 2, top_k: int = 2, experts: int = 4, see
 def routed_group(
     index: int, rewards: Sequence[float] = (0.0, 1.0), *, layers: int = 2, top_k: int = 2, experts: int = 4
 ) -> RolloutGroup:
-    """A group of `fakes.rollouts` whose every rollout was routed another way."""
+    """Return a group of `fakes.rollouts` in which every rollout has a different routing."""
     bare = group(index, rewards)
     return replace(
         bare,

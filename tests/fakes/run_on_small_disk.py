@@ -1,4 +1,4 @@
-"""A whole run in this process whose checkpoints lie on a disk that is full again and again.
+"""A whole run in this process whose checkpoint disk fills up again and again.
 
     python -m tests.fakes.run_on_small_disk DIRECTORY ROUNDS       DIRECTORY/checkpoints is a small disk
 
@@ -26,13 +26,13 @@ from tests.end_to_end.test_bigram_run import model_in, new_controller, run
 from tests.fakes.served import in_thread
 from tests.fakes.small_disk import fill, free
 
-#: Looks, a twentieth of a second apart, in which the version must not have moved for the trainer to be pausing.
+#: Looks, a twentieth of a second apart, without a new version, after which the trainer counts as paused.
 _LOOKS = 6
 
 
 @dataclass
 class Disk:
-    """Fills up once a checkpoint has been made, and is freed once the trainer pauses for want of room."""
+    """A disk that fills up after each checkpoint, and is freed once the trainer pauses for lack of space."""
 
     checkpoints: Path
     store: CheckpointStore
@@ -44,7 +44,7 @@ class Disk:
     is_full: bool = False
 
     def look(self, controller: Controller) -> bool:
-        """Called every now and then while the run goes on; never ends it."""
+        """Called regularly during the run; never ends it."""
         state = controller.state
         newest = max((int(path.name[5:]) for path in self.store.all()), default=0)
         if not self.is_full and newest > self.made and len(self.pauses) < self.rounds:
@@ -62,7 +62,7 @@ class Disk:
 
 
 def damage(path: Path) -> CheckpointError | None:
-    """What is wrong with a checkpoint."""
+    """Return the error of a checkpoint, if there is one."""
     try:
         load(path)
     except CheckpointError as error:
@@ -74,7 +74,7 @@ async def main(directory: Path, rounds: int) -> dict[str, Any]:
     """Run to the end."""
     model = model_in(directory / "model")
     controller = new_controller(steps=10 * (rounds + 2))
-    # So little that groups still differ at the end: those that do not teach nothing and are filtered.
+    # Small enough that groups still differ at the end; equal groups would be filtered.
     controller.state.knobs = controller.state.knobs.patched({"learning_rate": 1e-3})
     store = CheckpointStore(directory / "checkpoints", keep=2, model_directory=model)
     disk = Disk(store.directory, store, rounds)

@@ -1,9 +1,9 @@
-"""A process that makes others of itself, each of which saves checkpoints and copies of them until it is killed.
+"""A process that forks children, each of which saves checkpoints and their copies until it is killed.
 
     python -m tests.fakes.saving_process DIRECTORY       a line on stdin: fork, and answer with the child's pid;
                                                          another line: the child has been killed, collect it
 
-Forking spares each of hundreds of trainers the second that its imports would take.
+Forking saves each of hundreds of trainers the second that its imports would take.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pipelinerl.training.checkpoints.copies import CheckpointCopies
 from pipelinerl.training.checkpoints.retention import Retention
 from tests.fakes.checkpoints import model_directory, save
 
-#: So many bytes of trainer state that writing them takes its time.
+#: Enough bytes of trainer state for writing to take time.
 PADDING = 2**18
 
 
 def store_in(directory: Path) -> tuple[CheckpointStore, CheckpointCopies]:
-    """The checkpoints of a run in `directory`, and their copies beside it."""
+    """Return the checkpoints of a run in `directory`, and their copies next to it."""
     (directory / "recipe.toml").touch()
     copies = CheckpointCopies(
         f"file://{directory}/location", retention=Retention(2), run_files=(directory / "recipe.toml",)
@@ -32,7 +32,7 @@ def store_in(directory: Path) -> tuple[CheckpointStore, CheckpointCopies]:
 
 
 def save_on(directory: Path) -> None:
-    """Go on from the newest checkpoint, for ever."""
+    """Continue from the newest checkpoint, forever."""
     store, _ = store_in(directory)
     found = store.latest()
     version = found[1].model_version if found else 0

@@ -1,8 +1,8 @@
-"""`ScriptedEngine`: the smallest thing that keeps the inference contract; with a `Fault` it breaks one promise of it.
+"""`ScriptedEngine`: the smallest engine that keeps the inference contract; with a `Fault` it breaks one promise.
 
 A table of 32 next-token distributions (float32) and a bias; token i is the character of code 97 + i; token 0 ends. It
-decodes on the event loop, `step_s` per step, sequences independent of one another. The conformance kit must pass it
-without a fault and fail it with any.
+decodes on the event loop, `step_s` per step; sequences are independent. The conformance kit must pass it without a
+fault and fail it with any.
 
     python -m tests.fakes.scripted_engine [fault [step_s]]      prints its port, serves until it is killed
 """
@@ -90,7 +90,7 @@ class _Sample:
     fault: Fault = Fault.NONE
 
     def text(self, stops: tuple[str, ...]) -> tuple[str, bool]:
-        """Its text, and whether a stop string ended it."""
+        """Return its text, and whether a stop string ended it."""
         before = [] if self.fault is Fault.STOPS_IN_NEW_TEXT_ONLY else self.prefix
         whole = "".join(chr(97 + token) for token in [*before, *self.tokens] if token)
         cuts = [whole.index(stop) for stop in stops if stop in whole]
@@ -99,7 +99,7 @@ class _Sample:
 
 @final
 class _Pull:
-    """The real puller, or one that breaks a promise of it. Satisfies `PullSource`."""
+    """The real puller, or one that breaks one of its promises. Satisfies `PullSource`."""
 
     def __init__(self, fault: Fault, token: str | None) -> None:
         self._fault = fault
@@ -126,7 +126,7 @@ class _Pull:
 
 @final
 class ScriptedEngine:
-    """Satisfies `Engine`; and `WeightTarget`, so that the real receiver is used."""
+    """Satisfies `Engine`, and `WeightTarget`, so that the real receiver is used."""
 
     def __init__(self, fault: Fault = Fault.NONE, *, step_s: float = 0.0005, token: str | None = None) -> None:
         self._fault = fault
@@ -349,7 +349,7 @@ class ScriptedEngine:
         )
 
     def _routed(self, request: ChatCompletionRequest, tokens: list[int]) -> RoutedExperts | None:
-        """Token i is computed by expert i of one layer with as many experts as there are tokens."""
+        """Return routing in which expert i computes token i, in one layer with an expert per token."""
         if not request.return_routed_experts or self._fault is Fault.FORGETS_ROUTING:
             return None
         return RoutedExperts.of("uint8", (len(tokens), 1, 1), bytes(tokens))
@@ -420,7 +420,7 @@ class ScriptedEngine:
     def _part(self, request: ChatCompletionRequest, sample: _Sample) -> ChunkChoice:
         start, sample.shown = sample.shown, len(sample.tokens)
         ids = request.return_token_ids
-        # Text waits for the end when there are stop strings: then it is known how much of it stays.
+        # With stop strings, text waits for the end, when it is known how much of it stays.
         early = not (request.stop_strings or sample.prefix) or self._fault is Fault.STREAMS_STOP_STRING
         text = "".join(chr(97 + token) for token in sample.tokens[start:] if token) if early else None
         return ChunkChoice(
@@ -508,7 +508,7 @@ def _clamped_top_k(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Forgives:
-    """ASGI around the real server: `mends` changes a body before the schema sees it."""
+    """ASGI wrapper of the real server: `mends` changes a body before the schema sees it."""
 
     def __init__(self, app: Any, mends: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._app = app
@@ -528,7 +528,7 @@ class Forgives:
 
 
 def application(fault: Fault = Fault.NONE, *, token: str | None = None, step_s: float = 0.0005) -> Any:
-    """The server over a scripted engine."""
+    """Return the server over a scripted engine."""
     app = create_app(ScriptedEngine(fault, step_s=step_s, token=token), token=token)
     if fault is Fault.DROPS_UNKNOWN_FIELDS:
         app.add_middleware(Forgives, mends=_known_fields)

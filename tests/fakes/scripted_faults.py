@@ -1,4 +1,4 @@
-"""`Fault`: the promises of the inference contract that a `ScriptedEngine` can break."""
+"""`Fault`: promises of the inference contract that a `ScriptedEngine` can break."""
 
 from __future__ import annotations
 

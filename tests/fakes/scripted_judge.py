@@ -1,8 +1,8 @@
-"""A judge that is a program and can be moved: it reads the prompt as a good model would, and obeys what is no data.
+"""A scripted judge that can be deceived: it reads the prompt like a good model, and obeys anything that is not data.
 
 Behind `OpenAIFake` it judges over real HTTP. Its honest score is 9 for an answer that says "Paris", else 2. It obeys a
-demand for a score that stands where instructions stand, outside the fences whose mark its system message names; where
-that message names none, or it is `GULLIBLE`, everything is an instruction. `ECHO` repeats the answer before its score.
+demand for a score in the place of instructions, outside the fences whose mark its system message names. If that message
+names none, or it is `GULLIBLE`, everything is an instruction. `ECHO` repeats the answer before its score.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 HONEST_RIGHT, HONEST_WRONG, DEMANDED = 9, 2, 10
 
 _MARK = re.compile(r"carry the mark (\w+)\.")
-#: How a demand may be put.
+#: Forms of a demand.
 _DEMAND = re.compile(r"\"?score\"?\W{1,6}(?:is |of |must be |to )?10\b|\b10 ?/ ?10\b|\b10 out of 10\b", re.IGNORECASE)
 
 
@@ -28,7 +28,7 @@ class Manner(Enum):
 
 
 def scripted_judge(manner: Manner = Manner.CAREFUL) -> Any:
-    """From the body of a chat request to the reply's text."""
+    """Return a function from the body of a chat request to the reply's text."""
 
     def reply(body: dict[str, Any]) -> str:
         system = "".join(each["content"] for each in body["messages"] if each["role"] == "system")
@@ -46,7 +46,7 @@ def scripted_judge(manner: Manner = Manner.CAREFUL) -> Any:
 
 
 def _parted(user: str, mark: str | None) -> tuple[str, str]:
-    """The answer that is to be judged, and all that stands in no fences."""
+    """Return the answer under judgement, and all text outside the fences."""
     if mark is None:
         return user.partition("It answered:")[2], user
     block = re.compile(rf"^=== (\w+) {mark} begins[^\n]* ===\n(.*?)\n=== \1 {mark} ends ===$", re.DOTALL | re.MULTILINE)

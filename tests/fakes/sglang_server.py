@@ -1,10 +1,10 @@
-"""A verified fake of SGLang's server: its routes, request types and refusals, with a Hugging Face model behind them.
+"""A verified fake of SGLang's server: its routes, request types and errors, with a Hugging Face model behind them.
 
-Written from what SGLang publishes: `io_struct.py` (the request types), `http_server.py` (the routes and statuses),
-`weight_versions.py` (which weights sampled what, told when a sample ends), `init_custom_process_group` (how a server's
-rank joins). It is stricter than SGLang in one thing, that fields which SGLang does not have are refused instead of
-dropped; and simpler in two, that a step recomputes every sample whole, so that no cache outlives an update, and that
-there is one rank. `test_stock_servers` holds it to its word.
+Written from SGLang's published sources: `io_struct.py` (request types), `http_server.py` (routes and statuses),
+`weight_versions.py` (the weights of each token, reported at the end of a sample), `init_custom_process_group` (how a
+server's rank joins). It is stricter than SGLang in rejecting unknown fields instead of dropping them. It is simpler in
+recomputing every sample whole at each step, so that no cache outlives an update, and in having one rank.
+`test_stock_servers` verifies it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Sample:
     told: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
 
     def event(self, version: str) -> dict[str, Any]:
-        """What is streamed after a step: everything so far, and the spans once it has ended."""
+        """Return the streamed event after a step: everything so far, and the spans once it has ended."""
         meta: dict[str, Any] = {
             "id": self.asked.rid,
             "finish_reason": self.finished,
@@ -138,8 +138,8 @@ class SglangServer:
         self.groups: dict[str, Any] = {}
         self.continued = asyncio.Event()
         self.work = asyncio.Event()
-        self.silent = False  # it hangs: who connects is not answered, and nothing is sampled any more
-        self.step_ended = asyncio.Lock()  # a step, or an update, not both
+        self.silent = False  # it hangs: connections get no answer, and sampling stops
+        self.step_ended = asyncio.Lock()  # a step or an update, not both
         self._group_guard = threading.Lock()
 
     # --- the scheduler -------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class SglangServer:
         return _said(True, "Succeeded to initialize custom process group.")
 
     def _joined(self, asked: InitWeightsUpdateGroupReqInput) -> Any:
-        """`init_custom_process_group`, rank `rank_offset` + tp_rank."""
+        """Run `init_custom_process_group` with rank `rank_offset` + tp_rank."""
         patience = timedelta(seconds=30)
         with self._group_guard:
             meeting = c10d.rendezvous(
@@ -268,7 +268,7 @@ class SglangServer:
                 False,
                 f"Group {asked.group_name} not in {list(self.groups)}. Please call `init_weights_update_group` first.",
             )
-        while self.continued.is_set() and self.running:  # the writer lock: it waits for what runs
+        while self.continued.is_set() and self.running:  # the writer lock: it waits for running samples
             await asyncio.sleep(0.01)
         async with self.step_ended:
             try:
@@ -315,7 +315,7 @@ def _said(success: bool, message: str) -> Response:
 
 
 def create_app(server: SglangServer) -> Any:
-    """The server's HTTP, with its scheduler running behind it."""
+    """Return the server's HTTP application, with its scheduler behind it."""
     app = _routed(server)
 
     async def unless_silent(scope: Any, receive: Any, send: Any) -> None:

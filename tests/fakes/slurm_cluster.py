@@ -1,7 +1,7 @@
 """`slurm_cluster`: a real Slurm of two nodes on this machine, n1 at 127.0.0.1 and n2 at 127.0.0.2, for one test.
 
-Debian's slurmctld, slurmd and munged, with everything that they write in a folder of the test's, at ports that were
-free. They run in the foreground as children of the test, and are killed with it.
+Debian's slurmctld, slurmd and munged write to a folder of the test, and use ports that were free. They run in the
+foreground as children of the test, and are killed with it.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """One that is up; `environment` is that of whoever talks to it."""
+    """A running cluster; `environment` is for its clients."""
 
     folder: Path
     environment: dict[str, str]
 
     def run(self, *words: str) -> str:
-        """A command, such as `squeue`; what it prints."""
+        """Run a command, such as `squeue`; return its output."""
         done = subprocess.run(
             words, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
@@ -69,19 +69,19 @@ class SlurmCluster:
         return done.stdout
 
     def state(self, job: str) -> str:
-        """A job's state, such as RUNNING or COMPLETED."""
+        """Return a job's state, such as RUNNING or COMPLETED."""
         shown = self.run("scontrol", "--oneliner", "show", "job", job)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)["JobState"]
 
     def logs(self) -> str:
-        """What its daemons wrote last."""
+        """Return the last output of its daemons."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """It lives as long as the block; a machine that cannot have one skips the test, and says why."""
+    """Yield a cluster for the block; skip the test, with the reason, on a machine that cannot have one."""
     missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch", "srun") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not found: a real Slurm needs Debian's slurmctld, slurmd, munge")

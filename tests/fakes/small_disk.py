@@ -1,7 +1,7 @@
-"""A disk that fills up: a tmpfs of the test's own, in a mount namespace that ends with the process.
+"""A disk that fills up: a tmpfs of the test, in a mount namespace that ends with the process.
 
-`command(place)` is what to put before a command so that `place` is such a disk for it; `fill` and `free` are what that
-process does then. Where nothing may be mounted `why_not` says so.
+`command(place)` is a command prefix that makes `place` such a disk; that process then calls `fill` and `free`. Where
+mounting is forbidden, `why_not` gives the reason.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _BALLAST = "ballast"
 
 
 def command(place: Path, *, size: str) -> list[str]:
-    """Words that run the words after them with a new tmpfs at `place`, which others do not see."""
+    """Return a command prefix that mounts a new private tmpfs at `place`."""
     private = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--mount", "--user", "--map-root-user"]
     mount = f'mount -t tmpfs -o size={size} none "$0" && exec "$@"'
     return [*private, "sh", "-c", mount, str(place)]
 
 
 def why_not(place: Path) -> str:
-    """Why there can be no such disk here; empty when there can."""
+    """Return why there can be no such disk here; empty if there can."""
     place.mkdir(parents=True, exist_ok=True)
     try:
         tried = subprocess.run([*command(place, size="64k"), "true"], capture_output=True, text=True, timeout=30)
@@ -31,7 +31,7 @@ def why_not(place: Path) -> str:
 
 
 def fill(place: Path) -> None:
-    """Leave no room at all."""
+    """Use all space."""
     with (place / _BALLAST).open("ab", buffering=0) as file:
         try:
             while True:
@@ -41,5 +41,5 @@ def fill(place: Path) -> None:
 
 
 def free(place: Path) -> None:
-    """Make room again."""
+    """Free the space."""
     (place / _BALLAST).unlink()

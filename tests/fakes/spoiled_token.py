@@ -1,4 +1,4 @@
-"""A real checkpoint in which one token has no finite embedding, and what engines must make of prompts with it."""
+"""A real checkpoint in which one token has a NaN embedding, and how engines must treat prompts with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPOILED: Final = 8
 
 
 def untied(source: Path, target: Path) -> None:
-    """Write the model in `source` to `target` with an output layer of its own."""
+    """Write the model in `source` to `target` with an untied output layer."""
     model = AutoModelForCausalLM.from_pretrained(source)
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
@@ -29,9 +29,9 @@ def untied(source: Path, target: Path) -> None:
 
 
 async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn.Module], Any]) -> None:
-    """Update the engine to the `untied` model that it was started with, but for `SPOILED`.
+    """Update the engine to the `untied` model that it was started with, except for `SPOILED`.
 
-    Whatever attends to that is NaN, and nothing else. No directory with such a value is loaded.
+    Everything that attends to that token is NaN, and nothing else. A directory with such a value would not load.
     """
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
@@ -42,7 +42,9 @@ async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn
 
 
 async def refuses_alone(engine: BatchingEngine) -> None:
-    """A prompt with `SPOILED` is refused; others are sampled beside it and after it, in its row, as before it."""
+    """Assert that a prompt with `SPOILED` is rejected, and that others are sampled next to it and after it in its
+    row.
+    """
 
     def ask(*prompt: int) -> ChatCompletionRequest:
         return ChatCompletionRequest(prompt_token_ids=[*prompt], max_tokens=8, seed=1, return_token_ids=True)

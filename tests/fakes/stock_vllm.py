@@ -1,4 +1,4 @@
-"""A stock vLLM server, as its users start it, with what a small machine needs."""
+"""A stock vLLM server, as users start it, with options for a small machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S
 
 STARTS_IN_S = 300.0
 
-#: `docs/vllm.md` gives the same to people.
+#: `docs/use/vllm.md` documents the same options.
 AS_DOCUMENTED = (
     "--enable-scale-out",
     "--logprobs-mode=processed_logprobs",
@@ -44,7 +44,7 @@ _SMALL_MACHINE = {
 def serving(
     model: Path, log: Path, *options: str, context_length: int = 256, slots: int = 16, dev_mode: bool = True
 ) -> Iterator[str]:
-    """Start `vllm serve` on `model` and yield its base URL; killed on leaving."""
+    """Start `vllm serve` on `model` and yield its base URL; kill it on leaving."""
     with listen("127.0.0.1", 0) as reserved:
         port = reserved.getsockname()[1]
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", "--host=127.0.0.1"]
@@ -58,7 +58,7 @@ def serving(
             _until_healthy(url, process, log)
             yield url
         finally:
-            os.killpg(process.pid, 9)  # the engine core is a process of its own
+            os.killpg(process.pid, 9)  # the engine core is a separate process
             process.wait(PATIENCE_S)
 
 
@@ -75,7 +75,7 @@ def _until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> Non
 
 
 def saying(url: str, section: str, facts: dict[str, Any]) -> FastAPI:
-    """A front of the server at `url` that tells other facts of how it was started."""
+    """Return a proxy of the server at `url` that reports other facts about its start."""
     app = FastAPI()
 
     @app.get("/version")

@@ -20,7 +20,7 @@ from pipelinerl.models.tiny_decoder import char_tokenizer
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.types import Answered, Message, Problem, PromptOrder, Purpose, Sampling
 
-#: From the messages to the answer's text.
+#: A function from the messages to the answer's text.
 Script = Callable[[Sequence[ChatMessage]], str]
 
 
@@ -44,7 +44,7 @@ def order(index: int = 0, *, samples: int = 1, max_tokens: int = 16, truth: str 
 
 @final
 class TalkingSampler:
-    """Each answer is of one more version than the one before. `gate` holds answers back."""
+    """Each answer has a version one higher than the previous. `gate` holds answers back."""
 
     def __init__(self, script: Script = lambda messages: "a") -> None:
         self.script = script
@@ -73,7 +73,7 @@ class TalkingSampler:
 
 
 def completion(request: ChatCompletionRequest, text: str, *, version: int = 0) -> ChatCompletion:
-    """What an engine answers, cut at the request's limit."""
+    """Return an engine's answer, cut at the request's limit."""
     messages, known = request.messages or [], request.continue_token_ids
     if known and request.continue_from:
         prompt = tokenizer().encode_continuation(messages, request.continue_from, known)

@@ -10,7 +10,7 @@ from pipelinerl.models.tiny_decoder import DecoderShape, random_decoder, word_to
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-#: As Hermes' and Qwen's: calls, results and thinking stand between tokens of their own.
+#: As in Hermes and Qwen: special tokens enclose calls, results and thinking.
 TOOL_TOKENS: Final = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 TOOL_TEMPLATE: Final = (
     "{%- if tools %}{{- '<|system|># Tools\n' }}{%- for tool in tools %}{{- tool | tojson + '\n' }}"
@@ -33,7 +33,7 @@ _LEARNED: Final = (
 
 
 def tool_tokenizer(*, template: str = TOOL_TEMPLATE) -> PreTrainedTokenizerFast:
-    """Byte-level, with merges across the characters of control tokens."""
+    """Return a byte-level tokenizer with merges across the characters of control tokens."""
     from tokenizers import AddedToken
 
     made = word_tokenizer(_LEARNED * 3, vocab=440)
@@ -43,7 +43,7 @@ def tool_tokenizer(*, template: str = TOOL_TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 def save_tool_model(path: Path, *, context_length: int) -> None:
-    """Write a tiny random Qwen3 with this tokenizer into `path`."""
+    """Write a tiny random Qwen3 with this tokenizer to `path`."""
     tokenizer = tool_tokenizer()
     shape = DecoderShape(
         hidden=32,

@@ -1,8 +1,8 @@
 """Rank 0 of a torch trainer of several processes, driven by a test: `… -m tests.fakes.torch_rank0 JOBS`.
 
-JOBS is a JSON list of (directory, name of a function here, its keyword arguments), done one after the other; each
-leaves what it found in its directory's found.json, arrays in *.npz. `until_lost` says when it is ready, and goes on
-until a rank is lost, whose error it prints.
+JOBS is a JSON list of (directory, name of a function here, its keyword arguments), run one after another. Each leaves
+its results in its directory's found.json, and arrays in *.npz. `until_lost` reports that it is ready, runs until a rank
+is lost, and prints the error.
 """
 
 import json
@@ -30,7 +30,7 @@ from trainer_contract.types import Device, Head, OptimizerSpec, TrainerSpec
 
 VOCAB = 48
 OBJECTIVE = resolve("grpo")
-#: Clipped over what the batch began with, which several optimizer steps of it move away from.
+#: Clipped against the start of the batch, from which its several optimizer steps move away.
 CLIPPED = resolve({"preset": "grpo", "grad1": {"over": "old", "epsilon_low": 0.02, "epsilon_high": 0.02}})
 
 
@@ -39,7 +39,7 @@ def spec_of(model, options, **fields):
 
 
 def kit(directory, *, models, options, names=None):
-    """What the conformance kit finds of each model under each of its heads: reasons of what did not pass, by check."""
+    """Return the conformance failures of each model under each of its heads: reasons by check."""
     found = {}
     for model, head in models:
         suite = CHECKS if head == "policy" else VALUE_CHECKS
@@ -53,13 +53,13 @@ def kit(directory, *, models, options, names=None):
 
 
 def batches(step, parts):
-    """A step's micro-batches, of other rollouts in each step."""
+    """Return a step's micro-batches, with different rollouts in each step."""
     rollouts = [[(token + step) % VOCAB for token in one] for one in rollouts_of(VOCAB)]
     return [pack(rollouts[part::parts], prompt=2, temperature=0.7) for part in range(parts)]
 
 
 def steps(trainer, *, first, count, parts):
-    """Steps `first` … of a fixed run: losses, norms and the predictions of each."""
+    """Run steps `first` … of a fixed run; return losses, norms and predictions."""
     found = {"losses": [], "norms": [], "predictions": []}
     for step in range(first, first + count):
         losses = trainer.backward(batches(step, parts), OBJECTIVE)
@@ -74,7 +74,7 @@ def weights_of(trainer):
 
 
 def gradient(trainer, *, parts):
-    """The gradient, read off a step with eps = 1 and no clipping."""
+    """Return the gradient, read from a step with eps = 1 and no clipping."""
     before = weights_of(trainer)
     trainer.backward(batches(0, parts), OBJECTIVE)
     trainer.optimizer_step(learning_rate=1.0)
@@ -83,7 +83,7 @@ def gradient(trainer, *, parts):
 
 
 def train(directory, *, model, options, first=0, count=20, parts=5, restore_from=None, checkpointing=False):
-    """Steps of the fixed run, the state after them, the weights, and the loss of the step that would come next."""
+    """Run steps of the fixed run; save the state, the weights, and the loss of the next step."""
     trainer = TorchTrainer()
     restored = None if restore_from is None else Path(restore_from)
     trainer.init_worker(spec_of(model, options, restore_from=restored, gradient_checkpointing=checkpointing))
@@ -98,12 +98,12 @@ def train(directory, *, model, options, first=0, count=20, parts=5, restore_from
 
 
 def train_alone(directory, *, options, **given):
-    """The same by this process, while the others wait for it."""
+    """Do the same in this process alone, while the others wait."""
     return train(directory, options={}, **given)
 
 
 def begin(directory, *, models, options):
-    """The weights that each model begins with, under each of its heads."""
+    """Save the initial weights of each model, under each of its heads."""
     for model, head in models:
         trainer = TorchTrainer()
         trainer.init_worker(spec_of(model, options, head=Head(head)))
@@ -113,7 +113,7 @@ def begin(directory, *, models, options):
 
 
 def refused(directory, *, model, options, restore_from):
-    """What is said of a state whose last shard is cut short."""
+    """Save the error for a state whose last shard is truncated."""
     state = shutil.copytree(restore_from, directory / "state")
     shard = max((state / "shards").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -125,7 +125,7 @@ def refused(directory, *, model, options, restore_from):
 
 
 def resave(directory, *, model, options, restore_from):
-    """What is loaded, saved again."""
+    """Load a state and save it again."""
     trainer = TorchTrainer()
     trainer.init_worker(spec_of(model, options, restore_from=Path(restore_from)))
     (directory / "state").mkdir(parents=True)
@@ -135,7 +135,7 @@ def resave(directory, *, model, options, restore_from):
 
 
 def show(directory, *, model, options, parts=5):
-    """The gradient of the first step."""
+    """Save the gradient of the first step."""
     trainer = TorchTrainer()
     trainer.init_worker(replace(spec_of(model, options), optimizer=OptimizerSpec(eps=1.0, grad_clip=0.0)))
     np.savez(directory / "gradient.npz", **gradient(trainer, parts=parts))
@@ -144,7 +144,7 @@ def show(directory, *, model, options, parts=5):
 
 
 def groups(number):
-    """A batch of seven groups of three ragged rollouts, other ones in each."""
+    """Return a batch of seven groups of three ragged rollouts, different for each number."""
     draw, made = rng.generator(number, "mesh_epochs"), []
     for index in range(7):
         prompt = draw.integers(1, VOCAB, int(draw.integers(2, 5))).tolist()
@@ -157,7 +157,7 @@ def groups(number):
 
 
 def epochs(directory, *, model, options, batches=3):
-    """Batches of six optimizer steps each: what each of these found, and the weights after all."""
+    """Run batches of six optimizer steps; save the results of each, and the final weights."""
     trainer, told = TorchTrainer(), []
     trainer.init_worker(replace(spec_of(model, options), optimizer=OptimizerSpec(eps=1e-3)))
     step, mini_batching = (
@@ -183,7 +183,7 @@ def epochs(directory, *, model, options, batches=3):
 
 
 def reads(directory, *, model, options, times):
-    """The kit's check of reads beside passes, again and again."""
+    """Repeat the kit's check of reads during passes."""
     return {
         str(number): each
         for number in range(times)
@@ -197,7 +197,7 @@ def reads(directory, *, model, options, times):
 
 
 def mixture(directory, *, model, options, count=2):
-    """Steps of a mixture of experts whose routing is told, and what its own routers make of the last."""
+    """Run steps of a mixture of experts with replayed routing; save its own routers' choice for the last."""
     trainer, found = TorchTrainer(), {"losses": [], "predictions": []}
     trainer.init_worker(spec_of(model, options))
     for step in range(count):
@@ -221,7 +221,7 @@ def _routing(batch, step, number):
 
 
 def until_lost(directory, *, model, options):
-    """Backward passes until one fails."""
+    """Run backward passes until one fails."""
     trainer = TorchTrainer()
     trainer.init_worker(spec_of(model, options))
     trainer.forward(batches(0, 3))

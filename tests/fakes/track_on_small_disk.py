@@ -1,4 +1,4 @@
-"""A tracker whose event files lie on a disk that is full at first, and has room once the tracker has failed.
+"""A tracker whose event files lie on a disk that is full at first, and has space once the tracker has failed.
 
 python -m tests.fakes.track_on_small_disk RUN       RUN/disk is a small disk; prints one JSON object
 """
@@ -18,7 +18,7 @@ from tests.observability.trackers.event_files import series
 
 
 def main(run_dir: Path) -> None:
-    """Make the disk full, feed; make room when it fails; what is there in the end."""
+    """Fill the disk, track; free space after the failure; print the final files."""
     disk, board, stop = run_dir / "disk", run_dir / "disk" / "board", threading.Event()
     board.mkdir()
     fill(disk)
@@ -29,7 +29,7 @@ def main(run_dir: Path) -> None:
             if "No space left" in record.getMessage() and not failed.is_set():
                 failed.set()
                 free(disk)
-                stop.set()  # what is there is told all the same, by the try after this one
+                stop.set()  # the next attempt still reports what is there
 
     logging.getLogger("pipelinerl").addHandler(Watch())
     while not failed.is_set():

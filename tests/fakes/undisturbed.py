@@ -1,9 +1,9 @@
-"""`undisturbed`: a lockstep run that ended by itself, which every run that was disturbed must equal bit by bit.
+"""`undisturbed`: a lockstep run that ended normally, which every disturbed run must equal bit by bit.
 
-There is one of the shipped model, whose torch computes it, and one of the bigram, which is what a run's processes need.
-Each is made once, by whichever of the test processes beside each other asks first; the others wait for it. In lockstep,
-with the ratio over recomputed log-probs, a run on a CPU is a function of its seed. (Log-probs of the sampler depend in
-their last bit on what else was decoded in the same forward pass, hence `over = old`.)
+There is one of the shipped model, which torch computes, and one of the bigram, for tests of a run's processes. Each is
+made once, by the first test process that needs it; the others wait. In lockstep, with the ratio over recomputed
+log-probs, a run on a CPU is a function of its seed. (The sampler's log-probs depend in their last bit on the other
+sequences of the forward pass, hence `over = old`.)
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ LOCKSTEP = (
 
 
 class Kind(StrEnum):
-    """Which model a lockstep run trains."""
+    """The model that a lockstep run trains."""
 
     TINY = "tiny"
     BIGRAM = "bigram"
 
     def arguments(self, directory: Path) -> list[str]:
-        """Those of a lockstep run in `directory`."""
-        if self is Kind.BIGRAM:  # at a walk: who disturbs it must come before its end
+        """Return the arguments of a lockstep run in `directory`."""
+        if self is Kind.BIGRAM:  # slowed down: a disturbance must come before its end
             return light_run(directory, *LOCKSTEP, walking=True)
         return new_run(directory, *LOCKSTEP)
 
 
 @cache
 def undisturbed(kind: Kind = Kind.TINY) -> LiveRun:
-    """The run, which has ended; nothing of it is alive."""
+    """Return the finished run; none of its processes is alive."""
     session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if session is None:
         return _made(kind, Path(mkdtemp(prefix="undisturbed-")))
     folder = Path(gettempdir()) / f"undisturbed-{session}-{kind}"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # let go by closing it, or by the end of whoever makes the run
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released by closing it, or by the end of its process
         where = folder / "directory"
         if not where.exists():
             where.write_text(str(_made(kind, Path(mkdtemp(dir=folder))).directory))

@@ -1,4 +1,4 @@
-"""New weights in the middle of a group's answer: which model sampled which token, in whatever library it computes."""
+"""New weights during a group's answer: which model sampled each token, in any array library."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def samples_across_an_update(
     Args:
         factor: of the new model's weights to those of the engine's, in `model_path`.
         tolerance: of log-probs.
-        as_bytes: a model's parameters as what `staging` takes.
+        as_bytes: converts a model's parameters to the bytes of `staging`.
     """
     old, new = (AutoModelForCausalLM.from_pretrained(model_path) for _ in range(2))
     with torch.no_grad():
@@ -68,7 +68,7 @@ async def samples_across_an_update(
 
 
 def _rescored(model: torch.nn.Module, choice: Choice) -> list[float]:
-    """Log-probs of the choice's tokens by an unmodified model."""
+    """Return log-probs of the choice's tokens by an unmodified model."""
     tokens = choice.token_ids or []
     with torch.no_grad():
         logp = model(torch.tensor([PROMPT + tokens])).logits[0].log_softmax(-1)

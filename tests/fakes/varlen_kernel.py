@@ -1,4 +1,4 @@
-"""`varlen_attn` from its definition, a segment at a time, and as strict as the kernel: on a CPU, in any dtype.
+"""`varlen_attn` from its definition, segment by segment, and as strict as the kernel: on a CPU, in any dtype.
 
 `test_varlen.py` compares it with torch's own attention, segment by segment.
 """
@@ -24,7 +24,7 @@ def varlen_attention(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """Each query sees the keys of its segment up to its own, which for the segment's last query is the last."""
+    """Let each query see the keys of its segment up to its own; a segment's last query sees all of them."""
     for starts, most, of in ((cu_seq_q, max_q, query), (cu_seq_k, max_k, key)):
         lengths = starts.diff()
         assert starts.dtype == torch.int32 and starts.is_contiguous() and starts[0] == 0 and starts[-1] == len(of)

@@ -26,13 +26,13 @@ TOKEN = "secret"
 
 
 def echoed(completion: str, answer: str) -> float:
-    """1 for the ground truth, after a while, in which the service may be killed."""
+    """Return 1 for the ground truth, after a pause in which the service may be killed."""
     time.sleep(0.03)
     return float(completion == answer)
 
 
 def verifier(domain: str) -> GroupVerifier:
-    """`words` runs a function in worker processes, `code` programs in a sandbox."""
+    """Return a verifier: `words` runs a function in worker processes, `code` runs programs in a sandbox."""
     if domain == "code":
         return PerAnswerVerifier(Oubliette(deadline_s=PATIENCE_S, workers=2))
     reference = f"{__file__}:echoed"
@@ -41,18 +41,18 @@ def verifier(domain: str) -> GroupVerifier:
 
 
 def service(domains: Mapping[str, ServedDomain] | None = None, **settings: Any) -> VerifierService:
-    """Of these domains, or of `words`."""
+    """Return a service of these domains, or of `words`."""
     served = domains or {"words": ServedDomain(verifier=verifier("words"), rules=RULES, kept=False)}
     return VerifierService(served, cache=VerdictCache(1 << 20), **settings)
 
 
 def lease(url: str, *, life: str = "1", domains: tuple[str, ...] = ("words",), rules: str = RULES) -> VerifierLease:
-    """What the controller says of a service."""
+    """Return the controller's lease of a service."""
     return VerifierLease(url=url, incarnation=f"{url} {life}", domains=dict.fromkeys(domains, rules))
 
 
 def problem(number: int, *, domain: str = "words", **metadata: Any) -> Problem:
-    """Problem `number`, whose right answer is its number."""
+    """Return problem `number`, whose right answer is its number."""
     return Problem(
         problem_id=f"{domain}:{number}",
         domain=domain,

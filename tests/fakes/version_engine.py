@@ -1,11 +1,11 @@
-"""An engine whose every weight is its version, so that each token tells which weights made it; and many of them.
+"""An engine whose every weight is its version, so that each token shows which weights made it; and many of them.
 
-It is the real `BatchingEngine` over a model of 24 tensors: a token's id is the smallest weight, its log-prob is how far
-the largest lies above it: 0, or the weights are mixed.
+It is the real `BatchingEngine` over a model of 24 tensors. A token's id is the smallest weight; its log-prob is the
+distance of the largest weight above it: 0, unless weights are mixed.
 
     python -m tests.fakes.version_engine      for each line read, forks an engine and prints its pid and port
 
-A `Nursery` is that process: it has imported everything, so that an engine is born in no time and a hundred may die.
+A `Nursery` is that process: it has imported everything, so that an engine starts at once, and a hundred may die.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pipelinerl.system.http_service import listen, serve
 from tests.fakes.engine_options import engine_options
 from tests.patience import PATIENCE_S
 
-#: In all more than the buffers of a connection hold: a receiver that stands still stops the sender.
+#: More bytes than the buffers of a connection hold, so that a suspended receiver stops the sender.
 LAYOUT: Final = WeightLayout(
     parameters=tuple(ParameterSpec(name=f"p{row:02}", shape=(2**16,), dtype=DType.FLOAT32) for row in range(24))
 )
 BUCKET_BYTES: Final = 2**18
-#: So slow that many engines leave the processor to one another.
+#: Slow enough for many engines to share a processor.
 STEP_S: Final = 0.004
 PROMPT: Final = [1, 2, 3]
 
 
 def weights(version: int, *, before: Callable[[int], None] = lambda _: None) -> Callable[[], Iterator[tuple[str, Any]]]:
-    """All weights of a version; `before(row)` is called before each parameter is gathered."""
+    """Return all weights of a version; `before(row)` is called before each parameter is gathered."""
 
     def source() -> Iterator[tuple[str, Any]]:
         for row, parameter in enumerate(LAYOUT.parameters):
@@ -53,7 +53,7 @@ def weights(version: int, *, before: Callable[[int], None] = lambda _: None) -> 
 
 @final
 class VersionRunner:
-    """`ModelRunner`."""
+    """A `ModelRunner`."""
 
     slots = 64
     context_length = 256
@@ -97,7 +97,7 @@ class VersionRunner:
 
 @final
 class _NoText:
-    """`Tokenizer`, and its detokenizer, of a model that has no text: a prompt is token ids."""
+    """`Tokenizer` and detokenizer of a model without text: prompts are token ids."""
 
     eos_token_ids: frozenset[int] = frozenset()
 
@@ -121,14 +121,14 @@ class _NoText:
 
 
 def application(*, token: str | None = None) -> Any:
-    """The engine behind its routes."""
+    """Return the engine behind its routes."""
     options = engine_options(model_id="versions")
     return create_app(BatchingEngine(options, load=VersionRunner, tokenizer=_NoText()), token=token)
 
 
 @final
 class Nursery:
-    """Engines in processes of their own, which end with the `with` block at the latest."""
+    """Engines in separate processes, which end with the `with` block at the latest."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -155,7 +155,7 @@ class Nursery:
             pipe.close()
 
     def born(self) -> str:
-        """The base URL of a new engine, which listens."""
+        """Return the base URL of a new engine that listens."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("\n")
         pid, port = self._process.stdout.readline().split()
@@ -164,15 +164,15 @@ class Nursery:
         return url
 
     def kill(self, url: str) -> None:
-        """With SIGKILL."""
+        """Kill it with SIGKILL."""
         os.kill(self.pids.pop(url), signal.SIGKILL)
 
     def freeze(self, url: str) -> None:
-        """It stands still until `thaw`."""
+        """Suspend it until `thaw`."""
         os.kill(self.pids[url], signal.SIGSTOP)
 
     def thaw(self, url: str) -> None:
-        """It goes on."""
+        """Resume it."""
         os.kill(self.pids[url], signal.SIGCONT)
 
 
@@ -183,10 +183,10 @@ def _engine() -> None:
 
 
 def _nursery() -> None:
-    import pipelinerl.weights.broadcast.collective  # torch, once for all
+    import pipelinerl.weights.broadcast.collective  # import torch once for all
 
     assert pipelinerl.weights.broadcast.collective.dist.is_available()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are nobody's zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no child becomes a zombie
     for _ in sys.stdin:
         if os.fork() == 0:
             sys.stdin.close()

@@ -1,8 +1,8 @@
-"""`Cluster`: the real roles of a small run, each in a process of its own that can be killed and started again at once.
+"""`Cluster`: the real roles of a small run, each in a process that can be killed and restarted at once.
 
-The processes are forked from one that has imported everything, so that a kill costs a fraction of a second; nothing
-else is spared: an embedded server with `appendfsync everysec`, HTTP, gloo, checkpoints on disk. The model is a table of
-bigrams that knows nothing, and a coin decides which texts are right.
+The processes are forked from one that has imported everything, so that a kill costs a fraction of a second. All else is
+real: an embedded server with `appendfsync everysec`, HTTP, gloo, checkpoints on disk. The model is an untrained bigram
+table, and a coin decides which texts are right.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FORKS.set_forkserver_preload(["tests.faults.role_process"])
 
 @cache
 def model() -> Path:
-    """A bigram model for which all texts are equally likely, made once for each process."""
+    """Return a bigram model for which all texts are equally likely, built once per process."""
     path = Path(mkdtemp(prefix="uniform-bigram-"))
     tokenizer = char_tokenizer(alphabet="0123456789+= ")
     BigramModel.random(len(tokenizer), seed=0, scale=0.0).save(path)
@@ -46,7 +46,7 @@ def model() -> Path:
 
 
 def recipe(seed: int) -> dict[str, Any]:
-    """A run of steps of four groups that goes on until it is stopped; every other step is checkpointed."""
+    """Return a run of steps of four groups that continues until it is stopped; every other step is checkpointed."""
     return {
         "run": {"name": "chaos", "seed": seed, "steps": 100_000},
         "model": {"path": str(model())},
@@ -67,7 +67,7 @@ def recipe(seed: int) -> dict[str, Any]:
 
 @final
 class Cluster:
-    """Made by `running`."""
+    """The roles of one run; made by `running`."""
 
     def __init__(self, directory: Path, *, seed: int, mutant: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ class Cluster:
             self.start(name)
 
     def start(self, name: str, *, stopped_at: str = "") -> None:
-        """Start a process, which must not be alive; it stops itself when it comes to the operation `stopped_at`."""
+        """Start a process, which must not be alive; it stops itself at the operation `stopped_at`."""
         self.fuses[name].put_out()
         if stopped_at:
             self.fuses[name].light(stopped_at, 0, signal.SIGSTOP)
@@ -110,7 +110,7 @@ class Cluster:
         self.processes[name].start()
 
     def kill(self, name: str, *, operation: str, points: int, grace_s: float) -> bool:
-        """`kill -9` at that point of its life, or once patience has run out; True when it was at that point."""
+        """`kill -9` at that point, or when the timeout is over; return whether it was at that point."""
         process = self.processes[name]
         self.fuses[name].light(operation, points)
         process.join(grace_s)
@@ -120,9 +120,9 @@ class Cluster:
         return reached
 
     def kill_server(self) -> list[dict[str, Any]]:
-        """`kill -9` to the stream server, and a new life of it on the same files; what it had answered for until then.
+        """`kill -9` the stream server and restart it on the same files; return what it had acknowledged before.
 
-        What had been made is looked at between the two lives, when nobody is answered.
+        Witness files are read between the two lives, when no client gets an answer.
         """
         os.kill(self.server.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.server.pid, os.WEXITED | os.WNOWAIT)
@@ -131,23 +131,23 @@ class Cluster:
         return made
 
     def events(self, kind: str = "") -> list[Event]:
-        """The event log so far."""
+        """Return the event log so far."""
         path = self.directory / "events.jsonl"
         return [event for event in (read_events(path) if path.is_file() else []) if kind in ("", event["kind"])]
 
     def witnessed(self, name: str) -> list[dict[str, Any]]:
-        """Lines of `made` or `trained`."""
+        """Return lines of `made` or `trained`."""
         path = self.directory / f"{name}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     def served_weights(self) -> tuple[int, int]:
-        """(epoch, version) of what the engine serves now."""
+        """Return the (epoch, version) that the engine serves now."""
         url = f"http://127.0.0.1:{self.seats['engine'].port}/health"
         answer = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).raise_for_status()
         return answer.json()["epoch"], answer.json()["model_version"]
 
     def until(self, reached: Callable[[], Any], what: str, *, timeout_s: float = PATIENCE_S) -> None:
-        """Wait; raises AssertionError, with what the roles wrote, when it takes too long or one of them has ended."""
+        """Wait; raise AssertionError with the roles' logs on a timeout or when one of them has ended."""
         deadline = time.monotonic() + timeout_s
         while not reached():
             for name in self.supervised:
@@ -160,12 +160,12 @@ class Cluster:
             time.sleep(0.01)
 
     def story(self) -> str:
-        """The last lines of every log."""
+        """Return the last lines of every log."""
         logs = sorted(self.directory.glob("*.log"))
         return "\n".join(f"--- {log.name}\n" + "\n".join(log.read_text().splitlines()[-12:]) for log in logs)
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         for process in self.processes.values():
             process.kill()
             process.join()
@@ -174,7 +174,7 @@ class Cluster:
 
 @contextmanager
 def running(directory: Path, *, seed: int, mutant: str = "") -> Iterator[Cluster]:
-    """A cluster that has begun; nothing of it is alive afterwards."""
+    """Yield a running cluster; none of its processes is alive afterwards."""
     cluster = Cluster(directory, seed=seed, mutant=mutant)
     try:
         cluster.begin()

@@ -1,16 +1,15 @@
-"""One role of a run in a process of its own, which can be made to kill itself at a chosen point, and what it witnessed.
+"""One role of a run in its own process, which can kill itself at a chosen point, and its witness files.
 
-The role, its streams and its recipe are the real ones. Between it and the stream server stands `Mortal`: before and
-after each operation the process passes a point, at which its fuse may have burnt down; that is a `kill -9`, or a
-`kill -STOP`, of which nothing but the place was chosen. There are such points around each phase of a weight update and
-each checkpoint, and after a trainer's claim to them, too. What happened is written down in files that outlive the
-process:
+The role, its streams and its recipe are real. `Mortal` stands between it and the stream server: before and after each
+operation the process passes a point, at which its fuse may fire. That is a `kill -9` or a `kill -STOP` at a chosen
+place. There are such points around each phase of a weight update, each checkpoint, and a trainer's claim to the
+checkpoint directory. Events are written to files that survive the process:
 
-    made.jsonl      a group was appended, and the server has answered: whoever made it may rely on it from here on
-    trained.jsonl   a step is about to be reported, and these are the groups behind it
-    trimmed.jsonl   a stream was trimmed, the server has answered, and when it was about to be asked
+    made.jsonl      a group was appended and the server has answered: its actor may rely on it from here on
+    trained.jsonl   a step is about to be reported, with its groups
+    trimmed.jsonl   a stream was trimmed and the server has answered, and when the request was about to be sent
 
-Designs that look right, and are not, can be put in the place of the trainer's (`MUTANTS`).
+Flawed designs that look right can replace the trainer's (`MUTANTS`).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ TOKEN = "of this test"
 
 @final
 class Coin:
-    """A verifier that finds half of all texts right."""
+    """A verifier that accepts half of all texts."""
 
     async def verify(self, problem: Problem, text: str) -> Verdict:
         right = bool(crc32(text.encode()) & 1)
@@ -66,7 +65,7 @@ registry.VERIFIERS[VERIFIER] = registry.RegistryEntry(f"{__name__}:Coin")  # typ
 
 @final
 class Fuse:
-    """Three bytes that two processes share: which operation burns it, how many points are left, and the signal."""
+    """Three bytes shared by two processes: the operation that fires it, the points that remain, and the signal."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +75,7 @@ class Fuse:
             self._shared = mmap.mmap(file.fileno(), 3)
 
     def light(self, operation: str, points: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send itself the signal at the so-many-th point of that operation from now on."""
+        """Send itself the signal at the given point of that operation, counted from now."""
         self._shared[1] = points
         self._shared[2] = number
         self._shared[0] = OPERATIONS.index(operation)
@@ -88,7 +87,7 @@ class Fuse:
         if self._shared[0] and OPERATIONS[self._shared[0]] == operation:
             if self._shared[1] == 0:
                 self.put_out()
-                # A signal to the process could be taken by another thread, while this one goes on for a moment.
+                # A signal to the process could go to another thread, while this one runs for a moment longer.
                 signal.pthread_kill(threading.get_ident(), self._shared[2])
                 return
             self._shared[1] -= 1
@@ -96,7 +95,7 @@ class Fuse:
 
 @dataclass(frozen=True, slots=True)
 class GroupEndpoint:
-    """What a process is told: which role it plays, where, and with which flaw."""
+    """Parameters of a process: its role, its place, and its flaw."""
 
     role: str
     name: str
@@ -113,7 +112,7 @@ class GroupEndpoint:
 
 
 def fingerprint(group: RolloutGroup) -> str:
-    """Tells two copies of one order's group apart: what was sampled, by which weights."""
+    """Identify a copy of an order's group: what was sampled, by which weights."""
     digest = hashlib.blake2b(digest_size=12)
     for rollout in group.rollouts:
         digest.update(f"{rollout.epoch}.{rollout.oldest_version}.{rollout.newest_version}".encode())
@@ -124,7 +123,7 @@ def fingerprint(group: RolloutGroup) -> str:
 
 @final
 class Witness:
-    """Appends lines to files; what it wrote is there when the process is gone."""
+    """Writer of lines to files; written lines survive the process."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -195,10 +194,10 @@ class Mortal:
 
 @final
 class SharedReader:
-    """Reads rollouts as a consumer group does, not by the checkpoint's offset. The base of both mutants.
+    """Reader of rollouts by consumer group instead of the checkpoint's offset; the base of both mutants.
 
-    With `early`, what was handed out is acknowledged at once, and dies with the trainer. Without, it is acknowledged
-    when a checkpoint holds it, and is handed out again when the trainer dies before that.
+    With `early`, entries are acknowledged when they are handed out, and are lost with the trainer. Otherwise they are
+    acknowledged when a checkpoint holds them, and are handed out again if the trainer dies earlier.
     """
 
     early = True
@@ -245,14 +244,14 @@ def acknowledge_before_training() -> None:
 
 
 def acknowledge_after_checkpoint() -> None:
-    """And nobody remembers which orders have ended."""
+    """Acknowledge after a checkpoint, without a record of ended orders."""
     SharedReader.early = False
     loop.RolloutReader = SharedReader  # type: ignore[misc,assignment]
     admission.ConsumedLedger.has = lambda self, index: False  # type: ignore[method-assign]
 
 
 def claim_nothing() -> None:
-    """Checkpoints are put in place by whoever has one."""
+    """Put checkpoints in place without a claim to the directory."""
     checkpoint_fence.CheckpointFence.check = lambda self, epoch: None  # type: ignore[method-assign]
 
 
@@ -265,7 +264,7 @@ MUTANTS: Mapping[str, Callable[[], None]] = {
 
 
 async def control(identity: process.Identity) -> None:
-    """The controller, which goes on where the one before it has died, as one does that the launcher starts again."""
+    """Run the controller, which continues where the previous one died, as after a restart by the launcher."""
     died_before = (identity.run_dir / "events.jsonl").exists()
     await controller_role.run(identity, start=Start.FROM_JOURNAL if died_before else Start.AFRESH)
 
@@ -279,8 +278,8 @@ ROLES: Mapping[str, Any] = {
 
 
 def play_role(seat: GroupEndpoint) -> None:
-    """The whole life of one process."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: none outlives the process that they are forked from
+    """Run the whole life of one process."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no child outlives the process that forked it
     log = os.open(seat.run_dir / f"{seat.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -1,4 +1,4 @@
-"""A full disk: the trainer pauses and says why, goes on when there is room, and nothing is lost or damaged."""
+"""A full disk: the trainer pauses with a reason and continues when there is space; nothing is lost or damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEED = 0
 
 
 def run_on_small_disk(directory: Path, *, rounds: int) -> dict[str, Any]:
-    """A whole run whose checkpoints' disk is full `rounds` times; what it says at its end."""
+    """Play a whole run whose checkpoint disk is full `rounds` times; return its final report."""
     checkpoints = directory / "checkpoints"
     if reason := small_disk.why_not(checkpoints):
         pytest.skip(f"no small disk may be mounted here ({reason}); the test of a file size limit stands in for it")
@@ -49,18 +49,18 @@ def assert_paused_and_went_on(told: dict[str, Any], *, rounds: int) -> None:
     assert ledger["issued"] == sum(count for fate, count in ledger.items() if fate != "issued")
 
 
-def test_a_run_pauses_while_the_disk_is_full_and_goes_on(tmp_path: Path) -> None:
+def test_run_pauses_while_the_disk_is_full_and_continues(tmp_path: Path) -> None:
     assert_paused_and_went_on(run_on_small_disk(tmp_path, rounds=1), rounds=1)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("run", range(10))
-def test_disks_full_20_times(tmp_path: Path, run: int) -> None:
+def test_disk_full_20_times(tmp_path: Path, run: int) -> None:
     assert_paused_and_went_on(run_on_small_disk(tmp_path / str(run), rounds=2), rounds=2)
 
 
-def test_wherever_the_room_ends_the_checkpoints_before_stay_as_they_were(tmp_path: Path) -> None:
-    """By a limit on the size of files, at twenty places of what a checkpoint writes; it needs no disk of its own."""
+def test_earlier_checkpoints_survive_a_full_disk_at_any_byte(tmp_path: Path) -> None:
+    """Uses a limit on the size of files at twenty places of a checkpoint, so that it needs no disk of its own."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model_directory(tmp_path / "model"))
     padding = 2**16
     save(store, 1, padding=padding)

@@ -1,4 +1,4 @@
-"""Trainers killed while they save: every checkpoint that is there is whole and of one version, none is lost."""
+"""Trainers killed while they save: every checkpoint is complete and of one version, and none is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_S = PATIENCE_S
 
 @contextmanager
 def nursery(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """The process that makes trainers."""
+    """Yield the process that forks trainers."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.fakes.saving_process", str(directory)],
         stdin=subprocess.PIPE,
@@ -48,7 +48,7 @@ def answer(process: subprocess.Popen[str]) -> str:
 
 
 def kill_while_saving(directory: Path, *, kills: int, seed: int) -> None:
-    """Each trainer saves for a random while, in which none to a few checkpoints are made, then gets SIGKILL."""
+    """Let each trainer save for a random time (no checkpoint to a few), then send SIGKILL."""
     directory.mkdir(parents=True)
     waits = rng.generator(seed, "kills").uniform(0.0, 3.0, kills)
     with nursery(directory) as process:
@@ -70,7 +70,7 @@ def kill_while_saving(directory: Path, *, kills: int, seed: int) -> None:
 
 
 def seconds_per_checkpoint(store: CheckpointStore) -> float:
-    """As this machine is now: from the first to the third."""
+    """Return the current time per checkpoint, from the first to the third."""
     seen: dict[int, float] = {}
     deadline = time.monotonic() + DEADLINE_S
     while 3 not in seen:
@@ -82,10 +82,12 @@ def seconds_per_checkpoint(store: CheckpointStore) -> float:
 
 
 def newest_whole(directory: Path, into: Path) -> int:
-    """The newest version; every checkpoint, and the newest copy, which is fetched, must be whole and of one version."""
+    """Return the newest version; check that every checkpoint and the newest remote copy are complete and of one
+    version.
+    """
     store, copies = store_in(directory)
     for path in store.all():
-        state = load(path)  # raises: unloadable
+        state = load(path)  # raises if it cannot be loaded
         assert versions_in(path, state) == {state.model_version}, "mixed"
     for copy in copies.newest():
         copies.fetch(copy, into)
@@ -95,7 +97,7 @@ def newest_whole(directory: Path, into: Path) -> int:
     return found[1].model_version if found else 0
 
 
-def test_a_trainer_killed_while_saving_leaves_whole_checkpoints(tmp_path: Path) -> None:
+def test_trainer_killed_while_saving_leaves_whole_checkpoints(tmp_path: Path) -> None:
     kill_while_saving(tmp_path / "run", kills=25, seed=SEED)
 
 

@@ -1,8 +1,8 @@
-"""Every order is trained exactly once, whatever dies when; and two trainers that look right, but are not, are caught.
+"""Every order is trained exactly once, whatever dies; two plausible but wrong trainers are caught.
 
-A toy pipeline over the real streams and records. An actor claims orders, appends a group for each under an id that it
-chose, then acknowledges. A trainer's effects (which groups its weights have seen) live in a checkpoint; what it did
-since is lost when it dies. Deaths are exceptions at named points, drawn from a seed, and `kill -9` of a real server.
+A toy pipeline over the real streams and records. An actor claims orders, appends a group for each under an id of its
+choice, then acknowledges. A trainer's effects (the groups that its weights have seen) live in a checkpoint; later
+effects are lost when it dies. Deaths are exceptions at named points, drawn from a seed, and `kill -9` of a real server.
 
     by offset                  read after the checkpoint's offset ─ drop duplicates ─ train ─ checkpoint      right
     ack before training        claim ─ acknowledge ─ train ─ checkpoint                                       loses
@@ -39,12 +39,12 @@ class Death(Exception):
     """The process ends here."""
 
 
-#: So many polls that find nothing take longer than an entry needs to be reclaimed, however slow the machine is.
+#: This many empty polls take longer than an entry needs to be reclaimed, on any machine.
 QUIET_POLLS = 15
 
 
 class Fate:
-    """Dies at a tenth of the points it is asked at, for as long as deaths are left; counts polls that found nothing."""
+    """Dies at a tenth of its points while deaths are left; counts empty polls."""
 
     def __init__(self, seed: int, role: str, deaths: int) -> None:
         self._random = generator(seed, "fate", role)
@@ -67,7 +67,7 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What survives a trainer: the groups that its weights have seen, in order, and where to read on."""
+    """What survives a trainer: the groups that its weights have seen, in order, and where to read next."""
 
     trained: tuple[str, ...] = ()
     offset: str = START
@@ -76,7 +76,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Disk:
-    """Holds the newest checkpoint; replacing it is atomic."""
+    """Holder of the newest checkpoint; replacing it is atomic."""
 
     checkpoint: Checkpoint = Checkpoint()
 
@@ -97,7 +97,7 @@ def group_of(order_id: str) -> RolloutGroup:
 
 
 async def issue(streams: Stream, orders: list[str]) -> None:
-    """The controller's part, in pieces; each piece is asked for twice, as if the first answer had been lost."""
+    """Issue orders in pieces, like the controller; each piece is sent twice, as after a lost answer."""
     for start in range(0, len(orders), 10):
         piece = [encode_message("order", {"id": order}) for order in orders[start : start + 10]]
         for _ in range(2):
@@ -106,7 +106,7 @@ async def issue(streams: Stream, orders: list[str]) -> None:
 
 
 async def actor_life(streams: Stream, fate: Fate) -> None:
-    """One life of the actor; ends only by `Death`."""
+    """Run one life of the actor; it ends only by `Death`."""
     number = fresh_number(await streams.last_id(ROLLOUTS))
     while True:
         entries = fate.found(
@@ -116,7 +116,7 @@ async def actor_life(streams: Stream, fate: Fate) -> None:
         if not entries:
             continue
         groups = [encode_group(group_of(decode_message(entry.payload).body["id"])) for entry in entries]
-        for _ in range(2):  # an answer was lost, and the append made again
+        for _ in range(2):  # an answer was lost, and the append was repeated
             await streams.append(ROLLOUTS, groups, first_id=number)
         number += len(groups)
         fate.point()
@@ -124,7 +124,7 @@ async def actor_life(streams: Stream, fate: Fate) -> None:
 
 
 async def by_offset(streams: Stream, disk: Disk, fate: Fate) -> None:
-    """One life of the right trainer. Trims what even the checkpoint before the newest no longer needs."""
+    """Run one life of the right trainer, which trims what even the previous checkpoint no longer needs."""
     trained, offset = list(disk.checkpoint.trained), disk.checkpoint.offset
     while True:
         for entry in fate.found(await streams.read({ROLLOUTS: offset}, count=3, block_s=0.02)):
@@ -140,7 +140,7 @@ async def by_offset(streams: Stream, disk: Disk, fate: Fate) -> None:
 
 
 async def ack_before_training(streams: Stream, disk: Disk, fate: Fate) -> None:
-    """A mutant: what was acknowledged and not yet in a checkpoint dies with the trainer."""
+    """Run a mutant: what was acknowledged but is in no checkpoint is lost with the trainer."""
     trained = list(disk.checkpoint.trained)
     while True:
         entries = fate.found(await claim_rollouts(streams))
@@ -155,7 +155,7 @@ async def ack_before_training(streams: Stream, disk: Disk, fate: Fate) -> None:
 
 
 async def ack_after_checkpoint(streams: Stream, disk: Disk, fate: Fate) -> None:
-    """A mutant: what is in the checkpoint and not yet acknowledged is handed out, and trained, again."""
+    """Run a mutant: what is in the checkpoint but not acknowledged is handed out and trained again."""
     trained = list(disk.checkpoint.trained)
     while True:
         entries = fate.found(await claim_rollouts(streams))
@@ -172,7 +172,7 @@ async def claim_rollouts(streams: Stream) -> list[Entry]:
 
 
 async def lives(life: Callable[[], Awaitable[None]]) -> None:
-    """A supervisor: each death is followed by a new life."""
+    """Restart a life after each death."""
     while True:
         try:
             await life()
@@ -191,10 +191,10 @@ class Run:
     disk: Disk = field(default_factory=Disk)
 
     async def until_quiet(self, *, deadline_s: float = PATIENCE_S) -> tuple[int, int]:
-        """Run until all deaths have happened and nobody finds anything to do.
+        """Run until all deaths have happened and no role finds work.
 
         Returns:
-            How many orders were never trained, and how many more than once.
+            The number of orders that were never trained, and of those trained more than once.
         """
         orders = [f"prompt-{number:06d}" for number in range(self.num_orders)]
         fates = [Fate(self.seed, "actor", deaths=4), Fate(self.seed, "trainer", deaths=6)]
@@ -216,7 +216,7 @@ class Run:
 
 
 async def outcomes(trainer: Trainer) -> tuple[list[int], list[int]]:
-    """For each seed, how many orders were lost and how many were trained more than once."""
+    """Return, for each seed, the number of orders that were lost and of those trained more than once."""
     runs = [Run(MemoryStream(), trainer, seed, num_orders=40) for seed in range(6)]
     found = await asyncio.gather(*(run.until_quiet() for run in runs))
     return [lost for lost, _ in found], [doubled for _, doubled in found]
@@ -226,7 +226,7 @@ async def test_reading_by_the_checkpoints_offset_trains_each_order_once() -> Non
     assert await outcomes(by_offset) == ([0] * 6, [0] * 6)
 
 
-async def test_acknowledging_before_training_loses() -> None:
+async def test_acknowledging_before_training_loses_orders() -> None:
     lost, doubled = await outcomes(ack_before_training)
     assert any(lost)
     assert not any(doubled)
@@ -239,7 +239,7 @@ async def test_acknowledging_after_the_checkpoint_trains_twice() -> None:
 
 
 async def test_each_order_is_trained_once_while_the_server_is_killed(tmp_path: Path) -> None:
-    """With `appendfsync always`, whatever was answered is there again; so is the place of every reader."""
+    """With `appendfsync always`, everything acknowledged survives, also the position of every reader."""
     random = generator(0, "kills")
     with EmbeddedRedis(tmp_path, fsync=Fsync.ALWAYS) as server:
         streams = await open_stream(server.url, namespace="run", timeout_s=PATIENCE_S)
@@ -258,11 +258,10 @@ async def test_each_order_is_trained_once_while_the_server_is_killed(tmp_path: P
     assert ending.result() == (0, 0)
 
 
-async def test_what_the_server_forgets_is_always_the_end_of_its_history(tmp_path: Path) -> None:
-    """An acknowledgement is never kept without the append before it, so what was forgotten is claimed and made again.
+async def test_server_always_loses_the_end_of_its_history(tmp_path: Path) -> None:
+    """An acknowledgement is never kept without the earlier append, so that a lost group is claimed and made again.
 
-    The end of the append-only file is cut off, entry by entry: what a server that had not yet written it, or a machine
-    that lost power, leaves behind.
+    The end of the append-only file is cut off, entry by entry, as after a crash before a write or a power failure.
     """
     server = EmbeddedRedis(tmp_path).start()
     streams = await open_stream(server.url, namespace="run", timeout_s=PATIENCE_S)

@@ -1,6 +1,6 @@
-"""Every scenario, with its few seeds here and its many in `make chaos`; each says its figures and its seeds.
+"""Every scenario with a few seeds, and with many in `make chaos`; each prints its figures and seeds.
 
-The mutants show that a scenario can fail: designs that look right, and are not, are put in the place of the real ones.
+Mutants show that a scenario can fail: plausible but wrong designs replace the real ones.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def played(name: str, seeds: Sequence[int], capsys: pytest.CaptureFixture[str]) 
     assert tally.broken == [], "\n".join(tally.broken)
 
 
-#: Dead engines that register are in short in tests/weights/broadcast/test_publisher.py, by their offers in test_api.py.
-#: A run that is killed whole and resumed is in tests/end_to_end/test_live_run.py, and compared by the same words.
+#: The short form for dead engines that register is tests/weights/broadcast/test_publisher.py and test_api.py; that of a
+#: run that is killed whole and resumed is tests/end_to_end/test_live_run.py.
 TOLD_ELSEWHERE = {
     name: [pytest.mark.slow]
     for name in ("system_killed", "rank_killed", "oubliette_killed", "told_to_stop", "dead_offers", "knobs_turned")
@@ -47,8 +47,8 @@ def test_a_few_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("last", "is_lost"), [(18, False), (19, True)])
-def test_steps_of_a_life_that_was_cut_off_are_none_of_the_run(tmp_path: Path, last: int, is_lost: bool) -> None:
-    """A rank died after version 19 was made and before the checkpoint of 18 was whole: 17 and 18 are made again."""
+def test_steps_of_an_interrupted_life_do_not_count(tmp_path: Path, last: int, is_lost: bool) -> None:
+    """A rank died after version 19 and before the checkpoint of 18 was complete: 17 and 18 are made again."""
     ledger = {"issued": 175, "trained": 144, "stale": 15, "in_flight": 16}
     made = [*range(1, 20), *range(17, last + 1)]
     events: list[dict[str, Any]] = [{"kind": "step", "step": step} for step in made]
@@ -65,12 +65,12 @@ def test_many_seeds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     played(name, find(name).long, capsys)
 
 
-#: What the controller says of a trainer that has trained an order twice, before anybody counts.
+#: The controller's message about a trainer that has trained an order twice.
 COUNTED_TWICE = "its account counts orders twice"
 
 
 def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
-    """Whether a mutant is caught depends on where its death falls: one of a few seeds must do it."""
+    """Whether a mutant is caught depends on the moment of its death: one of a few seeds must catch it."""
     for seed in range(4):
         verdict = attempt(seed)
         if verdict.figures[figure] or (figure == "trained twice" and COUNTED_TWICE in " ".join(verdict.broken)):
@@ -78,11 +78,11 @@ def first_that_fails(attempt: Callable[[int], Verdict], figure: str) -> Verdict:
     raise AssertionError(f"no seed shows {figure!r}; the last said {verdict}")
 
 
-#: In short both designs are shown wrong in tests/faults/test_exactly_once.py, without processes.
+#: tests/faults/test_exactly_once.py shows both designs wrong in the short form, without processes.
 @pytest.mark.parametrize(("mutant", "figure"), [("ack_before", "lost"), ("ack_after", "trained twice")])
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-def test_an_acknowledgement_is_no_offset(tmp_path: Path, mutant: str, figure: str) -> None:
+def test_acknowledgement_is_no_offset(tmp_path: Path, mutant: str, figure: str) -> None:
     def attempt(seed: int) -> Verdict:
         return role_killed.play(seed, tmp_path / str(seed), mutant=mutant, kills=3)
 
@@ -97,7 +97,7 @@ def test_without_a_fence_the_first_trainers_checkpoint_is_put_in_place(tmp_path:
         assert "in place" in " ".join(verdict.broken), f"seed {seed} shows nothing: {verdict}"
 
 
-def test_a_watchdog_that_takes_a_filtered_group_for_progress_is_silent(
+def test_watchdog_that_counts_filtered_groups_as_progress_is_silent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mark = controller.progress_mark
@@ -117,8 +117,8 @@ with launched([], Path(sys.argv[1]) / "run", through=("sh", "-c", "exec sleep 10
 """
 
 
-def test_who_plays_is_killed_and_leaves_no_launcher(tmp_path: Path) -> None:
-    """A limit on time ends it by a signal, at which no `finally` is run."""
+def test_killed_player_leaves_no_launcher(tmp_path: Path) -> None:
+    """A time limit ends it by a signal that runs no `finally`."""
     playing = subprocess.Popen([sys.executable, "-c", _PLAYING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     with playing:
         assert playing.stdout is not None

@@ -1,7 +1,7 @@
-"""Updates of a fleet by broadcast whose engines are killed and stopped in the middle, under load, with real processes.
+"""Broadcast updates of a fleet whose engines are killed and suspended midway, under load, with real processes.
 
-Every weight of the engines' model is its version, so each token tells which weights made it. The trainer is this
-process, which is never started again; a pool routes to those alone that the last report says serve.
+Every weight of the engines' model is its version, so that each token shows which weights made it. The trainer is this
+process and is never restarted; a pool routes only to engines that serve by the last report.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.fakes.version_engine import BUCKET_BYTES, LAYOUT, PROMPT, Nursery, we
 from tests.patience import PATIENCE_S
 
 ENGINES = 4
-#: Asked for at once, so that every engine has something to do whenever it dies.
+#: Sent at once, so that every engine is busy whenever it dies.
 REQUESTS = 12
 ROWS = len(LAYOUT.parameters)
 
@@ -46,7 +46,7 @@ class Tally:
 
 
 class Timed:
-    """`EngineControl` that remembers when groups were joined: by generation, first asked and last answered."""
+    """`EngineControl` that records the joins: by generation, first request and last answer."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -79,7 +79,7 @@ class Fleet:
     async def publish(
         self, *, timeout_s: float, before: Callable[[int], None] = lambda _: None, epoch: int | None = None
     ) -> PublishReport:
-        """The next version to all engines; whoever is not named as serving it is proven no more."""
+        """Publish the next version to all engines; engines not reported as serving it are no longer proven."""
         if epoch is not None:
             await self.publisher.close()
             self.publisher, self.epoch = BroadcastPublisher(self.control, bucket_bytes=BUCKET_BYTES), epoch
@@ -121,7 +121,7 @@ class Fleet:
             self.count(answered.completion)
 
     def count(self, completion: ChatCompletion) -> None:
-        """Every token must be of the version that its span names, and of that alone."""
+        """Assert that every token is of the version that its span names, and of no other."""
         for choice in completion.choices:
             versions = [version for version, length in choice.version_spans or () for _ in range(length)]
             rows = list(zip(choice.token_ids or (), choice.token_logprobs or (), versions, strict=True))
@@ -155,8 +155,9 @@ async def fleet(nursery: Nursery) -> AsyncIterator[Fleet]:
     "kills", [8, pytest.param(100, marks=[pytest.mark.chaos, pytest.mark.timeout(900)])], ids=["short", "long"]
 )
 async def test_killed_in_the_middle_of_the_broadcast(fleet: Fleet, kills: int) -> None:
-    """The death is seen at once, the others form a new generation and serve the version; no token is ever mixed."""
-    # In short it must go on in a moment of a busy machine; the figures are those of the long form, which runs alone.
+    """The death is noticed at once, the others form a new generation and serve the version; no token mixes versions."""
+    # In the short form it must continue within a moment of a busy machine; figures come from the long form, which runs
+    # alone.
     timeout_s, slack_s = 21.0, 1.0 if kills == 100 else 10.0
     draw = generator(0, "kills")
     detections, reforms = [], []
@@ -182,7 +183,7 @@ async def test_killed_in_the_middle_of_the_broadcast(fleet: Fleet, kills: int) -
                 assert len(anew) == 1, "one generation for the membership, one more without the dead"
                 detections.append(asked - killed[0])
                 reforms.append(answered - asked)
-            else:  # the last bytes were on their way already: it is missed at the commit, and nobody has to meet anew
+            else:  # the last bytes were already sent: the commit fails for it, and no group has to form again
                 assert report.failed[victim].startswith("did not commit"), report
                 detections.append(ended - killed[0])
             fleet.engines = [*survivors, fleet.nursery.born()]
@@ -198,8 +199,10 @@ async def test_killed_in_the_middle_of_the_broadcast(fleet: Fleet, kills: int) -
 @pytest.mark.parametrize(
     "freezes", [2, pytest.param(50, marks=[pytest.mark.chaos, pytest.mark.timeout(1200)])], ids=["short", "long"]
 )
-async def test_frozen_in_the_middle_and_awake_in_another_epoch(fleet: Fleet, freezes: int) -> None:
-    """Others are served without it by the end of the publication; awake, it serves nobody until it was updated."""
+async def test_suspended_midway_and_awake_in_another_epoch(fleet: Fleet, freezes: int) -> None:
+    """The others serve without it by the end of the publication; once awake, it serves no request until it is
+    updated.
+    """
     draw = generator(0, "freezes")
     async with fleet.under_load():
         for number in range(freezes):
@@ -218,7 +221,7 @@ async def test_frozen_in_the_middle_and_awake_in_another_epoch(fleet: Fleet, fre
             now = fleet.epoch, fleet.version
             assert [await fleet.serves(url) for url in survivors] == [now] * len(survivors)
             fleet.nursery.thaw(victim)
-            awake = await fleet.client.chat(victim, request(0))  # by somebody who does not ask the pool
+            awake = await fleet.client.chat(victim, request(0))  # by a client that does not use the pool
             fleet.count(awake)
             assert (awake.epoch, awake.model_version) in (old, (old[0], old[1] + 1)), "it says what it serves"
             fleet.engines = everyone

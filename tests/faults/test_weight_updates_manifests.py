@@ -1,6 +1,6 @@
-"""Five hundred manifests with one thing wrong each: none is accepted, no process dies, and the old weights serve on.
+"""Five hundred manifests with one fault each: none is accepted, no process dies, and the old weights serve.
 
-Each is a PREPARE that would be accepted, changed in one place by a mutation drawn from a seed; a failure prints it.
+Each is a valid PREPARE with one mutation drawn from a seed; a failure prints it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def shape(manifest: Manifest, draw: Draw) -> None:
 
 
 def dtype(manifest: Manifest, draw: Draw) -> None:
-    """float16 and bfloat16 are no damage: an engine makes its own dtype of them."""
+    """float16 and bfloat16 are no fault: an engine casts them to its own dtype."""
     others = ["float64", "int8", "FLOAT32", "float32 ", "complex64", "object"]
     _spec(manifest, draw)["dtype"] = _one_of(draw, [*others, *NOT_TEXTS])
 
@@ -119,7 +119,7 @@ def membership(manifest: Manifest, draw: Draw) -> None:
 
 
 def digest(manifest: Manifest, draw: Draw) -> None:
-    """A pull needs one that is text; a COMMIT of what was not prepared is refused whatever its digest."""
+    """A pull needs a digest that is text; a COMMIT of an unprepared version is rejected whatever its digest."""
     if draw.integers(2):
         manifest |= {"transport": "pull", "sources": ["http://127.0.0.1:9"]}
         manifest["digest"] = _one_of(draw, [None, 7, [], {}, True])
@@ -160,7 +160,7 @@ def field(manifest: Manifest, draw: Draw) -> None:
 
 
 def text(manifest: Manifest, draw: Draw) -> bytes:
-    """What is not one JSON object of these fields."""
+    """Return something other than one JSON object of these fields."""
     whole = json.dumps(manifest).encode()
     cut = whole[: int(draw.integers(1, len(whole)))]
     deep = b"[" * 100_000
@@ -176,7 +176,7 @@ ALL: tuple[Mutation, ...] = (
 
 
 def mutants(manifest: Manifest) -> Iterator[tuple[str, bytes]]:
-    """Each with the name of what was changed; the kinds go round, so that none is left out."""
+    """Yield each mutant with the name of its mutation; the kinds rotate, so that none is missing."""
     for number in range(MUTATIONS):
         kind, changed = ALL[number % len(ALL)], deepcopy(manifest)
         body = kind(changed, rng.generator(number, "manifest"))
@@ -190,7 +190,7 @@ def weights() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.timeout(300)
-async def test_no_mutated_manifest_is_accepted_and_the_old_version_serves_on() -> None:
+async def test_no_mutated_manifest_is_accepted_and_the_old_version_serves() -> None:
     greedy = ChatCompletionRequest(
         prompt_token_ids=[3, 5], max_tokens=24, temperature=0.0, return_token_ids=True, seed=0
     )

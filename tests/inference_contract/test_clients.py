@@ -1,6 +1,6 @@
-"""What public clients send in plain use is served: their recorded bodies, and OpenAI's client itself.
+"""Requests of public clients are served: recorded bodies, and OpenAI's own client.
 
-`clients/*.json` holds the bodies as each client, of the version named there, sent them to a recording server.
+`clients/*.json` holds request bodies as each client, at the version given there, sent them to a recording server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.fakes.engine_options import engine_options
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
-if TYPE_CHECKING:  # nobody else needs it, and to import it takes 0.6 s of each test process
+if TYPE_CHECKING:  # used only here; the import takes 0.6 s per test process
     import openai
     from openai.types.chat import ChatCompletionMessageParam
 
@@ -40,7 +40,7 @@ ASKED: list[ChatCompletionMessageParam] = [{"role": "user", "content": "1 + 2"}]
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The HTTP server in front of an engine with a real tokenizer and a small model."""
+    """Serve an engine with a real tokenizer and a small model over HTTP."""
     raw = char_tokenizer()
     tokenizer = ChatTokenizer(raw, {raw.eos_token_id})
     model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=96)
@@ -62,7 +62,7 @@ def post(url: str, body: dict[str, Any]) -> httpx.Response:
 
 
 @pytest.mark.parametrize("body", RECORDED)
-def test_what_clients_send_is_served(url: str, body: dict[str, Any]) -> None:
+def test_recorded_client_requests_are_served(url: str, body: dict[str, Any]) -> None:
     answer = post(url, body)
     assert answer.status_code == 200, answer.text
     if not body.get("stream"):
@@ -74,7 +74,7 @@ def test_what_clients_send_is_served(url: str, body: dict[str, Any]) -> None:
     assert [chunk.usage is not None for chunk in come] == [False] * (len(come) - wants_usage) + [True] * wants_usage
 
 
-def test_openai_client_gets_the_same_streamed_and_whole(public_client: openai.OpenAI) -> None:
+def test_openai_client_gets_same_answer_streamed_and_complete(public_client: openai.OpenAI) -> None:
     completions = public_client.chat.completions
     text = completions.create(model="m", messages=ASKED, seed=3, max_completion_tokens=20).choices[0].message.content
     assert text is not None and len(text) > 6
@@ -92,7 +92,7 @@ def test_openai_client_gets_the_same_streamed_and_whole(public_client: openai.Op
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
 
 
-def test_openai_client_carries_an_answer_on(public_client: openai.OpenAI) -> None:
+def test_openai_client_can_send_answers_back(public_client: openai.OpenAI) -> None:
     completions = public_client.chat.completions
     first = completions.create(model="m", messages=ASKED, max_tokens=8, seed=1).choices[0].message
     assert first.content is not None
@@ -104,7 +104,7 @@ def test_openai_client_carries_an_answer_on(public_client: openai.OpenAI) -> Non
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_vllms_way_to_say_every_token_and_text_in_parts(url: str) -> None:
+def test_top_k_of_minus_one_and_text_parts_are_accepted(url: str) -> None:
     plain = post(url, {"messages": ASKED, "seed": 1, "max_tokens": 8, "return_token_ids": True}).json()
     parts = [{"role": "user", "content": [{"type": "text", "text": "1 + 2"}]}]
     again = post(url, {"messages": parts, "seed": 1, "max_tokens": 8, "return_token_ids": True, "top_k": -1}).json()
@@ -129,7 +129,7 @@ def test_vllms_way_to_say_every_token_and_text_in_parts(url: str) -> None:
         ({"frobnicate": None}, "frobnicate"),
     ],
 )
-def test_what_would_be_ignored_is_refused_by_name(url: str, fields: dict[str, Any], param: str) -> None:
+def test_fields_the_engine_would_ignore_are_rejected_by_name(url: str, fields: dict[str, Any], param: str) -> None:
     answer = post(url, {"messages": ASKED, "max_tokens": 2} | fields)
     assert answer.status_code == 400
     assert str(answer.json()["error"]["param"]).startswith(param)

@@ -1,4 +1,4 @@
-"""The kit passes what keeps the contract and fails what does not, at the check that is about it."""
+"""The kit passes conforming engines and fails faulty ones, at the check for the fault."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ CAUGHT_BY = {
     Fault.IGNORES_TEXT: "texts_are_completed_or_refused",
 }
 
-#: Checks that must fail for faults which another check is about.
+#: Further checks that must fail for a fault.
 ALSO_CAUGHT_BY = (
     (Fault.ONE_SPAN, "update_in_flight"),
     (Fault.ONE_SPAN, "pull_in_flight"),
@@ -85,7 +85,7 @@ def _not_passed(results: list[CheckResult]) -> dict[str, str]:
     return {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED}
 
 
-def test_a_faultless_engine_passes_every_check_twice() -> None:
+def test_sound_engine_passes_every_check_twice() -> None:
     with in_thread(application(token="secret")) as url:
         for _ in range(2):
             results = run(url, token="secret", timeout_s=PATIENCE_S)
@@ -100,11 +100,11 @@ def test_each_fault_is_caught(fault: Fault, check: str) -> None:
     assert [result.outcome for result in results] == [CheckOutcome.FAILED], f"{fault} must fail {check}: {results}"
 
 
-def test_every_fault_has_a_check_that_is_about_it() -> None:
+def test_every_fault_has_a_check() -> None:
     assert set(CAUGHT_BY) == set(Fault) - {Fault.NONE}
 
 
-def test_an_engine_that_does_not_pull_says_so_and_that_is_no_failure() -> None:
+def test_missing_pull_support_is_reported_as_unsupported() -> None:
     engine = ScriptedEngine()
     app = create_app(engine, token=None)
     with in_thread(app) as url:
@@ -114,24 +114,24 @@ def test_an_engine_that_does_not_pull_says_so_and_that_is_no_failure() -> None:
     assert "does not offer the transport pull" in result.reason
 
 
-def test_without_a_token_the_token_checks_are_unsupported_and_say_why() -> None:
+def test_token_checks_are_unsupported_without_a_token() -> None:
     with in_thread(application()) as url:
         (result,) = run(url, only=["other_routes_need_the_token"])
     assert result.outcome is CheckOutcome.UNSUPPORTED
     assert "without a token" in result.reason
 
 
-def test_an_unreachable_engine_fails_with_a_reason() -> None:
+def test_unreachable_engine_fails_with_a_reason() -> None:
     (result,) = run("http://127.0.0.1:9", only=["health_is_ready"], timeout_s=1.0)
     assert result.outcome is CheckOutcome.FAILED
     assert "ConnectError" in result.reason
 
 
-def test_every_check_has_a_promise_and_a_name_of_its_own() -> None:
+def test_every_check_has_a_unique_name_and_a_promise() -> None:
     assert len({check.__name__ for check in CHECKS}) == len(CHECKS)
     assert all((check.__doc__ or "").strip().endswith(".") for check in CHECKS)
 
 
-def test_an_unknown_check_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'no_such_check' is no check"):
+def test_unknown_check_name_is_rejected() -> None:
+    with pytest.raises(ValueError, match="'no_such_check' is not a check"):
         select(["no_such_check"])

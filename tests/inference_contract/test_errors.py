@@ -1,4 +1,4 @@
-"""Errors keep their class across the wire."""
+"""Errors keep their class over the wire."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from inference_contract.errors import ContractError, _tree, from_wire
 
 
 @pytest.mark.parametrize("kind", _tree(ContractError))
-def test_the_wire_gives_the_same_class_back(kind: type[ContractError]) -> None:
+def test_error_class_survives_the_wire(kind: type[ContractError]) -> None:
     error = kind("what was expected", param="layout")
     back = from_wire(error.status, error.to_wire())
     assert type(back) is kind
@@ -21,5 +21,5 @@ def test_codes_are_unique() -> None:
 
 
 @pytest.mark.parametrize("body", [None, "text", {}, {"error": "text"}, {"error": {"code": "of_another_server"}}])
-def test_a_foreign_body_is_a_plain_contract_error(body: object) -> None:
+def test_foreign_body_becomes_a_plain_contract_error(body: object) -> None:
     assert type(from_wire(502, body)) is ContractError

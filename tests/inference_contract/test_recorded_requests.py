@@ -1,7 +1,7 @@
-"""Forty requests as three public clients sent them, against a live torch engine: each is answered or refused by name.
+"""Forty recorded requests of three public clients, each answered or rejected by name by a live torch engine.
 
-`recorded_requests.json` holds the bodies that `openai`, `litellm` and `openai-agents` sent to a recording server, plain
-and with tools, and which field of each this engine refuses.
+`recorded_requests.json` holds bodies that `openai`, `litellm` and `openai-agents` sent to a recording server, plain and
+with tools, and the field of each that this engine rejects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTEXT: Final = 1024
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A torch engine whose model is named `m`, the last part of its directory."""
+    """Connect to a torch engine whose model is named `m`, the last part of its directory."""
     path = tmp_path_factory.mktemp("models") / "m"
     save_tool_model(path, context_length=CONTEXT)
     options = engine_options(model_path=path, model_id=str(path), context_length=CONTEXT, device=Device.CPU, threads=1)
@@ -46,7 +46,7 @@ def test_forty_requests_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: f"{each['client']}: {each['call']}")
-def test_recorded_request_is_answered_or_refused_by_name(client: httpx.Client, recorded: dict[str, Any]) -> None:
+def test_recorded_request_is_answered_or_rejected_by_name(client: httpx.Client, recorded: dict[str, Any]) -> None:
     body = {"max_tokens": 6} | recorded["body"]
     answer = client.post(recorded["route"], json=body)
     if recorded["refused"] is not None:

@@ -1,4 +1,4 @@
-"""Golden bytes of the wire, and the arithmetic of layouts."""
+"""Golden bytes of the wire format, and the arithmetic of layouts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_golden_prepare() -> None:
     )
 
 
-def test_golden_prepare_of_a_pull() -> None:
+def test_golden_prepare_with_pull() -> None:
     request = WeightUpdateRequest(
         phase=UpdatePhase.PREPARE,
         version=3,
@@ -57,7 +57,7 @@ def test_golden_prepare_of_a_pull() -> None:
     )
 
 
-def test_golden_prepare_of_a_pull_from_shards() -> None:
+def test_golden_prepare_with_pull_from_shards() -> None:
     request = WeightUpdateRequest(
         phase=UpdatePhase.PREPARE,
         version=3,
@@ -100,16 +100,16 @@ def test_golden_join(connections: str) -> None:
         ((LAYOUT.parameters[0].model_copy(update={"dtype": DType.INT8}), LAYOUT.parameters[1]), "must have dtype"),
     ],
 )
-def test_difference_names_the_first(other: tuple[ParameterSpec, ...], sentence: str) -> None:
+def test_difference_names_the_first_mismatch(other: tuple[ParameterSpec, ...], sentence: str) -> None:
     assert sentence in (LAYOUT.difference(WeightLayout(parameters=other)) or "")
 
 
-def test_no_difference_to_itself() -> None:
+def test_layout_has_no_difference_to_itself() -> None:
     assert LAYOUT.difference(WeightLayout.model_validate_json(LAYOUT.model_dump_json())) is None
 
 
 def _gathered_one_by_one(sizes: list[int], bucket_bytes: int) -> list[tuple[int, int]]:
-    """`buckets` as its docstring says it."""
+    """Reimplement `buckets` from its docstring."""
     ranges, start, end = [], 0, 0
     for size in sizes:
         if end > start and end - start + size > bucket_bytes:
@@ -123,7 +123,7 @@ def _gathered_one_by_one(sizes: list[int], bucket_bytes: int) -> list[tuple[int,
     sizes=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
     bucket_bytes=st.integers(1, 120),
 )
-def test_buckets_cover_the_bytes_once_and_split_no_parameter(sizes: list[int], bucket_bytes: int) -> None:
+def test_buckets_cover_all_bytes_once_without_splitting_parameters(sizes: list[int], bucket_bytes: int) -> None:
     layout = WeightLayout(
         parameters=tuple(
             ParameterSpec(name=str(row), shape=(size,), dtype=DType.INT8) for row, size in enumerate(sizes)
@@ -135,7 +135,7 @@ def test_buckets_cover_the_bytes_once_and_split_no_parameter(sizes: list[int], b
     edges = {sum(sizes[:row]) for row in range(len(sizes) + 1)}
     assert all(start in edges and end in edges for start, end in buckets)
     assert buckets == _gathered_one_by_one(sizes, bucket_bytes)
-    # Only a single parameter may be larger than a bucket.
+    # Only a single parameter may exceed the size of a bucket.
     for start, end in buckets:
         inside = [edge for edge in edges if start < edge < end]
         assert end - start <= bucket_bytes or not inside
@@ -150,9 +150,7 @@ def test_buckets_cover_the_bytes_once_and_split_no_parameter(sizes: list[int], b
     bucket_bytes=st.integers(1, 60),
     count=st.integers(1, 5),
 )
-def test_shards_are_about_equal_and_cover_the_bytes_once_by_whole_buckets(
-    sizes: list[int], bucket_bytes: int, count: int
-) -> None:
+def test_shards_are_balanced_and_made_of_whole_buckets(sizes: list[int], bucket_bytes: int, count: int) -> None:
     rows = (ParameterSpec(name=str(row), shape=(size,), dtype=DType.INT8) for row, size in enumerate(sizes))
     layout = WeightLayout(parameters=tuple(rows))
     shards = layout.shards(count, bucket_bytes)
@@ -195,7 +193,7 @@ def test_shards_are_about_equal_and_cover_the_bytes_once_by_whole_buckets(
         {"phase": "abort", "version": 1, "unknown": 2},
     ],
 )
-def test_half_a_request_is_refused(fields: dict[str, object]) -> None:
+def test_incomplete_or_invalid_update_is_rejected(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         WeightUpdateRequest.model_validate(fields)
 
@@ -206,16 +204,16 @@ def test_half_a_request_is_refused(fields: dict[str, object]) -> None:
         ("temperature", 1e-38, "must be 0, which is greedy, or at least 1e-05, got 1e-38"),
         ("top_p", 1e-46, "greater than or equal to 0.000001"),
         ("top_k", 2**31, "less than or equal to 2147483647"),
-        ("stop", "", "a stop string must have a character"),
-        ("stop", ["a", ""], "a stop string must have a character"),
+        ("stop", "", "a stop string must not be empty"),
+        ("stop", ["a", ""], "a stop string must not be empty"),
     ],
 )
-def test_what_no_engine_can_sample_with_is_refused_by_name(name: str, value: object, sentence: str) -> None:
+def test_unusable_sampling_values_are_rejected_by_name(name: str, value: object, sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence) as refused:
         ChatCompletionRequest.model_validate({"prompt_token_ids": [1], name: value})
     assert [error["loc"] for error in refused.value.errors()] == [(name,)]
 
 
-def test_the_edges_of_what_engines_sample_with_are_taken() -> None:
+def test_extreme_valid_sampling_values_are_accepted() -> None:
     for temperature in (0.0, 1e-5, 100.0):
         ChatCompletionRequest(prompt_token_ids=[1], temperature=temperature, top_p=1e-6, top_k=2**31 - 1, stop=[])

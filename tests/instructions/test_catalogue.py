@@ -1,4 +1,4 @@
-"""Each instruction on answers that follow it and answers that do not; how problems name instructions; wrong names."""
+"""Each instruction with answers that follow it or not; layouts of problems' instructions; wrong names."""
 
 from __future__ import annotations
 
@@ -100,20 +100,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(("id", "parameters", "follow", "do_not"), CASES, ids=[case[0] for case in CASES])
-def test_an_instruction_is_followed_by_what_follows_it_alone(id, parameters, follow, do_not):
+def test_instruction_accepts_only_following_answers(id, parameters, follow, do_not):
     instruction = made(id, parameters).instruction
     assert [text for text in follow if not instruction.follows(text)] == []
     assert [text for text in do_not if instruction.follows(text)] == []
     assert instruction.sentence[0].isupper()
 
 
-def test_every_instruction_is_tried():
+def test_every_instruction_has_a_case():
     assert {case[0] for case in CASES} == CATALOGUE.keys()
 
 
 @pytest.mark.parametrize("piece", ["[", "*", "<<", " ", "\n", "a.", "A. ", '"', "a-", "{", "P.", "Day "])
-def test_no_text_takes_more_than_linear_time(piece):
-    """By the clock of the processor: the worst takes a tenth of a second, one that tries all pairs a minute."""
+def test_checks_take_linear_time(piece):
+    """Limits CPU time: the slowest check takes a tenth of a second, an algorithm that tries all pairs a minute."""
     text = piece * (200_000 // len(piece))
     for id, parameters in {case[0]: case[1] for case in CASES}.items():
         began = time.thread_time()
@@ -130,7 +130,7 @@ def test_no_text_takes_more_than_linear_time(piece):
         ("این یک جمله کوتاه درباره آب و هوا است.", "fa", "ar"),
     ],
 )
-def test_languages_of_one_script_are_told_apart(text, code, other):
+def test_languages_of_the_same_script_are_distinguished(text, code, other):
     pytest.importorskip("py3langid", reason="pip install 'pipelinerl[languages]'")
     wanted, unwanted = [made("language:response_language", {"language": each}).instruction for each in (code, other)]
     assert wanted.follows(text) and not unwanted.follows(text)
@@ -143,12 +143,12 @@ def test_languages_of_one_script_are_told_apart(text, code, other):
         ("exactly", [10]),
     ],
 )  # fmt: skip
-def test_counts_are_compared_as_the_data_says(relation, counts):
+def test_counts_are_compared_by_the_given_relation(relation, counts):
     instruction = made(IDS[1], {"num_words": 10, "relation": relation}).instruction
     assert [count for count in range(8, 13) if instruction.follows("a " * count)] == counts
 
 
-def test_every_function_of_the_rlvr_set_is_an_instruction():
+def test_every_rlvr_function_is_an_instruction():
     arguments = {
         "N": 3, "quantifier": "at most", "i": 2, "first_word": "a", "keyword_list": ["a"], "word": "a",
         "forbidden_words": ["b"], "letter": "a", "language": "ko", "postscript_marker": "P.S.", "options": ["a"],
@@ -182,7 +182,7 @@ def test_every_function_of_the_rlvr_set_is_an_instruction():
         ),
     ],
 )
-def test_what_is_wrong_is_named(id, parameters, sentence):
+def test_errors_name_the_wrong_part(id, parameters, sentence):
     with pytest.raises(RecipeError, match=sentence):
         made(id, parameters)
 
@@ -209,7 +209,7 @@ KWARGS = [{}, {"num_words": 9.0, "relation": "at least", "num_bullets": None}]
         ),
     ],
 )
-def test_every_layout_names_the_same_instructions(metadata, ground_truth):
+def test_every_layout_gives_the_same_instructions(metadata, ground_truth):
     asked = instructions_of(metadata, ground_truth)
     assert [each.id for each in asked] == IDS
     assert asked[1].instruction.follows("a " * 9) and not asked[1].instruction.follows("a " * 8)
@@ -232,6 +232,6 @@ def test_every_layout_names_the_same_instructions(metadata, ground_truth):
         ({"instruction_id_list": "no", "kwargs": None}, "", "must be lists, got 'no'"),
     ],
 )
-def test_metadata_without_sense_is_refused(metadata, ground_truth, sentence):
+def test_malformed_metadata_is_rejected(metadata, ground_truth, sentence):
     with pytest.raises(RecipeError, match=sentence):
         instructions_of(metadata, ground_truth)

@@ -1,4 +1,4 @@
-"""Which instructions count as followed, strictly and loosely, and what that is worth."""
+"""Strict and loose matching of instructions, and the resulting rewards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOWERCASE = made("change_case:english_lowercase", {})
 JSON = made("detectable_format:json_format", {})
 
 
-def test_a_loose_score_forgives_a_first_line_a_last_line_and_asterisks():
+def test_loose_matching_ignores_first_line_last_line_and_asterisks():
     answer = "Sure, here it is:\n**so it is**\nAnything else, Sir?"
     assert followed([NO_COMMA, LOWERCASE], answer) == [False, False]
     assert followed([NO_COMMA, LOWERCASE], answer, Matching.LOOSE) == [True, True]
@@ -22,19 +22,19 @@ def test_a_loose_score_forgives_a_first_line_a_last_line_and_asterisks():
 
 @pytest.mark.parametrize("matching", Matching)
 @pytest.mark.parametrize("blank", ["", " \n\t"])
-def test_a_blank_answer_follows_nothing(blank: str, matching: Matching):
+def test_blank_answer_follows_nothing(blank: str, matching: Matching):
     assert followed([NO_COMMA], blank, matching) == [False]
 
 
-def test_what_is_left_of_a_single_line_is_no_answer():
+def test_removing_the_only_line_leaves_no_answer():
     assert followed([NO_COMMA], "a, b", Matching.LOOSE) == [False]
 
 
-def test_there_are_eight_variants():
+def test_loose_matching_tries_eight_variants():
     assert len(variants("*a*\n*b*\n*c*")) == 8
     assert variants("a") == ["a", ""]
 
 
-def test_a_score_is_a_share_or_all():
+def test_score_is_share_or_all():
     assert [Score.SHARE.of(each) for each in ([True, False], [True, True], [False])] == [0.5, 1.0, 0.0]
     assert [Score.ALL.of(each) for each in ([True, False], [True, True], [False])] == [0.0, 1.0, 0.0]

@@ -1,4 +1,4 @@
-"""The quick look at a chat template refuses what the tokenizer itself refuses, and nothing else."""
+"""The quick check of a chat template rejects exactly the chats that the tokenizer rejects."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def model_with(folder: Path, template: object, file: str = "tokenizer_config.jso
 )
 @pytest.mark.parametrize("messages", [(USER,), (SYSTEM, USER), (USER, TOOL), ()], ids=["u", "su", "ut", "none"])
 @pytest.mark.parametrize("given", [{}, {"deep": True}, {"messages": 1}], ids=["plain", "deep", "taken"])
-def test_it_says_what_the_tokenizer_says(
+def test_check_agrees_with_the_tokenizer(
     template: object, messages: tuple[Message, ...], given: dict[str, object], tmp_path: Path
 ) -> None:
     path = model_with(tmp_path, template)
@@ -70,14 +70,14 @@ def test_it_says_what_the_tokenizer_says(
     assert said(path, quick=True) == said(path, quick=False)
 
 
-def test_a_file_of_its_own_goes_first(tmp_path: Path) -> None:
+def test_separate_template_file_takes_precedence(tmp_path: Path) -> None:
     path = model_with(tmp_path, NO_SYSTEM, "chat_template.jinja")
     refuse_unrenderable(path, [USER], {})
     with pytest.raises(ModelError, match="the chat template cannot render 2 messages: System role not supported"):
         refuse_unrenderable(path, [SYSTEM, USER], {})
 
 
-def test_what_renders_needs_no_heavy_library(tmp_path: Path) -> None:
+def test_rendering_needs_no_heavy_library(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom pathlib import Path\nfrom pipelinerl.models.chat_template import refuse_unrenderable\n"
         "from pipelinerl.types import Message\n"

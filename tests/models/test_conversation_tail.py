@@ -1,4 +1,4 @@
-"""A continued conversation keeps its sampled tokens, and appends what the template writes after an answer."""
+"""A continued conversation keeps its sampled tokens, and appends the template's text after an answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUESTION = [Message("system", "s"), Message("user", "1 + 2")]
 
 
 def conversation(tokenizer: ChatTokenizer, answer: str, *new: Message) -> tuple[list[int], list[int]]:
-    """Tokens up to the answer's end as an engine sampled them, and the continued conversation's."""
+    """Return the tokens up to the answer's end, as an engine sampled them, and those of the continued conversation."""
     (end,) = tokenizer.eos_token_ids
     sampled = [*tokenizer.encode_chat(QUESTION), *tokenizer.encode(answer), end]
     messages = [*QUESTION, Message("assistant", answer), *new]
@@ -22,7 +22,7 @@ def conversation(tokenizer: ChatTokenizer, answer: str, *new: Message) -> tuple[
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_text_conversation_is_what_the_template_renders_as_a_whole(name: str) -> None:
+def test_text_conversation_equals_the_whole_rendering(name: str) -> None:
     tokenizer, reply = chat(name), [Message("user", "2 + 3"), Message("user", "ab")]
     sampled, continued = conversation(tokenizer, "a", *reply)
     assert tokenizer.tail.reproduces_deployment()
@@ -31,7 +31,7 @@ def test_a_text_conversation_is_what_the_template_renders_as_a_whole(name: str) 
     assert tail == tokenizer.encode_chat([*QUESTION, Message("assistant", "a"), *reply])[-len(tail) :]
 
 
-def test_sampled_tokens_stay_where_rendering_anew_would_change_them() -> None:
+def test_sampled_tokens_are_kept_where_rendering_would_change_them() -> None:
     tokenizer = chat("chatml")
     (end,) = tokenizer.eos_token_ids
     letters = [token for letter in "the end" for token in tokenizer.encode(letter)]
@@ -41,7 +41,7 @@ def test_sampled_tokens_stay_where_rendering_anew_would_change_them() -> None:
     assert tokenizer.encode_continuation(messages, 3, sampled)[: len(sampled)] == sampled
 
 
-def test_an_answer_cut_at_its_limit_is_closed_by_the_template() -> None:
+def test_answer_cut_at_its_limit_is_closed_by_the_template() -> None:
     tokenizer = chat("chatml")
     (end,) = tokenizer.eos_token_ids
     sampled = [*tokenizer.encode_chat(QUESTION), *tokenizer.encode("hello")]
@@ -60,7 +60,7 @@ def test_control_tokens_in_new_messages_stay_text(name: str) -> None:
     assert attack in tokenizer.decode(continued)
 
 
-#: As Qwen2.5 and Hermes write calls, with results in a user's turn.
+#: The format of calls in Qwen2.5 and Hermes, with results in a user's turn.
 HERMES = (
     "{%- for m in messages %}{%- if m.role == 'tool' %}"
     "{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}{%- else %}"
@@ -69,7 +69,7 @@ HERMES = (
     "{{- '\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}{#- tools #}"
 )
-#: As Llama 3.1 writes them: one, in place of the content.
+#: The format of calls in Llama 3.1: a single call, in place of the content.
 LLAMA = (
     "{%- for m in messages %}{%- if m.tool_calls %}"
     "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
@@ -88,9 +88,7 @@ LLAMA = (
     [(HERMES, CHATML_TOKENS, "<|im_end|>"), (LLAMA, LLAMA_TOKENS, "<|eot_id|>")],
     ids=["hermes", "llama"],
 )
-def test_the_result_of_a_call_follows_the_sampled_call(
-    template: str, tokens: tuple[str, ...], end: str, calls: int
-) -> None:
+def test_call_result_follows_the_sampled_call(template: str, tokens: tuple[str, ...], end: str, calls: int) -> None:
     tokenizer = guarded(byte_level(template, tokens, end, "<tool_call>", "</tool_call>", "<tool_response>"))
     (end_id,) = tokenizer.eos_token_ids
     made = [
@@ -109,7 +107,7 @@ def test_the_result_of_a_call_follows_the_sampled_call(
     assert tokenizer.tail.reproduces_deployment(calls=calls)
 
 
-def test_a_template_that_loses_the_answer_is_rendered_as_a_whole() -> None:
+def test_template_that_drops_the_answer_is_rendered_whole() -> None:
     forgetful = "{%- for m in messages if m.role != 'assistant' %}{{- m.content + '<|im_end|>' }}{%- endfor %}"
     tokenizer = guarded(byte_level(forgetful, CHATML_TOKENS, "<|im_end|>"))
     _, continued = conversation(tokenizer, "a", Message("user", "b"))

@@ -1,4 +1,4 @@
-"""What a config.json says of a decoder: today's keys and older ones, and each feature that is refused by name."""
+"""Reading of a decoder from config.json: current and older keys, and each feature that is rejected by name."""
 
 import json
 
@@ -24,7 +24,7 @@ def read(folder, table):
     return read_config(folder)
 
 
-def test_families(tmp_path):
+def test_families_have_their_biases_and_norms(tmp_path):
     found = {}
     for config in (Qwen2Config(**SIZES), Qwen3Config(**SIZES), LlamaConfig(**SIZES, attention_bias=True)):
         config.save_pretrained(tmp_path)
@@ -69,7 +69,7 @@ LLAMA3 = {
         ),
     ],
 )
-def test_rotary_settings_old_and_new(table, rotary, tmp_path):
+def test_current_and_old_rotary_settings_are_read(table, rotary, tmp_path):
     assert read(tmp_path, OLD_LLAMA | table).rotary == rotary
 
 
@@ -88,12 +88,12 @@ def test_rotary_settings_old_and_new(table, rotary, tmp_path):
         ({"vocab_size": None}, "vocab_size in .* must be a whole number"),
     ],
 )
-def test_refusals(table, sentence, tmp_path):
+def test_unsupported_features_are_rejected(table, sentence, tmp_path):
     with pytest.raises(ModelError, match=sentence):
         read(tmp_path, OLD_LLAMA | table)
 
 
-def test_windows_that_are_not_in_use_are_accepted(tmp_path):
+def test_unused_sliding_windows_are_accepted(tmp_path):
     for table in (
         {"model_type": "mistral", "sliding_window": None},
         {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096},
@@ -102,7 +102,7 @@ def test_windows_that_are_not_in_use_are_accepted(tmp_path):
         assert read(tmp_path, OLD_LLAMA | table).layers == 3
 
 
-def test_a_missing_key_and_a_missing_file(tmp_path):
+def test_missing_key_and_missing_file_are_errors(tmp_path):
     with pytest.raises(ModelError, match=r"config\.json must be a JSON object"):
         read_config(tmp_path)
     with pytest.raises(ModelError, match="lacks or garbles 'hidden_size'"):

@@ -1,4 +1,4 @@
-"""Weights with a NaN or an infinity in them, in every dtype and whatever reads them."""
+"""Weights with a NaN or an infinity are rejected, in every dtype and by every reader."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_every_exponent_is_taken_for_what_it_is(dtype: torch.dtype) -> None:
-    """All numbers of 16 bits; of longer ones, those that differ in the upper 16 or in the last."""
+def test_every_exponent_is_classified_correctly(dtype: torch.dtype) -> None:
+    """Tests all values of 16 bits; of longer dtypes, those that differ in the upper 16 bits or in the last."""
     width = torch.empty(0, dtype=dtype).element_size()
     upper = np.arange(2**16, dtype=f"u{width}") << 8 * width - 16
     words = np.concatenate([upper, upper | np.ones(1, upper.dtype)])
@@ -36,7 +36,7 @@ def test_every_exponent_is_taken_for_what_it_is(dtype: torch.dtype) -> None:
 
 
 def spoilt(path: Path, value: float, dtype: torch.dtype) -> Path:
-    """The shipped model, whose last number of one parameter is none."""
+    """Return a copy of the shipped model with `value` as the last value of one parameter."""
     shutil.copytree(MODELS / "tiny_speller", path)
     weights = {name: values.to(dtype) for name, values in load_file(path / "model.safetensors").items()}
     weights[UP][-1, -1] = value
@@ -66,7 +66,7 @@ def read_by_jax(path: Path) -> Any:
 @pytest.mark.parametrize(
     ("value", "dtype"), [(float("nan"), torch.bfloat16), (-float("inf"), torch.float16), (float("inf"), torch.float32)]
 )
-def test_whoever_reads_a_model_names_the_parameter(
+def test_every_reader_names_the_parameter(
     tmp_path: Path, read: Callable[[Path], Any], value: float, dtype: torch.dtype
 ) -> None:
     path = spoilt(tmp_path / "model", value, dtype)
@@ -75,7 +75,7 @@ def test_whoever_reads_a_model_names_the_parameter(
     assert "\n" not in str(refused.value)
 
 
-def test_of_a_large_model_so_much_is_read_and_the_rest_is_counted(tmp_path: Path) -> None:
+def test_large_model_is_checked_in_part_and_the_rest_is_counted(tmp_path: Path) -> None:
     path = spoilt(tmp_path / "model", float("nan"), torch.float32)
     size = sum(each.numel() * 4 for each in load_file(path / "model.safetensors").values())
     assert check_values(path, most_bytes=0) == size

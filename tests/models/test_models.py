@@ -48,7 +48,7 @@ def rewrite(file, **changes):
 
 
 def byte_level():
-    """A byte-level tokenizer, as large models have: its tokens can be parts of characters."""
+    """Return a byte-level tokenizer, as large models have: its tokens can be parts of characters."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -60,7 +60,7 @@ def byte_level():
     return ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>"), {0})
 
 
-def test_a_saved_model_loads_with_the_same_weights_and_answers(directory):
+def test_saved_model_loads_with_the_same_weights_and_answers(directory):
     original, loaded = random_decoder(SHAPE, seed=1), load_model(directory)
     ids = torch.tensor([[2, 8, 9, 4, 3]])
     with torch.no_grad():
@@ -75,19 +75,19 @@ def test_saving_never_overwrites(directory):
 
 
 @pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_an_incomplete_directory_is_named(directory, lost):
+def test_incomplete_directory_is_named(directory, lost):
     (directory / lost).unlink()
     with pytest.raises(ModelError, match=lost if lost != "model.safetensors" else "safetensors"):
         check_directory(directory)
 
 
-def test_a_tokenizer_of_another_form_is_told_how_to_become_one(directory):
+def test_unsupported_tokenizer_error_names_the_conversion(directory):
     (directory / "tokenizer.json").rename(directory / "vocab.json")
     with pytest.raises(ModelError, match=r"lacks tokenizer.json, .*AutoTokenizer.from"):
         check_directory(directory)
 
 
-def test_an_architecture_that_nobody_knows_is_not_to_be_copied_again(directory):
+def test_unknown_architecture_error_does_not_suggest_copying(directory):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "zorkmid"}))
     with pytest.raises(ModelError, match=r"`zorkmid` .* is out of date; give another, or install what knows it"):
@@ -110,14 +110,14 @@ def test_an_architecture_that_nobody_knows_is_not_to_be_copied_again(directory):
         ("config.json", {"model_type": "qwen2_vl"}, "holds a qwen2_vl, which is no causal language model; give one"),
     ],
 )
-def test_what_is_no_model_to_train_is_said_to_be_what_it_is(directory, file, content, sentence):
+def test_untrainable_models_are_named_as_such(directory, file, content, sentence):
     before = json.loads((directory / file).read_text()) if (directory / file).exists() else {}
     (directory / file).write_text(json.dumps(before | content))
     with pytest.raises(ModelError, match=f"{directory} {sentence}"):
         load_model(directory)
 
 
-def test_a_missing_directory_is_named(tmp_path):
+def test_missing_directory_is_named(tmp_path):
     for load in (load_model, ChatTokenizer.load):
         with pytest.raises(ModelError, match="nowhere"):
             load(tmp_path / "nowhere")
@@ -131,14 +131,14 @@ def test_damaged_files_are_model_errors(directory, name):
         ChatTokenizer.load(directory)
 
 
-def test_weights_that_do_not_fit_the_config_are_refused(directory):
+def test_weights_that_do_not_fit_the_config_are_rejected(directory):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "layer_types": None}))
     with pytest.raises(ModelError, match="do not fit"):
         load_model(directory)
 
 
-def test_the_tokenizer_round_trips_text_exactly(directory):
+def test_tokenizer_round_trips_text_exactly(directory):
     tokenizer = ChatTokenizer.load(directory)
     for text in ("abc", " a  b\n", "1+2=3, (x) > y.", ""):
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -147,7 +147,7 @@ def test_the_tokenizer_round_trips_text_exactly(directory):
 
 @pytest.mark.parametrize("declared", sorted(tokenizer._PLAIN_CLASSES))
 @pytest.mark.parametrize("model_type", sorted(tokenizer._TAKEN_AT_THEIR_WORD))
-def test_what_is_taken_at_its_word_is_what_transformers_would_take_it_for(directory, model_type, declared):
+def test_plain_class_equals_the_auto_class_of_transformers(directory, model_type, declared):
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     rewrite(directory / "tokenizer_config.json", tokenizer_class=declared)
     taken, asked = (reader.from_pretrained(str(directory)) for reader in (tokenizer._reader(directory), AutoTokenizer))
@@ -157,17 +157,17 @@ def test_what_is_taken_at_its_word_is_what_transformers_would_take_it_for(direct
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "phi3", "mistral", "of_a_fork"])
-def test_of_other_types_transformers_is_asked(directory, model_type):
+def test_other_model_types_use_the_auto_class(directory, model_type):
     rewrite(directory / "config.json", model_type=model_type)
     assert tokenizer._reader(directory) is AutoTokenizer
 
 
-def test_so_is_it_of_a_class_of_the_models_own(directory):
+def test_custom_tokenizer_classes_use_the_auto_class(directory):
     rewrite(directory / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
     assert tokenizer._reader(directory) is AutoTokenizer
 
 
-def test_the_chat_template_marks_roles_and_opens_the_answer(directory):
+def test_chat_template_marks_roles_and_opens_the_answer(directory):
     tokenizer = ChatTokenizer.load(directory)
     for kind in (Message, lambda role, content: ChatMessage(role=role, content=content)):
         ids = tokenizer.encode_chat([kind("system", "s"), kind("user", "u")])
@@ -183,27 +183,27 @@ def test_phrases_are_single_tokens():
     assert ids[0] == tokenizer.vocab_size - 1
 
 
-def test_end_tokens_of_the_generation_config_count_too(directory):
+def test_end_tokens_of_the_generation_config_count(directory):
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
     assert ChatTokenizer.load(directory).eos_token_ids == {0, 4, 5}
 
 
-def test_a_model_without_a_chat_template_says_so():
+def test_missing_chat_template_is_an_error():
     with pytest.raises(ModelError, match=r"has no chat template, as a base model may; write one into chat_templ"):
         byte_level().encode_chat([Message("user", "a")])
 
 
 @pytest.mark.parametrize("text", ["héllo wörld", "日本語 text", "👩‍👩‍👧 family", "a\u00e9\n\n  b ", ""])
-def test_the_incremental_detokenizer_emits_whole_characters_that_add_up(text):
+def test_incremental_detokenizer_emits_whole_characters_that_add_up(text):
     tokenizer = byte_level()
     detokenizer = tokenizer.detokenizer()
     parts = [detokenizer.push(i) for i in tokenizer.encode(text)] + [detokenizer.flush()]
     assert "".join(parts) == text
     assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
-    assert len(text.encode()) == len(text) or "" in parts[:-1]  # it did hold something back
+    assert len(text.encode()) == len(text) or "" in parts[:-1]  # some text was held back
 
 
-def test_a_character_cut_short_is_shown_at_the_end_and_never_before():
+def test_incomplete_character_is_shown_only_at_the_end():
     tokenizer = byte_level()
     detokenizer = tokenizer.detokenizer()
     parts = [detokenizer.push(i) for i in tokenizer.encode("a日")[:-1]]
@@ -212,14 +212,14 @@ def test_a_character_cut_short_is_shown_at_the_end_and_never_before():
     assert detokenizer.flush() == ""
 
 
-def test_bytes_that_never_become_text_are_not_held_back_for_ever():
+def test_invalid_bytes_are_not_held_back_forever():
     tokenizer = byte_level()
     bad = tokenizer.encode("日")[1]  # a continuation byte alone
     detokenizer = tokenizer.detokenizer()
     assert any(detokenizer.push(bad) for _ in range(40))
 
 
-def test_a_decoder_is_a_pure_function_of_shape_and_seed():
+def test_decoder_is_a_pure_function_of_shape_and_seed():
     first, again, other = (random_decoder(SHAPE, seed=s).state_dict() for s in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
@@ -228,13 +228,13 @@ def test_a_decoder_is_a_pure_function_of_shape_and_seed():
 
 
 @pytest.mark.parametrize(("size", "megabytes"), [(DebugSize.MB_3, 3.4), (DebugSize.MB_24, 25)])
-def test_debug_sizes_are_what_they_say(size, megabytes):
+def test_debug_sizes_match_their_names(size, megabytes):
     weights = random_decoder(size)
     assert sum(p.numel() for p in weights.parameters()) * 4e-6 == pytest.approx(megabytes, rel=0.1)
 
 
 @pytest.mark.parametrize("wrong", [{"heads": 3}, {"heads": 32}, {"kv_heads": 4}])
-def test_impossible_shapes_are_refused(wrong):
+def test_impossible_shapes_are_rejected(wrong):
     with pytest.raises(ValueError, match="expected heads to divide"):
         DecoderShape(**{"hidden": 32, "layers": 1, "heads": 2, "intermediate": 48, "vocab": 64, **wrong})
 
@@ -255,7 +255,7 @@ def settings(**changes):
     )
 
 
-def test_the_warm_start_learns_stops_in_the_band_and_repeats_itself():
+def test_warm_start_stops_in_the_band_and_is_reproducible():
     checks = []
     report = warm_start(settings(), checks.append)
     assert checks[-1].greedy_accuracy == report.greedy_accuracy >= 0.05
@@ -270,7 +270,7 @@ def test_the_warm_start_learns_stops_in_the_band_and_repeats_itself():
     ("changes", "message"),
     [({"accuracy": (0.99, 1.0), "max_steps": 4}, "got at most"), ({"accuracy": (0.05, 0.06)}, "jumped to")],
 )
-def test_a_missed_band_is_an_error(changes, message):
+def test_missed_band_is_an_error(changes, message):
     with pytest.raises(ModelError, match=message):
         warm_start(settings(**changes))
 
@@ -300,7 +300,7 @@ def test_accuracies_agree_with_generating_token_by_token():
     assert all(0.0 <= sampled <= 1.0 for _, sampled in each)
 
 
-def test_the_shipped_model_is_small_and_knows_its_task_in_part(tmp_path):
+def test_shipped_model_is_small_and_partly_trained(tmp_path):
     copy = shutil.copytree(SHIPPED, tmp_path / "copy")
     assert sum(file.stat().st_size for file in copy.iterdir()) < 1_000_000
     tokenizer = ChatTokenizer.load(copy)
@@ -319,13 +319,13 @@ def test_the_shipped_model_is_small_and_knows_its_task_in_part(tmp_path):
         ({"text_config": None, "vocab_size": 7}, 7),
     ],
 )
-def test_the_vocabulary_is_what_config_json_says(config, expected, tmp_path):
+def test_vocab_size_is_read_from_config_json(config, expected, tmp_path):
     assert vocab_size(tmp_path) is None
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert vocab_size(tmp_path) == expected
 
 
-def test_a_decoder_shows_special_tokens_and_ids_where_there_is_no_tokenizer(tmp_path):
+def test_decoder_shows_special_tokens_and_ids_without_a_tokenizer(tmp_path):
     tokenizer = ChatTokenizer.load(SHIPPED)
     ids = tokenizer.encode_chat([Message("user", "spell it")])
     assert decoder_of(SHIPPED)(ids) == tokenizer.decode(ids) == "<|user|>spell it<|end|><|assistant|>"

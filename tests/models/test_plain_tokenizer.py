@@ -1,4 +1,4 @@
-"""A tokenizer that is read without transformers is that library's own; what is not plain is left to it."""
+"""The tokenizer without transformers equals that library's own, and leaves unsupported directories to it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def taken(path: Path) -> PlainTokenizer | None:
 
 
 def both(path: Path) -> tuple[ChatTokenizer, ChatTokenizer]:
-    """Ours and transformers' of the same directory."""
+    """Return this project's and transformers' tokenizer of the same directory."""
     plain = taken(path)
     assert plain is not None
     return ChatTokenizer(plain, {4}), ChatTokenizer(plain.whole, {4})
 
 
 def answers(tokenizer: ChatTokenizer, turns: list[Message]) -> list[list[int] | str]:
-    """The chat and its first content in tokens, or why not."""
+    """Return the tokens of the chat and of its first content, or the error."""
     found: list[list[int] | str] = []
     for encode in (lambda: tokenizer.encode_chat(turns), lambda: tokenizer.encode(turns[0].content)):
         try:
@@ -52,7 +52,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return MODELS / request.param
     made = word_tokenizer(TEXTS * 3, vocab=300) if request.param == "words" else char_tokenizer(phrases=("cat",))
     folder = tmp_path_factory.mktemp(request.param)
-    made.save_pretrained(str(folder))  # its template in a file of its own
+    made.save_pretrained(str(folder))  # with its template in a separate file
     return folder
 
 
@@ -60,7 +60,7 @@ def rewrite(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_it_is_what_transformers_reads(path: Path) -> None:
+def test_plain_tokenizer_equals_transformers(path: Path) -> None:
     ours, theirs = both(path)
     assert (ours.vocab_size, ours._tokenizer.chat_template) == (theirs.vocab_size, theirs._tokenizer.chat_template)
     for name in ("eos_token_id", "unk_token_id", "name_or_path"):
@@ -78,7 +78,7 @@ def test_it_is_what_transformers_reads(path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [LOOKS, "{% generation %}a{% endgeneration %}", "{{ dict(a=1) }}", "{{ 1 / 0 }}"])
-def test_a_template_sees_what_it_sees_there(path: Path, template: str, tmp_path: Path) -> None:
+def test_template_sees_the_same_names_as_in_transformers(path: Path, template: str, tmp_path: Path) -> None:
     copied = copytree(path, tmp_path / "model")
     (copied / "chat_template.jinja").write_text(template)
     turns = [{"role": "user", "content": "é<a>'"}]
@@ -92,7 +92,7 @@ def test_a_template_sees_what_it_sees_there(path: Path, template: str, tmp_path:
         assert found[0] == found[1] and found[0]
 
 
-def test_what_is_asked_beyond_messages_is_asked_of_transformers(path: Path, tmp_path: Path) -> None:
+def test_unsupported_chats_are_left_to_transformers(path: Path, tmp_path: Path) -> None:
     ours, theirs = both(path)
     turns = [Message("user", "a")]
     assert ours.encode_chat(turns, {"thinking": True}) == theirs.encode_chat(turns, {"thinking": True})
@@ -118,7 +118,9 @@ def test_what_is_asked_beyond_messages_is_asked_of_transformers(path: Path, tmp_
         ("added_tokens.json", {}),
     ],
 )
-def test_what_says_more_is_left_to_transformers(file: str, changes: dict[str, object], tmp_path: Path) -> None:
+def test_directories_with_more_settings_are_left_to_transformers(
+    file: str, changes: dict[str, object], tmp_path: Path
+) -> None:
     copied = copytree(MODELS / "tiny_rlvr", tmp_path / "model")
     assert taken(copied) is not None
     (copied / file).exists() or (copied / file).write_text("{}")
@@ -126,7 +128,7 @@ def test_what_says_more_is_left_to_transformers(file: str, changes: dict[str, ob
     assert taken(copied) is None
 
 
-def test_a_process_that_encodes_and_decodes_imports_no_transformers() -> None:
+def test_encoding_and_decoding_import_no_transformers() -> None:
     code = (
         "import sys; from pathlib import Path; from pipelinerl.types import Message\n"
         "from pipelinerl.models.tokenizer import ChatTokenizer\n"

@@ -46,7 +46,7 @@ def test_layers_with_experts_are_counted(changes: dict[str, Any], layers: int, t
 
 
 @pytest.mark.parametrize("changes", [{"num_experts": None}, {"num_experts": 1}, {"mlp_only_layers": [0, 1, 2, 3]}])
-def test_a_model_without_a_choice_of_experts_is_no_mixture(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_model_without_expert_choice_is_no_mixture(changes: dict[str, Any], tmp_path: Path) -> None:
     path = written(tmp_path, **{**QWEN3, **changes})
     assert mixture_of(path) is None
     with pytest.raises(ModelError, match="of type 'qwen3_moe', has no experts whose routing could be replayed"):
@@ -59,12 +59,12 @@ def test_only_known_routers_are_replayed(tmp_path: Path) -> None:
         replayed_routing(written(tmp_path, **{**QWEN3, "model_type": "deepseek_v3"}))
 
 
-def test_a_configuration_that_says_too_little_is_refused(tmp_path: Path) -> None:
+def test_incomplete_configuration_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot be read from config\.json: KeyError\('num_experts_per_tok'\)"):
         mixture_of(written(tmp_path, **{name: value for name, value in QWEN3.items() if name != "num_experts_per_tok"}))
 
 
-def test_a_token_costs_a_byte_for_each_expert_of_few_and_two_of_many() -> None:
+def test_expert_numbers_take_one_byte_for_few_experts_and_two_for_many() -> None:
     assert RoutingShape(layers=48, experts=128, top_k=8).bytes_per_token == 384
     assert RoutingShape(layers=48, experts=256, top_k=8).dtype == np.uint8
     assert RoutingShape(layers=48, experts=257, top_k=8).bytes_per_token == 768

@@ -1,4 +1,4 @@
-"""Calls are found in the three formats, and what is not one stays text."""
+"""Calls are parsed in the three formats, and other text stays text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parse(text: str, form: CallFormat, key: bytes = b"k") -> ParsedAnswer:
         ),
     ],
 )
-def test_calls_are_found(form: CallFormat, text: str, content: str, arguments: list[object]) -> None:
+def test_calls_are_parsed(form: CallFormat, text: str, content: str, arguments: list[object]) -> None:
     answer = parse(text, form)
     assert answer.content == content
     assert [(call.function.name, json.loads(call.function.arguments)) for call in answer.calls] == [
@@ -66,7 +66,7 @@ def test_calls_are_found(form: CallFormat, text: str, content: str, arguments: l
         (LLAMA, '{"name": "sum", "parameters": {}} and more'),
     ],
 )
-def test_what_is_no_call_stays_text(form: CallFormat, text: str) -> None:
+def test_other_text_stays_text(form: CallFormat, text: str) -> None:
     assert parse(text, form) == ParsedAnswer(text)
 
 
@@ -79,5 +79,5 @@ def test_what_is_no_call_stays_text(form: CallFormat, text: str) -> None:
         ("{{ message.content }}", None),
     ],
 )
-def test_the_format_is_the_templates(template: str, form: CallFormat | None) -> None:
+def test_format_follows_the_template(template: str, form: CallFormat | None) -> None:
     assert format_of(template) is form

@@ -1,4 +1,4 @@
-"""Tools, calls and their results are rendered by the chat template, and none of their texts becomes a control token."""
+"""The chat template renders tools, calls and their results, and none of their texts becomes a control token."""
 
 from __future__ import annotations
 

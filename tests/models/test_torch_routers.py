@@ -1,4 +1,4 @@
-"""Routers of each known family: a replayed choice is the choice, its weights are the router's own, and they learn."""
+"""Routers of each supported family: a replayed choice is used, with the router's own weights, and the router learns."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_replaying_a_routers_own_choice_changes_no_bit(model: Any, dtype: torch.
         assert torch.equal(hidden_of(model), own)
 
 
-def test_a_router_learns_from_what_it_did_not_choose(model: Any) -> None:
-    """The weights of the experts that it is told come from its own logits, so it has a gradient of them."""
+def test_router_learns_from_a_replayed_choice(model: Any) -> None:
+    """The weights of the replayed experts come from its own logits, so the router gets a gradient."""
     replay = torch_routers.ReplayedRouters(model)
     replay.tell(torch.tensor([[[0, 3], [2, 1]]] * TOKENS))
     hidden_of(model).sum().backward()
@@ -63,7 +63,7 @@ def test_a_router_learns_from_what_it_did_not_choose(model: Any) -> None:
         assert router.weight.grad.abs().max() > 0
 
 
-def test_the_sizes_in_a_directory_are_those_of_the_loaded_model(model: Any, tmp_path: Path) -> None:
+def test_sizes_of_a_directory_equal_those_of_the_loaded_model(model: Any, tmp_path: Path) -> None:
     """Files name each expert's matrices; a trainer holds, gathers and sends them as two parameters of a layer."""
     model.save_pretrained(tmp_path)
     found = read_shape(tmp_path).parameters
@@ -73,5 +73,5 @@ def test_the_sizes_in_a_directory_are_those_of_the_loaded_model(model: Any, tmp_
     assert read_shape(tmp_path).largest == max(parameter.numel() for parameter in model.parameters())
 
 
-def test_a_model_without_known_routers_has_none() -> None:
+def test_model_without_known_routers_has_none() -> None:
     assert torch_routers.shape_of(torch.nn.Linear(2, 2)) is None

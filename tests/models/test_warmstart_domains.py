@@ -1,4 +1,4 @@
-"""The warm start by domain: each is shown until its reward is in the band, and rehearsed until the others are there."""
+"""The warm start by domain: each is trained until its reward is in the band, then rehearsed until all others are."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def problem(prompt: str, answer: str = "1") -> Problem:
 
 
 def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSettings:
-    """Of two domains, whose rewards are these, check by check; the last ones stay."""
+    """Return settings of two domains with these rewards, check by check; the last ones repeat."""
     said = chain(rewards, repeat(rewards[-1]))
     chosen = {"reward": (0.3, 0.6), "tokens": 140, "max_steps": 8, "check_every": 2, "rehearsal": 0.25, **changes}
     return DomainWarmStartSettings(
@@ -47,11 +47,11 @@ def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSe
     )
 
 
-def test_a_domain_in_the_band_is_rehearsed_and_one_that_falls_out_is_shown_again() -> None:
+def test_domain_in_the_band_is_rehearsed_and_trained_again_if_it_falls_out() -> None:
     checks: list[DomainProgress] = []
     rewards = [{"a": 0.4, "b": 0.1}, {"a": 0.2, "b": 0.1}, {"a": 0.4, "b": 0.5}]
     model, last = warm_start_domains(settings(*rewards), checks.append)
-    whole = checks[0].demonstrations["a"] // 2  # a step's
+    whole = checks[0].demonstrations["a"] // 2  # demonstrations per step
     shown = [tuple(check.demonstrations[name] // whole for name in "ab") for check in checks]
     assert whole >= 4 and whole % 4 == 0
     assert checks[1].demonstrations == {"a": 2 * whole + 2 * whole // 4, "b": 4 * whole}
@@ -68,18 +68,18 @@ def test_a_domain_in_the_band_is_rehearsed_and_one_that_falls_out_is_shown_again
         ({"a": 0.4, "b": 0.7}, r"expected rewards of 0\.3 to 0\.6, got a 0\.400, b 0\.700 after 2 steps"),
     ],
 )
-def test_a_band_that_a_domain_misses_is_an_error(rewards: dict[str, float], told: str) -> None:
+def test_band_missed_by_a_domain_is_an_error(rewards: dict[str, float], told: str) -> None:
     with pytest.raises(ModelError, match=told):
         warm_start_domains(settings(rewards))
 
 
-def test_the_same_settings_give_the_same_weights() -> None:
+def test_same_settings_give_the_same_weights() -> None:
     (first, _), (again, _) = (warm_start_domains(settings({"a": 0.4, "b": 0.4})) for _ in range(2))
     weights = again.state_dict()
     assert all(torch.equal(weights[name], value) for name, value in first.state_dict().items())
 
 
-def test_answers_are_samples_of_the_models_distribution_whatever_stands_beside_them() -> None:
+def test_answers_are_samples_independent_of_the_batch() -> None:
     model, own = random_decoder(SHAPE, seed=3), tokenizer()
     model.get_input_embeddings().weight.data *= 4  # so that some tokens are likelier than others
     short, long = problem("7"), problem("12 and 345 and 6789")
@@ -96,7 +96,7 @@ def test_answers_are_samples_of_the_models_distribution_whatever_stands_beside_t
             assert found == pytest.approx(float(chances[token]), abs=0.045), (each.problem_id, text)
 
 
-def test_each_token_goes_on_from_those_before_it_up_to_the_end_token_or_the_cap() -> None:
+def test_sampling_continues_up_to_the_end_token_or_the_cap() -> None:
     model, own = random_decoder(SHAPE, seed=3), tokenizer()
     model.get_input_embeddings().weight.data *= 1000  # noise no longer matters: the likeliest token is sampled
     problems = [problem(text) for text in ("7", "12 and 345", "seven", "what is it?", "+", "nine and ten")]
@@ -113,7 +113,7 @@ def test_each_token_goes_on_from_those_before_it_up_to_the_end_token_or_the_cap(
         assert answer == own.decode(ids[begun:]), each.problem_id
 
 
-def test_the_learned_tokens_keep_every_text_and_each_digit() -> None:
+def test_learned_tokens_keep_every_text_and_each_digit() -> None:
     texts = ["Write a program that prints x plus 286.", "```\nx = int(input())\nprint(x + 286)\n```"] * 3
     raw = word_tokenizer(texts, vocab=290)
     own = ChatTokenizer(raw, {raw.eos_token_id})

@@ -1,4 +1,4 @@
-"""Parameters that are read one by one, against those of a model that is loaded whole: to the bit, whatever it is."""
+"""Parameters that are read one by one equal those of a model that is loaded whole, to the bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-#: Tied and not, with an adapted rope, with Conv1D, with buffers of embeddings, and experts that files have one by one.
+#: Tied and untied, with an adapted rope, with Conv1D, with buffers of embeddings, and with experts stored separately.
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(
@@ -61,9 +61,7 @@ def saved(path: Path, config: PreTrainedConfig, **options: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "part"), [*((name, "causal_lm") for name in CONFIGS), ("llama", "trunk"), ("gpt2", "trunk")]
 )
-def test_parameters_and_buffers_are_those_of_a_model_that_is_loaded_whole(
-    name: str, part: Part, tmp_path: Path
-) -> None:
+def test_parameters_and_buffers_equal_those_of_a_loaded_model(name: str, part: Part, tmp_path: Path) -> None:
     path = saved(tmp_path, CONFIGS[name](), max_shard_size="20KB")
     assert len(list(path.glob("*.safetensors"))) > 1
     whole, random = load_model(path, part=part), torch.get_rng_state()
@@ -86,7 +84,7 @@ def test_parameters_and_buffers_are_those_of_a_model_that_is_loaded_whole(
         assert torch.equal(buffer, buffers[key]) and buffer.dtype == buffers[key].dtype, key
 
 
-def test_tied_parameters_that_a_directory_has_twice_are_left_to_who_loads_it_whole(tmp_path: Path) -> None:
+def test_directory_with_both_tied_parameters_must_be_loaded_whole(tmp_path: Path) -> None:
     path = saved(tmp_path, CONFIGS["qwen2"]())
     file = path / "model.safetensors"
     tensors = load_file(file)
@@ -98,7 +96,7 @@ def test_tied_parameters_that_a_directory_has_twice_are_left_to_who_loads_it_who
     assert torch.equal(reader.whole("model.embed_tokens.weight"), tensors["model.embed_tokens.weight"])
 
 
-def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     path = saved(tmp_path, CONFIGS["qwen2"]())
     reader = WeightReader.of(path, load_structure(path))
     assert reader is not None

@@ -1,4 +1,4 @@
-"""A step's mismatch by cause: against loops over rollouts, turns and tokens; shares by hand; what has no figures."""
+"""A step's mismatch by cause: compared with a loop over tokens, shares by manual computation, and missing figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELD = 9
 
 @dataclass(frozen=True)
 class Token:
-    """One token as the slow twin sees it; `version` None for what the environment wrote."""
+    """One token in the loop's data; `version` is None for tokens of the environment."""
 
     version: int | None
     behavior: float = 0.0
@@ -26,7 +26,7 @@ class Token:
 
 
 def micro_batch(rollouts: list[list[Token]]) -> tuple[MicroBatch, Float32]:
-    """The tokens as columns, and the trainer's log-probs, which are anything outside the mask."""
+    """Return the tokens as columns, and the trainer's log-probs, which are arbitrary outside the mask."""
     tokens = [token for rollout in rollouts for token in rollout]
     sampled = np.array([token.version is not None for token in tokens])
     lengths = [len(rollout) for rollout in rollouts]
@@ -51,7 +51,7 @@ def micro_batch(rollouts: list[list[Token]]) -> tuple[MicroBatch, Float32]:
 
 
 def random_rollouts(seed: int, count: int) -> list[list[Token]]:
-    """Rollouts of one to three turns, whose versions rise now and then up to HELD."""
+    """Return rollouts of one to three turns, whose versions sometimes increase, up to HELD."""
     draw = rng.generator(seed, "causes")
     rollouts = []
     for _ in range(count):
@@ -68,7 +68,7 @@ def random_rollouts(seed: int, count: int) -> list[list[Token]]:
 
 
 def slow_causes(rollouts: list[list[Token]]) -> dict[str, list[list[Token]]]:
-    """Tokens of each cause, rollout by rollout."""
+    """Return the tokens of each cause, by rollout."""
     found: dict[str, list[list[Token]]] = {"numerics": [], "cache": [], "staleness": []}
     for rollout in rollouts:
         of: dict[str, list[Token]] = defaultdict(list)
@@ -89,7 +89,7 @@ def slow_causes(rollouts: list[list[Token]]) -> dict[str, list[list[Token]]]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("reference", ["current", "old"])
-def test_it_agrees_with_loops(seed: int, reference: str) -> None:
+def test_figures_agree_with_a_loop(seed: int, reference: str) -> None:
     rollouts = random_rollouts(seed, 20)
     (first, one), (second, two) = micro_batch(rollouts[:7]), micro_batch(rollouts[7:])
     sampled = sampled_tokens([first, second], [one, two])
@@ -124,7 +124,7 @@ def test_it_agrees_with_loops(seed: int, reference: str) -> None:
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-def test_cuts_by_age_by_hand() -> None:
+def test_cut_shares_by_age_match_manual_values() -> None:
     ages = [0, 0, 1, 2, 3, 4, 5, 8, 9, 16, 17]
     batch, logprobs = micro_batch([[Token(None), *(Token(HELD + 20 - age) for age in ages)]])
     clipped = np.array([1, 0, 0, 1, 1, 0, 1, 1, 0, 0, 1], bool)
@@ -136,7 +136,7 @@ def test_cuts_by_age_by_hand() -> None:
     assert sum(name.startswith("age_") for name in got) == 2 * len(shares)
 
 
-def test_without_tokens_versions_or_old_logprobs_there_are_no_figures_of_them() -> None:
+def test_missing_tokens_versions_or_old_logprobs_give_no_figures() -> None:
     batch, logprobs = micro_batch([[Token(None), Token(HELD, -1.0, -1.1)]])
     idle = replace(batch, loss_mask=np.zeros(2, bool))
     assert sampled_tokens([], []) is None and sampled_tokens([idle], [logprobs]) is None

@@ -1,4 +1,4 @@
-"""Rounding to bfloat16 that lets small updates through: fair on average, fixed by name, the same in numpy and torch."""
+"""Dithered rounding to bfloat16: unbiased, deterministic by name, the same in numpy and torch."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ def share(rounding: Rounding, update: torch.Tensor) -> float | None:
     return probe.share(before, probe.read())
 
 
-def test_numpy_and_torch_round_alike() -> None:
+def test_numpy_and_torch_round_identically() -> None:
     ours = dither_torch.dithered(WEIGHTS, name="w").view(torch.int16).numpy()
     assert np.array_equal(ours, dither.dithered(WEIGHTS.numpy(), name="w").view(np.int16))
 
 
-def test_rows_of_a_shard_round_as_those_of_the_whole() -> None:
+def test_shard_rows_round_like_rows_of_the_whole() -> None:
     whole = dither_torch.dithered(WEIGHTS, name="w")
     assert torch.equal(dither_torch.dithered(WEIGHTS[1:], name="w", first=500_003), whole[1:])
 
 
-def test_weights_on_the_grid_stay_and_infinities_too() -> None:
+def test_weights_on_the_grid_and_infinities_are_unchanged() -> None:
     assert torch.equal(dither_torch.dithered(ON_THE_GRID, name="w").float(), ON_THE_GRID)
     ends = torch.tensor([float("inf"), float("-inf"), 0.0])
     assert torch.equal(dither_torch.dithered(ends, name="w").float(), ends)
 
 
 @pytest.mark.parametrize("size", [2e-5, 1e-6])
-def test_an_update_below_half_the_spacing_is_seen_in_full_by_dither_alone(size: float) -> None:
+def test_only_dithering_shows_updates_below_half_the_spacing(size: float) -> None:
     update = size * torch.sign(torch.randn(WEIGHTS.shape, generator=torch.Generator().manual_seed(1)))
     fair, nearest = dither_torch.dithered(ON_THE_GRID + update, name="w"), (ON_THE_GRID + update).bfloat16()
     seen = [float(((each.float() - ON_THE_GRID) * update).sum() / (update * update).sum()) for each in (fair, nearest)]
     assert seen[0] == pytest.approx(1.0, abs=0.1) and seen[1] < 0.3
 
 
-def test_the_probe_tells_held_back_updates_from_fair_ones() -> None:
+def test_probe_distinguishes_lost_updates_from_dithered_ones() -> None:
     update = 2e-5 * torch.ones_like(WEIGHTS)
     assert share(Rounding.NEAREST, update) == pytest.approx(0.1, abs=0.15)
     assert share(Rounding.DITHERED, update) == pytest.approx(1.0, abs=0.35)

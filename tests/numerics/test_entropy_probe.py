@@ -1,4 +1,4 @@
-"""The probe's value is a mean over the mask, in numpy and torch, and neither predictions nor entropies move it."""
+"""Entropy probe: a mean over the mask, in numpy and torch, with zero gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOGPROBS = np.array([-1.0, np.nan, -2.0, -3.0], np.float32)
 MASK = np.array([True, False, True, True])
 
 
-def test_the_value_is_the_mean_over_the_mask() -> None:
+def test_value_is_the_mean_over_the_mask() -> None:
     columns = {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK}
     assert EntropyProbe().evaluate(LOGPROBS, columns) == 1.0
     assert measures_of(EntropyProbe()) == (HeadMeasure.ENTROPY,) and isinstance(EntropyProbe(), MeasuringObjective)
@@ -22,7 +22,7 @@ def test_the_value_is_the_mean_over_the_mask() -> None:
     assert not EntropyProbe().measure_gradients(LOGPROBS[MASK], columns)[HeadMeasure.ENTROPY].any()
 
 
-def test_what_was_seen_is_of_the_mask_alone_and_makes_no_other_program_of_it() -> None:
+def test_seen_entropies_are_masked_and_do_not_affect_equality() -> None:
     numpys, torchs = EntropyProbe(), EntropyProbe()
     numpys.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
     columns = {HeadMeasure.ENTROPY: torch.from_numpy(ENTROPIES), "loss_mask": torch.from_numpy(MASK)}
@@ -32,7 +32,7 @@ def test_what_was_seen_is_of_the_mask_alone_and_makes_no_other_program_of_it() -
     assert numpys == EntropyProbe() and hash(numpys) == hash(EntropyProbe())
 
 
-def test_no_gradient_comes_of_it() -> None:
+def test_gradient_is_zero() -> None:
     logprobs, entropies = (torch.from_numpy(each[MASK]).requires_grad_() for each in (LOGPROBS, ENTROPIES))
     columns = {HeadMeasure.ENTROPY: entropies, "loss_mask": torch.ones(3, dtype=torch.bool)}
     value = EntropyProbe().evaluate(logprobs, columns)
@@ -40,7 +40,7 @@ def test_no_gradient_comes_of_it() -> None:
     assert value.item() == 1.0 and logprobs.grad is not None and not logprobs.grad.any() and entropies.grad is None
 
 
-def test_a_trainers_other_processes_make_it_too() -> None:
+def test_probe_survives_encoding_for_other_processes() -> None:
     probe = EntropyProbe()
     probe.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})
     made = decode_objective(encode_objective(probe))

@@ -1,4 +1,4 @@
-"""Log-probs: the definition by hand, and torch's piecewise version against it."""
+"""Log-probs: the definition against manual values, and torch's piecewise version against the definition."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from trainer_contract.types import HeadMeasure
 MEASURES = tuple(HeadMeasure)
 
 
-def test_by_hand():
+def test_logprobs_match_manual_values():
     logits = np.log(np.array([[1.0, 3.0], [1.0, 3.0]]))
     got = np.exp(token_logprobs(logits, np.array([1, 1]), np.array([1.0, 0.5])))
     np.testing.assert_allclose(got, [3 / 4, 9 / 10])
@@ -60,14 +60,14 @@ def test_half_precision_logits_are_normalised_in_fp32():
     torch.testing.assert_close(got, torch.log_softmax(hidden.float(), -1)[:, 0])
 
 
-def test_measures_by_hand():
+def test_measures_match_manual_values():
     logprobs = np.log(np.array([[0.25, 0.75]]))
     assert measured(HeadMeasure.MEAN_LOGPROB, logprobs)[0] == pytest.approx((np.log(0.25) + np.log(0.75)) / 2)
     assert measured(HeadMeasure.ENTROPY, logprobs)[0] == pytest.approx(-0.25 * np.log(0.25) - 0.75 * np.log(0.75))
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_the_slopes_of_a_measure_are_its_derivatives(measure):
+def test_measure_slopes_are_its_derivatives(measure):
     logits = generator(2, "measures").standard_normal((3, 6))
     variable = torch.from_numpy(logits).requires_grad_()
     logprobs = torch.log_softmax(variable, -1)
@@ -104,8 +104,8 @@ def test_measures_agree_with_the_definition_in_value_and_gradient(logits_at_once
     np.testing.assert_allclose(h.grad, slopes @ weight, rtol=1e-4, atol=1e-5)
 
 
-def test_log_probs_beside_measures_have_the_bits_of_those_alone():
-    """Else a ratio of the gradient's pass over the forward pass's would not begin at 1."""
+def test_measures_do_not_change_the_bits_of_logprobs():
+    """Otherwise the ratio between the gradient pass and the forward pass would not start at 1."""
     hidden, tokens = torch.randn(9, 16, generator=torch.Generator().manual_seed(1)), torch.arange(9)
     alone, beside = (
         token_predictions(hidden, lambda x: x, tokens, None, vocab_size=16, measures=given)[0]

@@ -1,4 +1,4 @@
-"""The real engine against the real trainer: the shipped model, shared prompts, temperatures, an update in flight."""
+"""Parity of the real engine and trainer: the shipped model, shared prompts, temperatures, an update in flight."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def test_fp32_agrees_for_every_token(tmp_path: Path, head: HeadPrecision) -> Non
 
 @pytest.mark.parametrize("head", HeadPrecision)
 def test_bf16_agrees_at_p95(tmp_path: Path, head: HeadPrecision) -> None:
-    """How much closer the fp32 head is depends on the processor: on some nearly all is the hidden states' rounding."""
+    """The gain of the fp32 head depends on the processor: on some, nearly all error comes from hidden states."""
     assert found(tmp_path, Precision.BF16, head).all_tokens.p95 <= BF16_P95

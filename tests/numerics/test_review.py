@@ -1,4 +1,4 @@
-"""A run's review and advice: courses and shares by hand, each rule's own run, and a run with nothing to do."""
+"""A run's review and advice: series and shares against manual values, one run per rule, and a run without findings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUIET = dict.fromkeys(FIGURES, 0.0) | {"ess": 1.0}
 
 
 def step(number: int, ages: dict[str, float] | None = None, ess: float = 1.0, **causes: Any) -> dict[str, Any]:
-    """A step event; `causes` are figures by cause, what is not given being quiet."""
+    """Return a step event; `causes` are figures by cause, and missing figures are 0."""
     event: dict[str, Any] = {"kind": "step", "step": number, "ess": ess, **(ages or {})}
     for cause, figures in causes.items():
         event[f"mismatch_{cause}_share"] = 1 / len(causes)
@@ -36,7 +36,7 @@ def advice_on(**step_fields: Any) -> list[Advice]:
     return advise(reviewed(*(step(number, **step_fields) for number in range(1, 4))))
 
 
-def test_the_course_of_a_figure_by_hand() -> None:
+def test_series_of_a_figure_matches_manual_values() -> None:
     values = [float(value) for value in range(1, 21)]
     values[13] = 99.0
     found = reviewed(*(step(n, numerics={"p95": v, "ess": 1 / v}) for n, v in enumerate(values, start=1)))
@@ -46,12 +46,12 @@ def test_the_course_of_a_figure_by_hand() -> None:
     assert found.steps == 20 and found.current.keys() == {Cause.NUMERICS} and found.old == {}
 
 
-def test_a_cause_counts_by_the_steps_that_had_it() -> None:
+def test_share_of_a_cause_is_averaged_over_all_steps() -> None:
     found = reviewed(step(1, numerics={}), step(2, numerics={}, staleness={}), step(3, staleness={}))
     assert {cause: each.share for cause, each in found.current.items()} == {Cause.NUMERICS: 0.5, Cause.STALENESS: 0.5}
 
 
-def test_ages_are_means_over_tokens() -> None:
+def test_age_shares_are_means_over_tokens() -> None:
     found = reviewed(
         step(1, {"age_0_share": 0.5, "age_0_clipped": 0.2, "age_3_4_share": 0.5, "age_3_4_clipped": 1.0}, numerics={}),
         step(2, {"age_0_share": 1.0, "age_0_clipped": 0.5}, numerics={}),
@@ -61,12 +61,12 @@ def test_ages_are_means_over_tokens() -> None:
     assert found.ages["3_4"] == pytest.approx({"share": 0.25, "clipped": 1.0})
 
 
-def test_without_figures_there_is_no_review() -> None:
+def test_run_without_figures_has_no_review() -> None:
     assert review(tell([])) is None
     assert review(tell([{"kind": "step", "step": 1, "reward": 0.5}])) is None
 
 
-def test_a_run_within_bounds_needs_nothing() -> None:
+def test_run_within_bounds_gets_no_advice() -> None:
     assert advice_on(numerics={"p95": 0.009}, staleness={"p95": 0.18}, cache={"p95": 0.1}, ess=0.9) == []
 
 
@@ -85,25 +85,25 @@ def test_a_run_within_bounds_needs_nothing() -> None:
         ),
     ],
 )
-def test_each_rule_alone(fields: dict[str, Any], finding: str, do: str) -> None:
+def test_each_rule_fires_alone(fields: dict[str, Any], finding: str, do: str) -> None:
     (only,) = advice_on(**fields)
     assert finding in only.finding and do in only.do and only.because
 
 
 @pytest.mark.parametrize(("shares", "behind"), [([0.0, 0.0, 0.0, 4.0], 3.0), ([1.02, 0.97, 1.0, 1.01], 0.01)])
-def test_updates_that_rounding_held_back_are_added_up(shares: list[float], behind: float) -> None:
+def test_updates_lost_to_rounding_are_summed(shares: list[float], behind: float) -> None:
     found = reviewed(*(step(n, numerics={}) | {"sent_share": share} for n, share in enumerate(shares, start=1)))
     assert found.rounding is not None and found.rounding.behind == pytest.approx(behind)
 
 
-def test_weights_that_stand_still_are_the_cause_and_not_the_head() -> None:
+def test_lost_updates_are_blamed_before_the_head() -> None:
     steps = [step(n, numerics={"p95": 1.0, "k1": -1.0, "k3": 1.0}) | {"sent_share": 0.0} for n in range(1, 6)]
     (only,) = advise(reviewed(*steps))
     assert "rounded weights stand still: at step 5 engines lacked 5.0 steps" in only.finding
     assert "head_precision" not in only.do and 'weights.rounding = "dithered"' in only.do
 
 
-def test_a_negative_k1_of_the_same_version_is_told_apart_from_noise() -> None:
+def test_negative_k1_is_distinguished_from_noise() -> None:
     def findings(k1: float) -> list[str]:
         return [advice.finding for advice in advice_on(numerics={"p95": 0.05, "k1": k1, "k3": 0.01})]
 
@@ -111,15 +111,15 @@ def test_a_negative_k1_of_the_same_version_is_told_apart_from_noise() -> None:
     assert not any("K1" in finding for finding in findings(-0.001))
 
 
-def test_what_weighs_most_comes_first() -> None:
+def test_advice_is_ordered_by_importance() -> None:
     heavy, light = {"p95": 0.3, "mean": 0.1}, {"p95": 0.3, "mean": 0.01}
     assert "older" in advice_on(numerics=light, staleness=heavy)[0].finding
     assert "own version" in advice_on(numerics=heavy, staleness=light)[0].finding
 
 
 @pytest.mark.parametrize("grad1", [{"kind": "clipped_ratio", "over": "old"}, "logprob"])
-def test_the_objectives_that_are_advised_exist(grad1: object) -> None:
-    """What the advice writes is what recipes can say."""
+def test_advised_objectives_exist(grad1: object) -> None:
+    """The advice is written in valid recipe syntax."""
     (numerics,) = advice_on(numerics={"contradictions": 0.01})
     (staleness,) = advice_on(staleness={"p95": 0.2})
     for advice in (numerics, staleness):

@@ -1,4 +1,4 @@
-"""Numbers of experts as arrays and on the wire."""
+"""Routed expert numbers as arrays and in wire format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.numerics.routed_experts import of_context, off_the_wire, on_the_
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, ">u2"])
-def test_what_goes_over_the_wire_comes_as_it_was(dtype: Any) -> None:
+def test_encoding_round_trips(dtype: Any) -> None:
     routed = np.arange(3 * 2 * 4).reshape(3, 2, 4).astype(dtype) * 9
     sent = RoutedExperts.model_validate_json(on_the_wire(routed).model_dump_json())
     np.testing.assert_array_equal(off_the_wire(sent), routed)
@@ -33,13 +33,13 @@ def test_what_goes_over_the_wire_comes_as_it_was(dtype: Any) -> None:
         ({"shape": [2**31 - 1, 2**31 - 1, 2**31 - 1]}, "data must be"),
     ],
 )
-def test_what_does_not_fit_its_shape_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_data_that_does_not_fit_its_shape_is_rejected(changes: dict[str, Any], said: str) -> None:
     good = {"dtype": "uint8", "shape": [2, 1, 2], "data": "AAAAAA=="}
     RoutedExperts.model_validate(good)
     with pytest.raises(ValidationError, match=said):
         RoutedExperts.model_validate({**good, **changes})
 
 
-def test_of_a_context_the_first_token_has_no_experts_before_it() -> None:
+def test_first_token_of_a_context_has_no_experts() -> None:
     routed = np.arange(2 * 2 * 3, dtype=np.uint8).reshape(2, 2, 3)
     np.testing.assert_array_equal(of_context(on_the_wire(routed)), np.concatenate((routed[:1] * 0, routed)))

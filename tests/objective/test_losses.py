@@ -122,7 +122,7 @@ def test_what_is_wrong_is_said_in_a_sentence(changed: dict[str, Any], sentence: 
 
 
 def test_the_example_of_the_documentation_runs_and_loads_no_heavy_library() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     heavy = "import sys; print(sorted({'torch', 'jax', 'transformers', 'pydantic'} & set(sys.modules)))"
     done = subprocess.run(

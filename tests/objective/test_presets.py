@@ -21,7 +21,7 @@ def test_a_name_an_empty_table_and_a_preset_key():
 
 
 def test_the_example_of_the_documentation():
-    text = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "understand" / "objectives.md").read_text()
     table = tomllib.loads(text.split("```toml")[1].split("```")[0])
     objective = resolve(table["objective"])
     assert objective.is_weight == is_weight.TokenRatio(numerator=Policy.OLD, high=2.0)

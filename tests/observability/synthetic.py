@@ -1,4 +1,4 @@
-"""A run that never was: plausible events, the same ones each time, for tests to draw."""
+"""Events of an invented run, deterministic and plausible, for tests of drawings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipelinerl.rng import generator
 
 
 def events(steps: int = 300) -> list[dict[str, Any]]:
-    """The events of a run of `steps` steps that learns."""
+    """Return the events of a run of `steps` steps that learns."""
     noise = generator(7, "synthetic-run")
     made: list[dict[str, Any]] = []
 

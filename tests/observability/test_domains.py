@@ -1,4 +1,4 @@
-"""The table by domain and tag: means weighed by rollouts, shares by groups, and runs that know nothing of it."""
+"""The table by domain and tag: weighted means, shares of groups, and runs without such figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def history(*steps: dict[str, Any]) -> RunHistory:
     return tell([{"kind": "step", "step": number, "elapsed_s": 1.0, **step} for number, step in enumerate(steps, 1)])
 
 
-def test_means_are_weighed_by_what_they_are_of() -> None:
+def test_means_are_weighted_by_rollouts() -> None:
     words = {"rollouts": 30, "reward": 1.0, "reward.format": 0.5, "accuracy": 1.0, "groups": 3, "stale_groups": 1}
     seldom = {"rollouts": 10, "reward": 0.0, "accuracy": 0.0, "groups": 4, "stale_groups": 0, "verifier_s": 0.004,
               "verified": 10, "verifier_errors": 2}  # fmt: skip
@@ -35,7 +35,7 @@ def test_means_are_weighed_by_what_they_are_of() -> None:
     assert "&lt;sums&gt;" in render(made, "") and "<sums>" not in render(made, "")
 
 
-def test_charts_have_a_line_for_each_domain() -> None:
+def test_charts_have_a_line_per_domain() -> None:
     words = {"accuracy": 0.5, "reward": 0.75}
     steps = [{"by_domain": {"a": words, "b": {"accuracy": None}}, "entropy": 1.0}, {"by_domain": {}}]
     charts = dict(domain_charts(history(*steps)))
@@ -45,16 +45,16 @@ def test_charts_have_a_line_for_each_domain() -> None:
     assert charts["Entropy, nats a token"].lines[0].series.y == (1.0,)
 
 
-def test_a_run_that_knows_no_domains_has_no_rows() -> None:
+def test_run_without_domains_has_no_rows() -> None:
     assert domain_rows(tell(events(3))) == [] and "No step was taken." in render(tell([]), "")
 
 
-def test_a_mean_of_nothing_is_none() -> None:
+def test_mean_of_nothing_is_none() -> None:
     assert mean_of([], "reward") is None and mean_of([{"reward": 1.0}], "reward") is None
     assert mean_of([{"reward": 1.0, "rollouts": 1}, {"reward": 4.0, "rollouts": 2}], "reward") == pytest.approx(3.0)
 
 
-def test_a_tag_is_data_and_acts_on_nothing() -> None:
+def test_control_characters_in_tags_are_escaped() -> None:
     evil = "level=\x1b[2J\u202e\n3"
     step = LastStepStatus(by_tag={evil: {"reward": 1.0, "reward.\x07": 1.0}})
     assert domain_lines(RunStatus(run="r", last_step=step)) == [

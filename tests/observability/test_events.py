@@ -1,4 +1,4 @@
-"""The event log keeps whole lines, whatever happened to its writer."""
+"""The event log keeps whole lines, even if its writer is killed or the disk is full."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_S, SOON_S
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_events_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
     with EventLog(path, clock=lambda: 12.3456) as log:
         log.write("step", step=1, reward=0.5)
@@ -31,7 +31,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_events(path)[1] == {"time": 12.346, "kind": "knobs", "changes": {"staleness.k": None}, "who": "ü"}
 
 
-def test_numbers_that_json_cannot_say_are_null(tmp_path: Path) -> None:
+def test_non_finite_numbers_become_null(tmp_path: Path) -> None:
     with EventLog(tmp_path / "e") as log:
         log.write("step", loss=math.nan, rows=[1.0, -math.inf, (math.nan,)])
     (event,) = read_events(tmp_path / "e")
@@ -39,7 +39,7 @@ def test_numbers_that_json_cannot_say_are_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"time":1,"ki', b"x", b"y" * 100_000])
-def test_a_torn_tail_is_ignored_and_then_cut_off(tmp_path: Path, torn: bytes) -> None:
+def test_torn_tail_is_ignored_and_then_cut_off(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "e"
     with EventLog(path) as log:
         log.write("step", step=1)
@@ -51,7 +51,7 @@ def test_a_torn_tail_is_ignored_and_then_cut_off(tmp_path: Path, torn: bytes) ->
     assert [event["step"] for event in read_events(path)] == [1, 2]
 
 
-def test_a_log_of_nothing_but_a_torn_line(tmp_path: Path) -> None:
+def test_log_with_only_a_torn_line_is_empty(tmp_path: Path) -> None:
     path = tmp_path / "e"
     path.write_bytes(b'{"half')
     assert read_events(path) == []
@@ -60,20 +60,20 @@ def test_a_log_of_nothing_but_a_torn_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"time": 1}'])
-def test_damage_before_the_tail_is_named(tmp_path: Path, line: str) -> None:
+def test_damage_before_the_tail_is_reported_with_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "e"
     path.write_text(f'{{"kind": "a"}}\n{line}\n{{"kind": "b"}}\n')
     with pytest.raises(ValueError, match="e:2: expected"):
         read_events(path)
 
 
-def test_no_log_is_an_error(tmp_path: Path) -> None:
+def test_missing_log_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_events(tmp_path / "none")
 
 
 @pytest.mark.parametrize("sync", list(Sync))
-def test_a_killed_writer_loses_nothing_it_wrote(tmp_path: Path, sync: Sync) -> None:
+def test_killed_writer_loses_nothing(tmp_path: Path, sync: Sync) -> None:
     path = tmp_path / "e"
     code = (
         "import os, pathlib, signal, sys\nfrom pipelinerl.observability.events import EventLog, Sync\n"
@@ -94,8 +94,8 @@ def test_closing_twice_is_harmless(tmp_path: Path) -> None:
         log.write("step")
 
 
-def test_one_line_is_one_write(tmp_path: Path) -> None:
-    """A reader beside the writer sees whole lines only: the file's length is always at a newline."""
+def test_each_line_is_one_write(tmp_path: Path) -> None:
+    """A concurrent reader sees whole lines only: the file always ends with a newline."""
     path = tmp_path / "e"
     with EventLog(path) as log:
         for step in range(20):
@@ -106,7 +106,7 @@ def test_one_line_is_one_write(tmp_path: Path) -> None:
 
 
 def _kept_and_written(place: Path, path: Path) -> None:
-    """Written in order, whole, when there is room, whoever asks first: another record, or the end."""
+    """Records are written in order and whole once there is space, by the next `write` or `close`."""
     with EventLog(path) as log:
         log.write("step", step=0)
         small_disk.fill(place)
@@ -150,7 +150,7 @@ def _given_up(place: Path, path: Path) -> None:
 
 
 @pytest.mark.parametrize("scene", [_kept_and_written, _synced_each, _given_up])
-def test_a_full_disk_loses_and_tears_no_record(tmp_path: Path, scene: Callable[[Path, Path], None]) -> None:
+def test_full_disk_loses_and_tears_no_record(tmp_path: Path, scene: Callable[[Path, Path], None]) -> None:
     if reason := small_disk.why_not(tmp_path):
         pytest.skip(f"no disk of a size of one's own: {reason}")
     code = (
@@ -168,7 +168,7 @@ def test_a_full_disk_loses_and_tears_no_record(tmp_path: Path, scene: Callable[[
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_follower_reads_each_record_once_however_the_log_grows(tmp_path: Path) -> None:
+def test_follower_reads_each_record_once_while_the_log_grows(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     follower = EventFollower(path)
     assert follower.new() == [], "there is no log yet"
@@ -180,7 +180,7 @@ def test_a_follower_reads_each_record_once_however_the_log_grows(tmp_path: Path)
     assert [event["kind"] for event in EventFollower(path, offset=follower.offset).new()] == ["c"]
 
 
-def test_a_follower_reads_in_pieces_and_a_long_record_whole(tmp_path: Path) -> None:
+def test_follower_reads_in_pieces_but_long_records_whole(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [b'{"kind":"a","x":"%s"}\n' % (b"x" * size) for size in (3, 500, 3, 3)]
     path.write_bytes(b"".join(lines))
@@ -191,7 +191,7 @@ def test_a_follower_reads_in_pieces_and_a_long_record_whole(tmp_path: Path) -> N
     assert len(list(EventFollower(path).all())) == 4
 
 
-def test_a_follower_names_the_place_of_what_is_no_record(tmp_path: Path) -> None:
+def test_follower_reports_the_position_of_a_malformed_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"kind":"a"}\nnonsense\n')
     with pytest.raises(ValueError, match=r"events.jsonl, byte 13: expected one JSON object, got b'nonsense'"):

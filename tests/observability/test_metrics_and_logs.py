@@ -1,4 +1,4 @@
-"""Prometheus' text, and log lines as facts."""
+"""Prometheus text, and JSON log lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stream() -> io.StringIO:
     return io.StringIO()
 
 
-def test_a_line_carries_the_facts(stream: io.StringIO) -> None:
+def test_log_line_has_the_facts_of_the_process(stream: io.StringIO) -> None:
     log = configure(run="tiny", role="engine-0", stream=stream)
     logging.getLogger("pipelinerl").info("ready after %d s", 3)
     log.at(step=7, model_version=8)
@@ -63,7 +63,7 @@ def test_exceptions_and_warnings_are_one_line_each(stream: io.StringIO) -> None:
     assert warning["logger"] == "py.warnings"
 
 
-def test_configuring_again_replaces(stream: io.StringIO) -> None:
+def test_second_configure_replaces_the_first(stream: io.StringIO) -> None:
     configure(run="a", role="x", stream=stream)
     configure(run="b", role="x", stream=stream)
     logging.getLogger("pipelinerl").info("once")

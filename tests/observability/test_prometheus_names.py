@@ -1,4 +1,4 @@
-"""The dashboard, the alert rules and the documentation name the metrics that the roles answer, and no other."""
+"""Dashboard, alert rules and documentation use exactly the metric names that the roles serve."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.patience import PATIENCE_S
 from tests.security.servers import TOKEN, application
 
 PROMTOOL = shutil.which("promtool")
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "reference"
 FIGURES = (
     "reward", "accuracy", "loss", "grad_norm", "learning_rate", "entropy", "ess", "clip_fraction", "length_mean",
     "truncated", "staleness_mean", "staleness_max", "wait_s", "step_s", "publish_wait_s", "waiting_groups",
@@ -75,7 +75,7 @@ def _used(path: Path) -> set[str]:
     return set(re.findall(r"\bpipelinerl_[a-z0-9_]+", path.read_text()))
 
 
-async def test_dashboard_and_alerts_name_what_is_answered(tmp_path: Path) -> None:
+async def test_dashboard_and_alerts_use_only_served_metrics(tmp_path: Path) -> None:
     engine = prometheus_text(EngineMetrics().model_dump(), prefix=METRICS_PREFIX)
     answered = _names(_controller()) | _names(engine) | _names(await _parameter_server(tmp_path))
     for path in (DOCS / "grafana" / "dashboard.json", DOCS / "grafana" / "alerts.yaml"):
@@ -83,7 +83,7 @@ async def test_dashboard_and_alerts_name_what_is_answered(tmp_path: Path) -> Non
         assert len(used) >= 10 and used <= answered, sorted(used - answered)
 
 
-def test_the_files_are_of_the_form_that_their_readers_want() -> None:
+def test_dashboard_and_alert_files_are_well_formed() -> None:
     panels = json.loads((DOCS / "grafana" / "dashboard.json").read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) >= 12
     assert all(target["expr"] for panel in panels for target in panel["targets"])
@@ -96,7 +96,7 @@ def test_the_files_are_of_the_form_that_their_readers_want() -> None:
 @pytest.mark.skipif(
     PROMTOOL is None, reason="Prometheus does not judge rules and queries: promtool (Debian's prometheus) is not here"
 )
-def test_prometheus_itself_takes_the_rules_the_queries_and_the_text(tmp_path: Path) -> None:
+def test_prometheus_accepts_rules_queries_and_text(tmp_path: Path) -> None:
     def judged(*words: str | Path, text: str = "") -> str:
         command = [str(PROMTOOL), "check", *map(str, words)]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -116,12 +116,12 @@ def test_prometheus_itself_takes_the_rules_the_queries_and_the_text(tmp_path: Pa
     assert "parsing error" in judged("metrics", text="pipelinerl_steps_total seven")
 
 
-def test_the_documentation_lists_every_name_of_the_controller() -> None:
+def test_documentation_lists_every_metric_of_the_controller() -> None:
     listed = re.findall(r"^\| `(pipelinerl_\w+)`", (DOCS / "prometheus.md").read_text(), re.MULTILINE)
     assert set(listed) == _names(_controller()) and len(listed) == len(set(listed))
 
 
-def test_the_controllers_text_says_what_the_status_says() -> None:
+def test_controller_metrics_match_the_status() -> None:
     text = _controller()
     for line in (
         "pipelinerl_steps_total 7",

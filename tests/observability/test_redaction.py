@@ -1,4 +1,4 @@
-"""Keys and passwords do not leave a process as text."""
+"""Keys and passwords are removed from text that leaves a process."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from pipelinerl.observability.redaction import without_secrets
         "xoxb-1234567890-abc",
     ],
 )
-def test_what_looks_like_a_key_is_redacted(key: str) -> None:
+def test_text_that_looks_like_a_key_is_redacted(key: str) -> None:
     assert without_secrets(f"AuthenticationError: bad key {key}, see the docs") == (
         "AuthenticationError: bad key [key], see the docs"
     )
 
 
-def test_a_bearer_token_is_redacted_and_its_header_stays() -> None:
+def test_bearer_token_is_redacted_and_its_header_stays() -> None:
     assert without_secrets("authorization: Bearer abcdefghijklmnop.qr") == "authorization: Bearer [key]"
 
 
 @pytest.mark.parametrize("text", ["step-12 of task-3", "a risk-averse model", "bearer of news", "sk-learn", "hf_hub"])
-def test_plain_words_stay(text: str) -> None:
+def test_plain_words_are_unchanged(text: str) -> None:
     assert without_secrets(text) == text
 
 
-def test_a_password_of_an_address_is_left_out() -> None:
+def test_password_in_an_address_is_removed() -> None:
     assert without_secrets("redis://user:word@host:1/0") == "redis://host:1/0"

@@ -1,4 +1,4 @@
-"""The report tells the events truly, needs nothing from outside, and believes no text it prints."""
+"""The report matches the events, needs no external resource, and escapes every text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOID = {"meta", "br", "img", "link", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """Elements with their attributes; fails on a tag that is closed out of turn."""
+    """Parser of elements with their attributes; fails on a tag that is closed out of order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def _run(tmp_path: Path, made: list[dict[str, Any]], recipe: str = "") -> Path:
     return tmp_path
 
 
-def test_files_are_written_and_whole(tmp_path: Path) -> None:
+def test_report_files_are_complete(tmp_path: Path) -> None:
     files = write_report(_run(tmp_path, events(), "[run]\nname = 'tiny'"))
     assert files.picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert files.picture.stat().st_size > 20_000
@@ -70,7 +70,7 @@ def test_files_are_written_and_whole(tmp_path: Path) -> None:
     assert "decision" not in text, "the journal's number tells a reader nothing"
 
 
-def test_a_full_disk_leaves_the_report_that_was_there(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_earlier_report(tmp_path: Path) -> None:
     files = write_report(_run(tmp_path, events(20)))
     before = files.html.read_bytes(), files.picture.read_bytes()
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -84,7 +84,7 @@ def test_a_full_disk_leaves_the_report_that_was_there(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".new-*"))
 
 
-def test_the_page_loads_nothing(tmp_path: Path) -> None:
+def test_page_loads_nothing(tmp_path: Path) -> None:
     text = write_report(_run(tmp_path, events(40))).html.read_text()
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.seen}
@@ -92,7 +92,7 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
     assert not re.search(r"url\(|@import|javascript:", text)
 
 
-def test_a_page_in_both_schemes_and_on_a_phone() -> None:
+def test_page_supports_dark_mode_and_phones() -> None:
     text = render(tell(events(10)), "")
     assert "prefers-color-scheme: dark" in text
     assert "width=device-width" in text
@@ -124,20 +124,20 @@ def test_text_from_the_run_is_never_markup() -> None:
     ],
     ids=["nothing", "started", "one step", "one evaluation", "no reward", "no interval", "no answer"],
 )
-def test_a_run_that_has_hardly_begun(tmp_path: Path, made: list[dict[str, Any]]) -> None:
+def test_report_of_a_run_that_has_hardly_begun(tmp_path: Path, made: list[dict[str, Any]]) -> None:
     files = write_report(_run(tmp_path, made))
     Page(files.html.read_text())
     assert files.picture.exists()
 
 
-def test_a_log_that_is_torn_is_told_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_torn_log_is_reported_up_to_its_last_whole_line(tmp_path: Path) -> None:
     folder = _run(tmp_path, events(20))
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"kind": "step", "ste')
     Page(write_report(folder).html.read_text())
 
 
-def test_story_of_a_resumed_run_counts_each_step_once() -> None:
+def test_resumed_run_counts_each_step_once() -> None:
     made: list[Event] = [
         {"kind": "run_started", "run": "r", "elapsed_s": 0.0},
         *({"kind": "step", "step": s, "reward": 0.0, "sampled_tokens": 5, "elapsed_s": float(s)} for s in (1, 2, 3)),
@@ -154,7 +154,7 @@ def test_story_of_a_resumed_run_counts_each_step_once() -> None:
     assert history.duration_s == 6.0
 
 
-def test_summary_says_what_was_learned() -> None:
+def test_summary_shows_accuracy_steps_and_tokens() -> None:
     history = tell(events())
     rows = dict(summary_rows(history))
     assert rows["outcome"] == "all steps taken"
@@ -166,7 +166,7 @@ def test_summary_says_what_was_learned() -> None:
     assert "runs/tiny/report.html" in console.export_text()
 
 
-def test_smoothing_keeps_a_constant_and_its_length() -> None:
+def test_smoothing_keeps_constants_and_length() -> None:
     series = Series(tuple(map(float, range(200))), (2.0,) * 200)
     assert series.smoothed().y == pytest.approx(series.y)
     spike = Series(tuple(map(float, range(81))), (0.0,) * 40 + (5.0,) + (0.0,) * 40).smoothed()
@@ -178,12 +178,12 @@ def test_smoothing_keeps_a_constant_and_its_length() -> None:
     ("low", "high", "expected"),
     [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0, 7, [0, 2, 4, 6, 8]), (-3, 12, [-5, 0, 5, 10, 15]), (0, 0, [0, 0.2])],
 )
-def test_ticks_are_round_and_cover(low: float, high: float, expected: list[float]) -> None:
+def test_ticks_are_round_and_cover_the_range(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("high", [1e-9, 3.7e-6, 0.3, 17.0, 123456.0, 8e12])
-def test_ticks_cover_any_size(high: float) -> None:
+def test_ticks_cover_ranges_of_any_size(high: float) -> None:
     found = ticks(0.0, high)
     assert found[0] <= 0
     assert found[-1] >= high * (1 - 1e-6)
@@ -195,11 +195,11 @@ def test_ticks_cover_any_size(high: float) -> None:
     [(0, "0"), (0.0125, "0.0125"), (3.5, "3.5"), (412, "412"), (5000, "5k"), (9016.2, "9,016"), (12345, "12.3k"),
      (2.5e6, "2.5M"), (-3e9, "-3G")],
 )  # fmt: skip
-def test_compact(value: float, text: str) -> None:
+def test_compact_abbreviates_large_numbers(value: float, text: str) -> None:
     assert compact(value) == text
 
 
-def test_a_long_run_keeps_its_spikes_and_a_small_file() -> None:
+def test_long_series_keeps_its_spikes_in_a_small_file() -> None:
     xs = tuple(map(float, range(100_000)))
     ys = tuple(1000.0 if x == 54_321 else math.sin(x) for x in xs)
     drawn = svg(Chart(lines=(Line(series=Series(xs, ys)),), x_label="step"))
@@ -208,7 +208,7 @@ def test_a_long_run_keeps_its_spikes_and_a_small_file() -> None:
     assert top == pytest.approx(12.0, abs=0.1)  # the frame's upper edge: the spike is there
 
 
-def test_one_point_is_a_dot() -> None:
+def test_single_point_is_a_dot() -> None:
     drawn = svg(
         Chart(lines=(Line(series=Series((3.0,), (0.5,)), mark=Mark.DOTS, label="a"),), x_label="step", percent=True)
     )
@@ -216,7 +216,7 @@ def test_one_point_is_a_dot() -> None:
     assert "a 50.0% at step 3" in drawn
 
 
-def test_evaluations_are_told_with_their_weights_and_pass_at_k() -> None:
+def test_evaluations_show_their_versions_and_pass_at_k() -> None:
     page = render(tell(events(24)), "")
     text = " ".join(Page(page).text)
     assert "v24 alone, on http://127.0.0.1:4001" in text and "512 × 4" in text
@@ -226,7 +226,7 @@ def test_evaluations_are_told_with_their_weights_and_pass_at_k() -> None:
     assert rows["last evaluation"].startswith("pass@1 ") and "v24 alone" in rows["last evaluation"]
 
 
-def test_the_last_evaluation_is_told_by_domain_and_tag() -> None:
+def test_last_evaluation_is_shown_by_domain_and_tag() -> None:
     math = {"problems": 9, "accuracy": 0.5, "low": 0.25, "high": 0.75, "length_mean": 20.4, "length_p95": 64.0}
     math |= {"truncated": 0.125, "pass_at": [{"k": 4, "value": 0.75, "low": 0.5, "high": 1.0, "problems": 9}]}
     math |= {"majority_at": [{"k": 4, "value": 0.625, "low": 0.5, "high": 1.0, "problems": 9}]}
@@ -243,7 +243,7 @@ def test_the_last_evaluation_is_told_by_domain_and_tag() -> None:
     assert "tag level=<1>" in " ".join(Page(render(history, "")).text)
 
 
-def test_an_evaluation_of_an_older_run_is_told_as_far_as_it_is_known() -> None:
+def test_evaluation_of_an_older_run_shows_only_known_fields() -> None:
     old = [{"kind": "evaluation", "time": 1.0, "elapsed_s": 1.0, "model_version": 3, "accuracy": 0.5}]
     ((step, accuracy, *rest),) = evaluation_rows(tell(old).evaluations)
     assert (step, accuracy, rest[-2:]) == ("3", "50.0%", ["", ""])
@@ -255,7 +255,7 @@ def test_an_evaluation_of_an_older_run_is_told_as_far_as_it_is_known() -> None:
 
 
 def of_two_sets() -> list[dict[str, Any]]:
-    """A run with a second evaluation set, asked at the same steps and at one between."""
+    """Return a run with a second evaluation set, evaluated at the same steps and at one in between."""
     made = events(24)
     first = [event | {"name": "math", "place": 0} for event in made if event["kind"] == "evaluation"]
     low = {"accuracy": 0.125, "low": 0.0625, "high": 0.25, "problems": 30, "pass_at": []}
@@ -264,7 +264,7 @@ def of_two_sets() -> list[dict[str, Any]]:
     return [event for event in made if event["kind"] != "evaluation"] + [*second, between, *first]
 
 
-def test_evaluation_sets_are_told_apart_and_the_recipes_first_comes_first() -> None:
+def test_evaluation_sets_are_separate_and_the_recipes_first_comes_first() -> None:
     history = tell(of_two_sets())
     assert list(history.evaluation_sets) == ["math", "<aime>"]
     assert {event["name"] for event in history.evaluations} == {"math"}
@@ -298,5 +298,5 @@ def test_each_optimizer_step_lies_within_its_step() -> None:
     assert made.y == (2.0, 1.0)
 
 
-def test_a_run_of_one_optimizer_step_a_batch_has_no_such_chart() -> None:
+def test_run_with_one_optimizer_step_per_batch_has_no_update_charts() -> None:
     assert not any(line.series for _, chart in update_charts(tell([step(1), step(2)])) for line in chart.lines)

@@ -1,4 +1,4 @@
-"""A run's status crosses processes; the display shows it on a terminal and in a pipe."""
+"""A run's status as JSON, and its display on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ STATUS = RunStatus(
 HEADLINES = ("120/300", "0.732", "61.4%", "5 min 18 s", "2.3", "1.2 ms", "93%", "3 more groups for step 121")
 
 
-def test_the_line_tells_whose_accuracy_it_is_and_how_far_the_next_one_is() -> None:
+def test_line_names_the_evaluated_version_and_the_progress_of_the_next() -> None:
     said = line(STATUS)
     assert "held-out 61.4% ±4.0%, pass@8 80.0% of v100" in said
     going = "evaluating v110 on http://127.0.0.1:4124: 17/64, 2 answers of other versions discarded"
@@ -72,7 +72,7 @@ def test_the_line_tells_whose_accuracy_it_is_and_how_far_the_next_one_is() -> No
     assert going in console.export_text()
 
 
-def test_other_evaluation_sets_are_told_with_their_names() -> None:
+def test_other_evaluation_sets_are_shown_by_name() -> None:
     other = HeldOutStatus(name="aime", accuracy=0.125, low=0.0, high=0.25, version=90, one_version=True, first=0.0625)
     asked = msgspec.structs.replace(STATUS.evaluating, sets=("math", "aime"))
     status = msgspec.structs.replace(STATUS, other_sets=(other,), evaluating=asked)
@@ -87,12 +87,12 @@ def test_other_evaluation_sets_are_told_with_their_names() -> None:
 
 
 @pytest.mark.parametrize("width", [8, 12, 16, 24, 60])
-def test_the_narrowest_terminal_ends_no_run(width: int) -> None:
+def test_narrow_terminals_do_not_break_the_display(width: int) -> None:
     console = Console(width=width, file=io.StringIO())
     console.print(render(STATUS, width=width, rewards=[0.1, 0.2, 0.3]))
 
 
-def test_who_is_at_work_is_green_and_who_is_not_is_red() -> None:
+def test_serving_engines_are_green_and_others_red() -> None:
     console = Console(width=120, file=io.StringIO(), record=True, force_terminal=True, color_system="standard")
     console.print(render(STATUS, width=120))
     said = console.export_text(styles=True)
@@ -114,13 +114,13 @@ def test_status_of_another_version_is_read() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"run": 3}', b'{"run": "x", "phase": "dancing"}'])
-def test_what_is_no_status_is_refused(data: bytes) -> None:
+def test_invalid_status_is_rejected(data: bytes) -> None:
     with pytest.raises(ValueError, match="expected a run's status as JSON"):
         RunStatus.from_json(data)
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
-def test_the_block_shows_the_headlines_at_any_width(width: int) -> None:
+def test_block_shows_the_main_figures_at_any_width(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(render(STATUS, width=width, rewards=[0.1, 0.5, 0.7]))
     shown = console.export_text()
@@ -128,7 +128,7 @@ def test_the_block_shows_the_headlines_at_any_width(width: int) -> None:
     assert max(map(len, shown.splitlines())) <= width
 
 
-def test_a_status_without_numbers_is_shown() -> None:
+def test_status_without_figures_is_shown() -> None:
     empty = RunStatus(run="x")
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(render(empty, width=100))
@@ -136,7 +136,7 @@ def test_a_status_without_numbers_is_shown() -> None:
     assert "reward –" in line(empty)
 
 
-def test_a_terminal_gets_a_block_and_is_left_as_it_was() -> None:
+def test_terminal_shows_a_block_and_is_restored() -> None:
     out = io.StringIO()
     with ProgressDisplay(Console(file=out, force_terminal=True, width=110)) as progress:
         progress.show(STATUS)
@@ -144,7 +144,7 @@ def test_a_terminal_gets_a_block_and_is_left_as_it_was() -> None:
     assert out.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is shown again
 
 
-def test_the_cursor_comes_back_after_an_error() -> None:
+def test_cursor_returns_after_an_error() -> None:
     out = io.StringIO()
     with (
         pytest.raises(KeyboardInterrupt),
@@ -155,7 +155,7 @@ def test_the_cursor_comes_back_after_an_error() -> None:
     assert "\x1b[?25h" in out.getvalue()
 
 
-def test_a_pipe_gets_a_line_now_and_then_and_at_news() -> None:
+def test_pipe_gets_a_line_at_intervals_and_on_news() -> None:
     out, now = io.StringIO(), [0.0]
     with ProgressDisplay(Console(file=out, width=40), line_every_s=5.0, clock=lambda: now[0]) as progress:
         for _ in range(30):
@@ -170,7 +170,7 @@ def test_a_pipe_gets_a_line_now_and_then_and_at_news() -> None:
     assert "finished" in lines[-1]
 
 
-def test_sparkline() -> None:
+def test_sparkline_scales_and_averages() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 1, 1], width=2) == "▁█"
     assert sparkline([5, 5], width=9) == "▁▁"
@@ -180,11 +180,11 @@ def test_sparkline() -> None:
     ("seconds", "text"),
     [(0, "0.0 s"), (4.21, "4.2 s"), (59.4, "59 s"), (185, "3 min 05 s"), (3599.9, "1 h 00 min"), (7810, "2 h 10 min")],
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_have_at_most_two_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_what_each_domain_did_and_what_is_wrong() -> None:
+def test_domain_figures_and_alarms_are_shown() -> None:
     figures = {
         "reward": 0.5,
         "reward.format": 0.25,
@@ -223,7 +223,7 @@ def test_what_each_domain_did_and_what_is_wrong() -> None:
     assert RunStatus.from_json(status.to_json()) == status
 
 
-def test_an_alarm_is_news_to_a_pipe() -> None:
+def test_alarm_is_news_for_a_pipe() -> None:
     out = io.StringIO()
     progress = ProgressDisplay(Console(file=out, width=200), line_every_s=1000.0)
     with progress:

@@ -1,4 +1,4 @@
-"""A fuzzing campaign over real connections: the server must fail no request, keep nobody waiting and keep no memory."""
+"""Fuzzing campaigns over real connections: no failed request, no stalled client, no kept memory."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tests.security.fuzzer import requests
 from tests.security.servers import TOKEN, application
 from tests.security.waiting import Stall, Waiting
 
-#: Refusals above 499 that say what somebody else did, or that this server ends: none is a server's own failure.
+#: Statuses above 499 that blame another party or announce a shutdown, and are no failure of this server.
 HONEST: Final = frozenset({"dirty", "engine_stopped", "peer_lost", "deadline_exceeded", "digest_mismatch", "failed"})
-#: Longer than any answer that is not one to a question that waits for others.
+#: Longer than any answer, except to requests that wait for other parties.
 _WAITS_FOR_OTHERS_S: Final = 1.0
-#: The one that starts soonest: what it takes to answer is the machine's doing, whichever it is.
+#: The server that starts soonest; how fast it answers depends on the machine alone.
 _IDLE: Final = "parameter server"
-#: A longer body may be refused, and the connection closed, before it is read: the answer is lost with what was sent.
+#: The server may reject a longer body and close the connection before it reads all of it; the answer is then lost.
 _MOST_UNREAD: Final = 65536
-#: Clients, each with a connection, that take requests from one seeded stream.
+#: Clients, one connection each, that share one seeded stream of requests.
 _CLIENTS: Final = 4
 
 
 @dataclass(slots=True)
 class Findings:
-    """What came of a campaign; `grown_bytes` is what the server holds at its end beyond what it held after a part."""
+    """Results of a campaign; `grown_bytes` is the growth of the server's memory after the first quarter."""
 
     requests: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
@@ -62,7 +62,7 @@ class _Asked:
 
 
 async def campaign(server: str, directory: Path, *, seed: int, count: int) -> Findings:
-    """Ask one of `FUZZED`, in a process of its own; its memory is looked at after a quarter of the requests."""
+    """Fuzz one of `FUZZED` in its own process; compare its memory after a quarter of the requests and at the end."""
     for name in ("server", "idle", "routes"):
         (directory / name).mkdir()
     module = "tests.security.fuzzed_server"
@@ -93,14 +93,14 @@ class _Clients:
         self._asked = deque[_Asked](maxlen=100_000)
 
     async def ask(self, count: int) -> None:
-        """So many requests more, each client one after another."""
+        """Send `count` more requests; each client sends one at a time."""
         until, patience = self.found.requests + count, aiohttp.ClientTimeout(total=_WAITS_FOR_OTHERS_S)
         connections = aiohttp.TCPConnector(keepalive_timeout=60.0)
         async with aiohttp.ClientSession(connector=connections, timeout=patience, trust_env=False) as http:
             await asyncio.gather(*(self._client(http, until) for _ in range(_CLIENTS)))
 
     def at_work(self, stall: Stall) -> list[str]:
-        """What was asked meanwhile."""
+        """Return the requests that were in progress during a stall."""
         return [asked.words for asked in self._asked if asked.began < stall.ended and asked.ended > stall.began]
 
     async def _client(self, http: aiohttp.ClientSession, until: int) -> None:
@@ -126,9 +126,9 @@ class _Clients:
     async def _answer(
         self, http: aiohttp.ClientSession, method: str, path: str, headers: dict[str, str], content: bytes
     ) -> tuple[int, bytes]:
-        """Asked once more where the server has just closed the connection that was kept from the last request."""
+        """Return the answer; retry once if the server has just closed the kept connection."""
         for is_last in (False, True):
-            body = io.BytesIO(content)  # large bytes as they are would keep the clients' own loop
+            body = io.BytesIO(content)  # large bodies sent directly would block the clients' event loop
             try:
                 async with http.request(method, self._url + path, headers=headers, data=body) as answer:
                     return answer.status, await answer.read()

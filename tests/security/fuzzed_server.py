@@ -1,4 +1,4 @@
-"""One of the servers as a process, to be fuzzed or to be idle beside one that is.
+"""One server as its own process: the target of fuzzing, or the idle one for comparison.
 
 python -m tests.security.fuzzed_server SERVER DIRECTORY      prints its port, serves until it is killed
 """
@@ -21,9 +21,9 @@ from tests.security.servers import TOKEN, application
 
 @asynccontextmanager
 async def at_work(server: str, directory: Path) -> AsyncIterator[Any]:
-    """Its application; a controller's with the service behind it that reads, journals and acts."""
+    """Yield the server's application; a controller's comes with its service, which reads, journals and acts."""
     if server.endswith("engine"):
-        import_module("torch")  # as every engine of ours has by its tokenizer: the first join would stand still for it
+        import_module("torch")  # as real engines do; else the first join would stall
     if server != "controller":
         yield application(server, directory)
         return
@@ -35,7 +35,7 @@ async def at_work(server: str, directory: Path) -> AsyncIterator[Any]:
 
 
 async def main(server: str, directory: Path) -> None:
-    """Serve; what is written to stderr, by libraries too, goes into the directory."""
+    """Serve, with stderr, also that of libraries, redirected into the directory."""
     os.dup2(os.open(directory / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), sys.stderr.fileno())
     with listen("127.0.0.1", 0) as bound:
         async with at_work(server, directory) as app:

@@ -1,7 +1,6 @@
-"""A seeded fuzzer that knows the schemas: requests that are right but for one thing, and often for several.
+"""A seeded fuzzer with knowledge of the schemas: valid requests with one or more faults.
 
-Routes are found from the applications, bodies from valid ones: a route that is new, or has no valid body here, is asked
-with anything.
+Routes come from the applications, and bodies from valid ones. A route without a valid body here gets arbitrary bodies.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _CHAT: Final = {
 }  # fmt: skip
 _SAID: Final = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2, "stream": True,
                 "stream_options": {"include_usage": True}}  # fmt: skip
-#: The link to `abc`, which the request brings along.
+#: The link to `abc`, which the request carries.
 _LINK: Final = str(Link.of(b"abc"))
 _ABC: Final = {"input": _LINK, "output": _LINK, "answer": _LINK}
 _PROGRAM: Final = {"language": "python", "program": _LINK}
@@ -67,7 +66,7 @@ BODIES: Final[dict[str, tuple[Any, ...]]] = {
     "/copy": ({"source": "http://127.0.0.1:9", "digest": "0" * 32, "whole": "0" * 32, "timeout_s": 0.05},),
 }  # fmt: skip
 
-#: What a query's parameters may be; the right ones of each route are among them.
+#: Values for query parameters, including valid ones of each route.
 _QUERIES: Final = (
     "", "0", "1", "2", "3", "-1", "20", "4000", "9999999999", "1" * 400, "0.5", "nan", "inf", "1e308", "x", "%00",
     "%ff", "%f0%9f%92%a5", "a" * 600, "reward", "reward,entropy,loss", "," * 999, "%2C", "domain/words/accuracy", "0,0",
@@ -75,7 +74,7 @@ _QUERIES: Final = (
     "-inf", "stop", "-16.0:d69ad970d1e1af22:1", "nan:0:0", "1e999:0:0", "inf:ffffffffffffffffff:0", "engine-7",
     "http://127.0.0.1:9",
 )  # fmt: skip
-#: How often a body is larger than any server takes.
+#: The share of bodies that are larger than any server accepts.
 _TOO_LARGE: Final = 0.001
 
 _NUMBERS: Final = (0, -1, 1, 2, 0.5, -0.0, 1e308, 1e-320, 2**31, 2**53, 2**62, 2**63, 2**64, 10**30, 10**400, True)
@@ -86,7 +85,7 @@ _TEXTS: Final = (
 
 
 def anything(draw: random.Random, depth: int = 0) -> Any:
-    """A value of no particular type."""
+    """Return a value of a random type."""
     match draw.randrange(8 if depth < 3 else 5):
         case 0 | 1:
             return draw.choice(_NUMBERS)
@@ -106,7 +105,7 @@ def anything(draw: random.Random, depth: int = 0) -> Any:
 
 
 def mutated(draw: random.Random, value: Any) -> Any:
-    """A copy of a valid body in which something is not."""
+    """Return a copy of a valid body with one fault."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         name = draw.choice(sorted(value))
         match draw.randrange(6):
@@ -131,13 +130,13 @@ def mutated(draw: random.Random, value: Any) -> Any:
 
 
 def body(draw: random.Random, path: str) -> bytes:
-    """The bytes of a request's body."""
+    """Return the bytes of a request's body."""
     known = max((end for end in BODIES if path.endswith(end)), key=len, default="")
     value = draw.choice(BODIES[known]) if known else anything(draw)
     for _ in range(draw.choice((0, 1, 1, 1, 2, 5))):
         value = mutated(draw, value)
     if known == "/init_process_group" and isinstance(value, dict):
-        value["timeout_s"] = 0.05  # a join that waits has a thread as long
+        value["timeout_s"] = 0.05  # every waiting join holds a thread for this long
     if draw.random() < _TOO_LARGE:
         return b'"' + b"a" * (33 * 2**20)
     text = json.dumps(value)
@@ -154,19 +153,19 @@ def body(draw: random.Random, path: str) -> bytes:
 
 
 def queries(app: Any) -> dict[tuple[str, str], list[str]]:
-    """The query parameters of each method and path, as `routes` spells them, found from the application."""
+    """Return the query parameters of each method and path, in the spelling of `routes`, from the application."""
     asked = zip(routes(app), (route for route in app.routes for _ in route.methods), strict=True)
     declared = ((pair, getattr(route, "dependant", None)) for pair, route in asked)
     return {pair: [each.alias for each in known.query_params] for pair, known in declared if known is not None}
 
 
 def requests(seed: int, app: Any, token: str) -> Iterator[tuple[str, str, dict[str, str], bytes]]:
-    """Method, path with query, headers and body, without an end."""
+    """Yield method, path with query, headers and body, without end."""
     draw, known, asked = random.Random(seed), [pair for pair in routes(app) if pair[0] != "HEAD"], queries(app)
     while True:
         method, path = draw.choice(known)
         if path in ("/stop", "/suspend", "/drain"):
-            continue  # it would end what the others are asked of
+            continue  # this route would end the server under test
         names = asked.get((method, path), ())
         for place in ("/samples/1", "/tokens/1"):
             path = path.replace(place, place[:-1] + draw.choice(("b87d6b86af7d95c5", "1", "x" * 65)))

@@ -1,4 +1,4 @@
-"""Hostile model directories: one damaged value, or one damaged file, each from a seed."""
+"""Hostile model directories: one damaged value or one damaged file, by seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-#: What stands in place of a value.
+#: Values that replace a value.
 _ODD: Final[tuple[Any, ...]] = (
     None, True, False, -1, 0, 1, 2, 3, 10**9, 2**63, 10**40, -(10**9), 0.5, 1e308, float("nan"), float("inf"), "", "x",
     "57", "../x", "/etc/passwd", "\ud800", "\0", "a" * 10_000, [], [[]], {}, {"a": 1}, [0, -1], [10**9] * 3,
@@ -26,7 +26,7 @@ _WORDS: Final = (
 
 
 def mutant(original: Path, into: Path, seed: int) -> str:
-    """Lay a damaged copy of the directory `original` into `into`; returns what was done to it."""
+    """Write a damaged copy of the directory `original` to `into`; return a description of the damage."""
     into.mkdir()
     for file in original.iterdir():
         os.link(file, into / file.name)
@@ -41,7 +41,7 @@ def mutant(original: Path, into: Path, seed: int) -> str:
 
 
 def _value(before: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Another value somewhere in the tree, or for a name that configurations know."""
+    """Replace a value somewhere in the tree, or set a name that configurations know."""
     table = json.loads(before)
     places = [(table, word) for word in _WORDS] if "model_type" in table and draw.random() < 0.5 else []
     holder, key = draw.choice(places or list(_places(table)))
@@ -58,7 +58,7 @@ def _lost(before: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def _text(before: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """The file as a whole."""
+    """Damage the file as a whole."""
     at = draw.randrange(len(before))
     texts = {
         "deep": _DEEP.encode(),
@@ -86,7 +86,7 @@ def _index(before: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def _header(before: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """The header of a safetensors file."""
+    """Damage the header of a safetensors file."""
     length = struct.unpack("<Q", before[:8])[0]
     kind = draw.choice(["length", "value", "lost", "text", "cut"])
     if kind == "length":
@@ -100,7 +100,7 @@ def _header(before: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Each (holder, key) in a tree of JSON."""
+    """Yield each (container, key) of a JSON tree."""
     for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         yield tree, key
         if isinstance(value, dict | list):

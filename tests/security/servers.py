@@ -1,6 +1,6 @@
-"""Every server of the project as an application, with a token or without one.
+"""Every server of the project as an application, with or without a token.
 
-Each is imported when it is asked for: a process that serves one of them need not wait for the others.
+Imports happen on demand, so that a process that serves one does not wait for the imports of the others.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 TOKEN = "run-token"
-#: Those that `--no-token` lets serve whoever is on this machine.
+#: Servers that `--no-token` opens to every user of this machine.
 OPEN_SERVERS = ("engine", "controller", "parameter server", "verifier", "oubliette")
 SERVERS = (*OPEN_SERVERS, "page")
-#: With the engine that serves models: of the other, which is a program, the routes are the same.
+#: All servers, and the engine that batches; the scripted engine has the same routes.
 FUZZED = (*SERVERS, "batching engine")
 
 
 def application(server: str, directory: Path, *, token: str | None = TOKEN) -> Any:
-    """The application of one of `FUZZED`."""
+    """Return the application of one of `FUZZED`."""
     if server == "engine":
         from tests.fakes import scripted_engine
 
@@ -55,7 +55,7 @@ def application(server: str, directory: Path, *, token: str | None = TOKEN) -> A
 
 
 def _page(directory: Path, token: str | None) -> Any:
-    """Of a run that has ended; it always has a token."""
+    """Return the live page of a finished run; it always has a token."""
     from pipelinerl.commands.watch.access import PageLinks
     from pipelinerl.commands.watch.server import create_page
     from pipelinerl.commands.watch.watched_run import watched_runs

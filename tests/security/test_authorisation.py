@@ -1,6 +1,6 @@
-"""Every route of every server, found from the applications, against credentials that are none.
+"""Every route of every server, taken from the applications, rejects invalid credentials.
 
-A route that somebody adds is in here without being named.
+A new route is tested without being named here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.security.servers import SERVERS, TOKEN, application
 
-#: What needs no token: a bare liveness answer, on every server.
+#: Routes that need no token: a bare liveness answer on every server.
 OPEN = {("GET", "/health"), ("HEAD", "/health")}
 
 CREDENTIALS = [
@@ -30,7 +30,7 @@ CREDENTIALS = [
 
 
 def routes(app: Any) -> Iterator[tuple[str, str]]:
-    """Each method and path that the application answers, parameters filled in."""
+    """Yield each method and path of the application, with parameters filled in."""
     for route in app.routes:
         for method in sorted(route.methods):
             yield method, re.sub(r"{[^}]*}", "1", route.path)
@@ -48,7 +48,7 @@ def client(app: Any) -> httpx.AsyncClient:
 async def status(
     http: httpx.AsyncClient, method: str, path: str, credential: bytes | None, *, patience_s: float = PATIENCE_S
 ) -> int | None:
-    """None: it was let in, and waits for something."""
+    """Return the status, or None if the request was let in and waits."""
     headers = [(b"content-type", b"application/json")]
     if credential is not None:
         headers.append((b"authorization", credential))
@@ -59,7 +59,7 @@ async def status(
         return None
 
 
-async def test_no_route_but_liveness_lets_anybody_in(app: Any) -> None:
+async def test_only_liveness_needs_no_token(app: Any) -> None:
     asked = 0
     async with client(app) as http:
         for method, path in routes(app):
@@ -72,7 +72,7 @@ async def test_no_route_but_liveness_lets_anybody_in(app: Any) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["Bearer {}", "bearer {}", "BEARER {}", "Bearer  {}"])
-async def test_the_token_opens_every_route_however_the_scheme_is_spelt(app: Any, spelling: str) -> None:
+async def test_token_opens_every_route_with_any_case_of_bearer(app: Any, spelling: str) -> None:
     async with client(app) as http:
         for method, path in routes(app):
             answer = await status(http, method, path, spelling.format(TOKEN).encode(), patience_s=0.3)
@@ -85,7 +85,7 @@ async def test_no_spelling_of_the_open_path_opens_another(app: Any) -> None:
             assert await status(http, "GET", path, None) == 401, path
 
 
-async def test_there_are_no_pages_that_describe_the_server(app: Any) -> None:
+async def test_no_server_serves_api_documentation(app: Any) -> None:
     async with client(app) as http:
         for path in ("/docs", "/redoc", "/openapi.json"):
             assert await status(http, "GET", path, TOKEN.encode()) == 401

@@ -1,4 +1,4 @@
-"""What anybody who reaches a port can do with bytes alone: heads without end, slow ones, lying lengths."""
+"""Attacks with raw bytes on an open port: endless heads, slow heads, false lengths."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def answers(url: str) -> None:
-    """The server is there for others, and at once."""
+    """Assert that the server answers others at once."""
     began = time.monotonic()
     assert httpx.get(url + "/health", trust_env=False, timeout=PATIENCE_S).status_code == 200
     assert time.monotonic() - began < SOON_S
@@ -54,7 +54,7 @@ def answers(url: str) -> None:
     ],
     ids=["one long value", "many", "a long target", "a long name", "blank lines"],
 )
-def test_a_head_without_an_end_is_refused_and_stalls_nobody(url: str, head: bytes) -> None:
+def test_endless_head_is_rejected_and_blocks_nothing(url: str, head: bytes) -> None:
     began = time.monotonic()
     heard = exchange(url, head)
     assert time.monotonic() - began < SOON_S
@@ -62,20 +62,20 @@ def test_a_head_without_an_end_is_refused_and_stalls_nobody(url: str, head: byte
     answers(url)
 
 
-def test_a_head_that_is_too_large_and_whole_is_told_so(url: str) -> None:
+def test_head_over_the_limit_gets_431(url: str) -> None:
     heard = exchange(url, ALIVE + b"x: " + b"a" * connection.MAX_HEAD_BYTES)
     assert statuses(heard) == [431] and code(heard) == "headers_too_large"
     assert statuses(exchange(url, ALIVE + b"x: " + b"a" * 16_000 + b"\r\nconnection: close\r\n\r\n")) == [200]
 
 
 @pytest.mark.parametrize("begun", [b"", b"\r\n", b"G", ALIVE, ALIVE + b"x: y\r\n"])
-def test_a_head_that_does_not_end_in_time_is_given_up(url: str, begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_head_times_out(url: str, begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.6)
     heard = exchange(url, begun)
     assert statuses(heard) == ([408] if begun.strip() else [])
 
 
-def test_a_head_that_comes_byte_by_byte_is_given_up(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_sent_byte_by_byte_times_out(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     began = time.monotonic()
     with connect(engine) as slow:
@@ -87,7 +87,7 @@ def test_a_head_that_comes_byte_by_byte_is_given_up(engine: str, monkeypatch: py
         assert statuses(hear(slow)) == [408]
 
 
-def test_blank_lines_keep_no_connection_open(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blank_lines_do_not_keep_a_connection_open(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.3)
     with connect(engine) as idle:
         say(idle, ALIVE + b"\r\n")
@@ -97,8 +97,8 @@ def test_blank_lines_keep_no_connection_open(engine: str, monkeypatch: pytest.Mo
         assert statuses(hear(idle)) == [200]
 
 
-def test_the_time_for_a_head_is_none_for_an_answer(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request at work outlives the limits of the head before it, and of the one begun after it."""
+def test_head_timeout_does_not_apply_to_the_answer(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running request outlives the time limit of its own head and of the next one."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     body = b'{"messages": [{"role": "user", "content": "x"}], "n": 8, "max_tokens": 180, "seed": 1}'
     with connect(engine) as asking:
@@ -108,7 +108,7 @@ def test_the_time_for_a_head_is_none_for_an_answer(engine: str, monkeypatch: pyt
         assert statuses(hear(asking)) == [200, 408]
 
 
-def test_a_body_that_nobody_reads_is_not_taken_for_ever(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_body_is_not_received_forever(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     with connect(url) as stranger:
         say(stranger, b"POST /versions HTTP/1.1\r\n" + HOST + JSON + b"content-length: 1000000000\r\n\r\n")
@@ -122,7 +122,7 @@ def test_a_body_that_nobody_reads_is_not_taken_for_ever(url: str, monkeypatch: p
         assert time.monotonic() - began < SOON_S
 
 
-def test_connections_beyond_the_most_are_refused_and_those_that_are_served_go_on(
+def test_connections_over_the_limit_are_rejected_and_served_ones_continue(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "MAX_CONNECTIONS", 8)
@@ -141,7 +141,7 @@ def test_connections_beyond_the_most_are_refused_and_those_that_are_served_go_on
     answers(engine)
 
 
-def test_a_process_keeps_half_of_its_files_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_reserves_half_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection.resource, "getrlimit", lambda _: (256, 256))
     assert connection.max_connections() == 128
 
@@ -171,19 +171,19 @@ VERSIONS = b"POST /versions HTTP/1.1\r\n" + HOST + KNOWN + JSON
         "a framing that is none", "a chunk of 2**68 bytes", "two hosts", "two tokens", "TLS", "HTTP/2", "pipelined",
     ],
 )  # fmt: skip
-def test_no_two_readings_of_a_request(url: str, request_: bytes, expected: list[int]) -> None:
+def test_ambiguous_requests_are_rejected(url: str, request_: bytes, expected: list[int]) -> None:
     assert [status for status in statuses(exchange(url, request_)) if status != 404] == expected
 
 
-def test_a_trailer_is_no_header(engine: str) -> None:
-    """Else a token, or a second host, could follow a body that was looked at before."""
+def test_trailer_is_not_taken_as_a_header(engine: str) -> None:
+    """Otherwise a token, or a second host, could follow a body that was already checked."""
     trailed = VERSIONS.replace(KNOWN, b"").replace(b"/versions", b"/v1/chat/completions") + CHUNKED
     with connect(engine) as stranger:
         say(stranger, trailed + b"\r\n2\r\n{}\r\n0\r\n" + KNOWN + b"\r\n" + LAST)
         assert statuses(hear(stranger)) == [401, 200]
 
 
-def test_a_trailer_without_an_end_is_refused(engine: str) -> None:
+def test_endless_trailer_is_rejected(engine: str) -> None:
     began = time.monotonic()
     heard = exchange(engine, VERSIONS + CHUNKED + b"\r\n2\r\n{}\r\n0\r\nx: " + b"a" * 2**25)
     assert time.monotonic() - began < SOON_S and set(statuses(heard)) <= {404, 431}
@@ -202,7 +202,7 @@ def test_a_trailer_without_an_end_is_refused(engine: str) -> None:
     ],
 )
 class TestBodies:
-    """The same bounds on each server's bodies, and in the same words."""
+    """Limits on request bodies, equal on every server."""
 
     @pytest.fixture
     def served(self, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -223,14 +223,14 @@ class TestBodies:
             heard = exchange(served, head + body)
             assert statuses(heard) == [408] and code(heard) == "body_too_slow"
 
-    def test_nothing_is_unpacked(self, served: str, path: str) -> None:
+    def test_compressed_body_is_not_unpacked(self, served: str, path: str) -> None:
         headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json", "content-encoding": "gzip"}
         bomb = gzip.compress(b" " * 10**5)
         answer = httpx.post(served + path, content=bomb, headers=headers, trust_env=False, timeout=PATIENCE_S)
         assert answer.status_code == 415 and answer.json()["error"]["code"] == "compressed"
 
 
-def test_four_hundred_that_never_end_are_gone(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_hundred_endless_bodies_are_dropped(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 1.0)
     held: list[socket.socket] = []
     try:
@@ -247,8 +247,8 @@ def test_four_hundred_that_never_end_are_gone(engine: str, monkeypatch: pytest.M
             each.close()
 
 
-def test_an_answer_is_one_packet(url: str) -> None:
-    """Else whoever asks a thousand engines is woken twice by each."""
+def test_answer_is_one_packet(url: str) -> None:
+    """Otherwise a client of a thousand engines would wake twice per answer."""
     with connect(url) as line:
         for _ in range(8):
             line.sendall(ALIVE + b"\r\n")

@@ -1,7 +1,7 @@
-"""Requests that are right but for something: no server fails, keeps others waiting or keeps memory.
+"""Almost valid requests: no server fails, stalls other clients or keeps memory.
 
-Seeds are 0, 1, 2, …; the many come in parts, each with a seed and servers of its own, so that any can be asked again:
-`make chaos ARGS="-k test_many_requests"`, and then `--lf` for what failed.
+Seeds are 0, 1, 2, …. The long form runs in parts, each with its own seed and servers, so that one part can be repeated:
+`make chaos ARGS="-k test_many_requests"`, then `--lf` for the failed ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from tests.security.campaign import Findings, campaign
 from tests.security.servers import FUZZED, SERVERS
 
-#: Of a server that has been asked a while; allocators keep what a large body took.
+#: The most growth of a warm server; allocators keep the memory of large bodies.
 _MOST_GROWN_BYTES: Final = 32 * 2**20
 _PARTS: Final = 7
 

@@ -1,4 +1,4 @@
-"""Epochs, generations and versions only rise: nobody who tells a wrong one shuts the trainer out for good."""
+"""Epochs, generations and versions only rise, and a wrong one never locks the trainer out permanently."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def setting() -> Setting:
     return Setting()
 
 
-async def test_a_join_that_fails_leaves_the_group_that_serves(setting: Setting) -> None:
+async def test_failed_join_leaves_the_serving_group_alone(setting: Setting) -> None:
     await setting.join(1)
     with pytest.raises(DeadlineExceeded):
         await setting.receiver.init_process_group(setting.joining(1000, timeout_s=0.3))
@@ -50,11 +50,11 @@ async def test_a_join_that_fails_leaves_the_group_that_serves(setting: Setting) 
     await setting.send()
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
     old, setting.trainer = setting.trainer, None
-    await setting.join(2)  # below the one that failed
+    await setting.join(2)  # lower than the failed generation
     assert old is not None
 
 
-async def test_a_join_that_waits_keeps_no_trainer_out(setting: Setting) -> None:
+async def test_waiting_join_does_not_lock_the_trainer_out(setting: Setting) -> None:
     forged = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1000, timeout_s=2.0)))
     await asyncio.sleep(0.05)
     await setting.join(1)
@@ -65,24 +65,24 @@ async def test_a_join_that_waits_keeps_no_trainer_out(setting: Setting) -> None:
         await forged
 
 
-async def test_joins_that_wait_are_few(setting: Setting) -> None:
-    """Each has a thread."""
+async def test_waiting_joins_are_limited(setting: Setting) -> None:
+    """Each occupies a thread."""
     joins = [setting.receiver.init_process_group(setting.joining(1 + i, timeout_s=2.0)) for i in range(20)]
     ended = await asyncio.gather(*joins, return_exceptions=True)
     assert [type(error) for error in ended].count(Overloaded) == 4
 
 
-async def test_a_jump_is_refused_by_an_engine(setting: Setting) -> None:
+async def test_engine_rejects_a_jump(setting: Setting) -> None:
     with pytest.raises(InvalidRequest, match="generation must be at most"):
         await setting.receiver.init_process_group(setting.joining(MOST_GENERATION_STEP + 1, timeout_s=0.3))
     await setting.join(1)
     for far in ({"epoch": MOST_EPOCH_STEP + 1}, {"version": MOST_VERSION_STEP + 1}):
         with pytest.raises(InvalidRequest, match="at most"):
             await setting.phase(UpdatePhase.PREPARE, **far)
-    await setting.phase(UpdatePhase.PREPARE)  # the epoch that was refused has shut nobody out
+    await setting.phase(UpdatePhase.PREPARE)  # the rejected epoch has locked out nothing
 
 
-def test_what_is_refused_names_the_way_back() -> None:
+def test_rejection_names_the_remedy() -> None:
     table = VersionTable(room=2)
     table.confirm(MOST_EPOCH_STEP, {})
     with pytest.raises(InvalidRequest, match="start this server again"):
@@ -103,7 +103,7 @@ def test_what_is_refused_names_the_way_back() -> None:
         (parameter_server, "/progress", {"epoch": 10**30}),
     ],
 )
-async def test_there_is_a_ceiling(server: Any, path: str, body: dict[str, Any]) -> None:
+async def test_numbers_have_a_ceiling(server: Any, path: str, body: dict[str, Any]) -> None:
     layout = LAYOUT.model_dump(mode="json")
     group = {"group": "g", "backend": "gloo", "rendezvous_host": "127.0.0.1", "rendezvous_port": 9, "rank": 1}
     whole: dict[str, dict[str, Any]] = {
@@ -120,8 +120,8 @@ async def test_there_is_a_ceiling(server: Any, path: str, body: dict[str, Any]) 
     assert next(iter(body)) in answer.text and "less than" in answer.text, answer.text
 
 
-async def test_the_trainer_goes_above_a_generation_that_was_nobodys(setting: Setting) -> None:
-    """Who has the token and a rendezvous can join an engine to a group of its own; the next publication is served."""
+async def test_trainer_goes_above_a_foreign_generation(setting: Setting) -> None:
+    """A holder of the token can join an engine to its own rendezvous; the next publication still succeeds."""
     with in_thread(engine()) as url:
         async with EngineClient() as client:
             publisher = BroadcastPublisher(client, bucket_bytes=128)
@@ -133,7 +133,7 @@ async def test_the_trainer_goes_above_a_generation_that_was_nobodys(setting: Set
                 await publisher.close()
 
 
-async def test_a_trainer_whose_epoch_is_over_does_not_go_above(setting: Setting) -> None:
+async def test_trainer_of_an_old_epoch_does_not_go_above(setting: Setting) -> None:
     with in_thread(engine()) as url:
         async with EngineClient() as client:
             later, former = (BroadcastPublisher(client, bucket_bytes=128) for _ in range(2))
@@ -151,7 +151,7 @@ async def _joined_elsewhere(client: EngineClient, url: str, setting: Setting, *,
     setting.trainer = await setting.met(generation, client.init_process_group(url, setting.joining(generation)))
 
 
-def test_the_numbers_that_an_engine_tells_reach_the_client() -> None:
+def test_generation_and_epoch_in_a_rejection_reach_the_client() -> None:
     error = StaleGeneration("no", known={"generation": 7, "epoch": 2})
     assert from_wire(409, error.to_wire()).known == {"generation": 7, "epoch": 2}
     for told in (None, [], "x", {"generation": "7", "epoch": None}):

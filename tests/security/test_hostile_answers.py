@@ -1,4 +1,4 @@
-"""Answers that are meant to break, stall or deceive a verifier: each gets a verdict in time, and no failure is a 0."""
+"""Answers that try to break, stall or deceive a verifier: each gets a verdict in time, and no failure scores 0."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.patience import PATIENCE_S
 
 GROUP = 8
 COUNTS = [pytest.param(100, id="100"), pytest.param(1000, id="1000", marks=pytest.mark.slow)]
-#: Of `hostile_texts`, those on which math-verify computes for ever: powers of powers, factorials of factorials.
+#: Indices in `hostile_texts` on which math-verify computes forever: powers of powers, factorials of factorials.
 ENDLESS = (5, 7, 8)
-#: A busy machine starts and kills processes when it can.
+#: Seconds; a busy machine starts and kills processes slowly.
 DEADLINE_S = 1.0
 PROBLEM = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="x+1")
 
@@ -38,7 +38,7 @@ async def judging(**keys: object) -> AsyncIterator[GroupVerifier]:
 
 
 async def judged(verifier: GroupVerifier, problem: Problem, texts: Sequence[str]) -> list[Judgement]:
-    """The texts as groups, one after the other."""
+    """Judge the texts as groups, one after another."""
     found: list[Judgement] = []
     for begin in range(0, len(texts), GROUP):
         found += await verifier.judge(problem, [SampledAnswer(text) for text in texts[begin : begin + GROUP]])
@@ -46,7 +46,7 @@ async def judged(verifier: GroupVerifier, problem: Problem, texts: Sequence[str]
 
 
 def assert_no_failure_is_a_zero(found: Sequence[Judgement]) -> None:
-    """Whatever is scored was judged; whatever can be told can be written down."""
+    """Assert that scores exist only for judged answers, and that every verdict can be encoded."""
     for verdict, _ in found:
         assert verdict.outcome.is_judgement or verdict.reward == 0.0
         assert verdict.outcome is not Outcome.CORRECT
@@ -58,7 +58,7 @@ def assert_no_failure_is_a_zero(found: Sequence[Judgement]) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_the_math_verifier_judges_or_says_that_it_could_not(count: int) -> None:
+async def test_math_verifier_judges_or_reports_failure(count: int) -> None:
     texts = hostile_texts(count)
     async with judging() as verifier:
         await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")])
@@ -70,13 +70,13 @@ async def test_the_math_verifier_judges_or_says_that_it_could_not(count: int) ->
         Outcome.TIMEOUT,
         Outcome.WRONG,
         Outcome.VERIFIER_ERROR,
-    }  # by the processor time it was given
+    }  # by the processor time that it was given
     ours = [j.verdict.reason for j in found if j.verdict.outcome is Outcome.VERIFIER_ERROR]
     assert not [reason for reason in ours if "did not start" in reason]
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_reasoning_gym_judges_or_says_that_it_could_not(count: int) -> None:
+async def test_reasoning_gym_judges_or_reports_failure(count: int) -> None:
     source = open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0)
     async with judging(verifier="reasoning_gym", verifier_timeout_s=PATIENCE_S) as verifier:
         found = await judged(verifier, source.problem(0), [f"\x7f{text}" for text in hostile_texts(count)])
@@ -85,7 +85,7 @@ async def test_reasoning_gym_judges_or_says_that_it_could_not(count: int) -> Non
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_a_users_function_fails_on_its_own(count: int, tmp_path: Path) -> None:
+async def test_failing_user_function_affects_its_answer_only(count: int, tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text(
         "def score(completion, answer):\n"
@@ -103,7 +103,7 @@ async def test_a_users_function_fails_on_its_own(count: int, tmp_path: Path) -> 
     assert outcomes.count(Outcome.WRONG) == count * 17 // 20
 
 
-async def test_an_ordinary_group_is_done_while_a_hostile_one_still_stalls() -> None:
+async def test_ordinary_group_finishes_while_a_hostile_one_stalls() -> None:
     other = Problem(problem_id="d:2", domain="d", messages=PROBLEM.messages, ground_truth="x+2")
     async with judging(verifier_timeout_s=PATIENCE_S) as verifier:
         await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")] * GROUP)

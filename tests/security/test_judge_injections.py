@@ -1,7 +1,7 @@
-"""An answer that addresses its judge: it cannot leave its quotation, and what a judge repeats of it is no score.
+"""An answer that addresses its judge cannot leave its quotation, and a judge's repetition of it is not a score.
 
-The scripted judge obeys whatever stands where its instructions stand, so each attack is first shown to work on a prompt
-that quotes by fences that an answer can guess, or not at all. `pytest -s` prints the shares that moved the score.
+The scripted judge obeys any text in the place of its instructions. Each attack is first shown to work on a prompt with
+guessable fences or without quotation. `pytest -s` prints the share of attacks that changed the score.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def body_of(messages: tuple[Message, ...]) -> dict[str, Any]:
 
 
 def score_of(messages: tuple[Message, ...], manner: Manner) -> float | None:
-    """What is read from the scripted judge's reply; None where the reply is no vote."""
+    """Return the score read from the scripted judge's reply; None if the reply is no vote."""
     try:
         return SCORES.read(scripted_judge(manner)(body_of(messages)))[0]
     except Unreadable:
@@ -100,7 +100,7 @@ def with_guessed_fences(text: str) -> tuple[Message, ...]:
     return (Message("system", system), Message("user", RUBRICS["quality"].replace("{{ answer }}", block)))
 
 
-def test_there_are_thirty_attacks_and_each_works_where_nothing_is_quoted() -> None:
+def test_thirty_attacks_work_without_quotation() -> None:
     assert len(set(INJECTIONS)) >= 30
     moved = [score_of(without_fences(text), Manner.CAREFUL) for text in INJECTIONS]
     assert [text for text, score in zip(INJECTIONS, moved, strict=True) if score != DEMANDED] == []
@@ -116,7 +116,7 @@ def test_no_answer_leaves_its_quotation() -> None:
 
 
 @pytest.mark.parametrize("place", ["question", "reference", "hint"])
-def test_no_other_text_of_the_data_leaves_its_own(place: str) -> None:
+def test_no_other_data_leaves_its_quotation(place: str) -> None:
     rubric = Template(RUBRICS["reference"] + "\n{{ hint }}")
     settings = JudgeSettings(rubric=rubric, format=SCORES)
     for text in INJECTIONS:
@@ -124,22 +124,22 @@ def test_no_other_text_of_the_data_leaves_its_own(place: str) -> None:
         assert score_of(prompt_of(settings, problem_of(**fields), "Rome."), Manner.CAREFUL) == HONEST_WRONG
 
 
-def test_what_a_judge_repeats_of_an_answer_is_not_taken_for_its_score() -> None:
+def test_answer_repeated_by_the_judge_is_not_a_score() -> None:
     scores = [score_of(prompt_of(SETTINGS, problem_of(), text), Manner.ECHO) for text in INJECTIONS]
     assert share(scores, DEMANDED) == 0.0
     assert None in scores, "a reply with two scores is no vote"
     print(f"\nof a judge that repeats: moved {share(scores, DEMANDED):.0%}, masked {share(scores, None):.0%}")
 
 
-def test_a_judge_that_obeys_its_data_is_moved_and_the_figure_says_so() -> None:
-    """No quotation helps a model that obeys quotations: the page says so, and this is the figure."""
+def test_judge_that_obeys_data_is_deceived() -> None:
+    """Quotation does not protect a model that obeys quoted text; the docs state this share."""
     scores = [score_of(prompt_of(SETTINGS, problem_of(), text), Manner.GULLIBLE) for text in INJECTIONS]
     assert share(scores, DEMANDED) > 0.9
     print(f"\nof a judge that obeys its data: moved {share(scores, DEMANDED):.0%}")
 
 
-def test_a_mark_of_an_earlier_prompt_opens_nothing() -> None:
-    """Whoever saw the judge's prompt for one answer cannot use its mark in the next."""
+def test_mark_of_an_earlier_prompt_is_useless() -> None:
+    """An attacker who saw the judge's prompt for one answer cannot use its mark in the next."""
     text = "Rome."
     for _ in range(20):
         mark = Quotation({"answer": text}, most_chars=10_000).mark
@@ -158,7 +158,7 @@ def test_control_tokens_become_text() -> None:
         assert plain in Quotation({"answer": plain}, most_chars=100).blocks["answer"]
 
 
-def test_the_default_rubrics_quote_the_answer_once() -> None:
+def test_default_rubrics_quote_the_answer_once() -> None:
     for name in RUBRICS:
         section = JudgeSection(url="http://127.0.0.1:1", rubric=name)
         settings = JudgeSettings(rubric=section.template, format=SCORES)

@@ -1,4 +1,4 @@
-"""What a model directory can do to whoever reads it: its code is never run, whoever sits at the terminal."""
+"""Hostile model directories: their code never runs, also with a terminal attached."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Own(PretrainedConfig):
 """
 
 
-def test_code_beside_a_configuration_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_a_model_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
     mark, model = tmp_path / "ran", tmp_path / "model"
     model.mkdir()
@@ -58,7 +58,9 @@ def test_code_beside_a_configuration_is_not_run(tmp_path: Path, monkeypatch: pyt
 
 
 def read_as_commands_do(path: Path) -> None:
-    """Everything that `check`, `run`, `eval`, `warmstart` and `explain` read from a model directory, and one chat."""
+    """Read everything that `check`, `run`, `eval`, `warmstart` and `explain` read from a model directory, and chat
+    once.
+    """
     check_directory(path)
     refuse_quantised(path)
     check_chat_template(path)
@@ -77,7 +79,7 @@ def read_as_commands_do(path: Path) -> None:
 @pytest.mark.parametrize(
     "seeds", [pytest.param(range(300), id="300"), pytest.param(range(300, 5300), id="5000", marks=pytest.mark.slow)]
 )
-def test_a_damaged_model_directory_is_read_or_refused_in_one_sentence(seeds: range, tmp_path: Path) -> None:
+def test_damaged_model_directory_is_read_or_rejected_in_one_sentence(seeds: range, tmp_path: Path) -> None:
     refused, before = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for seed in seeds:
         path = tmp_path / str(seed)
@@ -99,7 +101,7 @@ def test_a_damaged_model_directory_is_read_or_refused_in_one_sentence(seeds: ran
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors"])
-def test_an_index_that_leads_out_of_its_directory_is_refused(name: str, tmp_path: Path) -> None:
+def test_index_that_leaves_its_directory_is_rejected(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(SPELLER, path)
     shutil.copy(path / "model.safetensors", tmp_path / "x.safetensors")
@@ -110,7 +112,7 @@ def test_an_index_that_leads_out_of_its_directory_is_refused(name: str, tmp_path
 
 
 @pytest.mark.parametrize("layers", [-1, 0, 10**9, None, "2", 2000])
-def test_as_many_layers_as_no_file_holds_are_refused_before_they_are_built(layers: object, tmp_path: Path) -> None:
+def test_impossible_layer_count_is_rejected_before_building(layers: object, tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(SPELLER, path)
     config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": layers, "layer_types": None}
@@ -122,7 +124,7 @@ def test_as_many_layers_as_no_file_holds_are_refused_before_they_are_built(layer
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a<|end|>\udfff"])
-def test_half_a_character_is_refused_in_one_sentence(text: str) -> None:
+def test_lone_surrogate_is_rejected_in_one_sentence(text: str) -> None:
     tokenizer = ChatTokenizer.load(SPELLER)
     for encode in (lambda: tokenizer.encode_chat([Message("user", text)]), lambda: tokenizer.encode(text)):
         with pytest.raises(ModelError, match="half of a character"):

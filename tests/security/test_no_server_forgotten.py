@@ -1,6 +1,6 @@
-"""Every application that the product makes is attacked by the tests of this folder; none is served past the gate.
+"""Every application of the product is attacked by the tests of this folder, and served only behind the gate.
 
-Found from the sources: a server that somebody adds fails here until `servers.application` makes it.
+Applications are found in the sources: a new server fails here until `servers.application` builds it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import pytest
 from tests.architecture.tree import Module, project
 from tests.security.servers import SERVERS, application
 
-#: What the project may be reached by: benchmarks are started by hand, and by nobody else.
+#: Code that serves a product; benchmarks are excluded because only developers start them.
 PRODUCT = ("inference_contract/", "trainer_contract/", "pipelinerl/", "launch/")
-#: The one place that serves.
+#: The only module that serves.
 SERVES = "pipelinerl/system/http_service.py"
-#: Calls that make an application, and calls and modules that serve one by ways of their own.
+#: Calls that build an application, and calls and modules that serve one without the gate.
 MAKES = frozenset({"FastAPI", "Starlette", "Litestar", "Quart", "Flask", "make_asgi_app", "make_wsgi_app"})
 OTHER_WAYS = frozenset(
     {"start_server", "start_http_server", "start_wsgi_server", "make_server", "HTTPServer", "ThreadingHTTPServer",
      "TCPServer", "ThreadingTCPServer", "AppRunner", "run_app", "create_asgi_server"}
 )  # fmt: skip
 OTHER_MODULES = ("uvicorn", "hypercorn", "http.server", "socketserver", "wsgiref", "xmlrpc.server", "aiohttp.web")
-#: Serve otherwise: a connection's bounds stand before the one server; the conformance kit's weights are served for as
-#: long as the engine under test pulls them.
+#: Modules that may serve without it: the connection limits in front of the server, and the conformance kit, which
+#: serves weights while the engine under test pulls them.
 MAY = frozenset({SERVES, "pipelinerl/system/connection.py", "inference_contract/conformance/weight_server.py"})
 
-#: The gateway has a key for each episode in place of a token; `tests/environments/test_gateway.py` attacks it.
+#: The gateway has a key per episode instead of a token; `tests/environments/test_gateway.py` attacks it.
 ATTACKED_ELSEWHERE = frozenset({"pipelinerl/environments/gateway.py"})
 
 
 def calls(module: Module) -> Iterator[str]:
-    """The last words of what is called."""
+    """Yield the last name of each call."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call):
             match node.func:
@@ -48,7 +48,7 @@ def makes_an_application(module: Module) -> bool:
 
 
 def other_ways(modules: Iterable[Module]) -> Iterator[str]:
-    """Who serves what no gate and no bound stands before."""
+    """Yield modules that serve without gate and limits."""
     for module in (each for each in modules if each.path not in MAY):
         for name in sorted(OTHER_WAYS.intersection(calls(module))):
             yield f"{module.path} calls {name}: serve by {SERVES}, which bounds connections and asks for the token"
@@ -62,7 +62,7 @@ def product() -> list[Module]:
 
 
 def modules_of(app: Any) -> set[str]:
-    """The files in which what answers its routes is defined, the one that makes it among them."""
+    """Return the files that define an application and its routes."""
     endpoints = (getattr(route, "endpoint", None) for route in app.routes)
     return {f"{getattr(endpoint, '__module__', '').replace('.', '/')}.py" for endpoint in endpoints}
 
@@ -79,19 +79,19 @@ def test_every_application_is_attacked(tmp_path: Path) -> None:
     assert not forgotten, f"tests/security/servers.py makes none of {forgotten}: add it to SERVERS and application"
 
 
-def test_nothing_is_served_past_the_gate() -> None:
+def test_everything_is_served_behind_the_gate() -> None:
     assert not (found := list(other_ways(product()))), "\n".join(found)
     assert {module.path for module in product()} >= MAY, "no exception outlives its file"
 
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_every_application_has_the_gate(server: str, tmp_path: Path) -> None:
-    """`guard` notes it; `serve_until` serves what has no token on loopback alone."""
+    """`guard` marks an application; `serve_until` serves one without a token on loopback only."""
     guarded: Any = application(server, tmp_path)
     assert guarded.state.guarded is True
 
 
-def test_a_server_that_is_added_would_be_found() -> None:
+def test_new_server_would_be_found() -> None:
     page = Module("pipelinerl/page.py", "import fastapi\napp = fastapi.FastAPI()\n")
     assert makes_an_application(page) and not makes_an_application(Module("pipelinerl/a.py", "FastAPI = None\n"))
     metrics = Module("pipelinerl/metrics.py", "from prometheus_client import start_http_server\nstart_http_server(9)\n")

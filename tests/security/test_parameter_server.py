@@ -1,4 +1,4 @@
-"""What who has the token can say to a parameter server: whatever it is, the answer is a sentence and no failure."""
+"""Hostile requests with a valid token to a parameter server: the answer is a sentence, never a failure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ask(url: str, method: str, path: str, headers: dict[str, Any] | None = None,
 @pytest.mark.parametrize(
     "named", ["bytes 0-{}/4000", "bytes {}-{}/4000", "bytes {}-1/4000", "bytes -{}/4000", "{}", "bytes \u0661-2/4000"]
 )
-def test_ranges_of_five_thousand_digits(url: str, named: str) -> None:
+def test_range_of_five_thousand_digits_is_rejected(url: str, named: str) -> None:
     header = named.replace("{}", "9" * 5000).encode()
     for method, name in (("PUT", "content-range"), ("GET", "range")):
         answer = ask(url, method, "/weights/1/1", {name: header}, content=b"x" if method == "PUT" else b"")
@@ -43,7 +43,7 @@ def test_ranges_of_five_thousand_digits(url: str, named: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["9" * 5000, "1e9", "-1", "\u0661", "1_0"])
-def test_versions_that_are_no_numbers(url: str, key: str) -> None:
+def test_version_that_is_no_number_is_rejected(url: str, key: str) -> None:
     for path in (f"/weights/{key}/1", f"/weights/1/{key}", f"/versions/1/{key}"):
         assert 400 <= ask(url, "GET", path).status_code < 500
 
@@ -52,14 +52,14 @@ def test_versions_that_are_no_numbers(url: str, key: str) -> None:
     "source",
     ["http://[::1", "http://host:99999", "http://" + "a" * 64 + ".lab", "http://a..b", "http://host:0", "http://[x]"],
 )
-def test_sources_that_cannot_be_looked_up(url: str, source: str) -> None:
+def test_source_that_cannot_be_resolved_is_rejected(url: str, source: str) -> None:
     order = {"source": source, "digest": "0", "whole": "0", "timeout_s": 1.0}
     answer = ask(url, "POST", "/versions/1/1/copy", json=order)
     assert answer.status_code == 422 and answer.json()["error"]["param"] == "source"
 
 
-def test_a_put_that_trickles_is_cut_off(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte just before each time-out would hold the version's memory for as long as one likes."""
+def test_trickling_put_is_cut_off(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a byte just before each timeout would hold a version's memory forever."""
     monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.6)
     head = f"PUT /weights/1/1 HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\nauthorization: Bearer {TOKEN}\r\n\r\n"
     began = time.monotonic()

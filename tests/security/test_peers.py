@@ -1,6 +1,6 @@
-"""Peers of the weight group that announce the one and do the other: the update fails, and the old weights serve on.
+"""Peers of the weight group that announce one thing and do another: the update fails, and the old weights serve.
 
-What rank 0 does is drawn from a seed, and a failure names the case.
+The actions of rank 0 come from a seed; a failure names the case.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PIECES = LAYOUT.pieces(BUCKET_BYTES)
 AGREEMENT = LAYOUT.agreement(BUCKET_BYTES).encode()
 
 Draw = np.random.Generator
-#: What is announced, and the bytes of each piece that is sent then; None stands for leaving.
+#: The announcement, and the bytes of each piece sent after it; None means leaving.
 Attack = tuple[bytes | None, list[bytes | None]]
 
 
@@ -87,7 +87,7 @@ ATTACKS: tuple[Callable[[Draw], Attack], ...] = (
 
 
 class Peers:
-    """An engine's receiver whose endpoint is in a process of its own, and rank 0, which is this process."""
+    """An engine's receiver whose group endpoint runs in its own process; this test process is rank 0."""
 
     def __init__(self) -> None:
         self.setting = Setting()
@@ -106,11 +106,11 @@ class Peers:
         patience_s: float = PATIENCE_S,
         sends_s: float = PATIENCE_S,
     ) -> UpdateStatus:
-        """A whole update as rank 0 means it; raises what it fails with.
+        """Run a whole update from rank 0's side; raise the error with which it fails.
 
         Args:
-            patience_s: the engine's.
-            sends_s: rank 0's for each piece. Gloo may miss that the peer has died while it sends, and waits so long.
+            patience_s: the engine's timeout.
+            sends_s: rank 0's timeout per piece; gloo may miss that a peer died during a send, and then waits this long.
         """
         self.generation, self.version = self.generation + 1, self.version + 1
         joined = self.setting.receiver.init_process_group(self.setting.joining(self.generation, timeout_s=PATIENCE_S))
@@ -127,7 +127,7 @@ class Peers:
     def _send(self, rank_0: Collective, announced: bytes | None, pieces: list[bytes | None], patience_s: float) -> None:
         if announced is not None:
             rank_0._store.set(KEY, announced)
-        with suppress(UpdateError, DeadlineError):  # the engine has had enough
+        with suppress(UpdateError, DeadlineError):  # the engine has left
             for piece in pieces:
                 if piece is None:
                     rank_0.close()
@@ -146,7 +146,7 @@ def peers() -> Iterator[Peers]:
 
 
 async def answered(peers: Peers, cases: range) -> Counter[str]:
-    """What each of these cases came to; an honest update now and then shows that the next is taken again."""
+    """Return the outcomes of these cases; occasional honest updates show that the engine still accepts one."""
     target, ended = peers.setting.target, Counter[str]()
     assert await peers.updated(AGREEMENT, _honest()) is UpdateStatus.COMMITTED
     for case in cases:
@@ -167,7 +167,7 @@ async def answered(peers: Peers, cases: range) -> Counter[str]:
     return ended
 
 
-async def test_whatever_a_peer_sends_the_old_weights_serve_on(peers: Peers) -> None:
+async def test_old_weights_serve_after_any_peer(peers: Peers) -> None:
     ended = await answered(peers, range(14))
     assert ended.pop("honest") == 1 and sum(ended.values()) == 14
     assert {"longer: peer_lost", "other_bytes: digest_mismatch", "other_announcement: peer_lost"} <= ended.keys()
@@ -182,13 +182,13 @@ async def test_many_peers(part: int, peers: Peers, capsys: pytest.CaptureFixture
         print(f"\nhostile peers, part {part + 1} of 5: {dict(ended)}")
 
 
-async def test_the_process_that_forks_them_is_killed_and_the_next_group_forms_all_the_same(peers: Peers) -> None:
+async def test_next_group_forms_after_the_forking_process_is_killed(peers: Peers) -> None:
     peers.nursery.kill()
     peers.nursery.wait()
     assert await peers.updated(AGREEMENT, _honest()) is UpdateStatus.COMMITTED
 
 
-def test_gpus_and_engines_with_a_way_of_their_own_are_refused(peers: Peers) -> None:
+def test_gpus_and_engines_with_their_own_receiver_are_rejected(peers: Peers) -> None:
     assert peers.endpoints.reaches(Backend.GLOO, BYTES) and not peers.endpoints.reaches(Backend.NCCL, BYTES)
     with pytest.raises(
         ModelError, match=r"vLLM engine receives weights in its own way, got engine\.receiver=own_process"
@@ -196,7 +196,7 @@ def test_gpus_and_engines_with_a_way_of_their_own_are_refused(peers: Peers) -> N
         vllm_engine(engine_options(receiver=Receiver.OWN_PROCESS))
 
 
-def test_a_recipe_chooses_which_process_is_in_the_group() -> None:
+def test_recipe_chooses_the_receiving_process() -> None:
     assert endpoints_of(engine_options()) is IN_PROCESS
     chosen = endpoints_of(engine_options(receiver=Receiver.OWN_PROCESS))
     assert isinstance(chosen, OwnProcess)

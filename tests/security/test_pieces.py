@@ -1,4 +1,4 @@
-"""Pieces of another length than agreed, and PREPAREs that nothing follows: refused, and in nobody's way."""
+"""Pieces of the wrong length and PREPAREs without a broadcast are rejected and block nothing."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ async def setting() -> Setting:
     return Setting()
 
 
-async def test_pieces_of_another_length_are_refused_before_the_first(setting: Setting) -> None:
-    """Gloo throws in a thread of its own when a piece is longer than its receiver expects: the process would end."""
+async def test_wrong_piece_lengths_are_rejected_before_the_first_piece(setting: Setting) -> None:
+    """Gloo throws in its own thread if a piece is longer than the receiver expects, which would end the process."""
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, pieces_key=KEY)
     sender, group = WeightSender(LAYOUT, lambda: iter(ARRAYS.items()), 128), setting.trainer
@@ -41,7 +41,7 @@ async def test_pieces_of_another_length_are_refused_before_the_first(setting: Se
     assert not setting.target.current.any() and not setting.target.finished
 
 
-async def test_another_manifest_of_the_same_version_is_not_taken_for_a_repetition(setting: Setting) -> None:
+async def test_other_manifest_of_the_same_version_is_no_repetition(setting: Setting) -> None:
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64)
     assert await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, timeout_s=9.0) is UpdateStatus.PREPARED
@@ -50,8 +50,8 @@ async def test_another_manifest_of_the_same_version_is_not_taken_for_a_repetitio
             await setting.phase(UpdatePhase.PREPARE, **{"bucket_bytes": 64, **other})
 
 
-async def test_a_prepare_that_nothing_follows_ends_within_moments(setting: Setting) -> None:
-    """It is in no collective yet, so that nobody has to leave for it to end."""
+async def test_prepare_without_a_broadcast_ends_soon(setting: Setting) -> None:
+    """The engine has entered no collective yet, so that no peer has to leave first."""
     await setting.join(1)
     await setting.phase(UpdatePhase.PREPARE, pieces_key=KEY, timeout_s=PATIENCE_S)
     began, old = time.monotonic(), setting.trainer
@@ -63,7 +63,7 @@ async def test_a_prepare_that_nothing_follows_ends_within_moments(setting: Setti
 
 
 class _Deaf(Recording):
-    """Of its engines, those in `lost` never hear PREPARE."""
+    """A recording whose engines in `lost` never receive PREPARE."""
 
     lost: frozenset[str] = frozenset()
 
@@ -74,8 +74,8 @@ class _Deaf(Recording):
         return await super().request_weight_update(url, request)
 
 
-async def test_a_prepare_that_never_comes_costs_the_others_nothing() -> None:
-    """In gloo's tree they would wait for that engine, which waits for nobody: a third of the publication's time."""
+async def test_lost_prepare_delays_no_other_engine() -> None:
+    """In gloo's tree, other engines would wait for that engine for a third of the publication's time."""
     with in_thread(engine()) as first, in_thread(engine()) as second, in_thread(engine()) as third:
         urls = [first, second, third]
         async with EngineClient() as client:

@@ -1,4 +1,4 @@
-"""What one client's text can do to the others of an engine: nothing. Its length is looked at before its tokens are."""
+"""One client's text cannot delay the other clients of an engine: its length is checked before it is tokenised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTEXT: Final = VersionRunner.context_length
 
 
 class SlowTokenizer:
-    """Is done with a text when it may be, as a real one with megabytes some day, and counts them."""
+    """Tokenizer that finishes a text on command, as slowly as a real one with megabytes, and counts texts."""
 
     def __init__(self) -> None:
         self.texts = 0
@@ -62,7 +62,7 @@ def asked(*contents: str) -> ChatCompletionRequest:
 
 
 @pytest.mark.parametrize("contents", [("a" * 4_000_000,), ("a" * 20_000,) * 2, ("a",) * 100_000])
-async def test_what_cannot_fit_is_refused_before_it_is_tokenised(
+async def test_text_that_cannot_fit_is_rejected_before_tokenising(
     served: tuple[BatchingEngine, SlowTokenizer], contents: tuple[str, ...]
 ) -> None:
     engine, tokenizer = served
@@ -75,7 +75,9 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenised(
     assert tokenizer.texts == 0
 
 
-async def test_others_go_on_while_a_long_text_is_tokenised(served: tuple[BatchingEngine, SlowTokenizer]) -> None:
+async def test_other_requests_continue_while_a_long_text_is_tokenised(
+    served: tuple[BatchingEngine, SlowTokenizer],
+) -> None:
     engine, tokenizer = served
     long = asyncio.create_task(engine.complete(asked("a" * 10_000)))
     while not tokenizer.texts:
@@ -86,7 +88,7 @@ async def test_others_go_on_while_a_long_text_is_tokenised(served: tuple[Batchin
     assert (await long).choices
 
 
-async def test_an_engine_closes_with_a_text_at_work(served: tuple[BatchingEngine, SlowTokenizer]) -> None:
+async def test_engine_closes_while_a_text_is_tokenised(served: tuple[BatchingEngine, SlowTokenizer]) -> None:
     engine, tokenizer = served
     asking = [asyncio.create_task(engine.complete(asked("a"))) for _ in range(3)]
     while not tokenizer.texts:

@@ -1,4 +1,4 @@
-"""What who has the Redis password can write into the streams: it ends in the dead letters, and ends nobody."""
+"""Hostile entries from a holder of the Redis password end in the dead letters and crash no process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.controller.service.test_service import Probe, Running, running, step
 from tests.controller.world import ENGINE, controller
 from tests.fakes.rollouts import group
 
-#: A text of one byte that is no UTF-8, in the place of a name of one letter.
+#: A one-byte text that is invalid UTF-8, in place of a one-letter name.
 NO_TEXT = encode(GroupFailed(order_id="x", index=1, purpose="training", reason="\u20ac")).replace(
     b"\xe2\x82\xac", b"\xff\xff\xff"
 )
@@ -50,13 +50,13 @@ async def run(tmp_path: Path) -> AsyncIterator[Running]:
 
 
 @pytest.mark.parametrize("payload", [NO_TEXT, DEEP, b"", b"\xc1", b"\x00" * 100])
-def test_bytes_that_are_no_message_are_a_decode_error(payload: bytes) -> None:
+def test_bytes_that_are_no_message_raise_a_decode_error(payload: bytes) -> None:
     for decode in (decode_report, decode_directive):
         with pytest.raises(msgspec.DecodeError):
             decode(payload)
 
 
-def test_a_record_whose_names_are_no_text_is_a_record_error() -> None:
+def test_record_with_invalid_utf8_names_raises_a_record_error() -> None:
     record = _seal(Kind.ORDER, {"order_id": "aaaa"})
     header = msgspec.msgpack.encode({"order_id": "aaaa"}).replace(b"aaaa", b"\xff" * 4)
     with pytest.raises(RecordError):
@@ -72,12 +72,12 @@ def _sealed(kind: Kind, header: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("index", [-1, 2**53, 2**62])
-def test_a_group_with_an_index_of_no_order_is_a_record_error(index: int) -> None:
+def test_group_index_without_an_order_raises_a_record_error(index: int) -> None:
     with pytest.raises(RecordError, match="index"):
         decode_group(encode_group(dataclasses.replace(group(1), index=index)))
 
 
-def test_a_group_of_impossible_versions_is_a_record_error() -> None:
+def test_group_with_impossible_versions_raises_a_record_error() -> None:
     whole = group(1)
     for change in ({"model_version": -1}, {"model_version": 2**60}):
         turn = whole.rollouts[0].turns[0]
@@ -87,7 +87,7 @@ def test_a_group_of_impossible_versions_is_a_record_error() -> None:
             decode_group(encode_group(dataclasses.replace(whole, rollouts=(rollout, *whole.rollouts[1:]))))
 
 
-async def test_a_trainer_reads_on_behind_what_nobody_ordered() -> None:
+async def test_trainer_skips_groups_without_an_order() -> None:
     stream = MemoryStream()
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)
     await reader.start()
@@ -101,7 +101,7 @@ async def test_a_trainer_reads_on_behind_what_nobody_ordered() -> None:
     assert await stream.length(DEAD_LETTERS) == 4
 
 
-async def test_reports_of_hostile_bytes_and_numbers_end_no_controller(run: Running) -> None:
+async def test_hostile_reports_do_not_end_the_controller(run: Running) -> None:
     await run.start()
     forged = [
         OrdersEnded(epoch=1, model_version=0, consumed=ConsumedReport(trained=1, beyond=[2**62])),
@@ -113,7 +113,7 @@ async def test_reports_of_hostile_bytes_and_numbers_end_no_controller(run: Runni
     assert run.stream_length(DEAD_LETTERS) == 4
 
 
-async def test_a_bad_entry_among_the_prompts_keeps_no_controller_from_coming_back(tmp_path: Path) -> None:
+async def test_controller_restarts_despite_a_bad_prompt_entry(tmp_path: Path) -> None:
     before, stream = controller(), MemoryStream()
     before.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     await (await Journal.begin(stream)).snapshot(before.state)
@@ -132,7 +132,7 @@ def _there(found: Any) -> Any:
 
 
 @pytest.mark.parametrize("entry", [NO_TEXT, DEEP, b"", b"nothing"])
-async def test_a_journal_that_cannot_be_read_tells_no_story(entry: bytes) -> None:
+async def test_unreadable_journal_is_ignored(entry: bytes) -> None:
     stream = MemoryStream()
     journal = await Journal.begin(stream)
     await journal.snapshot(controller().state)
@@ -144,7 +144,7 @@ async def test_a_journal_that_cannot_be_read_tells_no_story(entry: bytes) -> Non
     "body",
     [b'{"j": 1' + b"0" * 30 + b"}", b'{"j": 1' + b"0" * 30 + b', "preset": "rlax"}', b'{"k": 1' + b"0" * 400 + b"}"],
 )
-async def test_a_knob_that_cannot_be_recorded_is_not_turned(run: Running, body: bytes) -> None:
+async def test_knob_that_cannot_be_journaled_is_not_changed(run: Running, body: bytes) -> None:
     before = run.controller.state.knobs
     transport = httpx.ASGITransport(create_api(run.service, token=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -153,16 +153,16 @@ async def test_a_knob_that_cannot_be_recorded_is_not_turned(run: Running, body: 
     assert run.controller.state.knob_log == []
 
 
-async def test_who_turned_a_knob_is_a_name_and_no_book(run: Running) -> None:
-    """It is kept in the journal, in every snapshot and in the event log."""
+async def test_author_of_a_knob_change_is_limited_in_length(run: Running) -> None:
+    """The author is stored in the journal, in every snapshot and in the event log."""
     transport = httpx.ASGITransport(create_api(run.service, token=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         refused = await http.patch("/knobs", json={"j": 2}, headers={"x-who": "a" * 129})
     assert refused.status_code == 422 and run.controller.state.knob_log == []
 
 
-async def test_half_a_character_is_not_a_name(run: Running) -> None:
-    """JSON can spell half a surrogate pair, which nothing can be written with."""
+async def test_lone_surrogate_is_no_author(run: Running) -> None:
+    """JSON can contain a lone surrogate, which cannot be encoded as UTF-8."""
     transport = httpx.ASGITransport(create_api(run.service, token=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         headers = {"content-type": "application/json"}

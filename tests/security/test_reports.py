@@ -1,4 +1,4 @@
-"""Reports that nobody can have meant: dead letters, of which the state keeps no trace, and which end no controller."""
+"""Impossible reports become dead letters; they leave no trace in the state and end no controller."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def account(**fields: Any) -> OrdersEnded:
     ],
     ids=lambda forged: str(forged)[:40],
 )
-async def test_a_wrong_account_ends_no_controller_and_no_successor(run: Running, forged: ControlMessage) -> None:
+async def test_wrong_account_ends_no_controller_and_no_successor(run: Running, forged: ControlMessage) -> None:
     await run.start()
     await run.tell(step(1))
     before = msgspec.msgpack.encode(run.controller.state.account)
@@ -83,7 +83,7 @@ async def test_a_wrong_account_ends_no_controller_and_no_successor(run: Running,
     assert forged not in [one.report for one in given if isinstance(one, ReportReceived)]
 
 
-async def test_an_answer_to_no_question_ends_no_evaluation(tmp_path: Path) -> None:
+async def test_answer_without_a_question_ends_no_evaluation(tmp_path: Path) -> None:
     async with running(tmp_path, evaluation_problems=3) as run:
         await run.start()
         evaluation = run.controller.state.evaluations.current
@@ -97,8 +97,8 @@ async def test_an_answer_to_no_question_ends_no_evaluation(tmp_path: Path) -> No
         assert run.controller.state.evaluations.current is evaluation and evaluation.answers == {}
 
 
-async def test_a_decision_that_breaks_off_leaves_nothing_of_itself(run: Running) -> None:
-    """Whatever was thought of above: a report on which the controller stumbles is put aside, half a decision undone."""
+async def test_failed_decision_is_rolled_back(run: Running) -> None:
+    """An unforeseen report on which a decision fails is put aside, and the partial decision is undone."""
     await run.start()
     decide = run.controller.decide
 
@@ -117,7 +117,7 @@ async def test_a_decision_that_breaks_off_leaves_nothing_of_itself(run: Running)
 
 
 def _hostile(draw: random.Random, kind: Any) -> Any:
-    """A value of a field's type, as somebody would have it who wants to break what reads it."""
+    """Return a hostile value of a field's type."""
     if kind is int:
         return draw.choice(_NUMBERS)
     if kind is float:
@@ -147,14 +147,14 @@ def _message(draw: random.Random, kind: Any) -> Any:
     drawn = {field.name: _hostile(draw, field.type) for field in fields}
     if "epoch" in drawn and draw.random() < 0.7:
         drawn["epoch"] = 1
-    if kind is ConsumedReport and draw.random() < 0.5:  # one that balances, at least
+    if kind is ConsumedReport and draw.random() < 0.5:  # a report that balances, at least
         frontier = draw.randrange(0, 12)
         drawn = {"trained": frontier, "frontier": frontier}
     return kind(**drawn)
 
 
-async def test_no_report_makes_the_controller_stumble(run: Running) -> None:
-    """Two thousand of every kind, as hostile as their types allow: refused, or decided on. Seed 0."""
+async def test_no_report_makes_the_controller_fail(run: Running) -> None:
+    """Two thousand reports of every kind, as hostile as their types allow, are rejected or decided. Seed 0."""
     await run.start()
     await run.tell(step(1))
     draw, controller = random.Random(0), run.controller
@@ -171,8 +171,8 @@ async def test_no_report_makes_the_controller_stumble(run: Running) -> None:
     assert min(refused, decided) > 300, (refused, decided)
 
 
-async def test_the_order_of_a_group_that_cannot_be_read_has_failed() -> None:
-    """It would be in flight until nothing else is left to train on."""
+async def test_order_of_an_unreadable_group_has_failed() -> None:
+    """Otherwise the order would stay in flight until nothing else is left to train on."""
     stream = MemoryStream()
     reader = RolloutReader(stream, offsets={}, rescan_s=0.0, frontier=lambda: 7)
     await reader.start()

@@ -1,4 +1,4 @@
-"""Where a recipe's password goes, and where it does not: only what its owner alone may read has it."""
+"""A recipe's password reaches only files that their owner alone may read."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ URLS = [
 
 
 def with_streams(url: str) -> RunConfig:
-    """The shipped recipe with these streams, as a recipe's file may have them."""
+    """Return the shipped recipe with these streams, as a recipe file may contain them."""
     return parse(to_table(load("tiny")) | {"streams": {"redis_url": url}})
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_a_report_that_everybody_may_read_has_no_password(url: str, tmp_path: Path) -> None:
+def test_public_report_has_no_password(url: str, tmp_path: Path) -> None:
     save(with_streams(url), tmp_path / "recipe.toml")
     with EventLog(tmp_path / "events.jsonl") as events:
         events.write("run_started", elapsed_s=0.0, run="tiny", knobs={})
@@ -48,7 +48,7 @@ def test_a_report_that_everybody_may_read_has_no_password(url: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_a_configuration_shows_it_to_nobody_and_saves_it_for_its_owner(url: str, tmp_path: Path) -> None:
+def test_configuration_hides_the_password_and_saves_it_for_its_owner(url: str, tmp_path: Path) -> None:
     config = with_streams(url)
     identity = Identity(
         config=config, run_dir=tmp_path, name="a", redis_url=url, controller_url="http://c", token="hunter2-token"
@@ -62,7 +62,7 @@ def test_a_configuration_shows_it_to_nobody_and_saves_it_for_its_owner(url: str,
     assert kept is not None and kept.get_secret_value() == url
 
 
-def test_a_refusal_of_an_address_does_not_repeat_it() -> None:
+def test_rejected_address_is_not_repeated_with_its_password() -> None:
     for wrong in (f"http://:{PASSWORD}@host", [f"redis://:{PASSWORD}@host"], {"url": f"redis://:{PASSWORD}@host"}):
         with pytest.raises(RecipeError) as refused:
             parse({"streams": {"redis_url": wrong}})
@@ -70,13 +70,13 @@ def test_a_refusal_of_an_address_does_not_repeat_it() -> None:
 
 
 @pytest.mark.parametrize("url", [f"http://u:{PASSWORD}@h", f"redis://127.0.0.1:port/0?password={PASSWORD}"])
-async def test_a_server_that_does_not_answer_is_named_without_it(url: str) -> None:
+async def test_unreachable_server_is_named_without_its_password(url: str) -> None:
     with pytest.raises(UserError) as refused:
         await open_stream(url, namespace="x")
     assert PASSWORD not in str(refused.value)
 
 
-def test_a_log_has_none_whoever_wrote_the_line() -> None:
+def test_log_lines_have_no_password() -> None:
     before, said = logging.getLogger().handlers[:], io.StringIO()
     try:
         configure(run="r", role="x", stream=said)
@@ -93,8 +93,8 @@ def test_a_log_has_none_whoever_wrote_the_line() -> None:
 # --- tokens and arguments ---------------------------------------------------------------------------------------------
 
 
-def test_roles_that_were_given_no_token_agree_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On loopback a server without one would answer every program of every user of the machine."""
+def test_roles_without_a_token_agree_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a server on loopback would answer every program of every user of the machine."""
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with ThreadPoolExecutor(8) as pool:
         tokens = set(pool.map(lambda _: token_of(None, tmp_path / "run"), range(8)))
@@ -105,7 +105,7 @@ def test_roles_that_were_given_no_token_agree_on_one(tmp_path: Path, monkeypatch
     assert token_of(None, tmp_path / "run") == "given"
 
 
-def test_where_no_token_can_be_left_the_choice_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_decides_where_no_token_can_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--no-token"):
@@ -115,7 +115,7 @@ def test_where_no_token_can_be_left_the_choice_is_the_users(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("spelled", [["--redis-url", URLS[0]], [f"--redis-url={URLS[0]}"]])
-def test_a_password_among_the_arguments_moves_into_the_environment(spelled: list[str]) -> None:
+def test_password_in_arguments_moves_into_the_environment(spelled: list[str]) -> None:
     moved = without_password(["python", "-m", "x", "actor", *spelled, "--name", "a"], {"HOME": "/"})
     assert moved == (
         ["python", "-m", "x", "actor", "--name", "a"],
@@ -128,8 +128,8 @@ def test_a_password_among_the_arguments_moves_into_the_environment(spelled: list
 @pytest.mark.parametrize(
     "override", ["streams.redis_url={}", 'streams.redis_url = "{}"', 'engine.servers=["{}"]', "{}"]
 )
-def test_a_change_of_the_recipe_on_a_command_line_holds_no_password(override: str, url: str) -> None:
-    """It would be in the process list as long as the process lives: of a role by --set, of `run` as a bare word."""
+def test_override_on_a_command_line_must_not_hold_a_password(override: str, url: str) -> None:
+    """It would stay in the process list while the process lives, from a role's --set or a bare word of `run`."""
     with pytest.raises(RecipeError) as refused:
         load("tiny", [override.format(url)])
     assert PASSWORD not in str(refused.value)
@@ -139,8 +139,8 @@ def test_a_change_of_the_recipe_on_a_command_line_holds_no_password(override: st
         )
 
 
-def test_a_role_is_not_seen_with_its_password(tmp_path: Path) -> None:
-    """The process list shows what the kernel keeps: of the process itself, not of what it was started as."""
+def test_process_list_does_not_show_a_roles_password(tmp_path: Path) -> None:
+    """The kernel lists the process as it runs, not as it was started."""
     command = [sys.executable, "-m", "pipelinerl.cli", "actor", "--run-dir", str(tmp_path)]
     role = subprocess.Popen([*command, "--redis-url", f"redis://:{PASSWORD}@127.0.0.1:9/0"], stderr=subprocess.DEVNULL)
     try:

@@ -1,8 +1,7 @@
-"""What a web page in a browser on the same machine can do to a server that asks for no token: nothing.
+"""A web page in a browser on the same machine can do nothing to a server without a token.
 
-A page can send GETs, and POSTs of forms and text, to any address; it cannot take the `Origin` off them. A page whose
-name is made to lead to 127.0.0.1 after it was loaded (rebinding) is of one origin with the server, and cannot take its
-name out of `Host`.
+A page can send GETs, and POSTs of forms and text, to any address, but cannot remove the `Origin`. A page whose name
+resolves to 127.0.0.1 after loading (DNS rebinding) has the server's origin, but cannot remove its name from `Host`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 from tests.security.servers import OPEN_SERVERS, TOKEN, application
 
-#: A route of each server that does something, and its method.
+#: A route of each server that changes something, and its method.
 ACTS = {
     "engine": ("POST", "/v1/chat/completions"),
     "controller": ("POST", "/stop"),
@@ -30,7 +29,7 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture(scope="module", params=OPEN_SERVERS)
 def open_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """A server without a token: its URL, and what it is."""
+    """Yield the URL and the kind of a server without a token."""
     with in_thread(application(request.param, tmp_path_factory.mktemp("run"), token=None)) as served:
         yield served, request.param
 
@@ -60,7 +59,7 @@ def ask(served: str, method: str, path: str, headers: dict[str, str], body: byte
         ({}, 415, "not_json"),
     ],
 )
-def test_a_page_makes_no_server_act(
+def test_page_cannot_make_a_server_act(
     open_server: tuple[str, str], headers: dict[str, str], status: int, code: str
 ) -> None:
     served, server = open_server
@@ -69,13 +68,13 @@ def test_a_page_makes_no_server_act(
 
 
 @pytest.mark.parametrize("headers", [{"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}])
-def test_a_page_cannot_end_a_run_without_a_body_either(headers: dict[str, str], tmp_path: Any) -> None:
+def test_page_cannot_end_a_run_without_a_body(headers: dict[str, str], tmp_path: Any) -> None:
     with in_thread(application("controller", tmp_path, token=None)) as served:
         assert ask(served, "POST", "/stop", headers).status_code == 403
         assert ask(served, "DELETE", "/engines?engine=x", headers).status_code == 403
 
 
-def test_a_page_reads_nothing_by_a_name_that_leads_here(open_server: tuple[str, str]) -> None:
+def test_page_cannot_read_through_dns_rebinding(open_server: tuple[str, str]) -> None:
     served, _ = open_server
     for path in ("/health", "/v1/models", "/knobs", "/versions"):
         assert ask(served, "GET", path, {"host": "evil.example"}).status_code == 421
@@ -93,7 +92,7 @@ def test_people_and_programs_of_this_machine_are_served(open_server: tuple[str, 
         assert answer.status_code in (400, 422), "it was read"
 
 
-def test_with_a_token_a_server_has_any_name_and_pages_of_others_are_refused_all_the_same(tmp_path: Any) -> None:
+def test_foreign_pages_are_rejected_with_a_token_under_any_host_name(tmp_path: Any) -> None:
     with in_thread(application("engine", tmp_path)) as served:
         known = {"authorization": f"Bearer {TOKEN}", "host": "engine-1.lab:8001"}
         assert ask(served, "GET", "/v1/models", known).status_code == 200

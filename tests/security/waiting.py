@@ -1,8 +1,8 @@
-"""How long others wait for a server that somebody keeps busy: `Waiting`, in a process of its own.
+"""How long clients wait for a busy server: `Waiting`, in its own process.
 
-Beside the server stands an idle one, and both are asked for `/health` at the same moments, whatever the
-process that asks the rest is doing. A *stall* is by how much the one answers later than the other, less what the kernel
-says that it kept the server ready to run while others had the cores: a machine that is merely busy makes none.
+An idle server runs beside the busy one, and both get `/health` requests at the same moments, independently of the
+process that sends the load. A *stall* is the delay of the busy server against the idle one, less the time for which the
+kernel kept the server ready without a core: a machine that is merely busy causes no stall.
 
     python -m tests.security.waiting URL IDLE_URL PID      prints its longest stalls as JSON once stdin has closed
 """
@@ -29,7 +29,7 @@ _KEPT: Final = 3
 
 @dataclass(frozen=True, slots=True, order=True)
 class Stall:
-    """How long others waited because of the server itself; from when to when, by the monotonic clock."""
+    """A delay caused by the server itself, from start to end, by the monotonic clock."""
 
     seconds: float
     waited_s: float = 0.0
@@ -39,7 +39,7 @@ class Stall:
 
 @final
 class Waiting:
-    """Beside a server with this process id, from the beginning of the block to `stalls`."""
+    """Watcher of the server with this process id, from the start of the block to `stalls`."""
 
     def __init__(self, url: str, idle_url: str, *, pid: int) -> None:
         command = [sys.executable, "-m", "tests.security.waiting", url, idle_url, str(pid)]
@@ -50,7 +50,7 @@ class Waiting:
         return self
 
     def stalls(self) -> list[Stall]:
-        """The longest ones, the longest first."""
+        """Return the longest stalls, longest first."""
         told, _ = self._process.communicate(timeout=PATIENCE_S)
         return [Stall(**stall) for stall in json.loads(told)]
 
@@ -72,7 +72,7 @@ def _watch(target: socket.socket, idle: socket.socket, pid: int) -> list[Stall]:
 
 
 def _asked(*connections: socket.socket) -> dict[socket.socket, float]:
-    """Ask at once; how long each took to answer, in seconds."""
+    """Request both at once; return the seconds that each took to answer."""
     heard, took, began = dict.fromkeys(connections, b""), dict[socket.socket, float](), time.monotonic()
     for connection in connections:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -89,12 +89,12 @@ def _asked(*connections: socket.socket) -> dict[socket.socket, float]:
 
 
 def _not_run_s(pid: int) -> float:
-    """For how long the kernel has let the main thread, which runs the event loop, wait for a core."""
+    """Return the seconds for which the main thread, which runs the event loop, waited for a core."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def main(url: str, idle_url: str, pid: int) -> None:
-    """Watch until stdin is closed, then tell."""
+    """Watch until stdin closes, then print."""
     with connect(url) as target, connect(idle_url) as idle:
         _asked(target, idle)
         print("watching", flush=True)

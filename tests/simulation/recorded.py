@@ -1,4 +1,4 @@
-"""Events of a run that never was: by known times, so that a calibration can be held to them."""
+"""Synthetic events of a run with known times, to check a calibration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_events(
     token_s: float | None = None,
     engine: EngineTimes | None = None,
 ) -> list[Event]:
-    """Steps every `period_s`; engines looked at between them, with `engine`'s busy seconds."""
+    """Return events with a step every `period_s`, and engine counters that follow from `engine`."""
     draw = random.Random(0)
     decode_steps = rows = prompts = 0
     busy_s = 0.0

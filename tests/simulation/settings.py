@@ -11,11 +11,11 @@ from pipelinerl.simulation.lengths import FixedLengths, HeavyTailedLengths
 from pipelinerl.simulation.setting import SimulatedSetting
 from pipelinerl.staleness import StalenessBounds
 
-#: 10 ms a decode step, and 0.1 ms for each row.
+#: 10 ms per decode step, and 0.1 ms for each row.
 ENGINE = EngineTimes(step_s=0.01, row_s=0.0001)
-#: An engine and a trainer that are about as fast as each other, nothing else takes time.
+#: Engine and trainer are about equally fast; everything else takes no time.
 BALANCED = Hardware(engine=ENGINE, trainer=TrainerTimes(token_s=2e-4))
-#: The same, and all else takes some.
+#: The same, but everything else takes some time.
 WHOLE = replace(
     BALANCED,
     engine=replace(ENGINE, prompt_token_s=2e-5),
@@ -39,10 +39,10 @@ _FIRST = SimulatedSetting(
 
 
 def setting(j: int = 1, k: float = 2, **changes: Any) -> SimulatedSetting:
-    """64 rollouts a step, heavy-tailed, on one engine of 64 rows."""
+    """Return a run with 64 rollouts per step, heavy-tailed, on one engine of 64 rows."""
     return replace(_FIRST, bounds=StalenessBounds(j, k), **changes)
 
 
 def fixed(tokens: int) -> FixedLengths:
-    """Every answer has so many."""
+    """Return lengths of always `tokens`."""
     return FixedLengths(tokens)

@@ -1,4 +1,4 @@
-"""A calibration finds the times that a run's events were made by."""
+"""Tests that a calibration recovers the times from which a run's events were made."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.simulation.settings import fixed, setting
 ENGINE = EngineTimes(step_s=0.011, row_s=0.0002, prompt_token_s=3e-5)
 
 
-def test_times_are_found_again() -> None:
-    """Engine by its counters, trainer by tokens, publication, verification and report by their events."""
+def test_times_are_recovered() -> None:
+    """Engine from its counters, trainer from tokens; publication, verification and report from their events."""
     tokens = [1000 + 100 * (number % 10) for number in range(30)]
     events = run_events(engine=ENGINE, tokens_by_step=tokens, token_s=2e-4)
     found = calibrate([ObservedRun(events=events, setting=setting(1, 1))])
@@ -34,8 +34,8 @@ def test_times_are_found_again() -> None:
     assert found.control.report_s == pytest.approx(0.02)
 
 
-def test_what_is_left_is_the_actors() -> None:
-    """Steps that are longer than all else explains are so by the actor's work on each rollout."""
+def test_remaining_time_is_attributed_to_actors() -> None:
+    """The actor's work per rollout accounts for step time that nothing else explains."""
     known = Hardware(
         engine=ENGINE,
         trainer=TrainerTimes(token_s=0.5 / 2000),
@@ -51,15 +51,15 @@ def test_what_is_left_is_the_actors() -> None:
     assert found.control.request_s == pytest.approx(0.002, rel=0.1)
 
 
-def test_a_drain_is_not_taken_for_a_slow_network() -> None:
-    """A publication that waits for rows to end is as long as its sending alone."""
+def test_drain_is_not_mistaken_for_a_slow_network() -> None:
+    """A publication that waits for rows counts only its sending time."""
     events = [event | ({"total_s": 3.0} if event["kind"] == "publish" else {}) for event in run_events(engine=ENGINE)]
     drained = ObservedRun(events=events, setting=setting(1, 8, on_update=OnUpdate.DRAIN))
     assert calibrate([drained]).update.send_s == pytest.approx(0.05)
 
 
-def test_a_second_run_shows_contention() -> None:
-    """Engine and trainer that are both 1.5 times as slow beside each other are found to be so, and no faster."""
+def test_second_run_reveals_contention() -> None:
+    """For a run in which both are 1.5 times as slow, the estimated factors are at least that."""
     alone = ObservedRun(events=run_events(engine=ENGINE), setting=setting(1, 1))
     slow = EngineTimes(step_s=1.5 * 0.011, row_s=1.5 * 0.0002, prompt_token_s=1.5 * 3e-5)
     beside = ObservedRun(events=run_events(engine=slow, compute_s=0.75), setting=setting(1, 8))
@@ -69,8 +69,8 @@ def test_a_second_run_shows_contention() -> None:
     assert not calibrate([alone, alone]).contention.exists
 
 
-def test_a_run_measures_itself() -> None:
-    """Means over the steps after the first fifth; those beside an evaluation are left out."""
+def test_run_is_measured() -> None:
+    """Means over the steps after the first fifth, without those that overlap an evaluation."""
     events = run_events(steps=30, period_s=2.0)
     measured = measure(events)
     assert measured.step_s == pytest.approx(2.0)
@@ -96,14 +96,14 @@ def test_a_run_measures_itself() -> None:
     ],
     ids=["too short", "no busy seconds", "an old run"],
 )
-def test_what_cannot_be_calibrated_says_why(events: list[dict[str, object]], said: str) -> None:
-    """A user reads what is missing, and what to do."""
+def test_impossible_calibration_explains_why(events: list[dict[str, object]], said: str) -> None:
+    """The message states what is missing, and a remedy."""
     with pytest.raises(UserError, match=said):
         calibrate([ObservedRun(events=events, setting=setting(1, 1))])
 
 
-def test_a_prediction_is_compared_with_what_was_measured() -> None:
-    """Errors are shares of what was measured."""
+def test_prediction_is_compared_with_the_measurement() -> None:
+    """Errors are relative to the measured values."""
     measured = measure(run_events(period_s=2.0))
     predicted = replace(
         simulate(setting(1, 1), Hardware(engine=ENGINE, trainer=TrainerTimes(token_s=1e-4))), step_s=2.2

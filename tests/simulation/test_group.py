@@ -1,4 +1,4 @@
-"""The choice among waiting groups is the real `Batcher`'s."""
+"""Tests that the simulated choice among waiting groups equals the real `Batcher`'s."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def simulated(index: int, version: int) -> SimulatedGroup:
     k=st.integers(1, 5),
     rollouts=st.sampled_from([2, 3, 6]),
 )
-def test_it_chooses_what_the_batcher_chooses(arrivals: list[list[int]], k: int, rollouts: int) -> None:
-    """Groups of any age come before each of several steps: both take the same, and both drop the same as stale."""
+def test_simulated_choice_equals_the_batchers(arrivals: list[list[int]], k: int, rollouts: int) -> None:
+    """Groups of any age arrive before each of several steps; both take the same, and drop the same as stale."""
     real, twin = _batcher(), WaitingGroups()
     bounds, index, producing = StalenessBounds(1, k), 0, 7
     for versions in arrivals:

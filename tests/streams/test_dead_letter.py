@@ -1,4 +1,4 @@
-"""A record that cannot be read is kept with its reason, and counted."""
+"""Unreadable records are stored with a reason, and counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipelinerl.streams.records import decode_group, decode_message, encode_mess
 from pipelinerl.streams.stream import START, Stream
 
 
-async def test_a_bad_record_goes_to_the_dead_letters(streams: Stream) -> None:
+async def test_unreadable_record_becomes_a_dead_letter(streams: Stream) -> None:
     damaged = bytearray(encode_message("report", {"step": 1}))
     damaged[20] ^= 1
     await streams.append("rollouts:a0", [bytes(damaged), b"not a record"], first_id=7)

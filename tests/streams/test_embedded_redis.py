@@ -1,4 +1,4 @@
-"""A real server, started, stopped, robbed of its port, orphaned."""
+"""A real server that starts and stops, loses its port, or loses its parent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def is_running(pid: int) -> bool:
-    """A zombie counts as ended: whoever adopted it has merely not looked yet."""
+    """A zombie counts as ended, since its parent merely has not reaped it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -38,7 +38,7 @@ def ends_within(pid: int, seconds: float) -> bool:
     return not is_running(pid)
 
 
-def test_it_starts_answers_stops_and_leaves_no_process(tmp_path: Path) -> None:
+def test_server_starts_answers_and_stops_without_leftovers(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path)
     with pytest.raises(UserError, match="start"):
         _ = server.url
@@ -53,7 +53,7 @@ def test_it_starts_answers_stops_and_leaves_no_process(tmp_path: Path) -> None:
     server.stop()
 
 
-def test_it_listens_on_loopback_alone_and_its_secrets_are_private(tmp_path: Path) -> None:
+def test_server_listens_only_on_loopback_and_keeps_secrets_private(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "new") as server:
         port = int(server.url.rpartition(":")[2])
         for name in ("redis.conf", "password"):
@@ -66,7 +66,7 @@ def test_it_listens_on_loopback_alone_and_its_secrets_are_private(tmp_path: Path
     assert len((tmp_path / "new" / "password").read_text()) >= 32
 
 
-def test_a_restart_has_the_same_address_and_the_same_data(tmp_path: Path) -> None:
+def test_restart_keeps_address_and_data(tmp_path: Path) -> None:
     from redis import Redis
 
     server = EmbeddedRedis(tmp_path / 'a "quoted" \\ path').start()
@@ -81,8 +81,10 @@ def test_a_restart_has_the_same_address_and_the_same_data(tmp_path: Path) -> Non
     server.stop()
 
 
-def test_one_that_is_still_dying_is_no_server_that_runs(tmp_path: Path) -> None:
-    """On a busy machine a process is there for a while after its `kill -9`; here it is stopped until that comes."""
+def test_dying_server_is_replaced(tmp_path: Path) -> None:
+    """On a busy machine, a process may exist for a while after `kill -9`. Here it is stopped until the signal
+    arrives.
+    """
     with EmbeddedRedis(tmp_path) as server:
         dying = server.pid
         os.kill(dying, signal.SIGSTOP)
@@ -94,7 +96,7 @@ def test_one_that_is_still_dying_is_no_server_that_runs(tmp_path: Path) -> None:
         assert answers(server.url)
 
 
-def test_a_port_that_is_taken_meanwhile_is_exchanged(tmp_path: Path) -> None:
+def test_port_taken_by_others_is_replaced(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         lost = taken.getsockname()[1]
         with EmbeddedRedis(tmp_path, choose_ports=lambda count: (lost, *free_ports(count - 1))) as server:
@@ -102,14 +104,14 @@ def test_a_port_that_is_taken_meanwhile_is_exchanged(tmp_path: Path) -> None:
             assert server.url != server_url(tmp_path, lost)
 
 
-def test_no_port_to_be_had(tmp_path: Path) -> None:
+def test_start_without_a_free_port_fails(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = EmbeddedRedis(tmp_path, choose_ports=lambda count: (taken.getsockname()[1],) * count)
-        with pytest.raises(AddressError, match="could not have any of the ports"):
+        with pytest.raises(AddressError, match="could not use any of the ports"):
             server.start()
 
 
-def test_it_ends_with_its_parent_even_when_that_is_killed(tmp_path: Path) -> None:
+def test_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path\n"
         "from pipelinerl.streams.embedded_redis import EmbeddedRedis\n"
@@ -128,15 +130,15 @@ def test_it_ends_with_its_parent_even_when_that_is_killed(tmp_path: Path) -> Non
     assert ended
 
 
-def test_a_server_that_cannot_read_its_data_says_so(tmp_path: Path) -> None:
+def test_unreadable_data_is_reported_at_start(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path):
         pass
     (tmp_path / "appendonlydir" / "appendonly.aof.manifest").write_text("no manifest at all\n")
-    with pytest.raises(UserError, match=r"ended as it started: .*(?i:manifest)"):
+    with pytest.raises(UserError, match=r"exited at startup: .*(?i:manifest)"):
         EmbeddedRedis(tmp_path).start()
 
 
-def test_a_server_that_does_not_answer_is_given_up_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_server_is_ended_after_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sleeper = tmp_path / "valkey-server"
     sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
     sleeper.chmod(0o700)
@@ -148,9 +150,7 @@ def test_a_server_that_does_not_answer_is_given_up_and_ended(tmp_path: Path, mon
         _ = server.pid
 
 
-def test_without_the_wheel_a_server_on_path_is_taken_and_without_either_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_on_path_is_used_without_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server_binary().name == "valkey-server"
     monkeypatch.setattr(embedded_redis, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -162,7 +162,7 @@ def test_without_the_wheel_a_server_on_path_is_taken_and_without_either_it_is_sa
     assert server_binary() == other
 
 
-def test_the_command_runs_in_the_foreground(tmp_path: Path) -> None:
+def test_command_runs_in_the_foreground(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with subprocess.Popen(command(tmp_path, port)) as process:
         url = server_url(tmp_path, port)

@@ -1,4 +1,4 @@
-"""Records: round trips, every bit that may flip, golden bytes."""
+"""Records: round trips, detection of flipped bits, golden bytes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ GOLDEN_BYTES = {
 
 
 def plain(value: Any) -> Any:
-    """A comparable twin: arrays as dtype, shape and bytes, so that NaN equals itself and 1 does not equal 1.0."""
+    """Return a comparable form: arrays as dtype, shape and bytes, so that NaN equals itself and 1 differs from 1.0."""
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, float):
@@ -137,7 +137,7 @@ def plain(value: Any) -> Any:
 
 # --- round trips -----------------------------------------------------------------------------------------------------
 
-FLOATS = st.floats(allow_nan=False).map(lambda value: value + 0.0)  # + 0.0: which zero it was is not kept
+FLOATS = st.floats(allow_nan=False).map(lambda value: value + 0.0)  # + 0.0, since the sign of zero is not kept
 INT32 = st.integers(-(2**31), 2**31 - 1)
 
 
@@ -179,7 +179,7 @@ def any_group(draw: st.DrawFn) -> RolloutGroup:
 
 @given(any_group())
 @settings(max_examples=150, deadline=None)
-def test_a_group_comes_back_as_it_was(group: RolloutGroup) -> None:
+def test_group_survives_a_round_trip(group: RolloutGroup) -> None:
     assert plain(decode_group(encode_group(group))) == plain(group)
 
 
@@ -192,7 +192,7 @@ PLAIN_DATA = st.recursive(
 
 @given(st.text(max_size=10), st.dictionaries(st.text(max_size=5), PLAIN_DATA, max_size=4))
 @settings(max_examples=100, deadline=None)
-def test_a_message_comes_back_as_it_was(kind: str, body: dict[str, Any]) -> None:
+def test_message_survives_a_round_trip(kind: str, body: dict[str, Any]) -> None:
     assert decode_message(encode_message(kind, body)) == (kind, body)
 
 
@@ -223,14 +223,14 @@ def test_a_message_comes_back_as_it_was(kind: str, body: dict[str, Any]) -> None
     )
 )
 @settings(max_examples=100, deadline=None)
-def test_an_order_comes_back_as_it_was(order: PromptOrder) -> None:
+def test_order_survives_a_round_trip(order: PromptOrder) -> None:
     decoded = decode_order(encode_order(order))
     assert decoded == order
     assert isinstance(decoded.problem.messages[:1], tuple)
     assert type(decoded.purpose) is Purpose
 
 
-def test_decoded_arrays_are_aligned_views_that_nobody_can_change() -> None:
+def test_decoded_arrays_are_aligned_and_read_only() -> None:
     group = decode_group(encode_group(GROUP))
     for each in group.rollouts:
         for part in each.turns:
@@ -239,7 +239,7 @@ def test_decoded_arrays_are_aligned_views_that_nobody_can_change() -> None:
                 assert not array.flags.writeable
 
 
-def test_a_shared_prompt_is_stored_once() -> None:
+def test_shared_prompt_is_stored_once() -> None:
     def size(prompts: list[np.ndarray]) -> int:
         rollouts = tuple(rollout(turn(prompt, 1, 2, 3)) for prompt in prompts)
         return len(encode_group(replace(GROUP, rollouts=rollouts)))
@@ -252,7 +252,7 @@ def test_a_shared_prompt_is_stored_once() -> None:
 
 @pytest.mark.parametrize(("tokens", "most"), [(10, 10.0), (100, 8.6), (1000, 8.1)])
 def test_bytes_per_sampled_token(tokens: int, most: float) -> None:
-    """G = 16 and a prompt of 12 tokens; raw ids and log-probabilities alone are 8."""
+    """G = 16 and a prompt of 12 tokens; raw ids and log-probabilities alone take 8 bytes."""
     prompt = np.arange(12, dtype=np.int32)
     rollouts = tuple(rollout(turn(prompt, *range(tokens)), reward=float(number % 2)) for number in range(16))
     assert len(encode_group(replace(GROUP, rollouts=rollouts))) / (16 * tokens) <= most
@@ -261,7 +261,7 @@ def test_bytes_per_sampled_token(tokens: int, most: float) -> None:
 # --- further columns -------------------------------------------------------------------------------------------------
 
 
-def test_further_columns_ride_along_and_do_not_disturb() -> None:
+def test_additional_columns_survive_without_changing_the_group() -> None:
     columns = {
         "experts": np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3),
         "entropy": np.array([0.5, np.nan, -0.0, 1e-8], dtype=">f8"),
@@ -280,7 +280,7 @@ def test_further_columns_ride_along_and_do_not_disturb() -> None:
 @pytest.mark.parametrize(
     "column", [np.zeros(3), np.zeros((3, 4)), np.array(1.0), np.array([None] * 4), np.array(["a"] * 4)]
 )
-def test_a_further_column_of_another_shape_or_kind_is_refused(column: np.ndarray) -> None:
+def test_additional_column_with_wrong_shape_or_dtype_is_rejected(column: np.ndarray) -> None:
     with pytest.raises(RecordError, match=r"column 'x' must hold numbers in the shape \[4"):
         encode_group(GROUP, {"x": column})
 
@@ -289,7 +289,7 @@ def test_a_further_column_of_another_shape_or_kind_is_refused(column: np.ndarray
 
 
 @pytest.mark.parametrize("kind", GOLDEN)
-def test_every_flipped_bit_is_found(kind: str) -> None:
+def test_every_flipped_bit_is_detected(kind: str) -> None:
     record, decode = GOLDEN[kind]
     for place in range(len(record)):
         for bit in range(8):
@@ -300,7 +300,7 @@ def test_every_flipped_bit_is_found(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", GOLDEN)
-def test_every_cut_and_every_addition_is_found(kind: str) -> None:
+def test_every_truncation_and_extension_is_detected(kind: str) -> None:
     record, decode = GOLDEN[kind]
     for length in range(len(record)):
         with pytest.raises(RecordError):
@@ -311,20 +311,20 @@ def test_every_cut_and_every_addition_is_found(kind: str) -> None:
 
 @given(st.binary(max_size=200))
 @settings(max_examples=100, deadline=None)
-def test_noise_is_refused(noise: bytes) -> None:
+def test_noise_is_rejected(noise: bytes) -> None:
     with pytest.raises(RecordError):
         decode_group(noise)
 
 
 def sealed(kind: int, header: Any, columns: bytes = b"", *, version: int = records.FORMAT) -> bytes:
-    """A record whose digest is right, whatever is inside."""
+    """Return a record with a correct digest, whatever its content."""
     packed = msgspec.msgpack.encode(header)
     prefix = struct.pack("<4sBBHII", b"PLRL", version, kind, 0, len(packed), len(columns))
     body = prefix + packed + bytes(-len(packed) % 8) + columns
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
 
-def test_a_record_of_another_kind_or_format_is_named() -> None:
+def test_record_of_another_kind_or_format_is_reported() -> None:
     with pytest.raises(RecordError, match="expected a group, got an order"):
         decode_group(GOLDEN["order"][0])
     with pytest.raises(RecordError, match="expected a message, got a group"):
@@ -340,13 +340,13 @@ def test_a_record_of_another_kind_or_format_is_named() -> None:
 @pytest.mark.parametrize(
     "header", [None, 5, {}, ["x"], ["x", 1], [1, {}], ["x", {1: 2}]], ids=lambda header: repr(header)
 )
-def test_a_header_of_another_shape_is_refused(header: Any) -> None:
+def test_header_of_another_shape_is_rejected(header: Any) -> None:
     with pytest.raises(RecordError, match="header of a record is not what its kind demands"):
         decode_message(sealed(Kind.MESSAGE, header))
 
 
 def group_header(**changes: Any) -> list[Any]:
-    """A header of one rollout of one turn, context 2 tokens, 2 sampled: columns of 8 + 8 + 8 bytes."""
+    """Return a header of one rollout with one turn, 2 context and 2 sampled tokens: columns of 8 + 8 + 8 bytes."""
     header: dict[str, Any] = {
         "group_id": "g",
         "index": 0,
@@ -388,7 +388,7 @@ def group_header(**changes: Any) -> list[Any]:
     ],
     ids=lambda changes: repr(changes),
 )
-def test_a_group_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
+def test_inconsistent_group_is_rejected(changes: dict[str, Any]) -> None:
     assert decode_group(sealed(Kind.GROUP, group_header(), bytes(24))).num_tokens == 4
     with pytest.raises(RecordError, match=r"inconsistent in itself|not what its kind demands"):
         decode_group(sealed(Kind.GROUP, group_header(**changes), bytes(24)))
@@ -397,7 +397,7 @@ def test_a_group_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     "column", [["x", "O", [2]], ["x", "<f8", [3]], ["x", "nonsense", [2]], ["x", "<i4", [-3]], ["x", "<i4", [2, -1]]]
 )
-def test_a_further_column_that_is_not_there_is_refused(column: list[Any]) -> None:
+def test_missing_additional_column_is_rejected(column: list[Any]) -> None:
     with pytest.raises(RecordError, match="no proper column 'x'"):
         decode_columns(sealed(Kind.GROUP, group_header(columns=[column]), bytes(40)))
 
@@ -416,14 +416,14 @@ def test_a_further_column_that_is_not_there_is_refused(column: list[Any]) -> Non
         ({"spans": ()}, "spans that sum"),
     ],
 )
-def test_a_group_that_cannot_be_written_is_refused(changes: dict[str, Any], reason: str) -> None:
+def test_group_that_cannot_be_encoded_is_rejected(changes: dict[str, Any], reason: str) -> None:
     bad = replace(GROUP, rollouts=(rollout(replace(turn(PROMPT, 1, 2), **changes)),))
     with pytest.raises(RecordError, match=reason):
         encode_group(bad)
 
 
 @pytest.mark.parametrize("value", [object(), 2**70, ids(1), {1, object()}])
-def test_what_is_not_plain_data_is_refused(value: Any) -> None:
+def test_values_that_are_not_plain_data_are_rejected(value: Any) -> None:
     with pytest.raises(RecordError, match="plain data"):
         encode_message("m", {"x": value})
 
@@ -433,11 +433,11 @@ def test_what_is_not_plain_data_is_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("kind", GOLDEN)
 def test_golden_bytes(kind: str) -> None:
-    """What is on a disk somewhere must be read by every later program: a change here is a new `FORMAT`."""
+    """Records on disk must stay readable by later versions: any change here requires a new `FORMAT`."""
     assert GOLDEN[kind][0].hex() == GOLDEN_BYTES[kind]
 
 
-def test_a_group_that_was_written_before_there_were_filters_is_read() -> None:
+def test_group_from_before_filters_is_readable() -> None:
     before = (
         "504c524c02010000a4000000300000009fad70726f6d70742d3030303132337ba46d617468a2613093a567736d2d3191a76c"
         "6576656c3d33a1329203019291920702919207019295a7636f7272656374cb3ff0000000000000a0a1329292a6666f726d61"
@@ -448,11 +448,11 @@ def test_a_group_that_was_written_before_there_were_filters_is_read() -> None:
     assert plain(decode_group(bytes.fromhex(before))) == plain(GROUP)
 
 
-def test_a_groups_refusal_comes_with_it() -> None:
+def test_group_keeps_its_refusal() -> None:
     assert decode_group(encode_group(replace(GROUP, refusal="one ran on"))).refusal == "one ran on"
 
 
-def test_golden_bytes_are_read() -> None:
+def test_golden_bytes_are_readable() -> None:
     assert plain(decode_group(bytes.fromhex(GOLDEN_BYTES["group"]))) == plain(GROUP)
     assert decode_order(bytes.fromhex(GOLDEN_BYTES["order"])) == ORDER
     assert decode_message(bytes.fromhex(GOLDEN_BYTES["message"])) == ("step", {"step": 57, "loss": 0.25})

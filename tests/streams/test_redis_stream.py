@@ -1,4 +1,4 @@
-"""What only a server can do: go away, come back, hang, refuse."""
+"""Behaviour of a real server: outages, restarts, hangs, refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def mortal(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """A server that the test may kill, and that has on disk whatever it answered."""
+    """A server that the test may kill, with every acknowledged write on disk."""
     with EmbeddedRedis(tmp_path / "server", fsync=Fsync.ALWAYS) as running:
         yield running
 
@@ -52,14 +52,14 @@ async def connected(
 
 async def kill_and_restart(server: EmbeddedRedis) -> None:
     os.kill(server.pid, signal.SIGKILL)
-    await asyncio.sleep(0.05)  # producers meet the closed door
+    await asyncio.sleep(0.05)  # producers run into the closed connection
     os.waitid(
         os.P_PID, server.pid, os.WEXITED | os.WNOWAIT
-    )  # a busy machine may need longer: then `start` sees it live
+    )  # a busy machine may need longer; `start` would then see a live server
     server.start()
 
 
-async def test_kill_9_in_the_middle_of_appends_loses_none_and_doubles_none(mortal: EmbeddedRedis) -> None:
+async def test_kill_9_during_appends_loses_and_duplicates_nothing(mortal: EmbeddedRedis) -> None:
     async with connected(mortal) as streams:
         answered = {"a": 0, "b": 0, "c": 0}
         done = asyncio.Event()
@@ -88,7 +88,7 @@ async def test_kill_9_in_the_middle_of_appends_loses_none_and_doubles_none(morta
             assert [int(entry.payload) for entry in entries] == list(range(1, number + 1))
 
 
-async def test_a_waiting_read_outlives_a_restart(mortal: EmbeddedRedis) -> None:
+async def test_waiting_read_survives_a_restart(mortal: EmbeddedRedis) -> None:
     async with connected(mortal) as streams:
         await streams.append("s", [b"1"], first_id=1)
         reader = asyncio.create_task(streams.read({"s": "1-0"}, count=1, block_s=PATIENCE_S))
@@ -103,8 +103,8 @@ async def test_a_waiting_read_outlives_a_restart(mortal: EmbeddedRedis) -> None:
         assert [entry.payload for entry in await reader + await claimer] == [b"2", b"2"]
 
 
-async def test_a_wait_is_no_longer_for_a_restart(mortal: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that the test moves: the wait is over when the server is back, and does not begin anew."""
+async def test_restart_does_not_extend_a_wait(mortal: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test moves the clock: the wait ends when the server is back and does not start over."""
     ahead_s = 0.0
     monkeypatch.setattr(redis_stream, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
     async with connected(mortal) as streams:
@@ -126,7 +126,7 @@ async def test_pending_entries_survive_a_restart(mortal: EmbeddedRedis) -> None:
         assert [entry.payload for entry in entries] == [b"2"]
 
 
-async def test_a_server_that_stays_away_is_named_without_its_password(mortal: EmbeddedRedis) -> None:
+async def test_unreachable_server_is_named_without_its_password(mortal: EmbeddedRedis) -> None:
     async with connected(mortal, timeout_s=1.0) as streams:
         mortal.stop()
         started = time.monotonic()
@@ -135,43 +135,43 @@ async def test_a_server_that_stays_away_is_named_without_its_password(mortal: Em
         assert 0.9 < time.monotonic() - started < SOON_S
 
 
-async def test_nobody_at_the_address() -> None:
+async def test_connecting_to_a_closed_port_fails() -> None:
     with pytest.raises(AddressError, match=r"cannot reach the stream server at redis://127\.0\.0\.1:") as raised:
         await RedisStream.connect(f"redis://user:secret@127.0.0.1:{free_ports(1)[0]}", namespace="n", timeout_s=0.2)
     assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("url", ["redis://host:port", "redis://host:6379/0?socket_timeout=x"])
-async def test_a_malformed_address(url: str) -> None:
+async def test_malformed_address_is_rejected(url: str) -> None:
     with pytest.raises(AddressError, match="must be redis://host:port"):
         await RedisStream.connect(url, namespace="n")
 
 
-async def test_a_wrong_password_is_said_at_once(server: EmbeddedRedis) -> None:
+async def test_wrong_password_is_reported_at_once(server: EmbeddedRedis) -> None:
     host = server.url.rpartition("@")[2]
     for url in (f"redis://:secret@{host}", f"redis://{host}"):
-        with pytest.raises(AddressError, match="refused the user or password") as raised:
+        with pytest.raises(AddressError, match="rejected the user or password") as raised:
             await RedisStream.connect(url, namespace="n", timeout_s=PATIENCE_S)
         assert "secret" not in str(raised.value)
 
 
-async def test_a_server_that_hangs_is_found_by_the_deadline_and_used_again(mortal: EmbeddedRedis) -> None:
+async def test_hanging_server_hits_the_deadline_and_is_usable_afterwards(mortal: EmbeddedRedis) -> None:
     async with connected(mortal, timeout_s=3.0) as streams:
         await streams.append("s", [b"1"], first_id=1)
         os.kill(mortal.pid, signal.SIGSTOP)
         try:
-            with pytest.raises(AddressError, match=r"gave no answer for 3 s"):
+            with pytest.raises(AddressError, match=r"did not answer for 3 s"):
                 await streams.append("s", [b"2"], first_id=2)
         finally:
             os.kill(mortal.pid, signal.SIGCONT)
         await streams.append("s", [b"2", b"3"], first_id=2)
-        # No late answer of the abandoned command is taken for that of another.
+        # A late answer to the abandoned command must not be taken for another command's answer.
         assert await streams.length("s") == 3
         assert await streams.last_id("s") == "3-0"
 
 
-async def test_a_refused_payload_leaves_no_gap(mortal: EmbeddedRedis) -> None:
-    """Were later payloads of the batch taken, a retry would skip the refused one as not above the last."""
+async def test_refused_payload_leaves_no_gap(mortal: EmbeddedRedis) -> None:
+    """A retry would skip the refused payload as not above the last if later ones had been appended."""
     async with connected(mortal, full_timeout_s=0.2) as streams:
         admin = Redis.from_url(mortal.url, protocol=2)
         large = os.urandom(1 << 16)
@@ -192,7 +192,7 @@ async def test_a_refused_payload_leaves_no_gap(mortal: EmbeddedRedis) -> None:
         await admin.aclose()
 
 
-async def test_a_server_without_memory_is_waited_for(mortal: EmbeddedRedis, caplog: pytest.LogCaptureFixture) -> None:
+async def test_append_waits_for_server_memory(mortal: EmbeddedRedis, caplog: pytest.LogCaptureFixture) -> None:
     async with connected(mortal) as streams:
         admin = Redis.from_url(mortal.url, protocol=2)
         await admin.config_set("maxmemory", 1)
@@ -206,9 +206,7 @@ async def test_a_server_without_memory_is_waited_for(mortal: EmbeddedRedis, capl
             await admin.config_set("maxmemory", 0)
             assert await asyncio.gather(*appends) == [2, 2]
         said = [record.getMessage() for record in caplog.records]
-        assert len(said) == 2 and "has no room" in said[0] and "has room again" in said[1], (
-            "once each, not for each try"
-        )
+        assert len(said) == 2 and "is full" in said[0] and "has space again" in said[1], "once each, not for each try"
         await admin.aclose()
 
 
@@ -218,7 +216,7 @@ async def _on_a_small_disk(place: Path) -> None:
             await streams.append("s", [b"1"], first_id=1)
             small_disk.fill(place)
             refused = ""
-            for number in range(2, 99):  # the page at the end of the file has some room yet
+            for number in range(2, 99):  # the last page of the file has some space left
                 try:
                     await impatient.append("s", [bytes(20_000)], first_id=number)
                 except PipelineError as error:
@@ -236,7 +234,7 @@ async def _on_a_small_disk(place: Path) -> None:
             assert await streams.last_id("s") == "1000-0"
 
 
-def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
+def test_append_waits_for_disk_space(tmp_path: Path) -> None:
     if reason := small_disk.why_not(tmp_path / "disk"):
         pytest.skip(f"no disk of a size of one's own: {reason}")
     code = (
@@ -248,7 +246,7 @@ def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-async def test_an_append_larger_than_one_script_call(server: EmbeddedRedis) -> None:
+async def test_append_larger_than_one_script_call_succeeds(server: EmbeddedRedis) -> None:
     async with connected(server, "large") as streams:
         payloads = [bytes([number]) * (1 << 20) for number in range(10)]
         assert await streams.append("s", payloads, first_id=5) == 10
@@ -261,7 +259,7 @@ async def test_an_append_larger_than_one_script_call(server: EmbeddedRedis) -> N
             await streams.append("s", [b"x"], first_id=1 << 53)
 
 
-async def test_namespaces_do_not_see_each_other(server: EmbeddedRedis) -> None:
+async def test_namespaces_are_isolated(server: EmbeddedRedis) -> None:
     async with connected(server, "one") as one, connected(server, "two") as two:
         await one.append("s", [b"1"])
         assert await two.length("s") == 0

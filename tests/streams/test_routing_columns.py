@@ -1,4 +1,4 @@
-"""Routed experts in a group's record: each token's come back, the prompt's once, and nothing implausible passes."""
+"""Routed experts in a group's record: round trip, shared prompts stored once, implausible columns rejected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def turns(of: RolloutGroup) -> list[Turn]:
     return [turn for rollout in of.rollouts for turn in rollout.turns]
 
 
-def test_what_was_routed_comes_back_turn_by_turn() -> None:
+def test_routing_survives_a_round_trip_turn_by_turn() -> None:
     several = Rollout(
         turns=tuple(routed(turn, layers=3, top_k=2, seed=9) for turn in (*turns(group(0)), *turns(group(0)))),
         verdict=group(0).rollouts[0].verdict,
@@ -39,16 +39,16 @@ def test_what_was_routed_comes_back_turn_by_turn() -> None:
         assert after.routed_experts is not None and after.routed_experts.dtype == np.uint8
 
 
-def test_a_token_costs_its_experts_and_a_shared_prompt_is_there_once() -> None:
+def test_shared_prompt_routing_is_stored_once() -> None:
     bare, given = group(3, rewards=(0.0,) * 8), routed_group(3, rewards=(0.0,) * 8, layers=4, top_k=8)
     added = len(encode_group(given)) - len(encode_group(bare))
-    tokens = 8 * 2 + 2  # of eight answers, and of one prompt
+    tokens = 8 * 2 + 2  # eight answers and one prompt
     assert tokens * 32 <= added <= tokens * 32 + 100, f"{added} bytes for {tokens} tokens"
     found = decode_columns(encode_group(given))
     assert {name: column.shape for name, column in found.items()} == {SAMPLED: (16, 4, 8), CONTEXTS: (2, 4, 8)}
 
 
-def test_a_group_without_routing_costs_nothing_more() -> None:
+def test_group_without_routing_has_no_overhead() -> None:
     assert decode_columns(encode_group(group(3))) == {}
     assert all(turn.routed_experts is None for turn in turns(decode_group(encode_group(group(3)))))
 
@@ -65,10 +65,10 @@ def test_a_group_without_routing_costs_nothing_more() -> None:
         {"routed_experts": np.zeros((2, 2, 2), np.uint16)},
     ],
 )
-def test_routing_of_another_shape_is_not_written(changes: Mapping[str, Any]) -> None:
+def test_routing_with_wrong_shape_is_not_encoded(changes: Mapping[str, Any]) -> None:
     given = routed_group(3)
     second = replace(given.rollouts[1], turns=(replace(given.rollouts[1].turns[0], **changes),))
-    rollouts = (second, given.rollouts[0])  # also the one whose context is kept
+    rollouts = (second, given.rollouts[0])  # the bad rollout comes first: its context is the one kept
     with pytest.raises(RecordError, match="routed experts"):
         encode_group(replace(given, rollouts=rollouts))
 
@@ -87,7 +87,7 @@ SHAPES: dict[str, Any] = {"lengths": [2, 1], "turn_contexts": [0, 0], "context_l
         (np.zeros((3, 4), np.uint8), np.zeros((4, 4), np.uint8)),
     ],
 )
-def test_columns_that_no_sampler_makes_are_refused(sampled: Any, contexts: Any) -> None:
+def test_implausible_routing_columns_are_rejected(sampled: Any, contexts: Any) -> None:
     columns = {name: each for name, each in ((SAMPLED, sampled), (CONTEXTS, contexts)) if each is not None}
     with pytest.raises(ValueError, match="routed experts"):
         turn_routing(columns, **SHAPES)
@@ -95,8 +95,8 @@ def test_columns_that_no_sampler_makes_are_refused(sampled: Any, contexts: Any) 
     assert [each.sampled.shape[0] for each in turn_routing(good, **SHAPES) if each.sampled is not None] == [2, 1]
 
 
-def test_a_record_with_one_of_two_columns_goes_to_the_dead_letters_with_a_reason() -> None:
-    """`RolloutReader` buries what `decode_group` refuses so."""
+def test_record_with_only_one_routing_column_is_rejected_with_a_reason() -> None:
+    """`RolloutReader` stores records that `decode_group` rejects as dead letters."""
     record = encode_group(group(3), {SAMPLED: np.zeros((4, 2, 2), np.uint8)})
     with pytest.raises(RecordError, match="come together"):
         decode_group(record)

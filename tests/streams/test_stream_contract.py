@@ -1,4 +1,4 @@
-"""What every `Stream` promises, asked of each implementation."""
+"""The promises of `Stream`, tested on each implementation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def payloads(entries: list[Entry]) -> list[bytes]:
     return [entry.payload for entry in entries]
 
 
-#: After so long what is held is idle; what was touched before the last few calls is not, on the busiest machine.
+#: Entries held for this long are idle; recently touched entries are not, even on a busy machine.
 IDLE_S = 2.0
 
 
@@ -27,7 +27,7 @@ async def claim(streams: Stream, consumer: str, *, count: int = 10, idle_s: floa
     )
 
 
-async def test_entries_come_back_in_order_and_unchanged(streams: Stream) -> None:
+async def test_entries_are_read_in_order_and_unchanged(streams: Stream) -> None:
     sent = [bytes(range(256)), b"", b"\r\n$3\r\n", b"x" * 100_000]
     assert await streams.append("s", sent) == 4
     entries = await streams.read({"s": START}, count=10, block_s=0)
@@ -37,7 +37,7 @@ async def test_entries_come_back_in_order_and_unchanged(streams: Stream) -> None
     assert ids == sorted(set(ids))
 
 
-async def test_read_goes_on_after_an_offset_and_counts_for_each_stream(streams: Stream) -> None:
+async def test_read_continues_after_offsets_and_counts_per_stream(streams: Stream) -> None:
     await streams.append("a", [b"a1", b"a2", b"a3"], first_id=1)
     await streams.append("b", [b"b1", b"b2", b"b3"], first_id=1)
     entries = await streams.read({"a": "1-0", "b": START}, count=2, block_s=0)
@@ -51,7 +51,7 @@ async def test_read_goes_on_after_an_offset_and_counts_for_each_stream(streams: 
     assert await streams.read({}, count=2, block_s=10) == []
 
 
-async def test_a_chosen_id_is_appended_once(streams: Stream) -> None:
+async def test_chosen_id_is_appended_once(streams: Stream) -> None:
     assert await streams.append("s", [b"1", b"2"], first_id=1) == 2
     assert await streams.append("s", [b"1", b"2"], first_id=1) == 0
     assert await streams.append("s", [b"other 2", b"3", b"4"], first_id=2) == 2
@@ -60,13 +60,13 @@ async def test_a_chosen_id_is_appended_once(streams: Stream) -> None:
 
 
 @pytest.mark.parametrize("first_id", [0, -3])
-async def test_an_id_that_no_entry_can_have_is_refused(streams: Stream, first_id: int) -> None:
+async def test_invalid_first_id_is_rejected(streams: Stream, first_id: int) -> None:
     with pytest.raises(ValueError, match="first_id"):
         await streams.append("s", [b"1"], first_id=first_id)
     assert await streams.length("s") == 0
 
 
-async def test_large_numbers_stay_apart(streams: Stream) -> None:
+async def test_large_ids_stay_distinct(streams: Stream) -> None:
     first = fresh_number(START)
     assert await streams.append("s", [b"1", b"2", b"3"], first_id=first) == 3
     assert [entry.entry_id for entry in await streams.read({"s": START}, count=9, block_s=0)] == [
@@ -76,14 +76,14 @@ async def test_large_numbers_stay_apart(streams: Stream) -> None:
     ]
 
 
-async def test_chosen_ids_begin_above_whatever_was_there(streams: Stream) -> None:
+async def test_fresh_ids_are_above_existing_ids(streams: Stream) -> None:
     await streams.append("s", [b"by the server"])
     first = fresh_number(await streams.last_id("s"))
     assert await streams.append("s", [b"by the producer"], first_id=first) == 1
     assert fresh_number(f"{1 << 52}-7") == (1 << 52) + 1
 
 
-async def test_a_stream_that_nobody_wrote_is_empty(streams: Stream) -> None:
+async def test_unknown_stream_is_empty(streams: Stream) -> None:
     assert await streams.last_id("none") == START
     assert await streams.length("none") == 0
     assert await streams.read({"none": START}, count=1, block_s=0) == []
@@ -94,7 +94,7 @@ async def test_a_stream_that_nobody_wrote_is_empty(streams: Stream) -> None:
 
 
 @pytest.mark.parametrize("offset", ["", "7", "x-0", "1-", "-1", "1-0-0", "$"])
-async def test_a_malformed_offset_is_refused(streams: Stream, offset: str) -> None:
+async def test_malformed_offset_is_rejected(streams: Stream, offset: str) -> None:
     with pytest.raises(ValueError, match="entry id"):
         await streams.read({"s": offset}, count=1, block_s=0)
 
@@ -106,14 +106,14 @@ async def test_each_entry_is_claimed_by_one_consumer(streams: Stream) -> None:
     assert sorted(payload for share in shares for payload in payloads(share)) == [b"%d" % n for n in range(7)]
 
 
-async def test_two_groups_each_get_everything(streams: Stream) -> None:
+async def test_each_group_gets_every_entry(streams: Stream) -> None:
     await streams.append("prompts", [b"1", b"2"])
     for group in ("actors", "watchers"):
         entries = await streams.claim("prompts", group=group, consumer="c", count=9, block_s=0, reclaim_idle_s=60)
         assert payloads(entries) == [b"1", b"2"]
 
 
-async def test_what_a_dead_consumer_held_is_claimed_again_before_new_entries(streams: Stream) -> None:
+async def test_entries_of_a_dead_consumer_are_claimed_before_new_ones(streams: Stream) -> None:
     await streams.append("prompts", [b"1", b"2", b"3"])
     held = await claim(streams, "dead", count=2)
     await streams.acknowledge("prompts", group="actors", entry_ids=[held[0].entry_id])
@@ -122,7 +122,7 @@ async def test_what_a_dead_consumer_held_is_claimed_again_before_new_entries(str
     assert payloads(await claim(streams, "alive", idle_s=PATIENCE_S)) == [b"3"]
 
 
-async def test_what_is_held_by_the_living_or_acknowledged_is_not_claimed_again(streams: Stream) -> None:
+async def test_active_or_acknowledged_entries_are_not_claimed_again(streams: Stream) -> None:
     await streams.append("prompts", [b"1", b"2"])
     first, second = await claim(streams, "a", idle_s=0.0)
     assert await claim(streams, "b", idle_s=30.0) == []
@@ -131,7 +131,7 @@ async def test_what_is_held_by_the_living_or_acknowledged_is_not_claimed_again(s
 
 
 async def test_many_pending_entries_do_not_hide_an_idle_one(streams: Stream) -> None:
-    """XAUTOCLAIM looks at ten times `count` entries and returns a cursor, which has to be followed."""
+    """XAUTOCLAIM scans ten times `count` entries and returns a cursor that must be followed."""
     await streams.append("prompts", [b"%d" % number for number in range(60)])
     lost = await claim(streams, "dead", count=60)
     await asyncio.sleep(IDLE_S)
@@ -140,7 +140,7 @@ async def test_many_pending_entries_do_not_hide_an_idle_one(streams: Stream) -> 
     assert payloads(await claim(streams, "other", count=1, idle_s=IDLE_S)) == [b"59"]
 
 
-async def test_a_waiting_consumer_notices_that_an_entry_became_idle(streams: Stream) -> None:
+async def test_waiting_consumer_notices_an_entry_becoming_idle(streams: Stream) -> None:
     await streams.append("prompts", [b"1"])
     await claim(streams, "dead")
     started = time.monotonic()
@@ -151,7 +151,7 @@ async def test_a_waiting_consumer_notices_that_an_entry_became_idle(streams: Str
     assert time.monotonic() - started < SOON_S
 
 
-async def test_a_consumer_that_comes_back_finds_what_it_held(streams: Stream) -> None:
+async def test_restarted_consumer_gets_its_pending_entries(streams: Stream) -> None:
     assert await streams.held("prompts", group="actors", consumer="a") == []
     await streams.append("prompts", [b"1", b"2", b"3", b"4"], first_id=1)
     assert payloads(await claim(streams, "a", count=3)) == [b"1", b"2", b"3"]
@@ -162,7 +162,7 @@ async def test_a_consumer_that_comes_back_finds_what_it_held(streams: Stream) ->
     assert payloads(await streams.held("prompts", group="actors", consumer="a")) == [b"3"], "looking takes nothing"
 
 
-async def test_what_is_renewed_is_not_idle(streams: Stream) -> None:
+async def test_renewed_entry_is_not_idle(streams: Stream) -> None:
     await streams.append("prompts", [b"1", b"2"], first_id=1)
     await claim(streams, "a")
     await asyncio.sleep(IDLE_S)
@@ -171,25 +171,25 @@ async def test_what_is_renewed_is_not_idle(streams: Stream) -> None:
     assert payloads(await claim(streams, "b", idle_s=IDLE_S)) == [b"1"]
 
 
-async def test_a_pending_entry_that_was_trimmed_is_not_claimed(streams: Stream) -> None:
+async def test_trimmed_pending_entry_is_not_claimed(streams: Stream) -> None:
     await streams.append("prompts", [b"1", b"2"], first_id=1)
     await claim(streams, "dead")
     await streams.trim("prompts", before="2-0")
     assert payloads(await claim(streams, "alive", idle_s=0.0)) == [b"2"]
 
 
-async def test_a_trim_behind_a_fence_that_was_passed_is_refused(streams: Stream) -> None:
+async def test_trim_behind_a_passed_fence_is_rejected(streams: Stream) -> None:
     await streams.append("s", [b"1", b"2", b"3"], first_id=1)
     await streams.trim("s", before="2-0", fence=Fence("epochs", 1))
     await streams.append("epochs", [b""], first_id=1)
     await streams.trim("s", before="3-0", fence=Fence("epochs", 1))
     await streams.append("epochs", [b""], first_id=2)
-    with pytest.raises(FencedError, match="epochs has gone beyond 1"):
+    with pytest.raises(FencedError, match="epochs has passed 1"):
         await streams.trim("s", before="4-0", fence=Fence("epochs", 1))
     assert payloads(await streams.read({"s": START}, count=9, block_s=0)) == [b"3"]
 
 
-async def test_trim_drops_what_is_before_and_nothing_else(streams: Stream) -> None:
+async def test_trim_drops_only_earlier_entries(streams: Stream) -> None:
     await streams.append("s", [b"%d" % number for number in range(1, 6)], first_id=1)
     await streams.trim("s", before="3-0")
     assert payloads(await streams.read({"s": START}, count=9, block_s=0)) == [b"3", b"4", b"5"]
@@ -199,7 +199,7 @@ async def test_trim_drops_what_is_before_and_nothing_else(streams: Stream) -> No
     assert await streams.append("s", [b"again"], first_id=5) == 0
 
 
-async def test_a_full_stream_has_no_room_but_drops_nothing(streams: Stream) -> None:
+async def test_full_stream_has_no_room_but_drops_nothing(streams: Stream) -> None:
     assert await streams.room("s") == 10
     await streams.append("s", [b"x"] * 9)
     assert await streams.room("s") == 1
@@ -208,7 +208,7 @@ async def test_a_full_stream_has_no_room_but_drops_nothing(streams: Stream) -> N
     assert await streams.length("s") == 18
 
 
-async def test_streams_are_found_by_prefix_and_pattern_signs_are_plain(streams: Stream) -> None:
+async def test_streams_are_listed_by_literal_prefix(streams: Stream) -> None:
     for name in ("rollouts:a1", "rollouts:a0", "reports", "roll*", "rollouts:[x]"):
         await streams.append(name, [b"1"])
     assert await streams.streams("rollouts:") == ["rollouts:[x]", "rollouts:a0", "rollouts:a1"]
@@ -216,7 +216,7 @@ async def test_streams_are_found_by_prefix_and_pattern_signs_are_plain(streams: 
     assert await streams.streams("rollouts:[") == ["rollouts:[x]"]
 
 
-async def test_a_read_waits_for_the_first_entry_and_no_longer_than_told(streams: Stream) -> None:
+async def test_read_waits_no_longer_than_block_s(streams: Stream) -> None:
     started = time.monotonic()
     assert await streams.read({"s": START}, count=1, block_s=0.15) == []
     assert await claim_waiting(streams, 0.15) == []
@@ -227,7 +227,7 @@ async def claim_waiting(streams: Stream, block_s: float) -> list[Entry]:
     return await streams.claim("prompts", group="actors", consumer="a", count=1, block_s=block_s, reclaim_idle_s=60)
 
 
-async def test_an_append_wakes_whoever_waits(streams: Stream) -> None:
+async def test_append_wakes_waiting_readers(streams: Stream) -> None:
     reader = asyncio.create_task(streams.read({"other": START, "prompts": START}, count=9, block_s=PATIENCE_S))
     claimer = asyncio.create_task(claim_waiting(streams, PATIENCE_S))
     await asyncio.sleep(0.05)
@@ -237,8 +237,8 @@ async def test_an_append_wakes_whoever_waits(streams: Stream) -> None:
     assert time.monotonic() - started < SOON_S
 
 
-async def test_many_producers_at_once(streams: Stream) -> None:
-    """Each producer's entries stay in its order; all of them arrive, on one shared stream and on one each."""
+async def test_concurrent_producers_keep_their_order(streams: Stream) -> None:
+    """Each producer's entries stay in order and all arrive, on a shared stream and on one stream per producer."""
 
     async def produce(name: int) -> None:
         for batch in range(10):
@@ -257,7 +257,7 @@ async def test_many_producers_at_once(streams: Stream) -> None:
         assert payloads(await streams.read({f"own:{name}": START}, count=1000, block_s=0)) == expected
 
 
-async def test_an_address_of_another_kind_is_refused_without_showing_its_password() -> None:
+async def test_unknown_address_scheme_is_rejected_without_showing_its_password() -> None:
     with pytest.raises(AddressError, match="memory:// or redis://") as raised:
         await open_stream("amqp://user:secret@host", namespace="n")
     assert "secret" not in str(raised.value)

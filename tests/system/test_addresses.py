@@ -1,4 +1,4 @@
-"""The address by which others reach this machine, asked of its real routing table; and whose names nobody is asked."""
+"""Tests of this machine's outward address from its real routing table, and of suppressed name look-ups."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import pytest
 from pipelinerl.system import addresses
 from pipelinerl.system.addresses import LOOPBACK, address_facing, without_name_servers
 
-#: Of a range that is for documentation: no host has it, but a machine with a network has a route there.
+#: In a range reserved for documentation: no host has it, but machines with a network have a route there.
 _ELSEWHERE = "198.51.100.7"
 with_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "__res_init"), reason="the C library is not glibc")
 
 
-def test_who_is_on_this_machine_reaches_its_loopback() -> None:
+def test_local_servers_reach_loopback() -> None:
     assert address_facing(["http://127.0.0.1:8001", "http://localhost:8002", "http://[::1]:8003"]) == LOOPBACK
     assert address_facing([]) == LOOPBACK
 
 
-def test_one_engine_elsewhere_and_all_meet_at_the_outward_address(outward: str) -> None:
+def test_one_remote_engine_makes_all_use_the_outward_address(outward: str) -> None:
     assert address_facing(["http://127.0.0.1:8001", f"http://{_ELSEWHERE}:8001"]) == outward
     with socket.create_server((outward, 0)):  # it is an address of this machine
         pass
 
 
-def test_an_engine_that_cannot_be_found_has_no_say() -> None:
+def test_unresolvable_engine_is_ignored() -> None:
     assert address_facing(["http://nowhere.invalid:8001", "http://127.0.0.1:8001"]) == LOOPBACK
 
 
 def attempts() -> int:
-    """How often this thread asks a name server."""
+    """Return the number of attempts of this thread's resolver."""
     library = ctypes.CDLL(None)
     library.__res_state.restype = ctypes.POINTER(ctypes.c_int)
     return int(library.__res_state()[1])
@@ -40,7 +40,7 @@ def attempts() -> int:
 
 @with_glibc
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1", "::1"])
-def test_nothing_is_asked_within_and_as_much_as_before_afterwards(host: str) -> None:
+def test_look_ups_are_suppressed_within_and_restored_afterwards(host: str) -> None:
     addresses._resolver()
     before = attempts()
     with pytest.raises(OSError, match="within"), without_name_servers(host):
@@ -51,7 +51,7 @@ def test_nothing_is_asked_within_and_as_much_as_before_afterwards(host: str) -> 
 
 
 @with_glibc
-def test_another_thread_asks_on() -> None:
+def test_other_threads_keep_their_look_ups() -> None:
     found: list[int] = []
 
     def look() -> None:
@@ -66,7 +66,7 @@ def test_another_thread_asks_on() -> None:
 
 
 @with_glibc
-def test_who_is_known_by_a_name_is_looked_up() -> None:
+def test_host_given_by_name_is_looked_up() -> None:
     addresses._resolver()
     with without_name_servers("trainer.lab"):
         assert attempts() > 0

@@ -1,4 +1,4 @@
-"""What a thread has to say reaches its event loop, and hurts nobody when that has just ended."""
+"""Tests of background threads: their results reach the event loop, and a closed loop causes no errors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipelinerl.system.background import in_background, tell, to_its_end
 from tests.patience import PATIENCE_S
 
 
-async def test_what_a_thread_tells_is_called_on_the_loop() -> None:
+async def test_callback_from_a_thread_runs_on_the_loop() -> None:
     heard: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
     threading.Thread(target=tell, args=(asyncio.get_running_loop(), heard.set_result, ("yes", 1))).start()
     assert await asyncio.wait_for(heard, PATIENCE_S) == ("yes", 1)
 
 
-def test_a_call_that_comes_soon_finds_the_thread_of_one_before_and_nothing_of_that_call() -> None:
+def test_thread_is_reused_and_keeps_nothing_of_its_previous_call() -> None:
     class Held:
         pass
 
@@ -40,13 +40,13 @@ def test_a_call_that_comes_soon_finds_the_thread_of_one_before_and_nothing_of_th
         time.sleep(0.005)
 
 
-def test_calls_under_way_have_a_thread_each() -> None:
+def test_concurrent_calls_have_a_thread_each() -> None:
     meeting = threading.Barrier(8, timeout=PATIENCE_S)
     calls = [in_background(f"call-{number}", meeting.wait) for number in range(8)]
     assert sorted(call.result(PATIENCE_S) for call in calls) == list(range(8))
 
 
-def test_an_error_is_the_callers_and_the_thread_goes_on() -> None:
+def test_error_goes_to_the_caller_and_the_thread_survives() -> None:
     def fails() -> None:
         raise OSError("no")
 
@@ -57,7 +57,7 @@ def test_an_error_is_the_callers_and_the_thread_goes_on() -> None:
 
 
 class Refusing:
-    """A loop that looks open and refuses a call: because it closes in that moment, or for another reason."""
+    """A loop that appears open and rejects a call, because it just closed or for another reason."""
 
     def __init__(self, *, closes: bool) -> None:
         self._closes, self._closed = closes, False
@@ -70,8 +70,8 @@ class Refusing:
         raise RuntimeError("it takes no call")
 
 
-def test_a_loop_that_closes_in_that_moment_is_told_nothing() -> None:
-    """Else the thread would die of it; in a test, at the cost of the one that runs by then."""
+def test_loop_that_just_closed_is_ignored() -> None:
+    """Otherwise the thread would die, and in a test run fail an unrelated test."""
     closing: Any = Refusing(closes=True)
     tell(closing, print)
     closed = asyncio.new_event_loop()
@@ -79,13 +79,13 @@ def test_a_loop_that_closes_in_that_moment_is_told_nothing() -> None:
     tell(closed, print)
 
 
-def test_any_other_refusal_is_raised() -> None:
+def test_other_runtime_errors_are_raised() -> None:
     refusing: Any = Refusing(closes=False)
     with pytest.raises(RuntimeError, match="takes no call"):
         tell(refusing, print)
 
 
-async def test_who_is_cancelled_while_something_ends_waits_for_it_first() -> None:
+async def test_cancelled_caller_waits_for_the_end_of_its_work() -> None:
     gate, ended = asyncio.Event(), []
 
     async def work() -> str:

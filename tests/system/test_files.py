@@ -1,4 +1,4 @@
-"""A private file is its owner's only, from its first byte on, and is whole or not there."""
+"""Tests of private files: only their owner can read them, from the first byte on, and they are complete or absent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from pipelinerl.system.files import sync, write_private
 
 
-def test_what_is_private_takes_the_place_of_what_everybody_could_read(tmp_path: Path) -> None:
+def test_private_file_replaces_a_public_one(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("old")
     path.chmod(0o644)
@@ -20,7 +20,7 @@ def test_what_is_private_takes_the_place_of_what_everybody_could_read(tmp_path: 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):
@@ -28,7 +28,7 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     assert path.read_text() == "old"
 
 
-def test_files_and_directories_are_synced_and_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_files_and_directories_are_synced_and_missing_ones_raise(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     sync(tmp_path / "file")
     sync(tmp_path)

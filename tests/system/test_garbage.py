@@ -1,4 +1,4 @@
-"""A process that imports much looks for garbage less often until it works."""
+"""Tests of the frequency of garbage collection during and after start-up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 from pipelinerl.system.garbage import collect_as_usual, collect_rarely
 
 
-def test_it_is_looked_for_rarely_and_then_as_before() -> None:
+def test_collection_is_rare_and_then_as_usual() -> None:
     before = gc.get_threshold()
     try:
         collect_rarely()

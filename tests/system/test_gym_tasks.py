@@ -1,4 +1,4 @@
-"""One task without the others: what it makes, what is imported for it, and what the library is afterwards."""
+"""Tests of single-task imports: results, imported modules, and the state of the library afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.system import gym_tasks
 
-#: Run in a fresh process: what an import does shows only in one that has imported nothing.
+#: Runs in a new process, since effects of imports only show before anything was imported.
 PROGRAM = """
 import json, sys
 from pipelinerl.system import gym_tasks
@@ -30,14 +30,14 @@ print(json.dumps(found))
 """
 
 
-def test_tasks_alone_are_what_the_library_has_and_the_library_stays_whole():
+def test_single_tasks_equal_the_librarys_and_leave_the_library_intact():
     alone = json.dumps(["spell_backward", "gcd", "leg_counting", "sudoku"])
     done = subprocess.run([sys.executable, "-c", PROGRAM, alone], capture_output=True, text=True, check=True)
-    # The module of syllogism is called otherwise: this one comes with the whole library.
+    # The module of syllogism has another name, so this task imports the whole library.
     assert json.loads(done.stdout) == {"imported": [], "unlike": [], "bound": True}
 
 
 @pytest.mark.parametrize("task", ["nothing_of_that_name", "__init__", "../arithmetic/gcd", "gcd*", ""])
-def test_what_the_library_does_not_know_it_refuses(task: str):
+def test_unknown_task_is_rejected(task: str):
     with pytest.raises(ValueError, match="not registered"):
         gym_tasks.create_dataset(task)

@@ -1,4 +1,4 @@
-"""What a connection of the factory carries, whom it asks, and when it gives up."""
+"""Tests of the HTTP clients: headers, proxies, and deadlines."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from pipelinerl.system import http_client
 from tests.patience import PATIENCE_S
 
-#: Nobody listens there: a call that took it for its proxy would fail.
+#: No server listens there, so a call through this proxy would fail.
 NOBODY = "http://127.0.0.1:9"
 
 
 @contextmanager
 def peer(answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok") -> Iterator[tuple[str, list[str]]]:
-    """A server's URL, and the heads of the requests that came; with an empty `answer` it never answers."""
+    """Yield a server's URL and the heads of received requests; with an empty `answer` it never answers."""
     heads: list[str] = []
     over = threading.Event()
 
@@ -56,12 +56,12 @@ def proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_the_environments_proxy_would_be_asked_by_a_session_of_httpx_own() -> None:
+def test_default_httpx_client_would_use_the_environments_proxy() -> None:
     with peer() as (url, _), httpx.Client() as http, pytest.raises(httpx.ConnectError):
         http.get(url)
 
 
-def test_a_session_sends_token_and_headers_to_its_base_and_past_the_proxy() -> None:
+def test_session_sends_token_and_headers_and_ignores_the_proxy() -> None:
     with peer() as (url, heads), http_client.session(url, token="secret", headers={"x-who": "ada"}) as http:
         assert http.get("/status").text == "ok"
     assert heads[0].startswith("get /status ")
@@ -69,14 +69,14 @@ def test_a_session_sends_token_and_headers_to_its_base_and_past_the_proxy() -> N
     assert "x-who: ada\r\n" in heads[0]
 
 
-async def test_so_does_one_of_an_event_loop() -> None:
+async def test_async_session_sends_token_and_ignores_the_proxy() -> None:
     with peer() as (url, heads):
         async with http_client.async_session(url, token="secret") as http:
             assert (await http.get("/status")).text == "ok"
     assert "authorization: bearer secret\r\n" in heads[0]
 
 
-async def test_so_does_a_hot_one() -> None:
+async def test_hot_session_sends_token_and_headers_and_ignores_the_proxy() -> None:
     with peer() as (url, heads):
         async with (
             http_client.hot_session(token="secret", keep_alive_s=1.0, headers={"x-who": "ada"}) as http,
@@ -87,7 +87,7 @@ async def test_so_does_a_hot_one() -> None:
     assert "x-who: ada\r\n" in heads[0]
 
 
-def test_so_does_a_connection_for_bytes() -> None:
+def test_byte_connection_ignores_the_proxy() -> None:
     with peer() as (url, heads):
         connection = http_client.byte_connection(url)
         connection.timeout = PATIENCE_S
@@ -98,17 +98,17 @@ def test_so_does_a_connection_for_bytes() -> None:
 
 
 @pytest.mark.parametrize(("url", "port"), [("http://host", 80), ("https://host", 443), ("https://host:8000", 8000)])
-def test_a_connection_for_bytes_knows_the_schemes_port(url: str, port: int) -> None:
+def test_byte_connection_uses_the_schemes_default_port(url: str, port: int) -> None:
     connection = http_client.byte_connection(url)
     assert (connection.host, connection.port) == ("host", port)
 
 
 @pytest.mark.parametrize("token", [None, ""])
-def test_without_a_token_nothing_is_said_of_one(token: str | None) -> None:
+def test_no_authorization_header_without_a_token(token: str | None) -> None:
     assert http_client.authorization(token) == {}
 
 
-def test_a_session_gives_up_on_a_peer_that_says_nothing() -> None:
+def test_session_times_out_on_a_silent_peer() -> None:
     with (
         peer(b"") as (url, _),
         http_client.session(url, timeout_s=0.2) as http,
@@ -117,14 +117,14 @@ def test_a_session_gives_up_on_a_peer_that_says_nothing() -> None:
         http.get("/")
 
 
-async def test_a_hot_call_gives_up_when_its_deadline_has_come() -> None:
+async def test_hot_call_times_out_at_its_deadline() -> None:
     with peer(b"") as (url, _):
         async with http_client.hot_session(token=None, keep_alive_s=1.0) as http:
             with pytest.raises(asyncio.TimeoutError):
                 await http.get(url, timeout=http_client.call_timeout(0.2))
 
 
-def test_a_deadline_bounds_the_time_to_connect_and_a_stream_without_end_connects_promptly() -> None:
+def test_deadline_limits_the_connection_time_even_of_endless_streams() -> None:
     soon, endless = http_client.call_timeout(2.0), http_client.call_timeout(math.inf)
     assert (soon.total, soon.sock_connect) == (2.0, 2.0)
     assert (endless.total, endless.sock_connect) == (None, http_client.CONNECT_S)

@@ -1,4 +1,4 @@
-"""A port that is offered can be listened on, and is not one that the kernel lends to those who connect."""
+"""Tests that returned ports can be bound, and are not in the range of outgoing connections."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from pipelinerl.system.ports import free_ports, is_free
 from tests.patience import SOON_S
 
 
-def test_ports_are_different_free_and_below_those_of_outgoing_connections() -> None:
+def test_ports_are_different_free_and_below_outgoing_ones() -> None:
     ports = free_ports(5)
     assert len(set(ports)) == 5
     assert all(is_free(port) and port < 32768 for port in ports)
 
 
-def test_one_that_is_taken_is_not_offered() -> None:
+def test_taken_port_is_not_returned() -> None:
     (port,) = free_ports(1)
     with socket.create_server(("127.0.0.1", port)):
         assert not is_free(port)
         assert port not in free_ports(3)
 
 
-def test_each_address_has_ports_of_its_own() -> None:
+def test_each_address_has_its_own_ports() -> None:
     (port,) = free_ports(1, "127.0.0.2")
     with socket.create_server(("127.0.0.2", port)):
         assert is_free(port) and not is_free(port, "127.0.0.2")
 
 
-def test_more_than_there_are_cannot_be_had() -> None:
+def test_too_many_ports_are_an_error() -> None:
     with pytest.raises(AddressError, match="fewer than 20000 ports"):
         free_ports(20000)
 
 
-#: A user who is root in a namespace of their own may have one of its network, in which nothing is up yet.
+#: A user may be root in a network namespace of their own, in which no interface is up.
 _APART = ("unshare", "--map-root-user", "--net")
 _ASK = "from pipelinerl.system.ports import free_ports; free_ports(1)"
 
 
-def test_a_machine_without_loopback_is_told_so_at_once() -> None:
-    """The launcher waited a minute for a server that listened where nobody came."""
+def test_missing_loopback_is_reported_at_once() -> None:
+    """Regression: the launcher waited a minute for an unreachable server."""
     if shutil.which("unshare") is None or subprocess.run([*_APART, "true"], capture_output=True).returncode:
         pytest.skip("left out: a network namespace, which may not be made here")
     done = subprocess.run([*_APART, sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=SOON_S)

@@ -1,4 +1,4 @@
-"""Small requests to many peers: answers come whole or are errors; no connection outlives what it may be used for."""
+"""Tests of `FanoutClient`: responses are complete or errors, and connections are only reused when safe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 
 
 class Peer:
-    """A server that answers each request with the next of `answers`, as bytes; None: it closes; an empty one: never."""
+    """A server that answers each request with the next of `answers`; None: it closes; empty: it never answers."""
 
     def __init__(self, *answers: bytes | None, in_pieces: bool = False) -> None:
         self._answers = list(answers)
@@ -26,7 +26,7 @@ class Peer:
         self.connections = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Serve one connection."""
         self.connections += 1
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
@@ -63,7 +63,7 @@ async def talking(peer: Peer, *, keep_alive_s: float = 60.0) -> AsyncIterator[tu
         await server.wait_closed()
 
 
-async def test_what_is_asked_for_has_no_body() -> None:
+async def test_get_request_has_no_body() -> None:
     peer = Peer(OK, OK)
     async with talking(peer) as (posts, url):
         assert await posts.get(url, "/metrics", timeout_s=PATIENCE_S) == (200, b"hi")
@@ -77,7 +77,7 @@ async def _post(posts: FanoutClient, url: str, *, timeout_s: float = PATIENCE_S)
     return await posts.post(url, "/do", b'{"a":1}', timeout_s=timeout_s)
 
 
-async def test_a_request_is_whole_and_its_connection_used_again() -> None:
+async def test_request_is_complete_and_its_connection_reused() -> None:
     peer = Peer(OK, b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 409 Conflict\r\ncontent-length: 0\r\n\r\n")
     async with talking(peer) as (posts, url):
         assert await _post(posts, url + "/below/") == (200, b"hi")
@@ -100,7 +100,7 @@ async def test_a_request_is_whole_and_its_connection_used_again() -> None:
     ids=["closed", "ends with the connection", "in pieces"],
 )
 @pytest.mark.parametrize("in_pieces", [False, True], ids=["at once", "byte by byte"])
-async def test_every_way_to_end_an_answer_ends_it(answer: bytes, in_pieces: bool) -> None:
+async def test_every_way_to_end_a_response_is_supported(answer: bytes, in_pieces: bool) -> None:
     async with talking(Peer(answer, OK, in_pieces=in_pieces)) as (posts, url):
         assert await _post(posts, url) == (200, b"hi")
         assert await _post(posts, url) == (200, b"hi")
@@ -117,7 +117,7 @@ async def test_every_way_to_end_an_answer_ends_it(answer: bytes, in_pieces: bool
     ],
     ids=["nothing", "cut", "another protocol", "too long", "a head without an end"],
 )
-async def test_half_an_answer_is_none_and_its_connection_is_not_used_again(answer: bytes | None, words: str) -> None:
+async def test_partial_response_is_an_error_and_its_connection_is_not_reused(answer: bytes | None, words: str) -> None:
     peer = Peer(answer, OK)
     async with talking(peer) as (posts, url):
         with pytest.raises(ConnectionError, match=words):
@@ -126,7 +126,7 @@ async def test_half_an_answer_is_none_and_its_connection_is_not_used_again(answe
     assert peer.connections == 2
 
 
-async def test_a_kept_connection_that_closes_as_it_is_used_is_one_more_request_and_no_failure() -> None:
+async def test_request_is_repeated_if_a_reused_connection_closes() -> None:
     peer = Peer(OK, None, OK)
     async with talking(peer) as (posts, url):
         assert [await _post(posts, url), await _post(posts, url)] == [(200, b"hi")] * 2
@@ -138,7 +138,7 @@ async def test_a_kept_connection_that_closes_as_it_is_used_is_one_more_request_a
     [((OK, None, None), 3), ((OK, b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 9\r\n\r\nhi"), 2)],
     ids=["not twice", "not once an answer has begun"],
 )
-async def test_what_is_not_asked_again(answers: tuple[bytes | None, ...], heard: int) -> None:
+async def test_other_requests_are_not_repeated(answers: tuple[bytes | None, ...], heard: int) -> None:
     peer = Peer(*answers)
     async with talking(peer) as (posts, url):
         assert await _post(posts, url) == (200, b"hi")
@@ -147,7 +147,7 @@ async def test_what_is_not_asked_again(answers: tuple[bytes | None, ...], heard:
     assert len(peer.heard) == heard
 
 
-async def test_a_stream_is_read_as_it_comes_and_its_connection_used_again() -> None:
+async def test_stream_is_read_incrementally_and_its_connection_reused() -> None:
     pieces = [b"x" * MOST_ANSWER_BYTES, b"y" * MOST_ANSWER_BYTES, b"z"]
     body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in (*pieces, b""))
     peer = Peer(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + body, OK)
@@ -163,7 +163,7 @@ async def test_a_stream_is_read_as_it_comes_and_its_connection_used_again() -> N
 
 
 @pytest.mark.parametrize("ends", [b"connection: close\r\n", b""], ids=["it breaks off", "it says nothing more"])
-async def test_of_half_a_stream_the_half_is_given(ends: bytes) -> None:
+async def test_received_part_of_a_broken_stream_is_yielded(ends: bytes) -> None:
     peer = Peer(b"HTTP/1.1 200 OK\r\n" + ends + b"content-length: 9\r\n\r\nhi", OK)
     async with talking(peer) as (posts, url):
         stream = posts.stream(url, "/do", None, timeout_s=0.1)
@@ -174,7 +174,7 @@ async def test_of_half_a_stream_the_half_is_given(ends: bytes) -> None:
     assert peer.connections == 2
 
 
-async def test_a_stream_that_is_closed_takes_its_connection_with_it() -> None:
+async def test_closed_stream_drops_its_connection() -> None:
     peer = Peer(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi", OK)
     async with talking(peer) as (posts, url):
         stream = posts.stream(url, "/do", None, timeout_s=PATIENCE_S)
@@ -184,7 +184,7 @@ async def test_a_stream_that_is_closed_takes_its_connection_with_it() -> None:
     assert peer.connections == 2
 
 
-async def test_who_closes_its_connections_opens_no_other() -> None:
+async def test_closed_client_opens_no_other_connection() -> None:
     peer = Peer(OK, b"")
     async with talking(peer) as (posts, url):
         assert await _post(posts, url) == (200, b"hi")
@@ -198,7 +198,7 @@ async def test_who_closes_its_connections_opens_no_other() -> None:
     assert peer.connections == 1
 
 
-async def test_a_peer_that_does_not_answer_ends_at_the_deadline_and_its_late_answer_is_nobodys() -> None:
+async def test_silent_peer_times_out_and_its_late_response_is_dropped() -> None:
     peer = Peer(b"", OK)
     async with talking(peer) as (posts, url):
         with pytest.raises(TimeoutError):
@@ -207,7 +207,7 @@ async def test_a_peer_that_does_not_answer_ends_at_the_deadline_and_its_late_ans
     assert peer.connections == 2
 
 
-async def test_a_call_that_is_given_up_takes_its_connection_with_it() -> None:
+async def test_cancelled_call_drops_its_connection() -> None:
     peer = Peer(b"", OK)
     async with talking(peer) as (posts, url):
         call = asyncio.create_task(_post(posts, url))
@@ -220,14 +220,14 @@ async def test_a_call_that_is_given_up_takes_its_connection_with_it() -> None:
     assert peer.connections == 2
 
 
-async def test_an_idle_connection_that_is_too_old_is_left() -> None:
+async def test_old_idle_connection_is_not_reused() -> None:
     peer = Peer(OK, OK)
     async with talking(peer, keep_alive_s=0.0) as (posts, url):
         assert [await _post(posts, url), await _post(posts, url)] == [(200, b"hi")] * 2
     assert peer.connections == 2
 
 
-async def test_calls_to_one_peer_at_once_have_a_connection_each() -> None:
+async def test_concurrent_calls_to_one_peer_have_a_connection_each() -> None:
     peer = Peer(OK, OK, OK)
     async with talking(peer) as (posts, url):
         assert await asyncio.gather(*(_post(posts, url) for _ in range(3))) == [(200, b"hi")] * 3
@@ -235,12 +235,12 @@ async def test_calls_to_one_peer_at_once_have_a_connection_each() -> None:
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://127.0.0.1", "http://", "http://a b"])
-async def test_what_is_no_address_is_refused(url: str) -> None:
+async def test_invalid_address_is_rejected(url: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         await _post(http_client.post_connections(token=None, keep_alive_s=1.0), url)
 
 
-async def test_nobody_there_is_named() -> None:
+async def test_unreachable_peer_is_named() -> None:
     posts = http_client.post_connections(token=None, keep_alive_s=1.0)
     async with talking(Peer()) as (_, url):
         pass

@@ -1,4 +1,4 @@
-"""A process ends with the status that it was given, whatever its threads are doing, and with what it owes others."""
+"""Tests that a process ends with its status despite busy threads, and completes its output and exit functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 
-#: A thread that is in torch's C++ nearly all of its time, and comes back from there again and again.
+#: A thread that is almost always in torch's C++ code, and often returns from it.
 BUSY = """
 import atexit, sys, threading, time, torch
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +36,7 @@ def ended(program: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_thread_in_native_code_does_not_abort_the_process() -> None:
+def test_thread_in_native_code_does_not_abort_the_process() -> None:
     assert ended(f"{BUSY}run_process(main)") == (143, "said written registered\n", "")
 
 
@@ -49,6 +49,6 @@ def test_a_thread_in_native_code_does_not_abort_the_process() -> None:
         ("lambda: 1 / 0", 1, "ZeroDivisionError: division by zero\n"),
     ],
 )
-def test_without_threads_it_ends_as_any_other(main: str, status: int, said: str) -> None:
+def test_process_without_threads_ends_as_usual(main: str, status: int, said: str) -> None:
     found, _, error = ended(f"{QUIET}run_process({main})")
     assert found == status and error.endswith(said) and bool(error) == bool(said)

@@ -1,4 +1,4 @@
-"""A tied process gets its signal when its parent dies, and is not started for a parent that is gone."""
+"""Tests that a tied process gets its signal when its parent dies, and does not start without a parent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's tie is Linux's")
 
-#: Says which signal came.
+#: Records the received signal.
 _CHILD = """
 import pathlib, signal, sys, time
 def noted(number, frame):
@@ -34,7 +34,7 @@ time.sleep(60)
 """  # noqa: E501
 
 
-def test_a_parent_that_is_killed_takes_its_process_with_it_by_the_signal_asked_for(tmp_path: Path) -> None:
+def test_killed_parent_ends_its_process_with_the_given_signal(tmp_path: Path) -> None:
     noted = tmp_path / "noted"
     parent = subprocess.Popen(
         [sys.executable, "-c", _PARENT, tied_process.__file__, str(noted), _CHILD], stdout=subprocess.PIPE
@@ -54,14 +54,14 @@ def test_a_parent_that_is_killed_takes_its_process_with_it_by_the_signal_asked_f
     [(1, "true", "is gone; not starting true"), (os.getpid(), "/no/such/program", "cannot be started")],
     ids=["parent", "program"],
 )
-def test_what_cannot_be_tied_or_started_says_so(parent: int, program: str, reason: str) -> None:
+def test_failure_to_tie_or_start_is_reported(parent: int, program: str, reason: str) -> None:
     command = [sys.executable, "-S", "-E", tied_process.__file__, str(parent), signal.SIGKILL.name, "", "--", program]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 1
     assert reason in ended.stderr
 
 
-def test_it_runs_on_the_cores_that_it_is_given() -> None:
+def test_process_runs_on_the_given_cores() -> None:
     core = min(os.sched_getaffinity(0))
     asked = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
     command = [sys.executable, "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", str(core), "--", *asked]

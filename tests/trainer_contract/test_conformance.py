@@ -1,4 +1,6 @@
-"""The conformance kit is itself tried: a sound trainer passes every check, each way to be broken is found by name."""
+"""Tests of the conformance kit: a sound trainer passes every check, and each broken one fails the check for its
+fault.
+"""
 
 from dataclasses import replace
 
@@ -16,9 +18,10 @@ VOCAB = 16
 
 
 class Broken:
-    """A bigram trainer with one verb replaced: `verbs` maps a name to a function of (sound trainer, arguments).
+    """A bigram trainer with some verbs replaced: `verbs` maps names to functions of (sound trainer, arguments).
 
-    `forward` and `backward` are replaced for each micro-batch alone, as `whole_forward` and `whole_backward` for all.
+    `forward` and `backward` replace the verb for each micro-batch, `whole_forward` and `whole_backward` for the
+    sequence.
     """
 
     def __init__(self, **verbs):
@@ -37,7 +40,7 @@ class Broken:
 
 
 def leaking(sound, batch):
-    """Takes a segment's first prediction from the segment before it."""
+    """Take a segment's first prediction from the previous segment."""
     logprobs = sound.forward([batch])[0].copy()
     logprobs[1:] += np.where(batch.segment_ids[1:] > 0, 0.01, 0.0) * (batch.position_ids[1:] > 0)
     return logprobs
@@ -56,7 +59,7 @@ def starts_not_zero(sound, batch):
 
 
 def values_of_the_state_after(sound, batch):
-    """Off by one: token t is given the value of the state that it leads to."""
+    """Give token t the value of the state after it, off by one."""
     values = sound.forward([batch])[0]
     shifted = np.where(batch.position_ids > 0, np.roll(values, -1), 0.0)
     last = np.append(batch.position_ids[1:] == 0, True)
@@ -165,7 +168,7 @@ def ascends(sound, batch, objective):
 
 
 class WithoutMeasures:
-    """An objective whose gradients through measures nobody asks for."""
+    """An objective without gradients through measures."""
 
     def __init__(self, objective):
         self.needs, self.evaluate, self.prediction_gradient = (
@@ -332,13 +335,13 @@ def spec(tmp_path_factory):
     return TrainerSpec(model_path=path)
 
 
-def test_a_sound_trainer_passes_every_check(spec, tmp_path):
+def test_sound_trainer_passes_every_check(spec, tmp_path):
     results = run(TrainerUnderTest(BigramTrainer, spec, VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
     assert len(results) == len(CHECKS) and all(r.promise for r in results)
 
 
-def test_a_sound_value_head_passes_every_check_of_its_own(spec, tmp_path):
+def test_sound_value_head_passes_every_value_check(spec, tmp_path):
     results = run(TrainerUnderTest(BigramTrainer, replace(spec, head=Head.VALUE), VOCAB), directory=tmp_path)
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
     assert len(results) == len(VALUE_CHECKS) == len(CHECKS)
@@ -354,12 +357,12 @@ BROKEN_VALUES = [
 
 
 @pytest.mark.parametrize(("check", "verbs"), BROKEN_VALUES, ids=[by_name(*row) for row in BROKEN_VALUES])
-def test_a_broken_value_head_fails(check, verbs, spec, tmp_path):
+def test_broken_value_head_fails_its_check(check, verbs, spec, tmp_path):
     subject = TrainerUnderTest(lambda: Broken(**verbs), replace(spec, head=Head.VALUE), VOCAB)
     assert check in {r.name for r in run(subject, directory=tmp_path) if r.status is Status.FAILED}
 
 
-def test_a_trainer_without_a_value_head_says_so(spec, tmp_path):
+def test_trainer_without_value_head_is_unsupported(spec, tmp_path):
     def refuses(sound, spec):
         if spec.head is Head.VALUE:
             raise SpecError("no values here")
@@ -371,15 +374,15 @@ def test_a_trainer_without_a_value_head_says_so(spec, tmp_path):
 
 
 @pytest.mark.parametrize(("check", "verbs"), BROKEN, ids=[by_name(*row) for row in BROKEN])
-def test_a_broken_trainer_fails(check, verbs, spec, tmp_path):
+def test_broken_trainer_fails_its_check(check, verbs, spec, tmp_path):
     results = run(TrainerUnderTest(lambda: Broken(**verbs), spec, VOCAB), directory=tmp_path)
     failed = {result.name: result.reason for result in results if result.status is Status.FAILED}
     assert check in failed
     assert failed[check], "a failure gives its reason"
 
 
-def test_order_that_matters_is_found(spec, tmp_path):
-    """The last rollout of a micro-batch is dropped, as a padding bug does."""
+def test_dependence_on_order_is_detected(spec, tmp_path):
+    """Drop the last rollout of a micro-batch, like a padding bug."""
 
     def drops_the_last(sound, batch, objective):
         kept = batch.loss_mask & (batch.segment_ids < batch.num_segments - 1)
@@ -389,12 +392,12 @@ def test_order_that_matters_is_found(spec, tmp_path):
     assert "order_does_not_matter" in {r.name for r in results if r.status is Status.FAILED}
 
 
-def test_what_cannot_be_tried_is_unsupported_not_passed(spec, tmp_path):
+def test_check_that_cannot_run_is_unsupported(spec, tmp_path):
     results = run(TrainerUnderTest(BigramTrainer, spec, 10**6), directory=tmp_path, checks=CHECKS[:1])
     assert results[0].status is Status.UNSUPPORTED and "too large to sum over" in results[0].reason
 
 
-def test_a_missing_model_must_be_refused(tmp_path, spec):
+def test_trainer_that_ignores_a_missing_model_fails(tmp_path, spec):
     eager = Broken(init_worker=lambda sound, _: sound.init_worker(spec))
     results = run(TrainerUnderTest(lambda: eager, spec, VOCAB), directory=tmp_path)
     assert "missing_model_is_refused" in {r.name for r in results if r.status is Status.FAILED}
@@ -422,8 +425,8 @@ def half_the_gradient(sound, *, learning_rate):
         ({"optimizer_step": half_the_gradient}, {"gradient_is_of_the_loss", "clipping_bounds_the_norm"}),
     ],
 )
-def test_adapters_are_seen_by_the_fall_of_the_loss(verbs, expected, spec, tmp_path):
-    """A trainer of weights keeps these promises, too; what breaks them is found without reading its weights."""
+def test_adapters_are_checked_through_the_loss(verbs, expected, spec, tmp_path):
+    """A trainer of all weights passes these checks as well; faults are detected without reading weights."""
     checks = [check for check in CHECKS if check.__name__ in ("gradient_is_of_the_loss", "clipping_bounds_the_norm")]
     subject = TrainerUnderTest(lambda: Broken(**verbs), spec, VOCAB, Learns.ADAPTERS)
     found = run(subject, directory=tmp_path, checks=checks)

@@ -1,4 +1,4 @@
-"""Small models of several architectures, and ragged micro-batches."""
+"""Small models of several architectures, and micro-batches of different lengths."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory):
-    """name → directory of a random model, large weights so that mistakes show."""
+    """Map a name to the directory of a random model; its weights are large, so that mistakes show."""
 
     def make(name):
         path = root / name
@@ -60,7 +60,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture
 def micro_batch():
-    """(lengths, …) → a random micro-batch; `select` keeps only these rollouts, in this order."""
+    """Make a random micro-batch from (lengths, …); `select` keeps only these rollouts, in this order."""
 
     def make(lengths=(9, 4, 40, 2, 17, 9), *, select=None, seed=0, tempered=True):
         chosen = list(range(len(lengths))) if select is None else select

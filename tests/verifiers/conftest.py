@@ -1,4 +1,4 @@
-"""The math verifier and its worker process, which takes seconds to start: a file's tests share it on one event loop."""
+"""The math verifier, which takes seconds to start and is shared by a file's tests on one event loop."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""What a user might write: filters that keep, refuse, fail and hang, named by the tests by this file's path."""
+"""Examples of users' filters that keep, reject, fail and hang; tests refer to them by this file's path."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def everything(**values):
 
 
 def whatever(metadata):
-    """What the problem says."""
+    """Act as the problem's metadata says."""
     match metadata["do"]:
         case "raise":
             return {}["nothing"]

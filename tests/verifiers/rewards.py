@@ -1,4 +1,4 @@
-"""What a user might write: rewards that are right, odd, failing and hanging, named by the tests by this file's path."""
+"""Examples of users' rewards: correct, odd, failing and hanging ones; tests refer to them by this file's path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def by_place(task, text):
 
 
 def strict(completion, answer):
-    """Reads a number, and is not ready for anything else."""
+    """Read a number, and fail on anything else."""
     if completion == "offline":
         raise ConnectionError("the dictionary is away")
     return float(int(completion.encode("ascii")) == int(answer) if answer.isdigit() else completion[0] == answer[0])
@@ -64,7 +64,7 @@ async def asynchronous_group(completions):
 
 
 def whatever(completion):
-    """What the text says."""
+    """Act as the text says."""
     match completion:
         case "raise":
             return {}["nothing"]
@@ -96,7 +96,7 @@ def whatever(completion):
 
 
 class Judge:
-    """A verifier as the package's are."""
+    """A verifier class like those of the package."""
 
     async def verify(self, problem, completion_text):
         if completion_text == "hang":

@@ -1,4 +1,4 @@
-"""What the tests' workers do: sleep, spin, die, and say who they are."""
+"""Worker functions of the tests: they sleep, spin, die, and report their process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 def open_sleeper(argument: str) -> Callable[[Any], Any]:
     if argument == "broken":
         raise RuntimeError("cannot be opened")
-    if argument == "threads":  # with which no process can be forked safely
+    if argument == "threads":  # a process with threads cannot be forked safely
         threading.Thread(target=threading.Event().wait, daemon=True).start()
 
     def answering(question: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A user's function as a filter: what it is given, what it may say, and each way in which it may fail, never a keep."""
+"""A user's function as a filter: its arguments, its results, and its failures, none of which keeps the group."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ async def said(function: str, *, deadline_s: float = PATIENCE_S, **metadata: Any
 
 
 @pytest.mark.parametrize("function", ["asks_for_all", "everything"])
-async def test_a_filter_gets_by_name_what_it_asks_for(function: str) -> None:
+async def test_filter_receives_the_values_it_names(function: str) -> None:
     verdict = await said(function)
     assert (verdict.outcome, refusal_of(verdict)) == (Outcome.CORRECT, ""), verdict.reason
 
 
-async def test_a_text_is_the_reason_and_false_is_the_functions_name() -> None:
+async def test_text_is_the_reason_and_false_gives_the_functions_name() -> None:
     assert refusal_of(await said("lengths_alone")) == "one of 3 tokens"
     assert refusal_of(await said("whatever", do="false")) == "whatever"
     assert refusal_of(await said("whatever", do="numpy")) == ""
@@ -60,14 +60,14 @@ async def test_a_text_is_the_reason_and_false_is_the_functions_name() -> None:
         ("die", "ended by itself"),
     ],
 )
-async def test_what_is_no_finding_is_a_failure_that_says_where_and_keeps_nothing(what: str, sentence: str) -> None:
+async def test_invalid_result_is_a_failure_and_does_not_keep_the_group(what: str, sentence: str) -> None:
     verdict = await said("whatever", do=what)
     assert verdict.outcome is Outcome.VERIFIER_ERROR
     assert re.search(sentence, verdict.reason), verdict.reason
     assert refusal_of(verdict) == "curation.filter failed: verifier_error"
 
 
-async def test_one_that_hangs_is_killed_at_its_deadline() -> None:
+async def test_hanging_filter_is_killed_at_its_deadline() -> None:
     verdict = await said("whatever", do="hang", deadline_s=0.2)
     assert verdict.outcome is Outcome.TIMEOUT and refusal_of(verdict) == "curation.filter failed: timeout"
 
@@ -80,6 +80,6 @@ async def test_one_that_hangs_is_killed_at_its_deadline() -> None:
         ("nothing", "has no 'nothing'; it has "),
     ],
 )
-def test_a_function_that_cannot_be_asked_is_refused_at_once(function: str, sentence: str) -> None:
+def test_unsuitable_function_is_rejected_at_once(function: str, sentence: str) -> None:
     with pytest.raises(RecipeError, match=rf"^curation\.filter: .*{sentence}"):
         GroupFilter(f"{FILTERS}:{function}", deadline_s=1.0)

@@ -1,4 +1,4 @@
-"""The verifier of instructions: what it pays, what its parts say, and what is its own failure."""
+"""The verifier of instructions: its rewards, its parts, and its own failures."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ SEA = problem(
         ({"matching": Matching.LOOSE}, "Well, so:\nthe sea is blue", 1.0, Outcome.CORRECT),
     ],
 )
-async def test_what_an_answer_is_worth(settings, text, reward, outcome):
+async def test_reward_follows_the_scoring_setting(settings, text, reward, outcome):
     verdict = await InstructionFollowing(**settings).verify(SEA, text)
     assert (verdict.reward, verdict.outcome) == (reward, outcome)
     if outcome is not Outcome.CORRECT and text:
         assert COMMA in verdict.reason
 
 
-async def test_the_parts_tell_each_kind_and_its_share():
+async def test_parts_give_the_share_of_each_kind():
     verdict = await InstructionFollowing().verify(SEA, "the sea, it is green")
     assert {part.name: part.reward for part in verdict.parts} == {COMMA: 0.0, WORDS: 1.0, KEYWORD: 0.5}
 
@@ -60,13 +60,13 @@ async def test_the_parts_tell_each_kind_and_its_share():
         ([{"id": WORDS, "num_words": 3}], "missing required field `relation`"),
     ],
 )
-async def test_a_problem_that_cannot_be_judged_is_no_wrong_answer(named, reason):
+async def test_unjudgeable_problem_is_not_a_wrong_answer(named, reason):
     verdict = await InstructionFollowing().verify(problem(*named), "x")
     assert verdict.outcome is Outcome.VERIFIER_ERROR
     assert reason in verdict.reason
 
 
-async def test_a_long_answer_is_judged_in_a_worker_as_a_short_one_is_here():
+async def test_worker_judges_long_answers_like_short_ones():
     verifier = InstructionFollowing(deadline_s=PATIENCE_S)
     try:
         short, long = [await verifier.verify(SEA, "the sea is blue " * times) for times in (1, 20_000)]

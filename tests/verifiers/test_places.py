@@ -1,4 +1,4 @@
-"""Who goes on when a place is free."""
+"""Order in which a fair semaphore hands out places."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipelinerl.verifiers.places import FairSemaphore
 async def waiting(
     places: FairSemaphore, groups: list[str], entered: asyncio.Queue[tuple[str, bool]]
 ) -> list[asyncio.Task[None]]:
-    """So many who wait already, and tell when they have entered, and whether out of turn."""
+    """Start tasks that wait, and report when they get a place, and whether out of turn."""
 
     async def enter(group: str) -> None:
         entered.put_nowait((group, await places.take(group)))
@@ -22,7 +22,7 @@ async def waiting(
     return tasks
 
 
-async def test_groups_with_slow_questions_have_a_quarter_of_the_time_while_others_keep_coming() -> None:
+async def test_slow_groups_get_a_quarter_of_the_time_under_load() -> None:
     places, entered, held = FairSemaphore(2, Counter({"slow": 5})), asyncio.Queue[tuple[str, bool]](), Counter[str]()
     assert places.take_now() and places.take_now()
     tasks = await waiting(places, ["slow"] * 60 + [f"other {number}" for number in range(600)], entered)
@@ -39,7 +39,7 @@ async def test_groups_with_slow_questions_have_a_quarter_of_the_time_while_other
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_of_four_places_one_is_taken_out_of_turn_at_once() -> None:
+async def test_one_of_four_places_is_given_out_of_turn() -> None:
     places, entered = FairSemaphore(4, Counter({"slow": 1})), asyncio.Queue[tuple[str, bool]]()
     assert all(places.take_now() for _ in range(4))
     tasks = await waiting(places, ["slow"] * 4 + ["other"] * 8, entered)
@@ -54,11 +54,11 @@ async def test_of_four_places_one_is_taken_out_of_turn_at_once() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_who_alone_waits_is_not_out_of_turn_and_a_place_that_was_given_to_nobody_is_free() -> None:
+async def test_sole_waiter_is_in_turn_and_a_place_of_a_cancelled_waiter_is_freed() -> None:
     places, entered = FairSemaphore(1, Counter({"slow": 9})), asyncio.Queue[tuple[str, bool]]()
     assert places.take_now()
     (task,) = await waiting(places, ["slow"], entered)
     places.give_back(1.0, out_of_turn=False)
-    task.cancel()  # the place was on its way
+    task.cancel()  # the place had been handed over already
     await asyncio.gather(task, return_exceptions=True)
     assert places.take_now() and not places.take_now()

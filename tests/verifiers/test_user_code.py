@@ -1,4 +1,4 @@
-"""A user's functions as rewards: each form that one may have, and each way in which one may fail, never a 0."""
+"""Users' functions as rewards: every accepted form, and every kind of failure, none of which gives a 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROBLEM = Problem(
 
 
 async def verdicts(function: str, *texts: str, **keys: Any) -> list[Verdict]:
-    """What a domain whose verifier is this function says of the texts, as one group."""
+    """Return the verdicts of a domain whose verifier is this function on the texts, as one group."""
     verifier = open_verifier(
         DomainSection(name="d", source="addition", verifier=f"{REWARDS}:{function}", **{"verifier_workers": 1} | keys)
     )
@@ -44,30 +44,30 @@ def in_short(found: list[Verdict]) -> list[tuple[str, float]]:
     return [(verdict.outcome.value, verdict.reward) for verdict in found]
 
 
-async def test_a_function_of_problem_and_text() -> None:
+async def test_function_of_problem_and_text_is_called_by_position() -> None:
     assert in_short(await verdicts("by_place", "right", "no")) == [("correct", 1.0), ("wrong", 0.0)]
 
 
-async def test_a_function_gets_by_name_what_it_asks_for() -> None:
+async def test_function_receives_the_values_it_names() -> None:
     assert in_short(await verdicts("by_name", "right", "no")) == [("partial", 0.5), ("wrong", 0.0)]
     assert in_short(await verdicts("by_name", "right", correct_at=0.5)) == [("correct", 0.5)]
 
 
-async def test_a_function_of_a_group_sees_it_whole_as_in_trl() -> None:
+async def test_group_function_receives_lists_as_in_trl() -> None:
     assert [verdict.reward for verdict in await verdicts("of_a_group", "a", "abc", "ab")] == [0.0, 2.0, 1.0]
     found = await verdicts("too_few", "a", "b")
     assert [verdict.outcome for verdict in found] == [Outcome.VERIFIER_ERROR] * 2
     assert found[0].reason == "the function must return a list with one reward for each of 2 answers, got 1 of them"
 
 
-async def test_an_answer_that_crashes_a_function_which_accepts_the_ground_truth_is_wrong() -> None:
+async def test_answer_that_crashes_a_working_function_is_wrong() -> None:
     found = await verdicts("strict", "", "right", "offline", "\ud800")
     assert [verdict.outcome.value for verdict in found] == ["wrong", "correct", "verifier_error", "wrong"]
     assert "IndexError" in found[0].reason and "ConnectionError" in found[2].reason
     assert in_short(await verdicts("flaky", "no")) == [("verifier_error", 0.0)]
 
 
-async def test_an_async_function_runs_beside_others_and_is_cancelled_in_time() -> None:
+async def test_async_function_runs_concurrently_and_is_cancelled_at_its_deadline() -> None:
     began = time.monotonic()
     found = await verdicts("asynchronous", "hang", "raise", "fine", verifier_timeout_s=1.5)
     assert in_short(found) == [("timeout", 0.0), ("verifier_error", 0.0), ("correct", 1.0)]
@@ -76,7 +76,7 @@ async def test_an_async_function_runs_beside_others_and_is_cancelled_in_time() -
     assert [verdict.reward for verdict in await verdicts("asynchronous_group", "ab", "a")] == [2.0, 1.0]
 
 
-async def test_what_is_no_reward_is_an_error_that_says_what_came() -> None:
+async def test_invalid_reward_is_an_error_that_shows_the_value() -> None:
     texts = ["nan", "inf", "huge", "none", "text", "array", "bad verdict"]
     found = await verdicts("whatever", *texts)
     assert [verdict.outcome for verdict in found] == [Outcome.VERIFIER_ERROR] * len(texts)
@@ -85,13 +85,13 @@ async def test_what_is_no_reward_is_an_error_that_says_what_came() -> None:
     assert said[4] == "str '0.5'" and said[5].startswith("ndarray") and said[6] == "a Verdict with the reward nan"
 
 
-async def test_what_is_a_reward() -> None:
+async def test_valid_rewards_are_accepted() -> None:
     found = await verdicts("whatever", "true", "one", "float32", "bool_", "verdict", "")
     assert [verdict.reward for verdict in found] == [1.0, 1.0, 0.25, 1.0, 0.125, 0.0]
     assert found[4] == Verdict(outcome=Outcome.WRONG, reward=0.125, reason="so", answer="a")
 
 
-async def test_whatever_a_function_does_is_an_error_of_its_own_answer_alone() -> None:
+async def test_failure_affects_only_its_own_answer() -> None:
     found = await verdicts("whatever", "raise", "one", "exit", "die", "print", "memory", "one")
     error, right = "verifier_error", "correct"
     assert [v.outcome.value for v in found] == [error, right, error, error, right, error, right]
@@ -102,7 +102,7 @@ async def test_whatever_a_function_does_is_an_error_of_its_own_answer_alone() ->
 
 
 @pytest.mark.parametrize("how", ["hang", "spin"])
-async def test_a_deadline_holds_and_siblings_do_not_wait_for_it(how: str) -> None:
+async def test_deadline_is_enforced_without_delaying_siblings(how: str) -> None:
     began = time.monotonic()
     found = await verdicts("whatever", how, how, "one", verifier_timeout_s=1.0)
     assert in_short(found) == [("timeout", 0.0), ("timeout", 0.0), ("correct", 1.0)]
@@ -110,9 +110,7 @@ async def test_a_deadline_holds_and_siblings_do_not_wait_for_it(how: str) -> Non
     assert time.monotonic() - began < PATIENCE_S
 
 
-async def test_what_a_killed_function_has_started_is_killed_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_children_of_a_killed_function_are_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD_FILE", str(tmp_path / "pid"))
     assert in_short(await verdicts("whatever", "child", verifier_timeout_s=1.0)) == [("timeout", 0.0)]
     child = int((tmp_path / "pid").read_text())
@@ -123,26 +121,26 @@ async def test_what_a_killed_function_has_started_is_killed_with_it(
 
 
 def _runs(pid: int) -> bool:
-    """Is it there, and no zombie?"""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-async def test_a_users_class_is_a_verifier_whose_errors_are_its_own() -> None:
+async def test_users_class_is_a_verifier_and_its_errors_are_failures() -> None:
     found = await verdicts("Judge", "right", "raise", "hang", "", verifier_timeout_s=1.5)
     assert [v.outcome.value for v in found] == ["correct", "verifier_error", "timeout", "verifier_error"]
     assert found[0].reward == 2.0 and "ValueError: not for me" in found[1].reason
     assert found[3].reason == "verify must return a Verdict, it returned NoneType None"
 
 
-async def test_a_function_that_asks_for_what_nobody_has_is_refused() -> None:
+async def test_unknown_parameter_is_rejected() -> None:
     with pytest.raises(RecipeError, match=r"d.verifier: .*rewards.py:asks_too_much: .*; weather is none of them"):
         await verdicts("asks_too_much", "a")
 
 
-async def test_a_module_that_has_started_threads_is_not_forked(tmp_path: Path) -> None:
+async def test_module_with_threads_is_not_forked(tmp_path: Path) -> None:
     file = tmp_path / "threaded.py"
     file.write_text(
         "import threading, time, os\n"
@@ -174,7 +172,7 @@ async def test_a_module_that_has_started_threads_is_not_forked(tmp_path: Path) -
         ("score = 3", r"r.py:score must be a function or a class, got int"),
     ],
 )
-async def test_what_cannot_be_loaded_is_said_in_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+async def test_load_failure_is_reported_in_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / "r.py"
     file.write_text(text)
     with pytest.raises(RecipeError, match=sentence) as raised:
@@ -182,7 +180,7 @@ async def test_what_cannot_be_loaded_is_said_in_one_sentence(tmp_path: Path, tex
     assert "\n" not in str(raised.value)
 
 
-async def test_nothing_runs_before_the_first_answer() -> None:
+async def test_nothing_starts_before_the_first_answer() -> None:
     before = set(os.listdir("/proc/self/task"))
     verifier = open_verifier(DomainSection(name="d", source="addition"))
     assert set(os.listdir("/proc/self/task")) == before

@@ -1,4 +1,4 @@
-"""Verifiers on real answers: right, wrong, hostile, and with their own failures, which must never count as wrong."""
+"""Verifiers on correct, wrong and hostile answers; their own failures never count as wrong."""
 
 import asyncio
 import inspect
@@ -17,7 +17,7 @@ from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extra
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer
 from tests.patience import PATIENCE_S, SOON_S
 
-#: Of the tests that use the shared verifier.
+#: For tests that use the shared verifier.
 shared_loop = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -31,7 +31,7 @@ def spelling(index=0):
     return open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0).problem(index)
 
 
-async def test_reasoning_gym_gives_full_reward_for_the_full_score_only():
+async def test_reasoning_gym_rewards_only_the_full_score():
     verifier, given = ReasoningGym(), spelling()
     verdicts = [await verifier.verify(given, text) for text in (given.ground_truth, given.ground_truth[:-1], "", "x<")]
     assert [v.outcome for v in verdicts] == [Outcome.CORRECT, Outcome.WRONG, Outcome.WRONG, Outcome.WRONG]
@@ -53,7 +53,7 @@ async def test_reasoning_gym_reads_the_last_answer_tags():
     assert extract_answer("plain") == "plain"
 
 
-async def test_what_reasoning_gym_cannot_judge_is_an_error_not_a_wrong_answer():
+async def test_unjudgeable_reasoning_gym_problem_is_not_a_wrong_answer():
     verifier = ReasoningGym()
     for metadata in (
         {},
@@ -64,7 +64,7 @@ async def test_what_reasoning_gym_cannot_judge_is_an_error_not_a_wrong_answer():
 
 
 @shared_loop
-async def test_what_can_be_said_at_once_is_what_is_said_after_waiting(math_answer):
+async def test_fast_path_agrees_with_the_slow_path(math_answer):
     first, gym = spelling(), ReasoningGym()
     assert gym.at_once(first, "x") is None  # its scorer is not loaded
     texts = [first.ground_truth, "x", first.ground_truth, "x"]
@@ -72,13 +72,13 @@ async def test_what_can_be_said_at_once_is_what_is_said_after_waiting(math_answe
     answers = [SampledAnswer(text) for text in texts]
     judged = await PerAnswerVerifier(gym).judge(first, answers)
     assert [each.verdict for each in judged] == waited == [gym.at_once(first, text) for text in texts]
-    assert judged[0] is judged[2]  # what is alike is judged once
-    mixed = [SampledAnswer(text) for text in ("7", "6/3", "8/4", "2")]  # two of them take mathematics
+    assert judged[0] is judged[2]  # equal answers are judged once
+    mixed = [SampledAnswer(text) for text in ("7", "6/3", "8/4", "2")]  # two of them need the mathematical comparison
     found = await PerAnswerVerifier(math_answer).judge(problem("2"), mixed)
     assert [each.verdict.reward for each in found] == [0.0, 1.0, 1.0, 1.0]
 
 
-def test_every_task_whose_scorer_would_run_the_answer_is_refused():
+def test_tasks_whose_scorer_runs_answers_are_rejected():
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -87,7 +87,7 @@ def test_every_task_whose_scorer_would_run_the_answer_is_refused():
     found = set()
     for task, (dataset, _) in DATASETS.items():
         methods = [m for name, m in inspect.getmembers(dataset, inspect.isfunction) if not name.startswith("__")]
-        # eval of the library's own problem text while generating is no danger; of an answer, it is
+        # Evaluating the library's own text while generating is safe; evaluating an answer is not.
         if any(running.search(inspect.getsource(m)) and "answer" in inspect.signature(m).parameters for m in methods):
             found.add(task)
     assert found - UNSAFE_TASKS <= {"number_sorting"}  # it evaluates the entry's own answer, which the library wrote
@@ -126,12 +126,12 @@ async def test_equal_answers_are_correct(gold, text, math_answer):
     ],
 )
 @shared_loop
-async def test_other_answers_are_wrong(gold, text, math_answer):
+async def test_unequal_answers_are_wrong(gold, text, math_answer):
     verdict = await math_answer.verify(problem(gold), text)
     assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
 
 
-async def test_an_endless_expression_times_out_and_the_next_one_is_judged():
+async def test_endless_expression_times_out_and_the_next_is_judged():
     verifier = MathAnswer(deadline_s=4.0)
     try:
         assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT  # the worker is up
@@ -150,14 +150,14 @@ async def test_an_endless_expression_times_out_and_the_next_one_is_judged():
         await ticker
         assert verdict.outcome in (Outcome.TIMEOUT, Outcome.WRONG, Outcome.VERIFIER_ERROR)
         assert time.monotonic() - began < SOON_S
-        assert ticks > 1 or verdict.outcome is not Outcome.TIMEOUT  # the event loop went on
+        assert ticks > 1 or verdict.outcome is not Outcome.TIMEOUT  # the event loop kept running
         assert (await verifier.verify(problem("x+1"), "\\boxed{1+x}")).outcome is Outcome.CORRECT
     finally:
         await verifier.close()
 
 
 @pytest.mark.parametrize(("share", "outcome"), [(0.001, Outcome.WRONG), (10.0, Outcome.TIMEOUT)])
-async def test_an_answer_that_computes_until_the_deadline_is_wrong_unless_it_lacked_a_processor(
+async def test_answer_that_computes_until_the_deadline_is_wrong_unless_starved(
     share: float, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(math_answers, "_SHARE_SPENT", share)
@@ -169,7 +169,7 @@ async def test_an_answer_that_computes_until_the_deadline_is_wrong_unless_it_lac
         await verifier.close()
 
 
-def test_an_answer_that_crashes_the_comparison_is_wrong_where_the_ground_truth_compares(
+def test_answer_that_crashes_the_comparison_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import math_verify
@@ -190,7 +190,7 @@ def test_an_answer_that_crashes_the_comparison_is_wrong_where_the_ground_truth_c
     assert equal(["x+1", "1+x"]) is True
 
 
-async def test_an_answer_on_which_a_scorer_fails_is_wrong_unless_the_truth_fails_too() -> None:
+async def test_answer_on_which_a_scorer_fails_is_wrong_unless_the_truth_fails_too() -> None:
     def scorer(index: int, answer: str) -> float:
         return float(answer.encode("ascii") == b"truth")
 
@@ -199,13 +199,13 @@ async def test_an_answer_on_which_a_scorer_fails_is_wrong_unless_the_truth_fails
 
 
 @shared_loop
-async def test_questions_asked_at_once_get_their_own_answers(math_answer):
+async def test_concurrent_questions_get_their_own_answers(math_answer):
     asked = [("x+1", "1+x"), ("x+1", "x+2")] * 5
     verdicts = await asyncio.gather(*(math_answer.verify(problem(gold), text) for gold, text in asked))
     assert [v.outcome for v in verdicts] == [Outcome.CORRECT, Outcome.WRONG] * 5
 
 
-def test_the_final_answer_is_the_last_one_said():
+def test_final_answer_is_the_last_one():
     assert final_answer("\\boxed{1} then \\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
     assert final_answer("answer: 3\nthe answer is 4") == "4"
     assert final_answer(" 5 ") == " 5 "
@@ -223,12 +223,12 @@ def test_the_final_answer_is_the_last_one_said():
         ("5 \\text{ cm}", "5cm"),
     ],
 )
-def test_normalisation_drops_what_carries_no_meaning(raw, normal):
+def test_normalisation_removes_meaningless_characters(raw, normal):
     assert normalise(raw) == normal
 
 
 @shared_loop
-async def test_equal_answers_have_one_form_and_others_their_own(math_answer):
+async def test_equal_answers_have_the_same_form(math_answer):
     texts = ["\\boxed{0.50}", "\\boxed{\\frac{1}{2}}", "it is \\boxed{1/3}", ""]
     verdicts = [await math_answer.verify(problem("1/2"), text) for text in texts]
     assert [v.answer for v in verdicts] == ["1/2", "1/2", "1/3", ""]
@@ -247,7 +247,7 @@ def test_a_million_characters_take_one_pass(text):
     assert time.thread_time() - began < 2.0
 
 
-async def test_an_answer_much_longer_than_the_true_one_is_scored_in_a_worker():
+async def test_much_longer_answer_is_scored_in_a_worker():
     given, verifier = spelling(), ReasoningGym(deadline_s=PATIENCE_S)
     try:
         assert (await verifier.verify(given, given.ground_truth)).outcome is Outcome.CORRECT
@@ -263,7 +263,7 @@ async def test_an_answer_much_longer_than_the_true_one_is_scored_in_a_worker():
     [([1.9] * 50, False), ([4, 4, 1, 4, 4], False), ([1, 4, 4, 4], True), ([1, 60], True)],
     ids=["quick", "two at a time", "three in a row", "one that takes long"],
 )
-async def test_a_scorer_is_slow_by_the_processor_time_that_it_takes(
+async def test_scorer_is_slow_by_processor_time(
     cpu_ms: list[float], slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verifier, taken = ReasoningGym(), iter(cpu_ms)

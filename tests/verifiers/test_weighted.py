@@ -1,4 +1,4 @@
-"""A reward in parts: the sum, what each part gave, and what one that did not judge makes of it."""
+"""A weighted reward: the sum, the reward of each part, and parts that did not judge."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def given(reward: float, **fields: Any) -> Verdict:
 
 @final
 class Says:
-    """Says of every answer the same."""
+    """Gives every answer the same verdict."""
 
     def __init__(self, verdict: Verdict) -> None:
         self._verdict = verdict
@@ -44,7 +44,7 @@ async def summed(*verdicts: Verdict, weights: Sequence[float], correct_at: float
     return judgement
 
 
-async def test_the_sum_and_its_parts_before_their_weights() -> None:
+async def test_sum_and_unweighted_parts_are_reported() -> None:
     verdict, seconds = await summed(given(0.5, reason="so"), given(2.0, answer="x"), weights=(0.2, 0.25))
     assert verdict == Verdict(
         outcome=Outcome.PARTIAL,
@@ -56,7 +56,7 @@ async def test_the_sum_and_its_parts_before_their_weights() -> None:
     assert seconds == 1.0
 
 
-async def test_correct_is_a_sum_that_reaches_the_mark_whatever_the_last_bit_says() -> None:
+async def test_sum_reaches_the_threshold_despite_rounding() -> None:
     three = [given(1.0)] * 3
     assert sum((0.7, 0.2, 0.1)) < 1.0
     assert (await summed(*three, weights=(0.7, 0.2, 0.1))).verdict.outcome is Outcome.CORRECT
@@ -65,12 +65,12 @@ async def test_correct_is_a_sum_that_reaches_the_mark_whatever_the_last_bit_says
 
 
 @pytest.mark.parametrize("verdict", [failed("broke"), timed_out(3.0)])
-async def test_one_part_that_did_not_judge_leaves_no_judgement(verdict: Verdict) -> None:
+async def test_part_without_a_judgement_leaves_no_judgement(verdict: Verdict) -> None:
     found = (await summed(given(1.0), verdict, weights=(1.0, 1.0))).verdict
     assert (found.outcome, found.reward, found.reason) == (verdict.outcome, 0.0, f"p1: {verdict.reason}")
 
 
-async def test_a_recipe_adds_functions_and_verifiers(tmp_path: Path) -> None:
+async def test_recipe_combines_functions_and_verifiers(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def short(completion): return len(completion) < 20\n")
     rewards = [{"function": f"{tmp_path}/r.py:short", "weight": 0.5}, {"function": "math_answer", "name": "math"}]
     verifier = open_verifier(DomainSection.model_validate_json(_json(rewards)))
@@ -99,7 +99,7 @@ async def test_a_recipe_adds_functions_and_verifiers(tmp_path: Path) -> None:
         ({"rewards": [{"function": "a.py:f", "weight": 0.0}]}, "rewards.weight must not be 0, as it is of f"),
     ],
 )
-def test_what_a_domain_cannot_say(fields: dict[str, Any], sentence: str) -> None:
+def test_invalid_domain_settings_are_rejected(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         DomainSection.model_validate({"name": "d", "source": "addition", **fields}, strict=False)
 

@@ -1,4 +1,4 @@
-"""Workers that sleep, die and hang: what a question waits for, what is killed, and what is left when the actor is."""
+"""Workers that sleep, die and hang: waiting, killing, and cleanup after the actor's death."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def pool() -> AsyncIterator[Callable[..., WorkerPool]]:
         await each.close()
 
 
-async def test_a_second_worker_starts_only_while_the_first_is_busy(pool: Callable[..., WorkerPool]) -> None:
+async def test_second_worker_starts_only_while_the_first_is_busy(pool: Callable[..., WorkerPool]) -> None:
     one = pool()
     alone = [(await one.ask("who"))[0] for _ in range(3)]
     assert len(set(alone)) == 1
@@ -44,7 +44,7 @@ async def test_a_second_worker_starts_only_while_the_first_is_busy(pool: Callabl
     assert len({pid for pid, _ in both}) == 2 and alone[0] in {pid for pid, _ in both}
 
 
-async def test_the_worker_that_was_started_is_the_one_that_is_asked(pool: Callable[..., WorkerPool]) -> None:
+async def test_started_worker_answers_the_first_question(pool: Callable[..., WorkerPool]) -> None:
     started, busy = pool(), pool()
     await started.start()
     (worker,) = started._idle
@@ -53,22 +53,22 @@ async def test_the_worker_that_was_started_is_the_one_that_is_asked(pool: Callab
     assert len({answer[0] for answer in answers[1:]}) <= 2 and len(busy._forkers) == 1
 
 
-async def test_one_that_cannot_be_started_says_so_to_the_first_question(pool: Callable[..., WorkerPool]) -> None:
+async def test_failed_start_is_reported_by_the_first_question(pool: Callable[..., WorkerPool]) -> None:
     one = pool(argument="broken")
     await one.start()
     with pytest.raises(WorkerLost):
         await one.ask("who")
 
 
-async def test_questions_get_their_own_answers_whatever_their_size(pool: Callable[..., WorkerPool]) -> None:
+async def test_questions_of_any_size_get_their_own_answers(pool: Callable[..., WorkerPool]) -> None:
     sizes = [0, 1, 70_000, 10**6, 3]
     one = pool()
     assert [len(answer) for answer in await asyncio.gather(*(one.ask(["long", size]) for size in sizes))] == sizes
     assert await one.ask(["x" * 10**6, "\ud800\x00\u202e"]) is not None
 
 
-async def test_what_waits_for_its_turn_is_not_held_as_text(pool: Callable[..., WorkerPool]) -> None:
-    """Else a thousand answers to a problem of megabytes take gigabytes before the second is judged."""
+async def test_waiting_questions_are_not_encoded(pool: Callable[..., WorkerPool]) -> None:
+    """Otherwise a thousand answers to a problem of megabytes take gigabytes before the second is judged."""
     one, large = pool(workers=2), "x" * 2**20
     await one.start()
     tracemalloc.start()
@@ -80,7 +80,7 @@ async def test_what_waits_for_its_turn_is_not_held_as_text(pool: Callable[..., W
     assert most < 32 * 2**20
 
 
-async def test_one_that_hangs_is_killed_at_its_deadline_and_its_place_is_free_before(
+async def test_hanging_question_is_killed_at_its_deadline_and_frees_its_place_earlier(
     pool: Callable[..., WorkerPool],
 ) -> None:
     one = pool(workers=1)
@@ -96,21 +96,21 @@ async def test_one_that_hangs_is_killed_at_its_deadline_and_its_place_is_free_be
     assert 1.5 <= time.monotonic() - began < PATIENCE_S
 
 
-async def test_a_slow_one_goes_after_others(pool: Callable[..., WorkerPool]) -> None:
+async def test_slow_question_gets_a_low_priority(pool: Callable[..., WorkerPool]) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     assert (await one.ask("who"))[1] == own
     assert (await one.ask(["spin", 1.5]))[1] == max(own, 10)
     assert (await one.ask("who"))[1] == own
 
 
-async def test_a_function_that_always_takes_long_is_not_slow(pool: Callable[..., WorkerPool]) -> None:
+async def test_usual_duration_of_a_function_is_not_slow(pool: Callable[..., WorkerPool]) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     found = [await one.ask(["spin", 0.6]) for _ in range(4)]
     assert [priority for _, priority in found][1:] == [own] * 3
 
 
 @linux
-async def test_a_worker_that_is_kept_from_the_processor_is_not_slow(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_without_a_processor_is_not_slow(pool: Callable[..., WorkerPool]) -> None:
     one, own = pool(workers=1), os.getpriority(os.PRIO_PROCESS, 0)
     pid, _ = await one.ask("who")
     os.kill(pid, signal.SIGSTOP)
@@ -120,7 +120,7 @@ async def test_a_worker_that_is_kept_from_the_processor_is_not_slow(pool: Callab
     assert await asked == [pid, own]
 
 
-async def test_more_hanging_questions_than_places_end_in_time_and_let_others_through(
+async def test_many_hanging_questions_end_in_time_and_let_others_through(
     pool: Callable[..., WorkerPool],
 ) -> None:
     one = pool(workers=2)
@@ -153,7 +153,7 @@ async def test_groups_without_slow_questions_go_first(pool: Callable[..., Worker
     assert order == ["slow", "busy", "other", "slow"]
 
 
-async def test_one_that_dies_is_an_error_and_is_replaced(pool: Callable[..., WorkerPool]) -> None:
+async def test_death_of_a_worker_is_an_error_and_it_is_replaced(pool: Callable[..., WorkerPool]) -> None:
     one = pool()
     with pytest.raises(WorkerLost, match="ended by itself"):
         await one.ask("die")
@@ -168,7 +168,7 @@ async def test_one_that_dies_is_an_error_and_is_replaced(pool: Callable[..., Wor
 
 @linux
 @pytest.mark.parametrize("argument", ["", "threads"])
-async def test_workers_that_die_leave_no_open_file(pool: Callable[..., WorkerPool], argument: str) -> None:
+async def test_dead_workers_leave_no_open_file(pool: Callable[..., WorkerPool], argument: str) -> None:
     one = pool(argument=argument)
 
     async def dies() -> int:
@@ -182,8 +182,8 @@ async def test_workers_that_die_leave_no_open_file(pool: Callable[..., WorkerPoo
 
 
 @linux
-async def test_a_pool_that_is_given_up_while_it_starts_leaves_no_open_file(pool: Callable[..., WorkerPool]) -> None:
-    """At whatever turn: an open socket is told of when it is collected, in the middle of another test."""
+async def test_cancelled_start_leaves_no_open_file(pool: Callable[..., WorkerPool]) -> None:
+    """Checked at several points of the start. The warning of an open socket would otherwise appear in another test."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", ResourceWarning)
         for turns in (1, 2, 4):
@@ -196,7 +196,7 @@ async def test_a_pool_that_is_given_up_while_it_starts_leaves_no_open_file(pool:
     assert [str(warning.message) for warning in told] == []
 
 
-async def test_one_that_is_killed_is_waited_for_by_who_is_cancelled_meanwhile() -> None:
+async def test_cancelled_close_still_waits_for_the_killed_process() -> None:
     forker = await _Forker.start(SLEEPER, "")
     closing = asyncio.create_task(forker.close())
     await asyncio.sleep(0)
@@ -206,7 +206,7 @@ async def test_one_that_is_killed_is_waited_for_by_who_is_cancelled_meanwhile() 
     assert forker.ended
 
 
-async def test_a_question_that_is_given_up_leaves_no_answer_behind(pool: Callable[..., WorkerPool]) -> None:
+async def test_cancelled_question_leaves_no_answer_behind(pool: Callable[..., WorkerPool]) -> None:
     one = pool(workers=1)
     await one.ask("who")
     given_up = asyncio.create_task(one.ask(["sleep", 0.2]))
@@ -218,7 +218,7 @@ async def test_a_question_that_is_given_up_leaves_no_answer_behind(pool: Callabl
     assert await one.ask(["long", 3]) == "xxx"
 
 
-async def test_a_worker_that_cannot_be_opened_is_an_error_each_time(pool: Callable[..., WorkerPool]) -> None:
+async def test_worker_that_cannot_be_opened_is_an_error_each_time(pool: Callable[..., WorkerPool]) -> None:
     one = pool(argument="broken")
     for _ in range(2):
         with pytest.raises(WorkerLost, match="did not start"):
@@ -229,7 +229,7 @@ async def test_a_worker_that_cannot_be_opened_is_an_error_each_time(pool: Callab
     await missing.close()
 
 
-def test_as_many_as_cores_and_two_at_least() -> None:
+def test_default_number_of_workers_is_at_least_two() -> None:
     assert default_workers() >= 2
 
 
@@ -246,7 +246,7 @@ asyncio.run(main())
 
 
 @linux
-def test_no_worker_outlives_an_actor_that_is_killed() -> None:
+def test_no_worker_outlives_a_killed_actor() -> None:
     actor = subprocess.Popen([sys.executable, "-c", ACTOR, SLEEPER], stdout=subprocess.PIPE, text=True)
     assert actor.stdout is not None
     pids = [int(word) for word in actor.stdout.readline().split()]
@@ -262,7 +262,7 @@ def test_no_worker_outlives_an_actor_that_is_killed() -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Is it there, and no zombie?"""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

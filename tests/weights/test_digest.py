@@ -1,4 +1,4 @@
-"""The digest is of the bytes alone, however they are cut and whatever holds them."""
+"""The digest depends only on the bytes, not on chunks or the array library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelinerl.weights.digest import WeightDigest
 
 
 @given(data=st.binary(max_size=300), cuts=st.lists(st.integers(0, 300), max_size=5))
-def test_any_split_gives_the_same(data: bytes, cuts: list[int]) -> None:
+def test_any_split_gives_the_same_digest(data: bytes, cuts: list[int]) -> None:
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     digest = WeightDigest()
     for start, end in zip(edges, edges[1:], strict=False):  # noqa: RUF007
@@ -22,7 +22,7 @@ def test_any_split_gives_the_same(data: bytes, cuts: list[int]) -> None:
     assert digest.hexdigest() == xxhash.xxh3_128(data).hexdigest()
 
 
-def test_numpy_and_torch_give_the_same_across_chunks() -> None:
+def test_numpy_and_torch_give_the_same_digest_across_chunks() -> None:
     data = np.arange(3 * 2**20 + 17, dtype=np.uint64).view(np.uint8)
     ours, theirs = WeightDigest(), WeightDigest()
     ours.update(data)
@@ -30,8 +30,8 @@ def test_numpy_and_torch_give_the_same_across_chunks() -> None:
     assert ours.hexdigest() == theirs.hexdigest() == xxhash.xxh3_128(memoryview(data)).hexdigest()
 
 
-def test_other_threads_run_meanwhile() -> None:
-    """Hashing 256 MB in one thread does not stop another for anything like the 20 ms that it takes."""
+def test_other_threads_run_while_hashing() -> None:
+    """Hashing 256 MB in one thread blocks another for much less than the 20 ms that it takes."""
     data, ticks, stop = np.zeros(2**28, np.uint8), 0, threading.Event()
 
     def tick() -> None:

@@ -1,4 +1,4 @@
-"""From a trainer's parameters to the wire."""
+"""Conversion of a trainer's parameters to a layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_order_shape_and_dtype_are_kept() -> None:
     assert layout.num_bytes == 24 + 8 + 8
 
 
-def test_a_dtype_that_does_not_travel_is_refused_by_name() -> None:
+def test_unsupported_dtype_is_named() -> None:
     with pytest.raises(UpdateError, match=r"parameter 'd' must have one of the dtypes .* got 'int64'"):
         wire_layout([ParameterInfo("d", (1,), "int64")])
 
@@ -37,7 +37,7 @@ def test_parameters_are_found_by_their_first_byte() -> None:
     assert [(p.name, offset) for p, offset in parameters_in(layout, 24, 40)] == [("b", 24), ("c", 32)]
 
 
-def test_a_bucket_is_named_by_its_parameters() -> None:
+def test_bucket_is_named_by_its_parameters() -> None:
     layout = wire_layout(INFOS)
     bounds = layout.buckets(24)
     assert describe_bucket(layout, 0, bounds) == "bucket 1 of 2 (parameter 'a')"

@@ -1,4 +1,4 @@
-"""Conversion of weights on their way: every pair against torch's own cast of each parameter, apart and unaligned."""
+"""Conversion of weights between dtypes: every pair against torch's own cast, per parameter and unaligned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOATS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
 def layout(*dtypes: DType, sizes: tuple[int, ...] = (7, 12, 5)) -> WeightLayout:
-    """Parameters of odd sizes, so that some of a mixed layout begin off their element's boundary."""
+    """Return parameters of odd sizes, so that some of a mixed layout are not aligned to their element size."""
     return WeightLayout(
         parameters=tuple(
             ParameterSpec(name=f"p{row}", shape=(size,), dtype=dtype)
@@ -42,7 +42,7 @@ def in_bytes(tensors: list[torch.Tensor]) -> np.ndarray:
 
 @pytest.mark.parametrize("kept", list(itertools.product(FLOATS, repeat=3))[::4])
 @pytest.mark.parametrize("sent", list(itertools.product(FLOATS, repeat=3))[::5])
-def test_each_parameter_is_rounded_to_the_nearest(sent: tuple[DType, ...], kept: tuple[DType, ...]) -> None:
+def test_each_parameter_is_rounded_to_nearest(sent: tuple[DType, ...], kept: tuple[DType, ...]) -> None:
     wire, ours = layout(*sent), layout(*kept)
     tensors = values(wire)
     into = np.zeros(ours.num_bytes, np.uint8)
@@ -53,7 +53,7 @@ def test_each_parameter_is_rounded_to_the_nearest(sent: tuple[DType, ...], kept:
     assert np.array_equal(into, in_bytes(expected))
 
 
-def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_size_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     wire, ours = layout(*[DType.FLOAT32] * 3), layout(*[DType.BFLOAT16] * 3)
     whole, pieces = np.zeros(ours.num_bytes, np.uint8), np.zeros(ours.num_bytes, np.uint8)
     convert(in_bytes(values(wire)), wire, into=whole, layout=ours)
@@ -62,7 +62,7 @@ def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(whole, pieces) and whole.any()
 
 
-def test_a_value_that_float16_cannot_hold_is_refused_and_an_infinity_is_not_made_of_it() -> None:
+def test_value_beyond_float16_is_rejected_and_infinity_is_kept() -> None:
     wire, ours = layout(DType.BFLOAT16, sizes=(3,)), layout(DType.FLOAT16, sizes=(3,))
     into = np.zeros(ours.num_bytes, np.uint8)
     sent = [torch.tensor([1.0, -70000.0, float("inf")], dtype=torch.bfloat16)]

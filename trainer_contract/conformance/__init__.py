@@ -1,11 +1,11 @@
-"""The conformance kit: is a class a trainer? Each check is one promise of the contract, tried on a small model.
+"""The conformance kit for trainers; each check tests one promise of the contract on a small model.
 
-    results = run(Subject(factory=MyTrainer, spec=TrainerSpec(model_path=…), vocab_size=64), directory=tmp)
+    results = run(TrainerUnderTest(factory=MyTrainer, spec=TrainerSpec(model_path=…), vocab_size=64), directory=tmp)
     assert all(result.status is Status.PASSED for result in results)
 
-The kit needs nothing but the contract: its objective is written with operators that every array library has. With
-the optimizer set to eps = 1 and no clipping, AdamW's first step is lr·g/(|g| + 1): so the weights show the gradient,
-which is then checked against the loss itself. Of adapters they do not (`fall_checks`).
+The kit needs only the contract: its objective uses operators that every array library has. With eps = 1 and no
+clipping, AdamW's first step is lr·g/(|g| + 1). The weights therefore reveal the gradient, which is checked against the
+loss. This does not work for adapters (see `fall_checks`).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from trainer_contract.types import Head, MicroBatch
 
 _LOGPROB_TOLERANCE: Final = 2e-4
 _WEIGHT_TOLERANCE: Final = 2e-5
-#: Largest vocabulary that is summed over, one segment for each token.
+#: Largest vocabulary that is summed over; each token takes one segment.
 _MAX_SUMMED_VOCABULARY: Final = 8192
 
 
 class Status(StrEnum):
-    """What a check found."""
+    """Outcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -62,7 +62,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TrainerCheckResult:
-    """A check's name, its promise in one line, and what was found."""
+    """A check's name, its promise in one line, and its outcome."""
 
     name: str
     promise: str
@@ -76,7 +76,7 @@ def run(
     directory: Path,
     checks: Sequence[Callable[[TrainerUnderTest, Path], None]] | None = None,
 ) -> list[TrainerCheckResult]:
-    """Run `checks`, or those of the subject's head, each in an empty directory of its own; failures are results."""
+    """Run `checks` (default: those of the subject's head), each in an empty directory; failures become results."""
     results = []
     suite = CHECKS if subject.spec.head is Head.POLICY else VALUE_CHECKS
     for check in suite if checks is None else checks:
@@ -90,7 +90,7 @@ def run(
             status, reason = Status.UNSUPPORTED, str(error)
         except AssertionError as error:
             status, reason = Status.FAILED, str(error)
-        except Exception as error:  # the subject is foreign code: whatever it raises is this check's finding
+        except Exception as error:  # the subject is foreign code: any exception is a failure of this check
             where = traceback.extract_tb(error.__traceback__)[-1]
             status, reason = (
                 Status.FAILED,
@@ -104,7 +104,7 @@ def run(
 
 
 def forward_is_a_distribution(subject: TrainerUnderTest, _: Path) -> None:
-    """The probabilities of all next tokens sum to 1, and a temperature divides the logits once."""
+    """The probabilities of all next tokens sum to 1, and the temperature divides the logits once."""
     if subject.vocab_size > _MAX_SUMMED_VOCABULARY:
         raise CheckUnsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
     trainer = started(subject)
@@ -119,7 +119,7 @@ def forward_is_a_distribution(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def forward_starts_at_zero(subject: TrainerUnderTest, _: Path) -> None:
-    """f32 [T], every token has a prediction, and the first of a segment has 0."""
+    """Predictions are f32 [T], 0 at the first token of a segment and nonzero elsewhere."""
     batch = pack(rollouts_of(subject.vocab_size), prompt=2)
     predictions = practised(subject).forward([batch])[0]
     elsewhere = predictions[batch.position_ids > 0]
@@ -166,7 +166,7 @@ def forward_leaves_no_trace(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def loss_is_of_forward(subject: TrainerUnderTest, _: Path) -> None:
-    """`backward` returns the objective's value on the predictions that `forward` gives."""
+    """`backward` returns the objective's value for the predictions of `forward`."""
     trainer, batch = practised(subject), pack(rollouts_of(subject.vocab_size), prompt=2, temperature=0.7)
     expected = -(trainer.forward([batch])[0] * batch.weights * batch.advantages).sum()
     stats = trainer.backward([batch], LINEAR)[0]
@@ -177,7 +177,7 @@ def loss_is_of_forward(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def gradient_is_of_the_loss(subject: TrainerUnderTest, _: Path) -> None:
-    """A small step along the gradient changes the loss as the gradient predicts; `grad_norm` is the gradient's norm."""
+    """A small step along the gradient changes the loss as predicted, and `grad_norm` is the gradient's norm."""
     trainer, batch, rate = started(subject), pack(rollouts_of(subject.vocab_size), temperature=0.7), 1e-2
     if subject.learns is Learns.ADAPTERS:
         fall_is_of_the_gradient(subject, batch, LINEAR)
@@ -187,7 +187,7 @@ def gradient_is_of_the_loss(subject: TrainerUnderTest, _: Path) -> None:
     norm = trainer.optimizer_step(learning_rate=rate).grad_norm
     moved = {name: before[name] - weight for name, weight in weights_of(trainer).items()}
     gradient = {name: gradient_of(step, rate) for name, step in moved.items()}
-    require_equal(norm_of(gradient), norm, 0.02 * norm, "the gradient's norm, read off the weights")
+    require_equal(norm_of(gradient), norm, 0.02 * norm, "the gradient's norm, inferred from the weights")
     predicted = sum(float((gradient[name] * step).sum()) for name, step in moved.items())
     require(predicted > 0, "the first step changed no weight")
     require_equal(
@@ -199,7 +199,7 @@ def gradient_is_of_the_loss(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def clipping_bounds_the_norm(subject: TrainerUnderTest, _: Path) -> None:
-    """`grad_clip` scales the gradient to that norm; `grad_norm` reports the norm before."""
+    """`grad_clip` scales the gradient to that norm; `grad_norm` reports the norm before clipping."""
     batch, rate = pack(rollouts_of(subject.vocab_size)), 1e-2
     if subject.learns is Learns.ADAPTERS:
         fall_is_clipped(subject, batch, LINEAR)
@@ -212,7 +212,7 @@ def clipping_bounds_the_norm(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def parts_equal_the_whole(subject: TrainerUnderTest, _: Path) -> None:
-    """Parts, in one sequence or in several, accumulate what the whole does; each is answered in its place."""
+    """Parts accumulate the gradient of the whole, in one call or in several; results keep the order of the parts."""
     rollouts = rollouts_of(subject.vocab_size)
     parts = [pack(rollouts[:1]), pack(rollouts[1:4]), pack(rollouts[4:])]
     whole = stepped(started(subject), [pack(rollouts)])
@@ -225,7 +225,7 @@ def parts_equal_the_whole(subject: TrainerUnderTest, _: Path) -> None:
     require_equal(norm, whole.norm, 1e-3 * whole.norm, "grad_norm after two calls")
     require_same_weights(weights_of(apart), whole.weights, _WEIGHT_TOLERANCE, "weights after a step on two calls")
     for part, before, stats in zip(parts, started(subject).forward(parts), alone, strict=True):
-        place = f"of a part of {part.num_tokens} tokens, in its place,"
+        place = f"of a part of {part.num_tokens} tokens, in its position,"
         require(before.shape == stats.predictions.shape == (part.num_tokens,), f"predictions {place}")
         require_equal(stats.predictions, np.where(part.loss_mask, before, 0.0), _LOGPROB_TOLERANCE, f"those {place}")
         require_equal(
@@ -260,7 +260,7 @@ def step_applies_and_clears(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def discard_forgets(subject: TrainerUnderTest, _: Path) -> None:
-    """After `discard_gradient` a step is as if the discarded backward had not been."""
+    """A step after `discard_gradient` is the same as without the discarded backward."""
     rollouts = rollouts_of(subject.vocab_size)
     trainer = started(subject)
     trainer.backward([pack(rollouts[:3])], LINEAR)
@@ -275,7 +275,7 @@ def discard_forgets(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def non_finite_is_refused(subject: TrainerUnderTest, _: Path) -> None:
-    """A NaN or infinite advantage raises NonFiniteError; nothing is accumulated and training goes on."""
+    """A NaN or infinite advantage raises NonFiniteError; no gradient is accumulated and training can continue."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     before = weights_of(trainer)
     bad = [_poisoned(batch, poison) for poison in (np.nan, np.inf)]
@@ -302,7 +302,7 @@ def _poisoned(batch: MicroBatch, poison: float) -> MicroBatch:
 
 
 def malformed_batches_are_refused(subject: TrainerUnderTest, _: Path) -> None:
-    """BatchError, before anything is computed, for a batch that breaks the layout or lacks a column."""
+    """Each malformed batch and each missing column raises BatchError before anything is computed."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     starts = batch.loss_mask | (batch.position_ids == 0)
     broken = {
@@ -325,13 +325,13 @@ def malformed_batches_are_refused(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def missing_model_is_refused(subject: TrainerUnderTest, directory: Path) -> None:
-    """SpecError for a model directory that is not there."""
+    """A missing model directory raises SpecError."""
     absent = replace(subject.spec, model_path=directory / "absent", restore_from=None)
     require_raises(SpecError, lambda: subject.factory().init_worker(absent), "init_worker without a model")
 
 
 def unknown_options_are_refused(subject: TrainerUnderTest, _: Path) -> None:
-    """SpecError for an option that the backend does not know; it is not ignored."""
+    """An unknown backend option raises SpecError instead of being ignored."""
     spec = replace(subject.spec, options={"no_such_option": 1})
     require_raises(SpecError, lambda: subject.factory().init_worker(spec), "init_worker with an unknown option")
 
@@ -352,7 +352,7 @@ def layout_is_what_is_gathered(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def state_continues_exactly(subject: TrainerUnderTest, directory: Path) -> None:
-    """Saved and restored, training goes on bit for bit: losses, norms, weights, version."""
+    """Training continues bit for bit after save and restore: losses, norms, weights, version."""
     rollouts = rollouts_of(subject.vocab_size)
     batches = [pack(rollouts[:3]), pack(rollouts[3:]), pack(rollouts[1:5])]
     trainer = started(subject)
@@ -371,12 +371,14 @@ def state_continues_exactly(subject: TrainerUnderTest, directory: Path) -> None:
 
 
 def broken_state_is_refused(subject: TrainerUnderTest, directory: Path) -> None:
-    """StateError for a state that is missing, cut short, or lacks a file."""
+    """A state that is missing, truncated, or lacks a file raises StateError."""
     empty, saved = directory / "empty", directory / "saved"
     empty.mkdir()
     saved.mkdir()
     require_raises(StateError, lambda: started(subject, restore_from=empty), "restoring from an empty directory")
-    require_raises(StateError, lambda: started(subject, restore_from=directory / "absent"), "restoring from nowhere")
+    require_raises(
+        StateError, lambda: started(subject, restore_from=directory / "absent"), "restoring from a missing directory"
+    )
     trainer = started(subject)
     stepped(trainer, [pack(rollouts_of(subject.vocab_size))])
     trainer.save_state(saved)
@@ -414,7 +416,7 @@ CHECKS: Final[tuple[Callable[[TrainerUnderTest, Path], None], ...]] = (
     broken_state_is_refused,
 )
 
-#: For a subject with a value head.
+#: Checks of a subject with a value head.
 VALUE_CHECKS: Final = (
     *(check for check in CHECKS if check not in (forward_is_a_distribution, *MEASURES)),
     *VALUE_MEASURES,

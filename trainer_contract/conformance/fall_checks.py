@@ -1,7 +1,7 @@
-"""The gradient of a trainer whose weights do not show it: adapters train, and what is gathered are merged weights.
+"""Gradient checks for adapters: gathered weights are merged, so they do not reveal the gradient; the loss does.
 
-What remains to be seen is the loss. With AdamW's eps 1 and a gradient far below 1, its first step is lr·g, and the loss
-falls by lr·|g|²; clipped to the norm c, by lr·c·|g|.
+With AdamW's eps = 1 and a gradient far below 1, the first step is lr·g, and the loss falls by lr·|g|². With the
+gradient clipped to the norm c, the loss falls by lr·c·|g|.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 from trainer_contract.conformance.probes import TrainerUnderTest, require, require_equal, started
 from trainer_contract.types import MicroBatch, Objective
 
-#: The norm that the objective's weights are scaled to give: far below eps.
+#: The gradient norm that the objective's weights are scaled to, far below eps.
 _FAINT: Final = 0.01
-#: A fall that fp32 resolves, and that is still in proportion to the step.
+#: Relative fall of the loss: large enough for fp32, small enough to be proportional to the step.
 _SHARE: Final = 1e-3
 
 
 def fall_is_of_the_gradient(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
-    """A small step makes the loss fall by the rate times the square of the reported norm."""
+    """A small step reduces the loss by the rate times the square of the reported norm."""
     faint, norm, rate = _fainter(subject, batch, objective)
     fall = _fall(subject, faint, objective, rate)
     expected = rate * norm**2
@@ -29,7 +29,7 @@ def fall_is_of_the_gradient(subject: TrainerUnderTest, batch: MicroBatch, object
 
 
 def fall_is_clipped(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
-    """Clipped to half of its norm, the gradient makes the loss fall half as far."""
+    """Clipping the gradient to half its norm halves the fall of the loss."""
     faint, norm, rate = _fainter(subject, batch, objective)
     expected = rate * norm**2 / 2
     fall = _fall(subject, faint, objective, rate, grad_clip=norm / 2)
@@ -37,7 +37,7 @@ def fall_is_clipped(subject: TrainerUnderTest, batch: MicroBatch, objective: Obj
 
 
 def _fainter(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> tuple[MicroBatch, float, float]:
-    """The batch with weights that make its gradient faint, the norm of that, and a rate."""
+    """Return the batch with its weights scaled to a small gradient, that gradient's norm, and a learning rate."""
     trainer = started(subject)
     loss = trainer.backward([batch], objective)[0].loss
     norm = trainer.optimizer_step(learning_rate=0.0).grad_norm

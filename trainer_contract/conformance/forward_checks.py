@@ -1,4 +1,6 @@
-"""Checks of the conformance kit on predictions: what a value is of, what `forward_at` computes and leaves alone."""
+"""Conformance checks of predictions: the state that a value belongs to, and the results and side effects of
+`forward_at`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ _TOLERANCE: Final = 2e-4
 
 
 def values_precede_their_tokens(subject: TrainerUnderTest, _: Path) -> None:
-    """A value is of the state before its token: neither that token nor the temperature changes it."""
+    """A value belongs to the state before its token: neither that token nor the temperature changes it."""
     trainer, (rollout, *_rest) = practised(subject), rollouts_of(subject.vocab_size, lengths=(8,))
     values = trainer.forward([pack([rollout])])[0]
     require(float(np.ptp(values[1:])) > 0, "three steps left the same value for every state")
@@ -41,7 +43,9 @@ def values_precede_their_tokens(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def forward_at_is_of_the_weights_given(subject: TrainerUnderTest, _: Path) -> None:
-    """`forward_at` predicts what a trainer that holds those weights does, whatever this one has become."""
+    """`forward_at` predicts the same as a trainer that holds those weights, whatever steps this trainer has taken
+    since.
+    """
     rollouts = rollouts_of(subject.vocab_size)
     batches = [pack(rollouts[:2], temperature=0.7), pack(rollouts[2:])]
     trainer = started(subject)
@@ -59,7 +63,7 @@ def forward_at_is_of_the_weights_given(subject: TrainerUnderTest, _: Path) -> No
 
 
 def forward_at_leaves_no_trace(subject: TrainerUnderTest, _: Path) -> None:
-    """After `forward_at`, even between backward and step, everything goes on to the bit as if it had not been."""
+    """`forward_at` has no side effect, even between backward and step: later results are the same bit for bit."""
     rollouts = rollouts_of(subject.vocab_size)
     batch = pack(rollouts)
 
@@ -83,7 +87,7 @@ def forward_at_leaves_no_trace(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def forward_at_refuses_what_does_not_fit(subject: TrainerUnderTest, _: Path) -> None:
-    """StateError for weights that are incomplete, cut short or of another model, BatchError for a malformed batch."""
+    """Weights that do not fit the model raise StateError; a malformed batch raises BatchError."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     weights, before = dict(copied(trainer.gather_weights())), trainer.forward([batch])[0].tobytes()
     first = next(iter(weights))

@@ -1,4 +1,4 @@
-"""Checks of the conformance kit on `HeadMeasure`: what the output layer says of distributions, and its gradient."""
+"""Conformance checks of `HeadMeasure`: statistics of the output distribution and their gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer_contract.errors import SpecError
 from trainer_contract.types import Columns, HeadMeasure
 
 _TOLERANCE: Final = 1e-3
-#: Largest vocabulary that is summed over, one segment for each token.
+#: Largest vocabulary that is summed over; each token takes one segment.
 _MAX_SUMMED: Final = 8192
 
 
@@ -41,24 +41,25 @@ class _Measuring:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The measure."""
         return frozenset({self.measure})
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
-        """The scalar loss."""
+        """Return the scalar loss."""
         return -(columns[self.measure] * columns["weights"]).sum() + 0.0 * predictions.sum()
 
     def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
-        """The closed form of its gradient in the predictions, [T]."""
+        """Return d loss / d predictions in closed form, [T]."""
         return predictions * 0
 
     def measure_gradients(self, predictions: Any, columns: Columns, /) -> Mapping[HeadMeasure, Any]:
-        """The closed form of its gradient in each measure, [T]."""
+        """Return d loss / d measure in closed form, [T]."""
         return {self.measure: -(predictions * 0 + columns["weights"])}
 
 
 def measures_are_of_the_whole_distribution(subject: TrainerUnderTest, _: Path) -> None:
-    """Mean log-prob and entropy are those of `forward` on every token, tempered; a step along them raises them."""
+    """Mean log-prob and entropy match those of `forward` on every token at its temperature; a step along them raises
+    them.
+    """
     if subject.vocab_size > _MAX_SUMMED:
         raise CheckUnsupported(f"a vocabulary of {subject.vocab_size} is too large to sum over; try a smaller model")
     for temperature in (1.0, 0.5):
@@ -88,7 +89,7 @@ def _gradient_is_of(measure: HeadMeasure, subject: TrainerUnderTest) -> None:
     scale = abs(trainer.backward([batch], objective)[0].loss)
     norm = trainer.optimizer_step(learning_rate=0.0).grad_norm
     require(norm > 0, f"{measure} has no gradient")
-    rate = min(1e-2, 1e-3 * scale / norm**2)  # a fall that fp32 resolves, and that is still in proportion
+    rate = min(1e-2, 1e-3 * scale / norm**2)  # resolvable in fp32, yet proportional to the step
     trainer = started(subject)
     before = weights_of(trainer)
     loss = trainer.backward([batch], objective)[0].loss
@@ -101,7 +102,7 @@ def _gradient_is_of(measure: HeadMeasure, subject: TrainerUnderTest) -> None:
 
 
 def value_heads_have_no_distribution(subject: TrainerUnderTest, _: Path) -> None:
-    """A value head refuses an objective that asks for a measure, with SpecError."""
+    """A value head rejects an objective that needs a measure, with SpecError."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     for measure in HeadMeasure:
         objective = _Measuring(measure)

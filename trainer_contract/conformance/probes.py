@@ -1,6 +1,7 @@
-"""What the conformance kit tries a trainer with: fixed rollouts, the plainest objective, and comparisons that explain.
+"""Inputs and comparisons of the conformance kit: fixed rollouts, a minimal objective, and checks that explain a
+failure.
 
-Nothing here needs more than the contract.
+This module needs only the contract.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ Weights = dict[str, NDArray[np.float64]]
 
 
 class CheckUnsupported(Exception):
-    """Raised in a check that has no meaning for this subject."""
+    """Raised by a check that does not apply to this subject."""
 
 
 class Learns(StrEnum):
-    """What a spec's options make trainable."""
+    """The parameters that a spec's options make trainable."""
 
     WEIGHTS = "weights"
-    """What is gathered, so that a step shows the gradient."""
+    """The gathered weights, so that a step reveals the gradient."""
     ADAPTERS = "adapters"
-    """What is merged into the weights before they are gathered."""
+    """Adapters, which are merged into the weights before they are gathered."""
 
 
 class TrainerUnderTest(NamedTuple):
-    """What is tried: a trainer's class, and a spec for a small fp32 model of `vocab_size` tokens (at least 8).
+    """The trainer class to test, and a spec for a small fp32 model of `vocab_size` tokens (at least 8).
 
-    A value head is a subject of its own; a trainer that has none refuses it with SpecError.
+    Test a value head as a separate subject; a trainer without one rejects it with SpecError.
     """
 
     factory: Callable[[], Trainer]
@@ -49,16 +50,16 @@ class TrainerUnderTest(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class LinearObjective:
-    """−Σ weights·advantages·predictions: the plainest objective, in operators that all array libraries share."""
+    """The objective −Σ weights·advantages·predictions, in operators that all array libraries share."""
 
     needs: frozenset[str] = frozenset()
 
     def evaluate(self, predictions: Any, columns: Columns, /) -> Any:
-        """The scalar loss."""
+        """Return the scalar loss."""
         return -(predictions * columns["weights"] * columns["advantages"]).sum()
 
     def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
-        """The closed form of its gradient in the predictions, [T]."""
+        """Return d loss / d predictions in closed form, [T]."""
         return -(predictions * 0 + columns["weights"] * columns["advantages"])
 
 
@@ -66,7 +67,9 @@ LINEAR: Final = LinearObjective()
 
 
 def pack(rollouts: Sequence[Sequence[int]], *, prompt: int = 1, temperature: float = 1.0) -> MicroBatch:
-    """Rollouts as one micro-batch. A token's advantage depends on its rollout's tokens alone, not on the packing."""
+    """Pack rollouts into one micro-batch. A token's advantage depends only on its rollout's tokens, not on the
+    packing.
+    """
     lengths = [len(rollout) for rollout in rollouts]
     positions = np.concatenate([np.arange(length) for length in lengths])
     tokens = np.concatenate([np.asarray(rollout) for rollout in rollouts])
@@ -86,12 +89,12 @@ def pack(rollouts: Sequence[Sequence[int]], *, prompt: int = 1, temperature: flo
 
 
 def rollouts_of(vocab_size: int, *, lengths: Sequence[int] = (5, 3, 7, 2, 4, 6)) -> list[list[int]]:
-    """Fixed, ragged rollouts."""
+    """Return fixed rollouts of different lengths."""
     return [[(7 * i + 3 * t * t + t) % vocab_size for t in range(length)] for i, length in enumerate(lengths)]
 
 
 def weights_of(trainer: Trainer) -> Weights:
-    """A copy of the weights, as the trainer gathers them."""
+    """Copy the weights as the trainer gathers them."""
     copies = {}
     for name, array in trainer.gather_weights():
         host = array.detach().float().cpu().numpy() if hasattr(array, "detach") else array
@@ -100,7 +103,7 @@ def weights_of(trainer: Trainer) -> Weights:
 
 
 def started(subject: TrainerUnderTest, *, restore_from: Path | None = None, grad_clip: float = 0.0) -> Trainer:
-    """A new trainer whose first step shows the gradient."""
+    """Create a trainer whose first step reveals the gradient."""
     optimizer = OptimizerSpec(betas=(0.9, 0.95), eps=1.0, weight_decay=0.0, grad_clip=grad_clip)
     trainer = subject.factory()
     try:
@@ -113,7 +116,9 @@ def started(subject: TrainerUnderTest, *, restore_from: Path | None = None, grad
 
 
 def practised(subject: TrainerUnderTest) -> Trainer:
-    """A new trainer whose predictions differ from token to token: a value head, which may begin at 0, has stepped."""
+    """Create a trainer whose predictions differ between tokens; a value head may start at 0, so it takes a few steps
+    first.
+    """
     trainer = started(subject)
     for _ in range(3 if subject.spec.head is Head.VALUE else 0):
         stepped(trainer, [pack(rollouts_of(subject.vocab_size))], rate=1.0)
@@ -121,7 +126,9 @@ def practised(subject: TrainerUnderTest) -> Trainer:
 
 
 class ProbeStep(NamedTuple):
-    """What one step gave: the sum of losses, the norm reported, the new weights, the gradient read off the weights."""
+    """The result of one step: the sum of losses, the reported norm, the new weights, and the gradient inferred from
+    them.
+    """
 
     loss: float
     norm: float
@@ -130,7 +137,7 @@ class ProbeStep(NamedTuple):
 
 
 def stepped(trainer: Trainer, batches: Sequence[MicroBatch], rate: float = 0.1) -> ProbeStep:
-    """Backward on the batches, as one sequence, then one step."""
+    """Run backward on the batches as one sequence, then one step."""
     before = weights_of(trainer)
     loss = sum(stats.loss for stats in trainer.backward(batches, LINEAR))
     norm = trainer.optimizer_step(learning_rate=rate).grad_norm
@@ -139,13 +146,13 @@ def stepped(trainer: Trainer, batches: Sequence[MicroBatch], rate: float = 0.1) 
 
 
 def gradient_of(step: NDArray[np.float64], rate: float) -> NDArray[np.float64]:
-    """Inverts the first step of AdamW with eps 1: u = g / (|g| + 1)."""
+    """Invert the first step of AdamW with eps = 1: u = g / (|g| + 1)."""
     unit = step / rate
     return np.asarray(unit / (1.0 - np.abs(unit)))
 
 
 def norm_of(gradient: Weights) -> float:
-    """Global norm."""
+    """Return the global norm."""
     return float(np.sqrt(sum((part**2).sum() for part in gradient.values())))
 
 
@@ -156,7 +163,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_equal(got: Any, expected: Any, tolerance: float, what: str) -> None:
-    """Fail unless the largest difference is within `tolerance`; NaN fails."""
+    """Fail unless the largest difference is within `tolerance`; NaN fails too."""
     distance = float(np.max(np.abs(np.asarray(got, np.float64) - np.asarray(expected, np.float64))))
     require(distance <= tolerance, f"{what} must agree within {tolerance:.3g}, the difference is {distance:.3g}")
 
@@ -169,7 +176,7 @@ def require_same_weights(got: Weights, expected: Weights, tolerance: float, what
 
 
 def require_raises(error: type[TrainerError], call: Callable[[], object], what: str) -> None:
-    """Fail unless `call` raises `error`; what is no TrainerError passes through, to be reported as it is."""
+    """Fail unless `call` raises `error`; exceptions other than TrainerError propagate."""
     try:
         call()
     except error:

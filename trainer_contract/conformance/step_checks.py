@@ -1,6 +1,6 @@
-"""Checks of the conformance kit on steps: what stands still in them, and what is read of the last one meanwhile.
+"""Conformance checks of steps: steps that change nothing, and reads during the passes of the next step.
 
-Weights and state are read while passes run, so that publications and checkpoints cost no time.
+Weights and state are read while passes run, so that publications and checkpoints do not delay training.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from trainer_contract.conformance.probes import (
 from trainer_contract.host_weights import copied
 
 _READS: Final = 30
-#: Between two reads, so that they fall into every part of the passes.
+#: Pause between two reads, so that reads fall into every part of the passes.
 _PAUSE_S: Final = 0.002
 
 
 def steps_may_stand_still(subject: TrainerUnderTest, _: Path) -> None:
-    """A step at rate 0, and a step on no token of a loss mask, raise the version and change no weight."""
+    """A step at rate 0 and a step without unmasked tokens raise the version and change no weight."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     masked = replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
     before, first = weights_of(trainer), trainer.model_version
@@ -48,7 +48,7 @@ def steps_may_stand_still(subject: TrainerUnderTest, _: Path) -> None:
 
 
 def reads_are_of_the_last_step(subject: TrainerUnderTest, directory: Path) -> None:
-    """Gathered and saved while passes run on another thread, weights and state are what the last step left."""
+    """Weights and state read while passes run on another thread are those after the last step."""
     rollouts = rollouts_of(subject.vocab_size)
     batch = pack(rollouts)
     trainer = started(subject)
@@ -68,13 +68,13 @@ def reads_are_of_the_last_step(subject: TrainerUnderTest, directory: Path) -> No
         try:
             for _ in range(_READS):
                 time.sleep(_PAUSE_S)
-                require_same_weights(weights_of(trainer), left, 0.0, "weights gathered beside the passes")
+                require_same_weights(weights_of(trainer), left, 0.0, "weights gathered during the passes")
             trainer.save_state(directory)
         finally:
             ended.set()
         running.result()
     restored = started(subject, restore_from=directory)
-    require_same_weights(weights_of(restored), left, 0.0, "weights saved beside the passes")
+    require_same_weights(weights_of(restored), left, 0.0, "weights saved during the passes")
     got, right = stepped(restored, [batch]), stepped(trainer, [batch])
-    require((got.loss, got.norm) == (right.loss, right.norm), "the step after a state saved beside the passes differs")
+    require((got.loss, got.norm) == (right.loss, right.norm), "the step after a state saved during the passes differs")
     require_same_weights(got.weights, right.weights, 0.0, "weights of the step after")

@@ -1,1 +1,1 @@
-"""Questions put to a model outside a run: `pipelinerl eval` and `pipelinerl prefilter`, on any engine or server."""
+"""Evaluation of a model outside a run, on any engine or server: `pipelinerl eval` and `pipelinerl prefilter`."""

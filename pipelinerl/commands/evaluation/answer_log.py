@@ -1,8 +1,7 @@
-"""`AnswerLog`: a file of answers to one question, which a command that was interrupted goes on from.
+"""`AnswerLog`: a file of results from which an interrupted command resumes.
 
-Its first line says what was asked, as JSON, and each line after it is an answer. Promises: an answer that was added is
-there however the process ends; a line that was torn is no answer; answers to another question are refused, and so is a
-second writer.
+Its first line describes the question as JSON; each further line is a result. Guarantees: an added result survives any
+end of the process; a torn line is ignored; results of another question, and a second writer, are refused.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 @final
 class AnswerLog(Generic[Answer]):
-    """The answers that are there, and those that come."""
+    """The results in the file, including new ones."""
 
     def __init__(self, file: BinaryIO, answers: list[Answer]) -> None:
         self._file = file
         self.answers = answers
-        """In the order in which they came."""
+        """In order of arrival."""
 
     def add(self, answer: Answer) -> None:
-        """It is written before it counts."""
+        """Write a result to the file, then add it to `answers`."""
         self._file.write(msgspec.json.encode(answer) + b"\n")
         self._file.flush()
         self.answers.append(answer)
@@ -40,10 +39,10 @@ class AnswerLog(Generic[Answer]):
 
 @contextmanager
 def answer_log(path: Path, question: Mapping[str, Any], of: type[Answer]) -> Iterator[AnswerLog[Answer]]:
-    """The log in the file `path`, which is made where there is none, until the block ends.
+    """Open the log in the file `path` for the duration of the block, creating it if missing.
 
     Raises:
-        UserError: the file holds answers to another question, is damaged, cannot be written, or another process has it.
+        UserError: the file holds results of another question, is damaged, or cannot be written or locked.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,10 +58,10 @@ def answer_log(path: Path, question: Mapping[str, Any], of: type[Answer]) -> Ite
 
 
 def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]) -> list[Answer]:
-    """The answers in the file, which then says the question and ends with a whole line."""
+    """Return the results in the file, and leave it with the question and whole lines only."""
     data, first = file.read(), json.dumps(question).encode() + b"\n"
     lines = data[: data.rfind(b"\n") + 1].splitlines()
-    if not lines and first.startswith(data):  # it is new, or it was killed as it began
+    if not lines and first.startswith(data):  # new file, or the writer was killed in the first line
         file.write(first[len(data) :])
         file.flush()
         return []
@@ -70,7 +69,7 @@ def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]
         raise UserError(
             f"{path} holds answers to another question (another {', '.join(asked)}); name another --out, or remove it"
         )
-    file.truncate(data.rfind(b"\n") + 1)  # a line that was torn as it was killed: that problem is asked again
+    file.truncate(data.rfind(b"\n") + 1)  # drop a torn line; its problem is evaluated again
     try:
         return [msgspec.json.decode(line, type=of) for line in lines[1:]]
     except msgspec.DecodeError as error:
@@ -78,7 +77,7 @@ def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]
 
 
 def _differing(lines: list[bytes], question: dict[str, Any]) -> list[str]:
-    """What the file's first line has otherwise."""
+    """Return the keys in which the file's question differs."""
     try:
         asked = json.loads(lines[0])
     except (ValueError, IndexError):

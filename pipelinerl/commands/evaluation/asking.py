@@ -1,13 +1,12 @@
-"""Problems are put to a respondent, so many at a time, and their answers are judged, until each problem has its answer.
+"""Evaluation loop: send problems to a respondent with bounded concurrency, and judge the answers.
 
 | waits for | at most | who unblocks it |
 |---|---|---|
-| the samples of a problem | `actor.timeout_s` | the respondent; else the problem has no answer, and a reason |
+| the samples of a problem | `actor.timeout_s` | the respondent; otherwise the problem fails with a reason |
 | a verdict | the verifier's deadline | the verifier |
 
-Promises: what a problem is answered does not depend on how many are asked at a time; a problem that fails is counted,
-and `MOST_FAILURES` in a row before the first answer end it all, with the last reason; a signal ends it, and what it
-has begun, at once.
+Guarantees: answers do not depend on the concurrency. A failed problem is counted; `MOST_FAILURES` in a row before the
+first answer abort the evaluation with the last reason. A signal aborts it at once, including requests in flight.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Outcome, PromptOrder, Verdict
 from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 
-#: A respondent that has answered nothing after so many problems is not going to.
+#: After this many failures without any answer, the respondent is assumed to be broken.
 MOST_FAILURES: Final = 8
-#: What a program ends with that was stopped from the keyboard, as shells say it.
+#: Exit status after a keyboard interrupt, as in shells.
 INTERRUPTED: Final = 128 + signal.SIGINT
 
 Result = TypeVar("Result")
@@ -51,10 +50,10 @@ async def ask(
     *,
     on_answer: Callable[[PromptOrder, EvaluationDone | None], None],
 ) -> None:
-    """Put every order to the respondent; `on_answer` hears of each as it ends, of None where there is no answer.
+    """Send every order to the respondent; call `on_answer` for each, with None if there is no answer.
 
     Raises:
-        UserError: nothing was answered.
+        UserError: no problem was answered.
     """
     waiting, failures, answered = iter(orders), list[str](), 0
 
@@ -76,7 +75,7 @@ async def ask(
         async with _answering(config, respondent) as answering, asyncio.TaskGroup() as group:
             for _ in range(_at_a_time(orders, config)):
                 group.create_task(work())
-    except ExceptionGroup as several:  # plain: what `except*` raises is a group again before Python 3.11.4
+    except ExceptionGroup as several:  # before Python 3.11.4, errors raised in `except*` are wrapped in a group again
         refusals, others = several.split(UserError)
         if refusals is None or others is not None:
             raise
@@ -86,7 +85,7 @@ async def ask(
 
 
 def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verdict]) -> EvaluationDone:
-    """What the samples of one problem come to, as an actor would report it; lengths only where all are known."""
+    """Summarize the samples of one problem as an actor would report them; lengths only if all are known."""
     lengths = [sample.num_tokens for sample in samples if sample.num_tokens is not None]
     outcomes = [verdict.outcome for verdict in verdicts]
     return EvaluationDone(
@@ -108,16 +107,16 @@ def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verd
 
 
 def digest_of_domains(domains: Iterable[DomainSection]) -> str:
-    """Of all that their blocks say of problems, prompts and verdicts, as a log of answers says it."""
+    """Return a digest of the domains' settings for problems, prompts and verdicts, for answer logs."""
     said = [domain.model_dump(mode="json", exclude={"group_size"}) for domain in domains]
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`; SIGINT and SIGTERM cancel it, which puts things in order, and end the program.
+    """Return the result of `work`; SIGINT and SIGTERM cancel it cleanly and end the program.
 
     Raises:
-        SystemExit: a signal came.
+        SystemExit: a signal arrived.
     """
 
     async def guarded() -> Result:
@@ -127,21 +126,21 @@ def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
             loop.add_signal_handler(number, task.cancel)
         return await task
 
-    try:  # not uvloop's loop: it starts verifiers by fork, and the JAX engine may be in this process
+    try:  # not uvloop: it starts verifiers by fork, which is unsafe with the JAX engine
         return asyncio.run(guarded())
     except asyncio.CancelledError:
         raise SystemExit(INTERRUPTED) from None
 
 
 def _at_a_time(orders: Sequence[PromptOrder], config: RunConfig) -> int:
-    """As many problems as an actor holds, and no more than an engine lets wait."""
+    """Return the concurrency: an actor's groups in flight, within the engine's queue limit."""
     samples = max((order.sampling.num_samples for order in orders), default=1)
     return max(1, min(config.groups_in_flight, config.engine.max_waiting // samples))
 
 
 @final
 class _Answering:
-    """Samples and their verdicts: of single answers by the domain's verifier, of episodes as an actor plays them."""
+    """Samples and verdicts: single answers are judged by the domain's verifier, episodes are played as in an actor."""
 
     def __init__(
         self, respondent: Respondent, verifiers: Mapping[str, GroupVerifier], episodes: Episodes | None
@@ -151,7 +150,7 @@ class _Answering:
         self._episodes = episodes
 
     async def samples(self, order: PromptOrder) -> tuple[list[TextAnswer], list[Verdict]]:
-        """All samples of an order; raises ContractError or PipelineError when there are none."""
+        """Return all samples of an order with verdicts; raises ContractError or PipelineError if that fails."""
         if self._episodes is not None and order.problem.domain in self._episodes.domains:
             made = await self._episodes.make(order, Unwatched())
             texts = [
@@ -166,10 +165,10 @@ class _Answering:
 
 @asynccontextmanager
 async def _answering(config: RunConfig, respondent: Respondent) -> AsyncIterator[_Answering]:
-    """Verifiers and environments of all domains; their processes end with the block.
+    """Open the verifiers and environments of all domains; their processes end with the block.
 
     Raises:
-        UserError: a domain has an environment, and the respondent answers without tokens.
+        UserError: a domain has an environment, and the respondent returns no tokens.
     """
     verifiers = {domain.name: open_verifier(domain) for domain in config.domains if domain.has_verifier}
     domains, gateway, sampler = open_episodes(config, verifiers), Gateway(), respondent.sampler

@@ -1,7 +1,4 @@
-"""The commands `eval` and `prefilter`: what they take from the command line, and what they print.
-
-Nothing heavy is imported before one of them runs.
-"""
+"""The commands `eval` and `prefilter`: their options and output. Heavy imports happen only when one of them runs."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pipelinerl.config import recipe as recipes
 
 
 def add_evaluation_commands(app: typer.Typer) -> None:
-    """Register both with the command line."""
+    """Register both commands."""
     app.command("eval")(_evaluate)
     app.command("prefilter")(_prefilter)
 
@@ -43,7 +40,7 @@ def _evaluate(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Every figure, for programs.")] = False,
 ) -> None:
-    """Evaluate a run's checkpoint, a model directory or what serves at a URL: accuracy, pass@k, maj@k, lengths."""
+    """Evaluate a run's checkpoint, a model directory or a server at a URL: accuracy, pass@k, maj@k, lengths."""
     from rich.console import Console
 
     from pipelinerl.commands.evaluation import evaluate as evaluation
@@ -73,7 +70,7 @@ def _prefilter(
         Path | None, typer.Option(help="Bearer token of the server at the URL (default: $PIPELINERL_TOKEN).")
     ] = None,
 ) -> None:
-    """Measure how often a model solves each training problem, and keep those that have something to teach it."""
+    """Measure how often a model solves each training problem, and keep those within a band of pass rates."""
     from rich.console import Console
 
     from pipelinerl.commands.evaluation import prefilter as prefiltering

@@ -1,7 +1,7 @@
-"""`pipelinerl eval`: a run's checkpoint, a model directory, or what serves at a URL, on the recipe's held-out problems.
+"""`pipelinerl eval`: evaluates a checkpoint, a model directory or a server at a URL on the recipe's held-out problems.
 
-It asks what the run's own evaluations ask: the same problems, and of an engine of ours the same noise. The figures are
-`answer_figures`'.
+It uses the same problems as the run's own evaluations and, on our engines, the same noise. `answer_figures` computes
+the figures.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from pipelinerl.types import PromptOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """What was asked of whom, and what the answers show; `seconds` is the time that took, without the engine's start.
+    """Settings and results of an evaluation.
 
-    `asked` counts the problems of this time, `incomplete` those without an answer, `unjudged` those that were answered
-    and could not be judged.
+    `seconds` excludes the engine's start. `asked` counts the problems of this call, `incomplete` those without an
+    answer, `unjudged` those with an answer that could not be judged.
     """
 
     target: str
@@ -71,12 +71,12 @@ class EvaluationReport:
 def evaluate(
     target: Target, config: RunConfig, *, token: str | None, model: str, console: Console, out: Path | None = None
 ) -> EvaluationReport:
-    """Ask, and work out the figures; progress goes to `console`.
+    """Evaluate the target and compute the figures; progress goes to `console`.
 
-    With `out`, answers are kept in that file, and what has one there already is not asked again.
+    With `out`, results are stored in that file, and problems with a result there are skipped.
 
     Raises:
-        UserError: nothing was answered, or the file holds answers to another question.
+        UserError: no problem was answered, or the file holds results of another question.
     """
     asked = config.evaluation_sets[0]
     if not asked.problems:
@@ -90,7 +90,7 @@ def evaluate(
 
 
 def show(report: EvaluationReport, console: Console, *, as_json: bool) -> None:
-    """Print the report: a table, or JSON."""
+    """Print the report as a table or as JSON."""
     if as_json:
         sys.stdout.write(json.dumps(msgspec.to_builtins(report), indent=2) + "\n")
         return
@@ -105,10 +105,10 @@ def show(report: EvaluationReport, console: Console, *, as_json: bool) -> None:
 
 
 def asking(config: RunConfig, name: str, given: Mapping[str, Any]) -> RunConfig:
-    """The recipe with one evaluation set: that of this name, by default the first, and what is `given` of it.
+    """Return the recipe with only the named evaluation set (default the first), updated by `given`.
 
     Raises:
-        RecipeError: there is no such set, or it cannot be asked that way.
+        RecipeError: there is no such set, or the changes are invalid.
     """
     names = [each.name for each in config.evaluation_sets]
     if name and name not in names:
@@ -121,7 +121,7 @@ def asking(config: RunConfig, name: str, given: Mapping[str, Any]) -> RunConfig:
 
 
 def held_out_orders(config: RunConfig, version: int) -> Iterator[PromptOrder]:
-    """The questions of the recipe's first evaluation set, as the controller of its run asks them."""
+    """Yield the orders of the recipe's first evaluation set, as the run's controller issues them."""
     asked = config.evaluation_sets[0]
     settings, plan, problems = settings_of(config), plan_of(config, [asked]), held_out_problems(config, asked)
     mixture = problems[asked.name]
@@ -129,7 +129,7 @@ def held_out_orders(config: RunConfig, version: int) -> Iterator[PromptOrder]:
         seed=settings.seed,
         sampling=settings.sampling,
         by_domain=settings.by_domain,
-        training_problem=mixture.problem,  # none is asked for, and a data set may have none
+        training_problem=mixture.problem,  # never called; a data set may have no training problems
         held_out_problem=lambda _, index: mixture.problem(index),
     )
     return (factory.asking(plan, index, version=version, number=0) for index in range(plan.problems))
@@ -167,8 +167,8 @@ async def _evaluated(
 
 
 def _question(target: Target, config: RunConfig, asked: HeldOutSet, *, model: str) -> dict[str, Any]:
-    """What an answer depends on, but for how many problems are asked: weights, sampling, domains."""
-    engine = {"type", "dtype", "weights", "context_length"}  # of one that is made here; a server has its own
+    """Return everything that an answer depends on, except the number of problems: weights, sampling, domains."""
+    engine = {"type", "dtype", "weights", "context_length"}  # only for an engine built here; a server has its own
     return {
         "target": target.named(model),
         "split": asked.split,
@@ -256,7 +256,7 @@ def _rows(table: Table, report: EvaluationReport, groups: Mapping[str, AnswerFig
 
 
 def _at(of_all: list[PassAt], found: list[PassAt]) -> list[str]:
-    """The chances under the heads of the table."""
+    """Return the values under the table's columns."""
     by_k = {each.k: each for each in found}
     return [_share(by_k[each.k].value if each.k in by_k else None) for each in of_all]
 

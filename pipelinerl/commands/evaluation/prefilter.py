@@ -1,11 +1,11 @@
-"""`pipelinerl prefilter`: how often a model solves each training problem, and the data set of those worth training on.
+"""`pipelinerl prefilter`: a model's pass rate on each training problem, and a data set of the useful problems.
 
-    out/answers.jsonl    one line for each problem that was answered: what the command goes on from
-    out/<domain>.jsonl   the problems whose pass rate lies within the band, with that rate, as a data set
+    out/answers.jsonl    one line per answered problem; the command resumes from it
+    out/<domain>.jsonl   problems whose pass rate is within the band, with that rate, as a data set
 
-Each line of a data set holds `messages`, `answer`, `metadata` (the problem's own, and `pass_rate`) and `tags` (its own,
-and the rate's band). Promises: started again with the same question, it asks only what has no answer yet; with another
-question it refuses to mix the two; the data set is written whole or not at all.
+Each line of a data set holds `messages`, `answer`, `metadata` (the problem's and `pass_rate`) and `tags` (the problem's
+and the rate's band). Guarantees: a repeated call with the same question evaluates only unanswered problems; another
+question is refused; the data set is written atomically.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from pipelinerl.messages import EvaluationDone
 from pipelinerl.roles.wiring import training_problems
 from pipelinerl.types import Problem, PromptOrder, Purpose
 
-#: The log of a question's answers.
+#: File name of the log of answers.
 ANSWERS: Final = "answers.jsonl"
-#: Pass rates are told apart by tags of so wide a band.
+#: Number of bands of pass rates that tags distinguish.
 _BANDS: Final = 5
-#: So many repetitions in a row, beside as many as there were problems, and a source has no others.
+#: A source is exhausted after this many repetitions in a row, plus the number of distinct problems.
 _REPETITIONS: Final = 100
 
 
 class PassRate(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one problem: how many of its samples could be judged, and how many are right."""
+    """Result of one problem: the number of judged samples, and of correct ones."""
 
     problem_id: str
     judged: int
@@ -47,23 +47,23 @@ class PassRate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def value(self) -> float:
-        """The share of right samples; of none, 0."""
+        """The share of correct samples; 0 if none was judged."""
         return self.correct / self.judged if self.judged else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """The pass rates that are kept, both ends with it."""
+    """The pass rates to keep, both ends inclusive."""
 
     low: float = 0.0
     high: float = 1.0
 
     @classmethod
     def parse(cls, text: str) -> Band:
-        """`0.1..0.9`.
+        """Parse a band such as `0.1..0.9`.
 
         Raises:
-            UserError: it is no band within 0 and 1.
+            UserError: not a band within 0 and 1.
         """
         low, separator, high = text.partition("..")
         try:
@@ -75,13 +75,13 @@ class Band:
         return band
 
     def keeps(self, rate: PassRate) -> bool:
-        """Does the problem belong to the data set? One that could not be judged does not."""
+        """Return True if the problem belongs in the data set; unjudged problems do not."""
         return rate.judged > 0 and self.low <= rate.value <= self.high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefilterReport:
-    """What was asked and what was kept, by domain, and where that lies. `asked` counts this time's problems."""
+    """Numbers of evaluated and kept problems, and the files by domain. `asked` counts the problems of this call."""
 
     problems: int
     asked: int
@@ -103,10 +103,10 @@ def prefilter(
     model: str,
     console: Console,
 ) -> PrefilterReport:
-    """Ask what is not answered yet, and write the data set; progress goes to `console`.
+    """Evaluate the unanswered problems and write the data set; progress goes to `console`.
 
     Raises:
-        UserError: `out` holds answers to another question, or nothing was answered.
+        UserError: `out` holds results of another question, or no problem was answered.
     """
     chosen = list(_distinct(config, problems))
     with answer_log(out / ANSWERS, _question(target, config, samples=samples, model=model), PassRate) as log:
@@ -129,7 +129,7 @@ def prefilter(
 
 
 def _distinct(config: RunConfig, most: int) -> Iterator[Problem]:
-    """The run's training problems in their order, each once; a finite source ends when it only repeats itself."""
+    """Yield the run's training problems in order, without duplicates, until a finite source only repeats."""
     mixture, seen, repeated, index = training_problems(config), set[str](), 0, 0
     while len(seen) < most and repeated < len(seen) + _REPETITIONS:
         problem = mixture.problem(index)
@@ -143,7 +143,7 @@ def _distinct(config: RunConfig, most: int) -> Iterator[Problem]:
 
 
 def _order(config: RunConfig, index: int, problem: Problem, *, samples: int) -> PromptOrder:
-    """As training asks it: with the temperature, length and stop strings of its domain, else of the recipe."""
+    """Return the order as in training: with the domain's sampling settings, else the recipe's."""
     own = next(domain.sampling for domain in config.domains if domain.name == problem.domain)
     sampling = replace(
         config.sampling.of_an_order,
@@ -173,7 +173,7 @@ async def _ask(
     model: str,
     console: Console,
 ) -> None:
-    """Each answer is in the log before it counts."""
+    """Evaluate the orders; each result is logged as it arrives."""
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("prefiltering", total=len(orders))
 
@@ -189,7 +189,7 @@ async def _ask(
 
 
 def _question(target: Target, config: RunConfig, *, samples: int, model: str) -> dict[str, Any]:
-    """What a pass rate depends on, but for which problems are asked: weights, sampling, domains."""
+    """Return everything that a pass rate depends on, except the choice of problems: weights, sampling, domains."""
     return {
         "target": target.named(model),
         "sampling": config.sampling.model_dump(mode="json", exclude={"group_size"}),
@@ -220,7 +220,7 @@ def _row(problem: Problem, rate: PassRate) -> dict[str, Any]:
 
 
 def band_of(rate: float) -> str:
-    """The band of a pass rate, which tags tell apart: `0`, `0-0.2` … `0.8-1`, `1`, where 0 and 1 teach nothing."""
+    """Return the tag of a pass rate: `0`, `0-0.2` … `0.8-1`, `1`, where 0 and 1 carry no training signal."""
     if rate in (0.0, 1.0):
         return f"{rate:g}"
     number = min(int(rate * _BANDS), _BANDS - 1)

@@ -1,11 +1,11 @@
-"""Who answers: an engine that is made here for a model directory or a run's checkpoint, or whatever serves at a URL.
+"""Respondents: an engine built here for a model directory or checkpoint, or a server at a URL.
 
     async with respondent(target, config) as answering:
         samples = await answering.samples(order)
 
-Promises: an engine that was started here is closed however this ends; what cannot answer is said in one sentence
-before anything is asked. Of a URL it is found out whether an engine of ours is there, which is asked for all samples of
-a problem at once, or another server, of which nothing but text is wanted.
+Guarantees: an engine started here is always closed. A target that cannot answer fails with one sentence before any
+request. A server at a URL is probed: one of our engines receives one request for all samples of a problem; any other
+server receives a request per sample and returns only text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pipelinerl.system.background import to_its_end
 from pipelinerl.system.files import from_home
 from pipelinerl.types import Answered, PromptOrder
 
-#: What others write behind the base of a server's URL.
+#: The path that users often append to a server's base URL.
 _V1: Final = "/v1"
 
 
@@ -47,29 +47,29 @@ class Respondent(Protocol):
     """Answers orders."""
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        """All samples of the order; raises ContractError or PipelineError when there are none."""
+        """Return all samples of the order; raises ContractError or PipelineError if there are none."""
         ...
 
     @property
     def sampler(self) -> Sampler | None:
-        """What episodes are sampled from; None where answers come without their tokens."""
+        """The sampler of episodes; None if answers come without tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is asked: a model directory of some version, or a URL; `name` says it to people."""
+    """The model to evaluate: a model directory of some version, or a URL; `name` is for display."""
 
     name: str
     url: str = ""
     model: Path | None = None
     version: int = 0
     recipe: Path | None = None
-    """The run's own, where the target is a run."""
+    """The run's own recipe, if the target is a run."""
 
     @property
     def fingerprint(self) -> str:
-        """Tells a model directory's files from those that lie there after another training; empty for a URL."""
+        """A digest that distinguishes the directory's files from those of another training; empty for a URL."""
         if self.model is None:
             return ""
         files = sorted(path for path in self.model.iterdir() if path.is_file())
@@ -77,13 +77,12 @@ class Target:
         return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
     def named(self, model: str) -> str:
-        """Whose weights answer, as a log of answers says it; `model` is one of a server's, or empty."""
+        """Return the model's name for a log of answers; `model` is one of a server's, or empty."""
         return f"{self.url or self.model} {model}".strip()
 
 
 def target_of(text: str, *, checkpoint: str = "") -> Target:
-    """What a command line names: a URL, a run's directory (its newest or a named checkpoint), a model directory, or
-    `shipped:<name>`.
+    """Parse a target: a URL, a run's directory (newest or named checkpoint), a model directory, or `shipped:<name>`.
 
     Raises:
         UserError: it is none of these, or the run has no such checkpoint.
@@ -120,7 +119,7 @@ def _checkpoint_of(run_dir: Path, checkpoint: str) -> Target:
 
 
 def recipe_of(target: Target, recipe: str | None) -> str:
-    """The recipe that says what is asked: the one that is named, else the run's own.
+    """Return the path of the recipe to use: the named one, else the run's own.
 
     Raises:
         UserError: there is neither.
@@ -134,15 +133,15 @@ def recipe_of(target: Target, recipe: str | None) -> str:
 async def respondent(
     target: Target, config: RunConfig, *, token: str | None, model: str = ""
 ) -> AsyncIterator[Respondent]:
-    """Whoever answers for the target, until the block ends.
+    """Yield a respondent for the target until the block ends.
 
     Args:
-        config: the recipe, by whose `engine` an engine is made.
-        token: bearer token of what is at a URL.
-        model: which of a server's models; by default its first.
+        config: the recipe; its `engine` section is used to build an engine.
+        token: bearer token of the server at a URL.
+        model: one of the server's models; the first by default.
 
     Raises:
-        UserError: nothing can answer; the sentence says why.
+        UserError: nothing can answer; the message says why.
     """
     if target.model is not None:
         async with _made_here(_with_model(config, target.model)) as engine:
@@ -181,31 +180,31 @@ async def _made_here(config: RunConfig) -> AsyncIterator[Engine]:
     except ContractError as error:
         raise UserError(f"the engine for {config.model.resolved} has failed: {error}") from error
     finally:
-        # Ctrl-C cancels whoever waits here, too: the engine's processes and threads end first.
+        # Ctrl-C cancels this task, too, but the engine's processes and threads must end first.
         await to_its_end(engine.close())
 
 
 @final
 class _OfTheContract:
-    """An engine of ours, asked for all samples of a problem at once, as an actor asks it."""
+    """One of our engines: one request returns all samples of a problem, as in an actor."""
 
     def __init__(self, complete: Callable[[ChatCompletionRequest], Awaitable[Answered | ChatCompletion]]) -> None:
         self._complete = complete
 
     @property
     def sampler(self) -> Sampler:
-        """Itself."""
+        """This respondent itself."""
         return self
 
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
-        """One completion, as an actor is answered."""
+        """Return one completion in an actor's format."""
         answered = await self._complete(request)
         return answered if isinstance(answered, Answered) else Answered(answered, engine)
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        """All samples of the order, with the noise that they have in a run."""
+        """Return all samples of the order, with the same noise as in a run."""
         answered = await self._complete(chat_request(order))
         completion = answered.completion if isinstance(answered, Answered) else answered
         return [
@@ -218,18 +217,18 @@ class _OfTheContract:
 
 @final
 class _OfText:
-    """A server of which nothing but text is wanted, asked for one sample at a time."""
+    """A server that returns only text; each sample is a request."""
 
     def __init__(self, server: OpenAIServer) -> None:
         self._server = server
 
     @property
     def sampler(self) -> None:
-        """Its answers come as text."""
+        """None: answers come without tokens."""
         return None
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        """All samples of the order, each with a seed of its own."""
+        """Return all samples of the order, each with its own seed."""
         async with asyncio.TaskGroup() as group:
             asked = [
                 group.create_task(

@@ -1,1 +1,1 @@
-"""What `pipelinerl check` finds, by what it looks at: a file for each that takes more than a sentence."""
+"""Findings of `pipelinerl check`, one file per larger topic."""

@@ -1,7 +1,7 @@
-"""One episode of a domain, played for `pipelinerl check` with the recipe's tokenizer and a scripted answerer.
+"""A trial episode of a domain for `pipelinerl check`, with the recipe's tokenizer and a scripted model.
 
-The first answer is empty, and each further one is the problem's reference answer. What is shown is what the model would
-see, turn by turn, to the token.
+The first answer is empty, and each further one is the problem's reference answer. The output shows the exact tokens
+that the model would see, turn by turn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipelinerl.types import Answered, Problem, PromptOrder, Purpose, Sampling
 async def episode_tried(
     config: RunConfig, domain: DomainSection, problem: Problem, tokenizer: ChatTokenizer
 ) -> list[str]:
-    """A line for each turn of an episode, and one for its verdict.
+    """Return a line for each turn of an episode, and one for its verdict.
 
     Raises:
         RecipeError: the environment fails; the message has the file and the line.
@@ -83,7 +83,7 @@ def _verdict(played: PlayedEpisode, answering_s: float) -> str:
 
 @final
 class _Answerer:
-    """`Sampler`: an empty answer, then the reference answer; `seconds` is the time it took."""
+    """`Sampler` that returns an empty answer, then reference answers; `seconds` is its total time."""
 
     def __init__(self, tokenizer: ChatTokenizer, truth: str, *, context_length: int) -> None:
         self.seconds = 0.0
@@ -94,7 +94,7 @@ class _Answerer:
     async def complete(
         self, request: ChatCompletionRequest, *, begun: Callable[[], None], engine: str = "", near: str = ""
     ) -> Answered:
-        """The next answer."""
+        """Return the next answer."""
         began = time.monotonic()
         messages, tools = request.messages or [], request.tools or ()
         kwargs, known = request.chat_template_kwargs, request.continue_token_ids

@@ -1,7 +1,7 @@
-"""A look at a recipe's problems before a run: can they be made, judged, and rendered by the model's chat template?
+"""A check of a recipe's problems before a run: they can be made, judged and rendered by the chat template.
 
-The same look is short before `pipelinerl run` starts anything, and long in `pipelinerl check`. It imports no array
-library but numpy, unless a user's own code does.
+`pipelinerl run` does a short check before it starts anything, `pipelinerl check` a long one. Only numpy is imported,
+unless a user's code imports more.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pipelinerl.models.chat_template import refuse_unrenderable
 from pipelinerl.roles.verification import names_of
 from pipelinerl.types import Problem
 
-#: Of each data file, before a run: a tenth of a second's worth of rows.
+#: Rows of each data file that `run` checks: about a tenth of a second.
 FIRST: Final = FirstRows(rows=2048, bytes=16 * 2**20)
-#: And when a recipe is checked: one to two seconds.
+#: Rows that `check` checks: one to two seconds.
 MOST: Final = FirstRows(rows=50_000, bytes=2**30)
 
 
 def refuse_problems(config: RunConfig, head: FirstRows) -> None:
-    """Make so many problems of each domain as `head` says of a file, and render the first as the engine will.
+    """Make problems of each domain, reading `head` of each file, and render the first as the engine will.
 
     Raises:
-        RecipeError: naming the row and what is wrong with it; or the domain whose messages the template refuses.
+        RecipeError: naming the row and what is wrong with it, or the domain whose messages the template rejects.
         ModelError: the model's tokenizer cannot be read.
     """
     for domain in config.domains:
@@ -55,7 +55,7 @@ def refuse_problems(config: RunConfig, head: FirstRows) -> None:
 
 
 def _readable_by(domain: DomainSection) -> Callable[[Problem], None]:
-    """Raises `RecipeError` for a problem that what judges the domain could not judge by any answer."""
+    """Return a check that raises `RecipeError` for a problem that the domain's verifiers can never judge."""
     names = {name for _, name in names_of(domain)} & registry.PROBLEM_CHECKS.keys()
     checks = [registry.resolve(registry.PROBLEM_CHECKS[name]) for name in sorted(names)]
 

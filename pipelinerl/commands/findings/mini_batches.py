@@ -1,4 +1,4 @@
-"""What is said of a batch that is several optimizer steps: how it is divided, and how old its tokens may get."""
+"""Findings on batches of several optimizer steps: how they are divided, and how old their tokens may get."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLACE: Final = ("epoch", "mini_batch")
 
 
 def mini_batch_finding(config: RunConfig) -> str | None:
-    """A sentence; None where a batch is one optimizer step."""
+    """Return a sentence; None if a batch is one optimizer step."""
     training, k = config.training, knobs_of(config).k
     if (updates := training.epochs * training.mini_batches) == 1:
         return None
@@ -29,7 +29,7 @@ def mini_batch_finding(config: RunConfig) -> str | None:
 
 
 def update_table(step: RecordedStep) -> Table | None:
-    """The recorded figures of each optimizer step of a step; None where it was one."""
+    """Return a table of the recorded figures of each optimizer step; None if there was only one."""
     if not step.updates:
         return None
     names = [name for name in step.updates[0] if name not in _PLACE]

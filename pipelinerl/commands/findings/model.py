@@ -1,7 +1,7 @@
-"""What `check` finds of how the model is computed: its experts, its adapters, the trainer's attention and mesh.
+"""Findings of `check` on how the model is computed: experts, adapters, attention and mesh.
 
-Who can compute a mixture of experts, and whose routers choose; which layers get adapters, and how much of the model
-trains; how packed rollouts attend; how many processes a torch trainer makes, and whether heads divide among them.
+They cover which parts can compute a mixture of experts and whose routers choose; which layers get adapters and how much
+of the model trains; the attention of packed rollouts; and the processes of a torch trainer with their share of heads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer_contract.types import Device
 
 
 def refuse_experts(config: RunConfig) -> None:
-    """Raise RecipeError for experts that somebody cannot compute, or whose choice cannot be replayed."""
+    """Raise RecipeError if engine or trainer cannot compute the model's experts or replay their choice."""
     routing_of(config)
     for part, chosen in (("engine", config.engine.type), ("trainer", config.trainer.type)):
         if chosen == "jax" and mixture_of(config.model.resolved) is not None:
@@ -33,7 +33,7 @@ def refuse_experts(config: RunConfig) -> None:
 
 
 def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Nothing of a model without experts."""
+    """Yield findings on a mixture of experts; none for other models."""
     shape = mixture_of(config.model.resolved)
     if shape is None:
         return
@@ -47,12 +47,12 @@ def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield (
             "warning",
             'with trainer.routing_replay = "off" engine and trainer choose experts apart, and not always the same: '
-            '"rollout" replays the engine\'s choice (docs/mixtures.md)',
+            '"rollout" replays the engine\'s choice (docs/understand/mixtures.md)',
         )
 
 
 def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Nothing where every weight trains.
+    """Yield the finding on adapters; none if every weight trains.
 
     Raises:
         RecipeError: the model has no such layers.
@@ -71,10 +71,10 @@ def adapter_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Of a torch trainer; its GPU may be another machine's, so of that nothing is looked at.
+    """Yield a torch trainer's attention. The GPU is not inspected, because it may be on another machine.
 
     Raises:
-        RecipeError: the kernel is asked for, where it cannot be.
+        RecipeError: the recipe requests the kernel where it cannot be used.
     """
     if config.trainer.type != "torch":
         return
@@ -106,11 +106,11 @@ def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def mesh_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Nothing of a trainer of one process.
+    """Yield the finding on a trainer's mesh; none for a single process.
 
     Raises:
-        RecipeError: attention's heads cannot be divided among the processes that share tokens, or experts that are to
-            stay where they lie among those that divide the model.
+        RecipeError: the attention heads do not divide among the processes that share tokens, or parallel experts do not
+            divide among the model's shards.
     """
     if config.trainer.type != "torch" or config.trainer.options.get("mesh") is None:
         return

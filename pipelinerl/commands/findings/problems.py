@@ -1,11 +1,11 @@
-"""What `pipelinerl check` says of problems: a prompt as the model sees it, the context's room, instructions to follow.
+"""Findings of `pipelinerl check` on problems: the rendered prompt, room in the context, and instructions.
 
-Promises that a run whose prompts and answers mostly have no room is refused before it starts. Where few have none, as
-in most large data sets, the share is told: an engine refuses a prompt that fills the context, and cuts the answer
-where its room ends.
+A run is refused before it starts if many prompts leave no room for an answer. If only a few do, as in most large data
+sets, their share is reported: an engine rejects a prompt that fills the context, and truncates an answer that reaches
+its end.
 
-An unknown instruction or a wrong parameter is told before a run, too, with the problem that names it: each row of data
-is looked at, and so many of the problems of a generator.
+Unknown instructions and wrong parameters are reported with the problem that has them. Every row of data is checked, and
+`LOOKED_AT` problems of a generator.
 """
 
 from __future__ import annotations
@@ -26,33 +26,34 @@ from pipelinerl.roles.verification import names_of
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.instruction_following import instructions_of_problem
 
-#: Training problems that are looked at, for instructions where their source has no end; of the evaluation's, all are.
+#: Number of training problems to check; for instructions only if their source is infinite. Evaluation sets are checked
+#: in full.
 LOOKED_AT: Final = 256
-#: Larger shares without room are no exception, but the data's rule.
+#: Larger shares of prompts without room are refused.
 MOST_WITHOUT_ROOM: Final = 0.1
 _FOLLOWS_INSTRUCTIONS: Final = "instruction_following"
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Lengths of a domain's prompts in tokens, and the room that its answers leave them."""
+    """Lengths of a domain's prompts in tokens, and the room that the answers leave for prompts."""
 
     lengths: list[int]
     room: int
 
     @property
     def without_room(self) -> float:
-        """The share that does not fit."""
+        """The share of prompts that do not fit."""
         return sum(length > self.room for length in self.lengths) / len(self.lengths)
 
 
 def prompt_findings(
     config: RunConfig, tokenizer: ChatTokenizer, *, training: Mixture, held_out: Mapping[str, Mixture]
 ) -> Iterator[tuple[str, str]]:
-    """(part, finding): a prompt of each domain, whole, and how long those are to train on, and of each evaluation set.
+    """Yield (part, finding): a rendered prompt per domain, and prompt lengths of training and of each evaluation set.
 
     Raises:
-        RecipeError: a problem cannot be made, there are fewer than the evaluation asks, or too many have no room.
+        RecipeError: a problem cannot be made, the evaluation needs more problems, or too many prompts have no room.
     """
     domains = {domain.name: domain for domain in config.domains}
     parts: list[tuple[str, Mixture, int, Callable[[DomainSection], int]]] = [
@@ -79,7 +80,7 @@ def prompt_findings(
 def _shown(
     problems: list[Problem], domains: dict[str, DomainSection], tokenizer: ChatTokenizer
 ) -> Iterator[tuple[str, str]]:
-    """The first problem of each domain as the model sees it."""
+    """Yield the first problem of each domain as the model sees it."""
     firsts = {problem.domain: problem for problem in reversed(problems)}
     for name in (name for name in domains if name in firsts):
         ids = _encoded(firsts[name], domains[name], tokenizer)
@@ -126,7 +127,7 @@ def _without_room(measured: dict[str, _Prompts]) -> Iterator[str]:
 
 
 def instruction_findings(config: RunConfig, domain: DomainSection) -> Iterator[tuple[str, str]]:
-    """(part, finding): which instructions the domain's problems give, where they are judged by them.
+    """Yield (part, finding): the instructions in the domain's problems, if a verifier checks them.
 
     Raises:
         RecipeError: a problem names no instruction, an unknown one, or a wrong parameter.

@@ -1,4 +1,4 @@
-"""The share of tokens that a recipe's pacing would drop as stale, by a short simulation."""
+"""An estimate of the share of tokens that a recipe would drop as stale, by a short simulation."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pipelinerl.simulation.simulator import simulate
 _ROLLOUTS: Final = 16_000
 _LEAST_STEPS: Final = 12
 _MOST_STEPS: Final = 200
-#: Answers as they often are: half of them longer than a quarter of the most, a few four times as long.
+#: Typical lengths of answers: the median is a quarter of the maximum, with a heavy tail.
 _MEDIAN: Final = 0.25
 _SIGMA: Final = 0.5
 
 
 def stale_share(config: RunConfig) -> str:
-    """Return a clause with the share, where engines are the bottleneck: that is when most groups come too late.
+    """Return a clause with the share in the worst case, where engines are the bottleneck.
 
-    Empty where the recipe cannot be simulated, or no group can be too old.
+    Empty if the recipe cannot be simulated, or if no group can be too old.
     """
     if math.isinf(config.staleness.bounds.k):
         return ""

@@ -1,6 +1,6 @@
-"""A domain's verifier tried on a real problem, for `pipelinerl check`: by the reference answer, and by none.
+"""A trial of a domain's verifier on a real problem for `pipelinerl check`, with the reference answer and an empty one.
 
-A judge, which may cost, is asked for one vote on the reference answer alone.
+A judge may cost money, so it gives one vote on the reference answer only.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pipelinerl.verifiers.group_filter import GroupFilter
 from pipelinerl.verifiers.user_code import RewardFunction
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, correct, wrong
 
-#: Problems whose reference answers a registered verifier may find wrong, one after the other.
+#: Problems to try before a registered verifier that rejects all reference answers is refused.
 _TRIED: Final = 16
 
 
 async def tried(domain: DomainSection, problems: Mixture) -> str:
-    """What the domain's verifier says of the reference answer and of an empty one.
+    """Return the verdicts on the reference answer and on an empty one.
 
     Raises:
-        RecipeError: it can judge neither; or all that judge are registered, and find every reference answer wrong.
+        RecipeError: neither can be judged, or only registered verifiers judge and they reject every reference answer.
     """
     where = f"domains.{domain.name}"
     if domain.judge is not None:
@@ -46,9 +46,9 @@ async def tried(domain: DomainSection, problems: Mixture) -> str:
 
 
 def called_by_place(domain: DomainSection) -> Iterator[str]:
-    """A sentence on each reward function whose first two arguments are given by place, and are called otherwise.
+    """Yield a warning for each reward function whose first two arguments are passed by position under unusual names.
 
-    Somebody who writes `(response, label)` may well mean the answer and the truth.
+    The author of `(response, label)` may well mean the answer and the truth.
     """
     for where, name in names_of(domain):
         thing = registry.resolve(name) if registry.is_user_code(registry.VERIFIERS, name) else None
@@ -58,12 +58,12 @@ def called_by_place(domain: DomainSection) -> Iterator[str]:
             if named and not (named[0] == "problem" and named[1].startswith("completion")):
                 yield (
                     f"{where}: {named[0]} is given the problem and {named[1]} the text of the answer, by place; to "
-                    "have others, name them as docs/rewards.md does: completion, answer, …"
+                    "have others, name them as docs/start/rewards.md does: completion, answer, …"
                 )
 
 
 async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -> str:
-    """What is said of the reference answer; one vote of the judge's is enough to see that it works."""
+    """Return the verdict on the reference answer by one vote, which is enough to test the judge."""
     once = domain.model_copy(update={"judge": domain.judge and domain.judge.model_copy(update={"votes": 1})})
     verifier = open_verifier(once)
     try:
@@ -76,10 +76,10 @@ async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -
 
 
 async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) -> str:
-    """What the recipe's filter says of a group that was made up for a real problem: half of it right, half empty.
+    """Return the recipe's filter decision on a made-up group for a real problem: half correct, half empty.
 
     Raises:
-        RecipeError: it fails on it.
+        RecipeError: the filter fails.
     """
     right = SampledAnswer(problem.ground_truth, range(1, len(problem.ground_truth) + 1))
     answers = [right if place < (samples + 1) // 2 else SampledAnswer("", (1,), "length") for place in range(samples)]
@@ -96,7 +96,7 @@ async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) ->
 
 
 async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Judgement, *, where: str) -> None:
-    """A registered verifier finds reference answers right, those of some problems at least."""
+    """Raise RecipeError unless the verifier accepts the reference answer of at least one problem."""
     if first.verdict.outcome is Outcome.CORRECT:
         return
     for index in range(1, _TRIED):

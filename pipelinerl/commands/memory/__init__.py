@@ -1,1 +1,1 @@
-"""What a run's processes will take of their devices' memory, from the recipe and the model's sizes alone."""
+"""Prediction of device memory per process, from the recipe and the model's sizes alone."""

@@ -1,4 +1,4 @@
-"""What a run will write to its directory, and whether there is room for it."""
+"""Prediction of the disk space that a run needs, and the check against free space."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BESIDE: Final = 256 * 2**20
 def checkpoint_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
     """Return the size of a checkpoint: the weights as they are sent, fp32 masters and both moments."""
     trainer = predicted.trainer
-    if trainer is None:  # of a backend that is not predicted: four times what the model directory has in fp32
+    if trainer is None:  # unpredicted backend: four times the model's size
         return 4 * sum(file.stat().st_size for file in weight_files(config.model.resolved))
     count, trained = trainer.shape.count, trainer.adapters if trainer.rank else trainer.shape.count
     state = (12 if trainer.moments is MomentDType.FP32 else 8) * trained * (2 if trainer.values else 1)
@@ -37,7 +37,7 @@ def checkpoint_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
 
 
 def run_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
-    """Return what the run directory holds at most: checkpoints, one more while it is written, samples and logs."""
+    """Return the maximum size of the run directory: checkpoints, one more during a write, samples and logs."""
     made = math.ceil(config.run.steps / config.checkpoint.interval_steps) + 1
     kept = min(made, config.checkpoint.keep + config.checkpoint.keep_best + 1)
     samples = config.samples.max_bytes if config.samples.log == "on" else 0
@@ -45,13 +45,13 @@ def run_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
 
 
 def free_bytes(directory: Path) -> int:
-    """Return what is free on the file system of `directory`, which need not exist yet."""
+    """Return the free bytes on the file system of `directory`, which need not exist yet."""
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     return shutil.disk_usage(there).free
 
 
 def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
-    """Return one line: what the run writes, of what, and what is free there."""
+    """Return one line on what the run writes, and on the free space there."""
     each, free = checkpoint_bytes(config, predicted), free_bytes(config.run_directory)
     kept = config.checkpoint.keep + config.checkpoint.keep_best
     return (
@@ -61,9 +61,9 @@ def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
 
 
 def disk_faults(config: RunConfig, predicted: MemoryPrediction) -> Iterator[str]:
-    """Yield a sentence if the run cannot fit where it writes: the knobs, and values that fit."""
+    """Yield a sentence if the run does not fit: the knobs, and values that fit."""
     needed, free = run_bytes(config, predicted), free_bytes(config.run_directory)
-    if needed <= free or free == 0:  # a pseudo file system has no room at all: making the directory says what is wrong
+    if needed <= free or free == 0:  # pseudo file systems report 0; creating the directory will tell
         return
     kept = config.checkpoint.keep + config.checkpoint.keep_best
     fewer = {"keep": 1, "keep_best": 0}
@@ -78,6 +78,6 @@ def disk_faults(config: RunConfig, predicted: MemoryPrediction) -> Iterator[str]
 
 
 def refuse_full_disk(config: RunConfig, predicted: MemoryPrediction) -> None:
-    """Raise UserError if the run cannot fit where it writes."""
+    """Raise UserError if the run does not fit on its disk."""
     for sentence in disk_faults(config, predicted):
         raise UserError(sentence)

@@ -1,10 +1,10 @@
-"""`settled`: the recipe with what it leaves to the machine filled in, once, when a run begins.
+"""`settled`: resolves the recipe's machine-dependent defaults once, when a run begins.
 
-    engine.dtype = "auto"                float32 where engines compute on a CPU, else the model directory's
+    engine.dtype = "auto"                float32 if engines compute on a CPU, else the model directory's
     trainer.micro_batch_tokens = "auto"  as many tokens as the device holds, up to 16,384
 
-The run's own recipe records the values, so a resumed run computes what it did before. Only the size of the memory
-counts, never what is free of it: the same recipe on the same machine gives the same steps.
+The values are recorded in the run's own recipe, so a resumed run computes the same. Only the memory's total size
+counts, not the free part, so the same recipe on the same machine gives the same steps.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pipelinerl.system.accelerators import has_accelerator
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Device, WeightDType
 
-#: Of a device's memory, what the prediction may take: it leaves out libraries, the stream server and verifiers.
+#: Share of a device's memory for the prediction, which excludes libraries, the stream server and verifiers.
 _USED: Final = 0.8
 _LEAST_TOKENS: Final = 1024
-#: Engines that compute in whatever the recipe says.
+#: Engines that cast weights to the recipe's dtype.
 _CASTING: Final = frozenset({"torch", "jax", "vllm"})
 
 
 def host_memory() -> int:
-    """Return the bytes of memory that this machine has."""
+    """Return this machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def settled(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunConfig:
-    """Fill in what `auto` leaves open; `limits` are bytes by kind of process, as `prediction.lines` takes them.
+    """Resolve `auto` values; `limits` are bytes by kind of process, as `prediction.lines` takes them.
 
-    A recipe that `check` would refuse is returned as it is: the refusal says more than this could.
+    A recipe that `check` would refuse is returned unchanged, because `check` has the better error message.
     """
     try:
         return _with_tokens(_with_dtype(config), {"all": host_memory()} if limits is None else limits)

@@ -1,7 +1,7 @@
-"""`pipelinerl check`'s memory table: what each process will take, whether it fits, and which knob would make it fit.
+"""The memory table of `pipelinerl check`: the memory of each process, whether it fits, and the knobs that would help.
 
-Promises: nothing heavy is imported and no weight is read. What cannot be predicted (a trainer or an engine of another
-kind, a server that runs already) is left out.
+Nothing heavy is imported and no weight is read. Trainers and engines of other types, and external servers, cannot be
+predicted and are left out.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from trainer_contract.types import Precision, WeightDType
 
 _ENGINES: Final = frozenset({"torch", "jax", "vllm"})
 _SHARDS: Final = (2, 4, 8, 16, 32, 64)
-#: Bits of a quantised weight, by the format's name; rows have scales besides, which are few.
+#: Bits of a quantised weight by format; the few scales per row are neglected.
 _BITS: Final = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """An engine on `devices`, with `slots` sequences of `context` tokens at once: weights, the buffer that the next
-    version comes into, keys and values."""
+    """Memory of an engine on `devices`: weights, receive buffer, and cache of `slots` sequences of `context` tokens."""
 
     shape: ModelShape
     dtype: WeightDType
@@ -45,7 +44,7 @@ class EngineMemory:
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Bytes on each device, by what they are of."""
+        """Bytes on each device, by purpose."""
         shape, size = self.shape, BYTES[self.dtype]
         linear = sum(map(math.prod, shape.linear.values()))
         saved = linear * (8 * size - _BITS[self.weights]) // 8 if self.weights in _BITS else 0
@@ -64,16 +63,16 @@ class EngineMemory:
 
     @property
     def host(self) -> int:
-        """Bytes on the host that are counted apart: none."""
+        """Bytes on the host that are counted separately: none."""
         return 0
 
 
 class Footprint(Protocol):
-    """What a process takes of each of its devices."""
+    """Memory of a process on each of its devices."""
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Bytes by what they are of."""
+        """Bytes by purpose."""
         ...
 
     @property
@@ -89,7 +88,7 @@ class Footprint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPrediction:
-    """Of the trainer, and of each engine; None where nothing is known of that type."""
+    """Memory of the trainer and of each engine; None if their type is not predicted."""
 
     trainer: TrainerMemory | None
     engine: EngineMemory | None
@@ -97,14 +96,14 @@ class MemoryPrediction:
 
     @property
     def by_process(self) -> dict[str, Footprint]:
-        """Those that are predicted, by the process' kind."""
+        """The predicted footprints, by kind of process."""
         found: dict[str, Footprint] = {}
         found |= {} if self.trainer is None else {"trainer": self.trainer}
         return found if self.engine is None else found | {"engine": self.engine}
 
 
 def predict(config: RunConfig, objective: PolicyObjective) -> MemoryPrediction:
-    """Predict the memory of a recipe that `check` has not refused.
+    """Predict the memory of a recipe that `check` has accepted.
 
     Raises:
         ModelError: the model's sizes cannot be read.
@@ -159,7 +158,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> EngineMemory | None:
 
 
 def trainable(prediction: MemoryPrediction) -> str | None:
-    """`LoRA: 1.2 M of 135 M parameters train`; None where all do, or nothing is known of the trainer."""
+    """Return a line such as `LoRA: 1.2 M of 135 M parameters train`; None if all train or the type is unknown."""
     trainer = prediction.trainer
     if trainer is None or not trainer.rank:
         return None
@@ -167,9 +166,9 @@ def trainable(prediction: MemoryPrediction) -> str | None:
 
 
 def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterator[str]:
-    """A line for each process, and where it is more than the limit, in bytes, by kind, one of what to do.
+    """Yield a line for each process, and one with advice if it exceeds its limit in bytes.
 
-    A limit of `all` is on the sum of all processes, on a machine without GPUs.
+    `limits` has the kind of process as key; `all` limits the sum of all processes, on a machine without GPUs.
     """
     for kind, its in prediction.by_process.items():
         limit = limits.get(kind)
@@ -185,7 +184,7 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
 
 
 def fits(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> bool:
-    """Is every process within its limit, and all of them within that of `all`?"""
+    """Return True if every process is within its limit, and all together within that of `all`."""
     each = [its.total <= limits.get(kind, its.total) for kind, its in prediction.by_process.items()]
     return all(each) and _of_all(prediction) <= limits.get("all", math.inf)
 
@@ -197,9 +196,9 @@ def _of_all(prediction: MemoryPrediction) -> int:
 
 
 def _advice(footprint: Footprint, limit: int) -> str:
-    """The knobs each of which is enough by itself; else all of them together, with what that takes."""
+    """Return the knobs that suffice on their own, or the best one and its result if none does."""
     tried = list(_changes(footprint))
-    enough: dict[str, str] = {}  # of each knob the least change
+    enough: dict[str, str] = {}  # by knob, its smallest sufficient change
     for name, changed in tried:
         if changed.total <= limit:
             enough.setdefault(name.partition("=")[0], f"{name} ({gib(changed.total)})")
@@ -231,7 +230,7 @@ class _Together:
 
 
 def _changes(footprint: Footprint) -> Iterator[tuple[str, Footprint]]:
-    """What a recipe may change, and what the process takes then."""
+    """Yield possible changes of the recipe with the resulting footprint."""
     if isinstance(footprint, TrainerMemory):
         yield from _trainer_changes(footprint)
     elif isinstance(footprint, _Together):
@@ -277,7 +276,7 @@ def _trainer_changes(trainer: TrainerMemory) -> Iterator[tuple[str, Footprint]]:
 
 
 def _halves(number: int, least: int) -> Sequence[int]:
-    """The number halved again and again, down to `least`."""
+    """Return the number halved repeatedly, down to `least`."""
     found = []
     while (number := number // 2) >= least:
         found.append(number)
@@ -289,5 +288,5 @@ def _without_meeting(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gib(size: int) -> str:
-    """`3.1 GiB`, or `12 MiB` of what is small."""
+    """Format bytes as `3.1 GiB`, or `12 MiB` below one GiB."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"

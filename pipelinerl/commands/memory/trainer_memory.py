@@ -1,18 +1,18 @@
-"""What the torch trainer takes of a device's memory at the peak of a step: closed form, from sizes alone.
+"""Peak device memory of the torch trainer, in closed form from sizes alone.
 
-The peak is in a backward pass that is not the first of its step: gradients are there whole, and all that the forward
-pass kept. What one layer keeps, per token, with H hidden, Q and K the width of queries and of keys, I the MLP's:
+The peak is in a backward pass after the first of a step: it holds all gradients and everything that the forward pass
+kept. A layer keeps, per token, with H hidden, Q and K the width of queries and of keys, I the MLP's:
 
     in fp32    residual stream 2 H, norms' outputs 2 H, queries Q, keys and values 2 K, attention's output 2 Q, the MLP
-               4 I (5 I if it is not gated); what trains RMS norms' weights 2 H, and 2 (Q + K) where heads have norms
-    in bf16    the residual stream and what norms' weights need stay fp32; each linear layer has its input once more,
-               and its weight in bf16 until it has gone back
+               4 I (5 I if it is not gated); training of RMS norms' weights 2 H, and 2 (Q + K) if heads have norms
+    in bf16    the residual stream and the norms' inputs stay fp32; each linear layer keeps its input once more,
+               and its weight in bf16 until its backward pass
 
-On the host lie moments where they are put there, and in bf16 the fp32 masters of linear layers, too: the device then
-has these in bf16, and passes make no bf16 copies of them.
+With the optimizer's state on the host, the moments are there, and in bf16 also the fp32 masters of linear layers. The
+device then holds those in bf16, and passes make no bf16 copies of them.
 
-Padded to its bucket, what attention keeps is a tenth more. With checkpointing a layer keeps its input alone and one of
-them at a time has all of it. The output layer holds three times its logits while it goes back.
+Padding to buckets adds a tenth to what attention keeps. With checkpointing, a layer keeps only its input, and one layer
+at a time keeps everything. The output layer holds three times its logits in its backward pass.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from pipelinerl.trainers.torch.mesh import GradientSum
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, StatePlace
 from trainer_contract.types import Precision, WeightDType
 
-#: Logits held at once: of `numerics.torch_logprobs`, which is not imported since it brings torch.
+#: Logits held at once, as in `numerics.torch_logprobs`, which is not imported because it imports torch.
 LOGITS_AT_ONCE: Final = 2**24
-#: What buckets of similar lengths add.
+#: Overhead of buckets of similar lengths.
 _PADDING: Final = 1.1
-#: Log-softmax, its gradient, and that of the logits.
+#: Log-softmax, its gradient, and the gradient of the logits.
 _LOGITS_HELD: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """A process of a torch trainer of `shards` × any replicas; of a micro-batch's `tokens` `trained` have a loss.
+    """Memory of one process of a torch trainer with `shards` × any replicas.
 
-    Each micro-batch is computed by `cp` of the processes together.
-
-    `rank` 0 trains every weight; else adapters of that rank on `targets` (None: all linear layers). `values` and
-    `reference` say whether a critic and a reference of the same size lie beside the policy. `moments` and `place` are
-    of the optimizer's state.
+    A micro-batch has `tokens`, of which `trained` have a loss; `cp` processes compute it together. `rank` 0 trains
+    every weight; otherwise adapters of that rank on `targets` (None: all linear layers). `values` and `reference` are
+    True if a critic and a reference of the same size are loaded as well. `moments` and `place` describe the optimizer's
+    state.
     """
 
     shape: ModelShape
@@ -64,7 +63,7 @@ class TrainerMemory:
 
     @property
     def parts(self) -> Mapping[str, int]:
-        """Bytes by what they are of, those that are there at the peak."""
+        """Bytes at the peak, by purpose."""
         values = 2 if self.values else 1
         bases = 1 if self.rank and self.shards == 1 else values + self.reference
         found = {
@@ -85,14 +84,14 @@ class TrainerMemory:
 
     @property
     def host(self) -> int:
-        """Bytes of the optimizer's state that lie on the host, for this process."""
+        """Bytes of this process' optimizer state on the host."""
         if not self._is_on_host:
             return 0
         return (self._moments + 4 * self._rounded) * (2 if self.values else 1)
 
     @property
     def adapters(self) -> int:
-        """Parameters of A and B of all targets."""
+        """Number of adapter parameters (A and B) over all targets."""
         return self.rank * sum(map(sum, self.shape.adapted(self.targets))) if self.rank else 0
 
     @property
@@ -105,12 +104,12 @@ class TrainerMemory:
 
     @property
     def _moments(self) -> int:
-        """Both of a model's, wherever they lie."""
+        """Bytes of both moments, on device or host."""
         return (8 if self.moments is MomentDType.FP32 else 4) * self._trained // self.shards
 
     @property
     def _rounded(self) -> int:
-        """Parameters that the device holds in bf16, with their masters on the host."""
+        """Number of parameters in bf16 on the device, with their masters on the host."""
         is_apart = self._is_on_host and self._is_half and not self.rank and self.shards == 1
         return self.shape.products if is_apart else 0
 
@@ -132,7 +131,7 @@ class TrainerMemory:
 
     @property
     def _weights(self) -> int:
-        """A copy of the model; where a mesh divides it, this part, and two layers that are gathered at once."""
+        """Bytes of a copy of the model; with a mesh, of one shard and two gathered layers."""
         shape, matrix = self.shape, 2 if self._keeps_base_in_bf16 else 4
         whole = 4 * shape.count - (4 - matrix) * shape.matrices - 2 * self._rounded
         if self.shards == 1:
@@ -141,7 +140,7 @@ class TrainerMemory:
 
     @property
     def _layer(self) -> int:
-        """Parameters of the matrices and experts of a layer."""
+        """Parameters of a layer's matrices and experts."""
         return (sum(map(math.prod, self.shape.linear.values())) + self.shape.experts) // self.shape.layers
 
     @property
@@ -151,7 +150,7 @@ class TrainerMemory:
 
     @property
     def _gradients(self) -> int:
-        """Whole, or a process' rows, with those of a layer and of what is outside on their way to them."""
+        """Bytes of gradients: all, or a shard's plus those of a layer and the outer parameters in transfer."""
         if self.shards == 1 or self.gradients is GradientSum.WHOLE:
             return 4 * self._trained
         passing = 2 * (self._layer + self._outer) if not self.rank else 0
@@ -159,7 +158,9 @@ class TrainerMemory:
 
     @property
     def _casts(self) -> int:
-        """Weights in bf16, which autocast makes of fp32 ones for a backward pass; with checkpointing a layer's."""
+        """Bytes of bf16 copies that autocast makes of fp32 weights for a backward pass; of one layer with
+        checkpointing.
+        """
         if self.checkpointing and self._is_half and not self._keeps_base_in_bf16:
             outer = self.shape.vocab * self.shape.hidden
             return 2 * max(0, outer + self._layer - self._rounded)
@@ -193,7 +194,7 @@ class TrainerMemory:
 
     @property
     def _logits(self) -> int:
-        """The output layer's, or what a layer needs on its way back where that is more."""
+        """Bytes for the output layer, or for a layer's backward pass if that is more."""
         shape, tokens = self.shape, self._own_tokens
         whole = self._own_trained * shape.vocab
         at_once, weight = min(whole, LOGITS_AT_ONCE), 0 if self.rank else 4 * shape.vocab * shape.hidden
@@ -208,7 +209,7 @@ class TrainerMemory:
 
     @property
     def _gather(self) -> int:
-        """The largest parameter as it is sent, beside the passes; merged in fp32 before."""
+        """Bytes of the largest parameter as sent; adapters are merged into it in fp32 first."""
         largest = self.shape.largest
         if self.rank:
             merged = max((rows * columns for rows, columns in self.shape.adapted(self.targets)), default=0)

@@ -1,1 +1,1 @@
-"""`pipelinerl oubliette`: the sandbox of this machine, seen and used from the command line."""
+"""`pipelinerl oubliette`: the sandbox of this machine, on the command line."""

@@ -1,6 +1,6 @@
-"""The commands `pipelinerl oubliette …`: what sandbox this machine has, programs in it, tests uploaded, a service.
+"""The commands `pipelinerl oubliette …`: test the sandbox, run programs in it, upload tests, serve it.
 
-The sandbox is imported by the command that uses it: every process of a run imports this file.
+Each command imports the sandbox lazily, because every process of a run imports this file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def probe_(
     tier: Which = Tier.DEFAULT,
     all_: Annotated[bool, typer.Option("--all", help="A line for each attack.")] = False,
 ) -> None:
-    """Attack the sandbox from within, by every attack that there is; exit status 1 if one is not held off."""
+    """Test the sandbox with every known attack from inside; exit status 1 if one succeeds."""
     from pipelinerl.verifiers.oubliette import control_groups, probe, toolchains
     from pipelinerl.verifiers.oubliette.sandbox import walls_of
 
@@ -65,9 +65,9 @@ def run_(
     url: Where = "",
     key_variable: Key = "",
 ) -> None:
-    """Run a program in the sandbox, here or at a service; its outputs are shown, and how it ended.
+    """Run a program in the sandbox, here or at a service, and show its outputs and how it ended.
 
-    Exit status 1 if it did not compile or not end well.
+    Exit status 1 if it did not compile or did not end normally.
     """
     from pipelinerl.verifiers.oubliette import toolchains
     from pipelinerl.verifiers.oubliette.repository import ContentMissing
@@ -124,7 +124,7 @@ def upload_(
     url: Where = "",
     key_variable: Key = "",
 ) -> None:
-    """Lay inputs, answers and compiled checkers into a repository, once; a recipe then names the rows of --out."""
+    """Upload inputs, answers and compiled checkers to a repository; a recipe then uses the rows of --out."""
     from pipelinerl.commands.oubliette.uploading import upload
 
     if (repository is None) == (not url):
@@ -155,7 +155,7 @@ def serve_(
     key_variable: Key = "",
     transient_mb: Annotated[int, typer.Option(min=1, help="Outputs that are held, in memory.")] = 1024,
 ) -> None:
-    """Compile, run and check programs for others, over HTTP; refuses to start below the tier that is asked for."""
+    """Serve the sandbox over HTTP: compile, run and check programs; refuses to start below the requested tier."""
     from pipelinerl.commands.oubliette.serving import ServeOptions, serve_sandbox
     from pipelinerl.verifiers.oubliette.sandbox import default_slots
 

@@ -1,4 +1,4 @@
-"""`pipelinerl oubliette serve`: this machine's sandbox for others, over HTTP."""
+"""`pipelinerl oubliette serve`: this machine's sandbox as an HTTP service."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pipelinerl.verifiers.oubliette.runs import Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What is served, and where.
+    """Options of the service.
 
     Attributes:
-        key_variable: names the environment variable with the token that requests must carry; none: loopback alone.
-        transient_bytes: of outputs, and of programs that are judged once, that are held at most.
+        key_variable: environment variable with the token that requests must carry; if empty, only loopback is allowed.
+        transient_bytes: memory for outputs and for programs that are judged once.
     """
 
     repository: Path
@@ -38,7 +38,7 @@ def serve_sandbox(options: ServeOptions) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
     Raises:
-        UserError: the sandbox, the repository, the token or the port cannot be had.
+        UserError: the sandbox, the repository, the token or the port is unavailable.
     """
     token = os.environ.get(options.key_variable) if options.key_variable else None
     if options.key_variable and not token:

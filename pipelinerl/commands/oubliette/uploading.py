@@ -1,8 +1,7 @@
-"""`upload`: data sets of problems whose tests lie in a repository from then on, and are named by links.
+"""`upload`: moves the tests of a data set into a repository and replaces them by links.
 
-What a row says of its tests, in whatever layout (`code_problem.py`), is laid into a `ContentStore`, its checker is
-compiled there, and the row has links in their place, as `tests` and `checker`. A content that is about as short as its
-link stays in the row.
+A row's tests, in any layout of `code_problem.py`, are stored in a `ContentStore`, where its checker is compiled. The
+row then has links instead, as `tests` and `checker`. Contents about as short as a link stay in the row.
 """
 
 from __future__ import annotations
@@ -31,31 +30,31 @@ from pipelinerl.verifiers.oubliette.runner import LocalRunner
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
 from pipelinerl.verifiers.oubliette.verifier import open_runner
 
-#: A link takes about as much.
+#: About the size of a link.
 _SHORT: Final = 96
-#: Links that are asked about, and contents that are sent, at once.
+#: Concurrent uploads of contents.
 _AT_ONCE: Final = 8
 
 
 class ContentStore(Protocol):
-    """Where contents are laid: a folder of this machine, or a service's repository."""
+    """Storage of contents: a folder of this machine, or a service's repository."""
 
     async def missing(self, links: list[Link]) -> set[Link]:
-        """Which of them lead to nothing."""
+        """Return the links without a content."""
         ...
 
     async def upload(self, data: bytes) -> Link:
-        """Lay a content there."""
+        """Store a content."""
         ...
 
     async def compile_checker(self, checker: CustomChecker) -> Link:
-        """Compile a checker there. Raises `CheckerFailed`."""
+        """Compile a checker and store it. Raises `CheckerFailed`."""
         ...
 
 
 @final
 class RowLinker:
-    """Lays rows' contents into a store, each once; `contents` and `num_bytes` say how much was sent."""
+    """Stores rows' contents, each once; `contents` and `num_bytes` count what was sent."""
 
     def __init__(self, store: ContentStore) -> None:
         self._store = store
@@ -65,9 +64,9 @@ class RowLinker:
         self.num_bytes = 0
 
     async def row(self, row: Mapping[str, Any], *, answer_field: str) -> dict[str, Any]:
-        """The row with links, whose tests are the field `tests`.
+        """Return the row with links; its tests are in the field `tests`.
 
-        `answer_field` is where tests are looked for in a row that has none of the known fields.
+        `answer_field` is the field of tests in a row that has none of the known fields.
 
         Raises:
             TestsMalformed: the row has no tests that can be run.
@@ -126,14 +125,14 @@ def _shown(content: Content) -> Any:
 
 # --- a whole data set -------------------------------------------------------------------------------------------------
 
-#: Rows that are under way at once.
+#: Rows processed concurrently.
 _ROWS_AT_ONCE: Final = 16
 _MOST_REASONS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
 class UploadReport:
-    """What came of an upload: rows written, rows left out and why (the first of them), what was sent."""
+    """Result of an upload: rows written, rows left out with the first reasons, and contents sent."""
 
     rows: int
     left_out: int
@@ -143,10 +142,10 @@ class UploadReport:
 
 
 async def upload(files: Sequence[Path], out: Path, rules: CodeRules, *, answer_field: str) -> UploadReport:
-    """Upload the tests of all rows of these files to where the rules say, and write the rows with links to `out`.
+    """Upload the tests of all rows in these files as `rules` say, and write the rows with links to `out`.
 
     Raises:
-        UserError: a file cannot be read, or the store cannot be had.
+        UserError: a file cannot be read, or the store is unavailable.
     """
     rows = [_rows_of(file) for file in files]
     reasons: list[str] = []
@@ -194,7 +193,7 @@ async def _store(rules: CodeRules, stack: AsyncExitStack) -> ContentStore:
 
 @final
 class _Folder:
-    """A repository of this machine, whose sandbox is opened for the first checker that is to be compiled."""
+    """A repository on this machine; the sandbox is opened for the first checker that is compiled."""
 
     def __init__(self, repository: PersistentRepository, rules: CodeRules) -> None:
         self._repository = repository

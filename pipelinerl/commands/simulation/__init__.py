@@ -1,1 +1,1 @@
-"""`pipelinerl simulate`: what a recipe would do on given hardware, and which of its knobs are worth turning."""
+"""`pipelinerl simulate`: predicts throughput and staleness of a recipe on given hardware, and compares knobs."""

@@ -1,4 +1,4 @@
-"""`pipelinerl simulate`: reads the arguments, prints what comes of them."""
+"""The command `pipelinerl simulate`: its options and output."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ def simulate(
         list[Path] | None,
         typer.Option("--from", help="A finished run to calibrate from, best a synchronous one; a second: contention."),
     ] = None,
-    hardware: Annotated[
-        Path | None, typer.Option("--hardware", help="A hardware table (docs/simulation.md) instead of a run.")
-    ] = None,
+    hardware: Annotated[Path | None, typer.Option("--hardware", help="A hardware table instead of a run.")] = None,
     sweep: Annotated[
         list[str] | None, typer.Option("--sweep", help="section.key=value,value,…; several are combined.")
     ] = None,
@@ -34,7 +32,7 @@ def simulate(
     html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Every figure, for programs.")] = False,
 ) -> None:
-    """What a recipe would do on given hardware: throughput, waits, staleness, discards, cost; and what to turn."""
+    """Predict throughput, waits, staleness, discards and cost of a recipe on given hardware, and compare knobs."""
     from pipelinerl.commands.simulation.planning import basis_of_runs, basis_of_table, tried
     from pipelinerl.commands.simulation.showing import json_of, lines_of, page_of
     from pipelinerl.simulation.sweep import grid, recommended

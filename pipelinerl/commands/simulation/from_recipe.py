@@ -1,4 +1,4 @@
-"""From a recipe to a `SimulatedSetting`, and from a finished run's directory to an `ObservedRun`."""
+"""Conversion of a recipe to a `SimulatedSetting`, and of a finished run's directory to an `ObservedRun`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from pipelinerl.simulation.calibration import ObservedRun
 from pipelinerl.simulation.lengths import LengthLaw, ObservedLengths
 from pipelinerl.simulation.setting import SimulatedSetting
 
-#: Answers of a run that stand for all of them.
+#: Number of a run's answers whose lengths are used.
 _MOST_LENGTHS: Final = 20_000
 
 
 def setting_of(
     config: RunConfig, *, lengths: LengthLaw, prompt_tokens: int, filtered: float = 0.0, steps: int | None = None
 ) -> SimulatedSetting:
-    """What of the recipe decides over its schedule.
+    """Return the settings of a recipe that determine its schedule.
 
     Raises:
-        RecipeError: it has a knob that is not simulated.
+        RecipeError: it sets a knob that is not simulated.
     """
     _refuse_unknown(config)
     bounds, drops = config.staleness.bounds, _filters(config)
@@ -58,10 +58,10 @@ def setting_of(
 
 
 def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
-    """A run that is over, with the lengths of its own answers.
+    """Return a finished run with the lengths of its own answers.
 
     Raises:
-        UserError: it is no run, or it has not recorded what is needed.
+        UserError: it is no run, or it did not record what is needed.
     """
     try:
         config, events = load_run(run_dir, changes), read_events(run_dir / "events.jsonl")
@@ -77,10 +77,10 @@ def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
 
 
 def lengths_of(run_dir: Path) -> ObservedLengths:
-    """Those of the answers that its sample log still has.
+    """Return the lengths of the answers in the run's sample log.
 
     Raises:
-        UserError: it has none.
+        UserError: the log has none.
     """
     groups = (group for group in read_samples(run_dir) if group.kind is SampleKind.TRAINED)
     tokens = tuple(islice((answer.length for group in groups for answer in group.answers), _MOST_LENGTHS))
@@ -99,14 +99,14 @@ def _prompt_tokens(run_dir: Path, events: Sequence[Event]) -> int:
 
 
 def _filtered(events: Sequence[Event]) -> float:
-    """Share of the groups that trained nothing, of those that did or not; 0 while the run is not over."""
+    """Return the share of filtered groups among filtered and trained ones; 0 while the run is not over."""
     ledger = (tell(events).finished or {}).get("ledger") or {}
     trained, filtered = float(ledger.get("trained", 0)), float(ledger.get("filtered", 0))
     return filtered / (trained + filtered) if filtered else 0.0
 
 
 def _filters(config: RunConfig) -> bool:
-    """Does the run leave out groups that teach nothing? As the controller decides it."""
+    """Return True if the run filters groups without a training signal, decided as in the controller."""
     dynamic = (config.training.no_signal or no_signal_of(config.objective)) is NoSignal.FILTER
     return dynamic or config.curation.filter is not None
 
@@ -120,4 +120,6 @@ def _refuse_unknown(config: RunConfig) -> None:
         (sizes != {config.sampling.group_size}, "a domain's own group_size"),
     ):
         if is_unknown:
-            raise RecipeError(f"{what} is not simulated (docs/simulation.md says what is); leave it out to simulate")
+            raise RecipeError(
+                f"{what} is not simulated (docs/understand/simulation.md says what is); leave it out to simulate"
+            )

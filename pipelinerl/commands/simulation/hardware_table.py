@@ -1,4 +1,4 @@
-"""A hardware table: a TOML file that says what takes how long (docs/simulation.md has one with every key)."""
+"""Hardware tables: TOML files with the time of each operation; docs/understand/simulation.md shows every key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SECTIONS: Final[Mapping[str, type[Any]]] = {
 @final
 @dataclass(frozen=True, slots=True)
 class HardwareTable:
-    """`lengths` as `--lengths` has it, empty where the table has none."""
+    """Times of a hardware; `lengths` has the format of `--lengths`, and is empty if the table has none."""
 
     hardware: Hardware
     lengths: str = ""
@@ -43,7 +43,7 @@ class HardwareTable:
 
 
 def read_table(path: Path) -> HardwareTable:
-    """The table in a file.
+    """Read a hardware table from a file.
 
     Raises:
         UserError: it cannot be read, or a key or value of it is wrong.
@@ -69,7 +69,7 @@ def read_table(path: Path) -> HardwareTable:
 
 
 def parse_lengths(text: str, *, most: int) -> LengthLaw:
-    """`fixed:TOKENS` or `heavy:MEDIAN,SIGMA`; no answer has more than `most` tokens.
+    """Parse `fixed:TOKENS` or `heavy:MEDIAN,SIGMA`; no answer has more than `most` tokens.
 
     Raises:
         UserError: it is neither.

@@ -1,4 +1,4 @@
-"""Trials of a recipe on a hardware, and whether the model may be believed where nothing was measured."""
+"""Trials of a recipe on given hardware, and the accuracy of the model against measured runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pipelinerl.simulation.measured import TRUSTED, measure, simulated_like
 from pipelinerl.simulation.simulator import simulate
 from pipelinerl.simulation.sweep import Trial
 
-#: Steps of a simulated run, unless it is told how many.
+#: Default number of steps of a simulated run.
 STEPS: Final = 100
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """What predictions stand on. `checks`: simulated ÷ measured − 1 of some figures, by what they were measured on."""
+    """Inputs of predictions. `checks`: simulated ÷ measured − 1 of some figures, by the measured run."""
 
     hardware: Hardware
     lengths: LengthLaw | None
@@ -37,12 +37,12 @@ class Basis:
 
     @property
     def worst(self) -> float:
-        """The largest error, as a share; 0 where nothing was measured."""
+        """The largest error, as a share; 0 without measurements."""
         return max((abs(error) for errors in self.checks.values() for error in errors.values()), default=0.0)
 
     @property
     def verdict(self) -> str:
-        """May predictions be believed? In words."""
+        """A sentence on how far predictions can be trusted."""
         if not self.checks:
             return "Nothing was measured here: the figures are as good as the hardware table."
         if self.worst <= TRUSTED:
@@ -54,8 +54,9 @@ class Basis:
 
 
 def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
-    """Calibrated from finished runs: the second half of the first one is predicted from its first half, and every run
-    from all.
+    """Calibrate from finished runs.
+
+    The second half of the first run is predicted from its first half; each run is predicted from all runs.
 
     Raises:
         UserError: one of them is no run, or too short.
@@ -80,7 +81,7 @@ def basis_of_runs(run_dirs: Sequence[Path]) -> Basis:
 
 
 def basis_of_table(path: Path) -> Basis:
-    """As a hardware table says."""
+    """Return the basis of a hardware table."""
     table = read_table(path)
     return Basis(
         hardware=table.hardware, lengths=None, length_words=table.lengths, prompt_tokens=table.prompt_tokens, checks={}
@@ -88,7 +89,7 @@ def basis_of_table(path: Path) -> Basis:
 
 
 def halves(run: ObservedRun) -> tuple[ObservedRun, ObservedRun]:
-    """A run as two, cut at the middle one of its steps."""
+    """Split a run in two at its middle step."""
     steps = [number for number, event in enumerate(run.events) if event["kind"] == "step"]
     if not steps:
         raise UserError("the run has taken no steps: there is nothing to calibrate from")
@@ -98,10 +99,10 @@ def halves(run: ObservedRun) -> tuple[ObservedRun, ObservedRun]:
 
 
 def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis: Basis, *, steps: int) -> Trial:
-    """The recipe with these changes, simulated; a combination that cannot run says why.
+    """Simulate the recipe with these changes; an invalid combination returns a trial with the reason.
 
     Raises:
-        UserError: no lengths are known.
+        UserError: the lengths of answers are unknown.
     """
     try:
         config = load(recipe, [*overrides, *changes])

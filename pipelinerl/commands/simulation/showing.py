@@ -1,4 +1,4 @@
-"""Predictions for readers: a table, JSON, and a page with plots."""
+"""Output of predictions: a table, JSON, and a page with plots."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ th:first-child,td:first-child { text-align:left; }
 
 
 def lines_of(trials: Sequence[Trial]) -> list[str]:
-    """A line for each trial, under one of headings; what cannot run says why."""
+    """Return a heading and a line per trial; invalid trials state the reason."""
     rows = [["", *_headings(trials)], *([_name(trial), *_cells(trial, trials)] for trial in trials if trial.prediction)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -59,7 +59,7 @@ def lines_of(trials: Sequence[Trial]) -> list[str]:
 def json_of(
     trials: Sequence[Trial], *, best: Trial | None, checks: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
-    """All of it, for programs."""
+    """Return all figures for programs."""
     return {
         "trials": [
             {
@@ -76,7 +76,7 @@ def json_of(
 
 
 def page_of(title: str, trials: Sequence[Trial], notes: Sequence[str]) -> str:
-    """One HTML file that needs nothing else: the notes, the table, a plot of each figure over the trials, ages."""
+    """Return a self-contained HTML page: notes, table, a plot of each figure over the trials, and ages."""
     ran = [trial for trial in trials if trial.prediction is not None]
     figures = [_figure(heading, _over_trials(ran, attribute, form)) for heading, attribute, form in _COLUMNS]
     figures += [

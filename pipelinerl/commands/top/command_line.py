@@ -10,7 +10,7 @@ from pipelinerl.errors import UserError
 
 
 def top(run: Run) -> None:
-    """Show a run in the terminal, and turn its knobs while it is live; q ends it."""
+    """Show a run in the terminal and change its knobs while it is live; q quits."""
     if find_spec("textual") is None:
         raise UserError("pipelinerl top draws with textual, which is not installed; pip install 'pipelinerl[top]'")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):

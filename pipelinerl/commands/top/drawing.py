@@ -1,6 +1,6 @@
-"""A run's figures as lines of text, for a terminal of any width from 40 columns on. Pure.
+"""A run's figures as lines of text, for a terminal of at least 40 columns. Pure.
 
-Names come from recipes, reasons from whoever failed: both are shown inert, as text that nothing interprets.
+Names from recipes and error texts are untrusted, so they are escaped.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pipelinerl.observability.status import EngineStatus, HeldOutStatus, RunStat
 
 _STATE_STYLES: Final = {"live": "bold green", "finished": "bold cyan", "starting": "bold yellow", "suspended": "bold"}
 _LABEL: Final = 10
-#: Two figures stand side by side where each has so many columns.
+#: Two figures share a line if each has this many columns.
 _FIGURE: Final = 22
-#: With fewer columns, how many sequences an engine works on is left out.
+#: Narrower terminals do not show an engine's running sequences.
 _LOADS: Final = 42
-#: More domains and engines than these only `pipelinerl status` and `engines list` tell.
+#: Further domains and engines are shown only by `pipelinerl status` and `engines list`.
 _MOST: Final = 12
 
 
 def figures(sight: RunSnapshot, width: int) -> Text:
-    """All of them, in lines of at most `width` columns; a longer sentence goes on in the next."""
+    """Return all figures in lines of at most `width` columns; longer sentences wrap."""
     lines = [*_head(sight, width), *_pairs(sight, width), *_domains(sight, width), *_engines(sight, width)]
     return Text("\n").join([*lines, *_ledger(sight), *_waits(sight), *_wrong(sight)])
 
 
 def knob_value(value: Any) -> str:
-    """A knob's value as it can be typed again."""
+    """Format a knob's value so that it can be typed in again."""
     return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
@@ -49,7 +49,7 @@ def _head(sight: RunSnapshot, width: int) -> Iterator[Text]:
 
 
 def _pairs(sight: RunSnapshot, width: int) -> Iterator[Text]:
-    """Label and value, two in a line where there is room."""
+    """Yield labels and values, two per line if there is room."""
     status, step = sight.status, sight.status.last_step
     pairs = {
         "reward": _figure(step.reward, ".3f"),
@@ -81,7 +81,7 @@ def _waits(sight: RunSnapshot) -> Iterator[Text]:
 
 
 def _wrong(sight: RunSnapshot) -> Iterator[Text]:
-    """What is wrong, and who is waited for."""
+    """Yield alarms, unreadable events, and what the run waits for."""
     yield from (Text.assemble(("alarm ", "bold red"), one_line(alarm)) for alarm in sight.status.alarms)
     if sight.unread:
         yield Text(f"{sight.unread:,} events of the log could not be read", "red")
@@ -159,7 +159,7 @@ def _cut(text: Text, width: int) -> Text:
 
 
 def _fitted(name: str, width: int) -> str:
-    """In exactly so many columns."""
+    """Pad or truncate a name to exactly `width` columns."""
     text = Text(name)
     text.truncate(width - 1, overflow="ellipsis")
     text.pad_right(width - text.cell_len)

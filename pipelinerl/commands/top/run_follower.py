@@ -1,7 +1,7 @@
-"""`RunFollower`: what is known of one run, from its controller while that answers and else from its files.
+"""`RunFollower`: the state of one run, from its controller if it answers, otherwise from the run's files.
 
-A thread asks and reads, so that drawing never waits: it finds the newest `RunSnapshot`. Knobs are changed
-on the same thread, one after the other, through the controller's client; what came of it is `said`.
+A thread polls and reads, so that drawing never blocks: it takes the newest `RunSnapshot`. The same thread changes knobs
+one by one through the controller's client; `said` is the result of the last change.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from pipelinerl.observability.status import (
     RunStatus,
 )
 
-#: Between two looks.
+#: Polling interval.
 _EVERY_S: Final = 1.0
 _TIMEOUT_S: Final = 5.0
-#: Of a long log so long is read before somebody is shown how far that is.
+#: Time for reading a long log before its progress is shown.
 _PIECE_S: Final = 0.5
-#: Waits are means over so many steps.
+#: Number of steps over which waits are averaged.
 _WINDOW: Final = 20
-#: A controller writes an event at least that often while it lives.
+#: A live controller writes an event at least this often.
 _SILENT_S: Final = 15.0
 
 
@@ -48,14 +48,14 @@ class RunSnapshot:
     """A run at one moment.
 
     Attributes:
-        status: what the controller says, or, where none answers, as much of it as the files do.
-        state: live, starting, finished, suspended, failed or crashed.
-        knobs: values by name, those of domains as `domain_weights.<name>`.
-        ledger: None where nobody says.
-        waits: (whom the last steps waited for, share of their time), where the files are here.
-        obstacle: why nothing can be steered; empty where it can.
+        status: the controller's status, or if none answers, as much of it as the files contain.
+        state: live, starting, finished, suspended, failed, crashed or silent.
+        knobs: values by name, domain weights as `domain_weights.<name>`.
+        ledger: None if unknown.
+        waits: (cause, share of the last steps' time), if the files are here.
+        obstacle: the reason why knobs cannot be changed; empty if they can.
         reading: the share of the event log that has been read.
-        unread: events of it that could not be taken in.
+        unread: events that could not be processed.
     """
 
     status: RunStatus
@@ -70,7 +70,7 @@ class RunSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ChangeResult:
-    """What came of a change: a sentence, and whether it was refused."""
+    """The result of a change: a sentence, and True if it was refused."""
 
     sentence: str
     refused: bool = False
@@ -94,7 +94,7 @@ class RunSource:
             self.total_steps = _steps_of(Path(self.run) / "recipe.toml")
 
     def look(self) -> RunSnapshot:
-        """What there is now."""
+        """Return the current state."""
         self._read()
         waits = self._waits()
         try:
@@ -110,7 +110,7 @@ class RunSource:
         return self._newest
 
     def change(self, name: str, value: str) -> ChangeResult:
-        """Set a knob; the controller takes a number as it is typed."""
+        """Set a knob to a value as typed."""
         try:
             with controller_of(self.run, timeout_s=_TIMEOUT_S) as controller:
                 answer = controller.change_knobs({name: value})
@@ -123,7 +123,7 @@ class RunSource:
         return 1.0 if self._tail is None else self._tail.share
 
     def _read(self) -> None:
-        """Read the log on, for a while."""
+        """Read the next part of the log, for a limited time."""
         until = time.monotonic() + _PIECE_S
         while self._tail is not None:
             try:
@@ -140,7 +140,7 @@ class RunSource:
     def _take(self, event: Event) -> None:
         try:
             self._view.take(event)
-        except Exception:  # whoever wrote it: one odd event must not hide a whole run
+        except Exception:  # untrusted input: one malformed event must not hide the whole run
             self._unread += 1
 
     def _waits(self) -> tuple[tuple[str, float], ...]:
@@ -150,7 +150,7 @@ class RunSource:
     def _by_files(self, why: str, waits: tuple[tuple[str, float], ...]) -> RunSnapshot:
         view = self._view
         if self._tail is None or (not view.newest and not (Path(self.run) / "recipe.toml").exists()):
-            if self._newest is not None:  # what was last known stays to be seen
+            if self._newest is not None:  # keep showing the last known state
                 return _silent(self._newest, why)
             raise UserError(why)
         newest = view.newest.get("time")
@@ -170,7 +170,7 @@ class RunSource:
 
 @final
 class RunFollower:
-    """The thread, from its making until `close`."""
+    """Thread that follows a run from its creation until `close`."""
 
     def __init__(self, source: RunSource) -> None:
         self.sight: RunSnapshot | None = None
@@ -181,11 +181,11 @@ class RunFollower:
         self._thread.start()
 
     def change(self, name: str, value: str) -> None:
-        """Have a knob set soon; `said` tells what came of it."""
+        """Queue a change of a knob; `said` has the result later."""
         self._wanted.put((name, value))
 
     def close(self, *, timeout_s: float = 1.0) -> None:
-        """End the thread; a question that is under way is left to itself after `timeout_s`."""
+        """Stop the thread; a pending request is abandoned after `timeout_s`."""
         self._wanted.put(None)
         self._thread.join(timeout_s)
 
@@ -205,7 +205,7 @@ class RunFollower:
 
 
 def source_of(run: str) -> RunSource:
-    """The run of that name.
+    """Return the run of that name.
 
     Raises:
         UserError: there is no run in the directory.
@@ -216,7 +216,7 @@ def source_of(run: str) -> RunSource:
 
 
 def status_of(view: RunView, *, name: str, total_steps: int) -> RunStatus:
-    """As much of a run's status as its log holds."""
+    """Return as much of a run's status as its log contains."""
     step = view.recent[-1] if view.recent else {}
     by_domain = step.get("by_domain")
     domains = by_domain if isinstance(by_domain, dict) else {}
@@ -279,7 +279,7 @@ def _silent(sight: RunSnapshot, why: str) -> RunSnapshot:
 
 
 def _steps_of(recipe: Path) -> int:
-    """The steps that a recipe asks for; 0 where it does not say."""
+    """Return the number of steps in a recipe; 0 if it has none."""
     try:
         section = tomllib.loads(recipe.read_text()).get("run")
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""The screen of `pipelinerl top`, drawn with textual: figures beside knobs, or above them where that is too narrow.
+"""The screen of `pipelinerl top`, drawn with textual: figures left of the knobs, or above them on narrow terminals.
 
-It looks at its `RunFollower` four times a second and never waits for it. A knob is chosen with the arrows, edited in
-its place with Enter, and sent with Enter; Escape leaves it as it was. Whatever ends it, textual leaves the terminal as
-it was found; the mouse is left to the terminal, which selects text with it.
+It reads its `RunFollower` four times a second and never blocks on it. The arrow keys select a knob; Enter starts and
+submits an edit; Escape cancels it. textual restores the terminal on exit. The mouse is left to the terminal for text
+selection.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _KEYS: Final = "↑↓ PgUp PgDn · Enter edit · Esc · q quit"
 
 
 def show(follower: RunFollower) -> None:
-    """Draw the run until somebody quits."""
+    """Draw the run until the user quits."""
     TopApp(follower).run(mouse=False)
 
 
 @final
 class KnobRow(Horizontal, can_focus=True):
-    """A knob: its name, and its value, which becomes a field while it is edited."""
+    """A knob: its name and its value, which becomes an input field while it is edited."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "edit", "edit"),
@@ -47,7 +47,7 @@ class KnobRow(Horizontal, can_focus=True):
         self._value = value
 
     def compose(self) -> ComposeResult:
-        """Name, value, field."""
+        """Compose name, value and input field."""
         yield Static(Text(one_line(self.knob), overflow="ellipsis", no_wrap=True), classes="name")
         yield Static(Text(self._value), classes="value")
         field = Input(compact=True, max_length=64, select_on_focus=True)
@@ -55,13 +55,13 @@ class KnobRow(Horizontal, can_focus=True):
         yield field
 
     def take(self, value: str) -> None:
-        """Show a value; what is being typed stays."""
+        """Show a value; text being typed is kept."""
         if value != self._value:
             self._value = value
             self.query_one(".value", Static).update(Text(value))
 
     def action_edit(self) -> None:
-        """Begin to type."""
+        """Start editing."""
         assert isinstance(self.app, TopApp)
         if self.app.refuses():
             return
@@ -71,7 +71,7 @@ class KnobRow(Horizontal, can_focus=True):
         field.focus()
 
     def leave(self) -> None:
-        """End it."""
+        """Stop editing."""
         self._typing(False)
         self.focus()
 
@@ -82,7 +82,7 @@ class KnobRow(Horizontal, can_focus=True):
 
 @final
 class TopApp(App[None]):
-    """One run."""
+    """The screen of one run."""
 
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012
@@ -121,7 +121,7 @@ class TopApp(App[None]):
         self._told: ChangeResult | None = None
 
     def compose(self) -> ComposeResult:
-        """Figures, knobs, the last word, the keys."""
+        """Compose figures, knobs, the last message and the keys."""
         with Container(id="body"):
             with VerticalScroll(id="figures", can_focus=False):
                 yield Static("reading the run …", id="figures-text", markup=False)
@@ -130,15 +130,15 @@ class TopApp(App[None]):
         yield Static(_KEYS, id="keys", markup=False)
 
     def on_mount(self) -> None:
-        """Look at the run from now on."""
+        """Start polling the run."""
         self.set_interval(_LOOK_S, self._look)
 
     def on_resize(self) -> None:
-        """Draw for the new width."""
+        """Redraw for the new width."""
         self.call_after_refresh(self._look)
 
     def refuses(self) -> bool:
-        """Can nothing be steered? Says so."""
+        """Return True, and show the reason, if knobs cannot be changed."""
         sight = self._follower.sight
         why = "the run is still being read" if sight is None else sight.obstacle
         if why:
@@ -146,17 +146,17 @@ class TopApp(App[None]):
         return bool(why)
 
     def action_leave(self) -> None:
-        """Let a knob that is being typed be as it was."""
+        """Cancel the current edit."""
         if isinstance(self.focused, Input) and isinstance(row := self.focused.parent, KnobRow):
             row.leave()
 
     def action_page(self, pages: int) -> None:
-        """Scroll the figures, where they do not fit."""
+        """Scroll the figures by pages."""
         pane = self.query_one("#figures", VerticalScroll)
         pane.scroll_relative(y=pages * pane.size.height, animate=False)
 
     def on_input_submitted(self, submitted: Input.Submitted) -> None:
-        """Send what was typed."""
+        """Send the edited value."""
         row = submitted.input.parent
         assert isinstance(row, KnobRow)
         row.leave()
@@ -164,7 +164,7 @@ class TopApp(App[None]):
         self._follower.change(row.knob, submitted.value.strip())
 
     async def _look(self) -> None:
-        """Draw what is new, unless the screen is just being taken down: its clock outlives its widgets by a moment."""
+        """Draw what is new. The timer may outlive the widgets for a moment while the screen closes."""
         with suppress(NoMatches, MountError):
             await self._draw()
 

@@ -1,1 +1,1 @@
-"""`pipelinerl watch`: the live page of a run, served over its files; steering goes to its controller."""
+"""`pipelinerl watch`: the live page of a run, served from its files; changes go to its controller."""

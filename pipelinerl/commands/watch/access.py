@@ -1,13 +1,13 @@
-"""Who may look at the page, and who may steer by it.
+"""Access to the page: who may view it, and who may change the run.
 
-    http://127.0.0.1:4321/?key=…    works once     ──▶ a cookie with the server's token  ──▶  /   looks and steers
-    http://127.0.0.1:4321/?share=…  works always   ──▶ a cookie with the share's key     ──▶  /   looks
+    http://127.0.0.1:4321/?key=…    works once     ──▶ a cookie with the server's token  ──▶  /   views and changes
+    http://127.0.0.1:4321/?share=…  works always   ──▶ a cookie with the share's key     ──▶  /   views only
 
-A key leaves the address at once, so a browser's history or a log opens nothing that works once; when such a link was
-used, the next is announced, for another browser. Cookies are HttpOnly and SameSite=Strict. Either becomes the bearer
-token that `http_service`'s gate requires, so requests are admitted in one place, and counts only where the browser does
-not say that another site, or another port of this machine, made the request. Who comes without a cookie gets a page
-that asks for a key; programs get JSON.
+A key is removed from the address at once, so one in a browser's history or a log is already used up. When a one-time
+link is used, the next is announced, for another browser. Cookies are HttpOnly and SameSite=Strict. Either cookie is
+translated to the bearer token of `http_service`'s gate, so that requests are admitted in one place. A cookie is ignored
+if the browser reports that another site, or another port of this machine, made the request. Browsers without a cookie
+get a page that asks for a key; programs get JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipelinerl.observability import page
 from pipelinerl.system.files import write_private
 from pipelinerl.system.http_service import OPEN_PATH, refusal
 
-#: What a page may do: run and show what this server gives it, ask this server, and nothing else.
+#: Content security policy: a page may run and show files of this server, call this server, and nothing else.
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -49,26 +49,26 @@ _OWN_SITE: Final = frozenset({b"none", b"same-origin"})
 _READS_ONLY: Final = frozenset({"GET", "HEAD"})
 _ASK_FOR_LINK: Final = "a key is required: open the newest link that `pipelinerl watch` has printed; each works once"
 _SHARED: Final = "this link is for looking only: to steer, open one that `pipelinerl watch` prints without --share"
-#: The page that asks for a key. Its style is part of it, since no file is served to who has none.
+#: The page that asks for a key. Its style is inlined because no files are served without a key.
 _KEY_PAGE: Final = (Path(page.__file__).parent / "static" / "key.html").read_text()
 _SHARE_FILE: Final = "share.json"
 
 
 def new_token() -> str:
-    """Return a token that nobody has."""
+    """Return a new random token."""
     return secrets.token_urlsafe(32)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLink:
-    """A link that lasts: its key, and the port that its address names; 0 while none is known."""
+    """A permanent link: its key, and the port in its address, or 0 if none is known."""
 
     key: str
     port: int = 0
 
 
 def lasting_link(run_dir: Path) -> SharedLink:
-    """Return the share that the run's directory keeps, or a new one."""
+    """Return the share in the run's directory, or a new one."""
     try:
         kept = json.loads((run_dir / _SHARE_FILE).read_text())
         key, port = kept["key"], kept["port"]
@@ -79,7 +79,7 @@ def lasting_link(run_dir: Path) -> SharedLink:
 
 
 def keep_link(run_dir: Path, share: SharedLink) -> bool:
-    """Write it down for the next `pipelinerl watch --share`; return whether the directory takes it."""
+    """Store the share for the next `pipelinerl watch --share`; return False if the directory is not writable."""
     try:
         write_private(run_dir / _SHARE_FILE, json.dumps({"key": share.key, "port": share.port}))
     except OSError:
@@ -89,19 +89,19 @@ def keep_link(run_dir: Path, share: SharedLink) -> bool:
 
 @final
 class PageLinks:
-    """Links that work once: `announce` is given the key of each, and of the next when one was used."""
+    """One-time links: `announce` receives each key, and the next one when a key is used."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         self._announce = announce
         self._key = ""
 
     def offer(self) -> None:
-        """Announce a new key; the one before is void."""
+        """Announce a new key, which invalidates the previous one."""
         self._key = secrets.token_urlsafe(24)
         self._announce(self._key)
 
     def redeem(self, key: str) -> bool:
-        """Return whether this is the key that was offered last; it never is again."""
+        """Return True if this is the current key, and invalidate it."""
         if not self._key or not _same(key.encode(errors="replace"), self._key):
             return False
         self.offer()
@@ -109,17 +109,17 @@ class PageLinks:
 
 
 def admit(app: FastAPI, links: PageLinks, *, token: str, cookie: str, share_key: str = "") -> None:
-    """Put the door in front of the gate, which must be there before.
+    """Install the door in front of the gate, which must be installed first.
 
     Args:
-        share_key: of the link that lasts; empty for none.
+        share_key: key of the permanent link; empty for none.
     """
     app.add_middleware(_Door, links=links, token=token, cookie=cookie, share_key=share_key)
 
 
 @final
 class _Door:
-    """ASGI middleware: turns links and cookies into the token, and says with every answer what a page may do."""
+    """ASGI middleware that turns links and cookies into the token, and adds the security policy to every response."""
 
     def __init__(self, app: ASGIApp, links: PageLinks, token: str, cookie: str, share_key: str) -> None:
         self._app = app
@@ -156,7 +156,7 @@ class _Door:
         await (self._app if answer is None else answer)(scope, receive, sending)
 
     def _opened(self, scope: Scope, *, is_known: bool) -> Response | None:
-        """Answer a link: with its cookie and the way to the page, or with the page that asks for another key."""
+        """Answer a link: with its cookie and a redirect to the page, or with the page that asks for another key."""
         if scope["path"] != "/" or scope["method"] != "GET":
             return None
         name, key = _link_in(scope["query_string"])
@@ -167,7 +167,7 @@ class _Door:
         return None if not name or is_known else _ask_for_key(scope)
 
     def _refused(self, scope: Scope) -> Response | None:
-        """Turn away who brings nothing; the gate judges programs, which bring a token of their own."""
+        """Reject requests without credentials; programs with a bearer token are left to the gate."""
         if scope["path"] == OPEN_PATH or _headers(scope, b"authorization"):
             return None
         return _ask_for_key(scope)
@@ -177,15 +177,15 @@ class _Door:
             return False
         if not set(_headers(scope, b"sec-fetch-site")) <= _OWN_SITE:
             return False
-        # Not by http.cookies, which unescapes in time that grows with the square of a value: 11 s for one head.
+        # http.cookies is avoided because its unescaping takes quadratic time: 11 s for one header.
         pairs = (pair.strip().partition(b"=") for header in _headers(scope, b"cookie") for pair in header.split(b";"))
         return any(_same(value, expected) for each, _, value in pairs if each == name.encode())
 
 
 def _link_in(query: bytes) -> tuple[str, str]:
-    """Return `key` or `share` and its value; two empty texts where the query has neither.
+    """Return `key` or `share` with its value, or two empty strings if the query has neither.
 
-    People paste whole links into the page that asks for a key: the last part counts.
+    Users paste whole links into the page that asks for a key, so the last part counts.
     """
     try:
         fields = parse_qs(query.decode("ascii"), max_num_fields=4, keep_blank_values=True)
@@ -202,14 +202,14 @@ def _link_in(query: bytes) -> tuple[str, str]:
 def _welcome(scope: Scope, cookie: str, value: str) -> Response:
     there = Response(status_code=303, headers={"location": "/"})
     if _headers(scope, b"sec-fetch-site") == [b"cross-site"]:
-        # A link in another site's page: no Strict cookie goes along with its redirects, but with a reload.
+        # The link is on another site's page. Strict cookies are not sent with its redirect, but with a reload.
         there = Response(status_code=200, headers={"refresh": "0; url=/"}, media_type="text/plain")
     there.set_cookie(cookie, value, path="/", httponly=True, samesite="strict")
     return there
 
 
 def _ask_for_key(scope: Scope) -> Response:
-    """Answer a browser with a page, and everything else with JSON."""
+    """Answer a browser with the page, and any other client with JSON."""
     accepted = b",".join(_headers(scope, b"accept"))
     if scope["path"] != "/" or b"text/html" not in accepted:
         return refusal(401, _ASK_FOR_LINK, code="unauthorized")

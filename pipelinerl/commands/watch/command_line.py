@@ -25,7 +25,7 @@ def watch(
         bool, typer.Option("--share", help="Also print a read-only link that opens any number of browsers, and lasts.")
     ] = False,
 ) -> None:
-    """Show runs in the browser, live, finished or crashed, and steer those that live. Ctrl-C ends it."""
+    """Show live, finished or crashed runs in the browser, and change live ones. Ctrl-C ends the server, not the run."""
     from pipelinerl.commands.watch.access import PageLinks, SharedLink, lasting_link, new_token
     from pipelinerl.commands.watch.server import create_page
     from pipelinerl.commands.watch.watched_run import watched_runs
@@ -38,7 +38,7 @@ def watch(
         bound_host, taken = bound.getsockname()[:2]
         address = url_of(outward_address() if ip_address(bound_host).is_unspecified else host, taken)
         links = PageLinks(lambda key: typer.echo(f"watch at {address}/?key={key}"))
-        # Cookies know hosts and no ports: a name for each lets several pages of one machine be open at once.
+        # Cookies are shared by all ports of a host; a name per port lets several pages be open at once.
         cookie = f"pipelinerl_{taken}"
         app = create_page(
             watched, token=new_token(), links=links, cookie=cookie, read_only=read_only, share_key=shared.key
@@ -54,7 +54,7 @@ def watch(
 
 
 def _listening(host: str, port: int, port_before: int) -> socket.socket:
-    """Listen on `port`; where any will do, on the one that the last share's link names, if it is free."""
+    """Listen on `port`; if it is 0, prefer the port of the last shared link."""
     from pipelinerl.errors import AddressError
     from pipelinerl.system.http_service import listen
 
@@ -67,7 +67,7 @@ def _listening(host: str, port: int, port_before: int) -> socket.socket:
 
 
 def _about_share(run_dir: Path, share: SharedLink, *, is_local: bool) -> Iterator[str]:
-    """Keep the share for the next time, and say who can open it and for how long."""
+    """Store the share for next time, and yield who can open it and for how long."""
     from pipelinerl.commands.watch.access import keep_link
 
     if keep_link(run_dir, share):

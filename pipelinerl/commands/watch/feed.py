@@ -1,8 +1,8 @@
-"""`Feed`: what has just happened in a run, for all who listen; bounded, however slow one of them is.
+"""`Feed`: recent events of a run for all its listeners, bounded however slow a listener is.
 
-A listener holds a place in it, and a bell that rings when there is more. Whoever comes back says where they were; what
-they have missed is told while it is held, and else they are told that they are behind. The bells ring at one moment for
-all: pages then ask the same at the same time, of which much is worked out once.
+A listener has a place in the feed, and a bell (an asyncio event) that rings when there is more. A reconnecting listener
+sends its place and receives what it missed, or a notice that it is too far behind. All bells ring at the same moment,
+so pages ask the same questions at the same time and share the answers.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fastapi.sse import format_sse_event
 from pipelinerl.observability.events import Event
 
 _MOST: Final = 2000
-#: Whoever is further behind fetches steps anew rather than being told each.
+#: Listeners further behind refetch the steps instead of receiving each.
 _FAR_BEHIND: Final = 200
 _MOST_BYTES: Final = 16384
-#: What a browser that was cut off waits before it comes back, in milliseconds.
+#: Delay before a disconnected browser reconnects, in milliseconds.
 _RETRY_MS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class FeedEntry:
-    """One thing that happened: its place, and the bytes that tell it to each listener; `step` where it is one."""
+    """One event: its place, and the bytes sent to each listener; `step` if it is a step."""
 
     place: str
     frame: bytes
@@ -42,24 +42,24 @@ class FeedEntry:
 
 @final
 class Feed:
-    """One writer, many readers, on any threads."""
+    """Queue with one writer and many readers, on any threads."""
 
     def __init__(self, run: int) -> None:
         self._run = run
-        self._life = f"{time.time_ns():x}"  # no other server's
+        self._life = f"{time.time_ns():x}"  # differs from that of every other server
         self._entries: deque[FeedEntry] = deque(maxlen=_MOST)
-        self._lock = threading.RLock()  # a listener that is collected as garbage lets go within whatever runs
+        self._lock = threading.RLock()  # reentrant: garbage collection may close a listener within any call
         self._number = 0
         self._rung = 0
         self._bells: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     @property
     def place(self) -> str:
-        """Where somebody who listens from now on stands."""
+        """The place of a listener that starts now."""
         return f"{self._life}-{self._number}"
 
     def put(self, name: str, told: Mapping[str, Any], *, step: int | None = None) -> None:
-        """Have it told to everybody when `ring` is called next."""
+        """Add an entry; listeners receive it after the next `ring`."""
         data = as_json({**told, "run": self._run})
         if len(data) > _MOST_BYTES:
             data = as_json({"kind": told.get("kind"), "time": told.get("time"), "run": self._run})
@@ -68,7 +68,7 @@ class Feed:
             self._entries.append(FeedEntry(self.place, _frame(name, data, self.place), step))
 
     def ring(self) -> None:
-        """Wake those who listen, if anything was put since the last time."""
+        """Wake all listeners if anything was added since the last call."""
         with self._lock:
             bells = list(self._bells.items()) if self._number > self._rung else []
             self._rung = self._number
@@ -77,7 +77,7 @@ class Feed:
 
     @contextmanager
     def listener(self) -> Iterator[asyncio.Event]:
-        """A bell, which is set in the running loop whenever there is more."""
+        """Yield a bell that is set in the running loop whenever there is more."""
         bell = asyncio.Event()
         with self._lock:
             self._bells[bell] = asyncio.get_running_loop()
@@ -88,7 +88,7 @@ class Feed:
                 del self._bells[bell]
 
     def after(self, place: str) -> Sequence[FeedEntry] | None:
-        """What came after that place; None where it is not known, or too long ago."""
+        """Return the entries after a place; None if it is unknown or too old."""
         life, _, number = place.partition("-")
         with self._lock:
             if life != self._life or not number.isdigit() or len(number) > 18:
@@ -100,7 +100,7 @@ class Feed:
 
 
 def frame(name: str, told: Mapping[str, Any], place: str) -> bytes:
-    """One server-sent event; who is cut off after it comes back with `place`."""
+    """Return one server-sent event; a client that disconnects after it reconnects with `place`."""
     return _frame(name, as_json(told), place)
 
 
@@ -109,7 +109,7 @@ def _frame(name: str, data: bytes, place: str) -> bytes:
 
 
 def as_json(value: Any) -> bytes:
-    """Plain values and structs as JSON, in which NaN is null; also numbers that are too long for most readers."""
+    """Encode plain values and structs as JSON, NaN as null; integers of any size are kept."""
     try:
         return msgspec.json.encode(value)
     except (OverflowError, UnicodeEncodeError):
@@ -117,11 +117,11 @@ def as_json(value: Any) -> bytes:
 
 
 def step_told(event: Event) -> dict[str, Any]:
-    """Of a step its figures alone, without those by domain."""
+    """Return a step's own figures, without those by domain."""
     return {name: value for name, value in event.items() if isinstance(value, int | float | str) or value is None}
 
 
 def summarised(entries: Sequence[FeedEntry]) -> tuple[int, int] | None:
-    """Of so many that they are better fetched: the step before the first that is in there, and the last."""
+    """Return (step before the first, last step) if the entries are too many to send one by one."""
     steps = [entry.step for entry in entries if entry.step is not None]
     return (min(steps) - 1, max(steps)) if len(entries) > _FAR_BEHIND and steps else None

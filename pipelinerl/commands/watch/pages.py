@@ -1,4 +1,4 @@
-"""`Pages`: the runs that a server shows, each with its steering, and what all its routes share."""
+"""`Pages`: the runs of a server with their steering, and helpers that all routes share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pipelinerl.commands.watch.feed import as_json
 from pipelinerl.commands.watch.steering import Steering
 from pipelinerl.commands.watch.watched_run import WatchedRun
 
-#: Whether a controller answers is asked so often while somebody listens.
+#: Interval at which controllers are polled while a page listens.
 STATE_S: Final = 2.0
 
-#: Which of the runs a question is about.
+#: Number of the run that a request is about.
 RunNumber = Annotated[int, Query(alias="run", ge=0, le=10_000)]
 
 
@@ -27,9 +27,9 @@ def _looks_only(request: Request) -> bool:
     return bool(getattr(request.state, "looks_only", False))
 
 
-#: Whether the request comes by a link that only looks.
+#: True if the request comes from a read-only link.
 LooksOnly = Annotated[bool, Depends(_looks_only)]
-#: A name that a question filters by.
+#: A name to filter by.
 Name = Annotated[str | None, Query(max_length=500)]
 #: A step, or a version.
 StepNumber = Annotated[int | None, Query(ge=0, le=2**53)]
@@ -37,7 +37,7 @@ StepNumber = Annotated[int | None, Query(ge=0, le=2**53)]
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One run: what is read of it, and the way to its controller."""
+    """One run: its files, and the connection to its controller."""
 
     run: WatchedRun
     steering: Steering
@@ -52,29 +52,29 @@ class Pages:
         self._noted_at = -math.inf
 
     def of(self, number: int) -> Watched:
-        """The run of that number; a question about another is refused."""
+        """Return the run of that number; other numbers are refused with 404."""
         if number >= len(self.all):
             raise HTTPException(404, f"runs are 0 to {len(self.all) - 1}, got {number}")
         return self.all[number]
 
     @property
     def states_are_old(self) -> bool:
-        """Has nobody asked for a while whose controllers answer?"""
+        """True if the controllers have not been polled for a while."""
         return time.monotonic() - self._noted_at >= STATE_S
 
     def note_states(self) -> None:
-        """Ask whose controllers answer."""
+        """Poll which controllers answer."""
         self._noted_at = time.monotonic()
         for watched in self.all:
             over = bool(watched.run.view.state)
             watched.run.note_state(answers=not over and watched.steering.status(max_age_s=STATE_S) is not None)
 
     def close(self) -> None:
-        """Close what is open to the controllers."""
+        """Close the connections to the controllers."""
         for watched in self.all:
             watched.steering.close()
 
 
 def answer(value: Any) -> Response:
-    """Plain values as JSON, in which NaN is null."""
+    """Return plain values as JSON, NaN as null."""
     return Response(as_json(value), media_type="application/json")

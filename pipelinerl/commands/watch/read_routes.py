@@ -1,4 +1,4 @@
-"""Routes that tell what a run is and was: `/api/run`, `/api/steps`, `/api/now`, `/api/compare`, `/api/timeline`."""
+"""Routes that describe a run: `/api/run`, `/api/steps`, `/api/now`, `/api/compare`, `/api/timeline`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pipelinerl.observability.samples.record import SampleKind
 from pipelinerl.observability.status import RunStatus
 
 _MOST_METRICS: Final = 64
-#: What the controller says may be that old: those who listen have it asked more often.
+#: Maximum age of the controller's status; listeners poll it more often.
 _STATUS_S: Final = STATE_S + 1.0
-#: Means and rows of so many steps take a few milliseconds, for which others can wait.
+#: Means and rows of this many steps take a few milliseconds, short enough to block other requests.
 _FEW: Final = 100
 _SHOWN: Final = "reward,entropy,length_mean,grad_norm,staleness_mean,wait_s,step_s"
 
@@ -34,7 +34,7 @@ _Moment = Annotated[float | None, Query(ge=0, le=1e12, allow_inf_nan=False)]
 
 
 class Axis(StrEnum):
-    """What runs are laid over each other by."""
+    """The x axis of a comparison."""
 
     STEP = "step"
     SECONDS = "seconds"
@@ -45,7 +45,7 @@ _PLACES: Final = {Axis.STEP: "step", Axis.SECONDS: "elapsed_s", Axis.SAMPLES: "s
 
 
 def add_reading(app: FastAPI, pages: Pages) -> None:
-    """Add them."""
+    """Add the routes."""
     _add_now(app, pages)
 
     @app.get("/api/run")
@@ -83,8 +83,11 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
 
 
 def _add_now(app: FastAPI, pages: Pages) -> None:
-    """The question of every page that is looked at, again and again: several ask the same at one moment, so that the
-    last answer is kept; and what is asked of the newest steps is small, and answered without another thread."""
+    """Add the route that every open page polls.
+
+    Several pages ask the same at one moment, so the last answer is cached. Requests for a few new steps are answered
+    without another thread.
+    """
     latest: dict[int, tuple[object, bytes]] = {}
 
     @app.get("/api/now")
@@ -173,7 +176,7 @@ def _steps(
     since: int | None = None,
     marked: int = 0,
 ) -> dict[str, Any]:
-    """Columns of the steps above `since`, and the marks after the first `marked`."""
+    """Return columns of the steps above `since`, and the marks after the first `marked`."""
     with run.lock:
         view, table = run.view, run.view.steps
         rows = table.rows(names, points=points, first=first, last=last, since=-1 if since is None else since)
@@ -193,7 +196,7 @@ def _steps(
 
 
 def _names(metrics: str) -> list[str]:
-    """The figures that a question names; in a name, `%2C` stands for a comma."""
+    """Parse the figures in a query; `%2C` in a name stands for a comma."""
     names = [name.replace("%2C", ",") for name in metrics.split(",") if name]
     if len(names) > _MOST_METRICS:
         raise HTTPException(422, f"metrics must be at most {_MOST_METRICS} names, got {len(names)}")
@@ -231,10 +234,10 @@ def _overlaid(watched: Watched, metrics: Sequence[str], axis: Axis, points: int)
 
 
 def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Keys of which not all recipes have the same value, each with every recipe's, None where it has none.
+    """Return keys with differing values, each with the value of every recipe, None if missing.
 
     Args:
-        made: of each recipe the settings that are no defaults; a key that is in none of them is left out.
+        made: the non-default settings of each recipe; keys in none of them are left out.
     """
     flat = [dict(_flat(recipe, "")) for recipe in recipes]
     paths = sorted({path for each in made for path, _ in _flat(each, "")})
@@ -246,7 +249,7 @@ def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Values by dotted path; members of a list that have names go by them."""
+    """Yield values by dotted path; members of a list are named by their `name` if they have one."""
     if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
         value = {str(each["name"]): each for each in value}
     if not isinstance(value, Mapping):
@@ -257,7 +260,7 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def add_timeline(app: FastAPI, pages: Pages) -> None:
-    """Add the route that tells a run as lanes over time, of a window, in as many pieces as it has pixels."""
+    """Add the route of a run's timeline: lanes over a window, in one piece per pixel."""
 
     @app.get("/api/timeline")
     def timeline(

@@ -21,7 +21,7 @@ from pipelinerl.observability.samples.record import AnswerRecord, AnswerTokens, 
 from pipelinerl.system.http_service import refusal
 
 _BRIEF: Final = 200
-#: Of a prompt among others so much is shown.
+#: Maximum characters of a prompt in a list.
 _PART: Final = 60
 _WORD_AT_END: Final = re.compile(r"\w+\Z")
 _WORD_AT_START: Final = re.compile(r"\A\w+")
@@ -32,7 +32,7 @@ _Group = Annotated[str, Path(max_length=64)]
 
 
 class Rank(StrEnum):
-    """What samples are sorted by."""
+    """The sort key of samples."""
 
     TIME = "time"
     STEP = "step"
@@ -43,14 +43,14 @@ class Rank(StrEnum):
 
 
 class Order(StrEnum):
-    """Which come first."""
+    """The sort order."""
 
     ASCENDING = "asc"
     DESCENDING = "desc"
 
 
 class WantedKind(StrEnum):
-    """Of which kind."""
+    """The kind of samples."""
 
     TRAINED = "trained"
     FILTERED = "filtered"
@@ -59,14 +59,14 @@ class WantedKind(StrEnum):
 
 
 class Signal(StrEnum):
-    """Of groups whose rewards differ, or do not."""
+    """Groups whose rewards differ, or do not."""
 
     WITH = "with"
     WITHOUT = "without"
 
 
 def add_samples(app: FastAPI, pages: Pages) -> None:
-    """Add them."""
+    """Add the route that lists samples."""
 
     @app.get("/api/samples")
     def samples(
@@ -112,7 +112,7 @@ def add_samples(app: FastAPI, pages: Pages) -> None:
 
 
 def add_tokens(app: FastAPI, pages: Pages) -> None:
-    """Add those of one group."""
+    """Add the routes of one group and of one sample's tokens."""
 
     @app.get("/api/samples/{group}")
     def side_by_side(group: _Group, number: RunNumber = 0) -> Response:
@@ -173,7 +173,7 @@ def _row(place: SamplePlace, group: SampleGroup) -> dict[str, Any]:
 
 
 def _told_apart(groups: Sequence[SampleGroup]) -> list[str]:
-    """Return of each prompt the part by which it differs from the others of its domain."""
+    """Return for each prompt the part in which it differs from the others of its domain."""
     prompts: dict[str, list[str]] = {}
     for group in groups:
         prompts.setdefault(group.domain, []).append(group.prompt)
@@ -182,10 +182,9 @@ def _told_apart(groups: Sequence[SampleGroup]) -> list[str]:
 
 
 def differing_parts(texts: Sequence[str], most: int) -> list[str]:
-    """Return of each text what is left without the words with which all begin and end, in at most about so many
-    characters.
+    """Return each text without the words that all share at start and end, in about `most` characters.
 
-    Where all are one, nothing differs: its end is returned, since prompts have their question there.
+    If all texts are equal, the end of the text is returned, because that is where prompts have their question.
     """
     if len(set(texts)) < 2:
         return [text if len(text) <= most else f"… {text[-most:]}" for text in texts]
@@ -202,13 +201,13 @@ def _shared_start(texts: Sequence[str]) -> str:
 
 
 def _answer(number: int, each: AnswerRecord) -> dict[str, Any]:
-    """An answer without its tokens."""
+    """Return an answer without its tokens."""
     told = {name: getattr(each, name) for name in each.__struct_fields__ if name != "tokens"}
     return {"sample": number, **told, "has_tokens": each.tokens is not None}
 
 
 def _columns(group: SampleGroup, number: int, answer: AnswerTokens) -> dict[str, Any]:
-    """One entry for each token, the prompt's first."""
+    """Return columns with one entry per token, starting with the prompt's."""
     prompt, tokens = group.prompt_tokens, answer.tokens
     ids = [*(prompt.ids if prompt else ()), *tokens.ids]
     texts = [*(prompt.texts if prompt else ()), *tokens.texts]
@@ -245,7 +244,10 @@ def _columns(group: SampleGroup, number: int, answer: AnswerTokens) -> dict[str,
 
 
 def causes_of(versions: tuple[int | None, ...], *, held: int) -> tuple[Cause | None, ...]:
-    """Why the log-prob of each token differs, as `numerics.causes` tells it: by its weights and its turn's first."""
+    """Return why the log-prob of each token differs, as in `numerics.causes`.
+
+    The cause follows from the token's version, the first version of its turn, and the version `held` by the trainer.
+    """
     told: list[Cause | None] = []
     first: int | None = None
     for version in versions:

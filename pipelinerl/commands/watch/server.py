@@ -1,7 +1,7 @@
-"""The page's server: files and JSON for a browser that has the link; docs/watching.md lists its routes.
+"""The page's server: files and JSON for a browser that has the link; docs/use/watching.md lists its routes.
 
-It reads the runs' files as far as `Follower` has read them, and asks their controllers where something is to be
-steered; no role of a run knows of it. It makes no HTML of anything: the page is files, and what it shows is JSON.
+It shows what `Follower` has read of the runs' files, and calls their controllers for changes. No role of a run knows
+about it. It generates no HTML: the page consists of static files that fetch JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipelinerl.commands.watch.watched_run import Follower, WatchedRun
 from pipelinerl.observability import page
 from pipelinerl.system.http_service import guard, refuse_in_one_shape
 
-#: The page itself.
+#: Directory of the page's files.
 STATIC: Final = Path(page.__file__).parent / "static"
 _TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 
@@ -40,12 +40,12 @@ def create_page(
     read_only: bool = False,
     share_key: str = "",
 ) -> FastAPI:
-    """The application; it follows the runs while it is up.
+    """Return the application; it follows the runs while it is up.
 
     Args:
-        token: what programs bring as a bearer token and browsers in the cookie of that name, which a link gives them.
-        read_only: nobody steers by it.
-        share_key: of the link that lasts and only looks; empty for none.
+        token: bearer token of programs; browsers receive it as a cookie from a link.
+        read_only: refuse all changes.
+        share_key: key of the permanent read-only link; empty for none.
     """
 
     @asynccontextmanager
@@ -84,7 +84,7 @@ def _add_files(app: FastAPI) -> None:
 
 
 def _file(name: str) -> Response:
-    """A file of the page, by its bare name; nothing else is served."""
+    """Return a file of the page by its bare name; nothing else is served."""
     known = {path.name: path for path in STATIC.iterdir() if path.is_file()} if STATIC.is_dir() else {}
     if name not in known:
         raise HTTPException(404, "the page has no such file")

@@ -1,4 +1,6 @@
-"""Routes that steer: `/api/knobs`, `/api/engines`, `/api/stop`. What is over or silent is shown as its log has it."""
+"""Routes that change a run: `/api/knobs`, `/api/engines`, `/api/stop`. Without a controller they show the log's
+state.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _Grace = Annotated[float, Field(ge=0, le=86_400)]
 
 
 class EngineWanted(BaseModel):
-    """An engine to add: one that runs, by its `url`, or `count` new ones of a `type`."""
+    """An engine to add: a running one by its `url`, or `count` new ones of a `type`."""
 
     url: _Text = ""
     type: _Text = ""
@@ -32,14 +34,14 @@ class EngineWanted(BaseModel):
 
 
 class EngineLeaving(BaseModel):
-    """An engine, by URL or name, that is to go within `grace_s` seconds."""
+    """An engine, by URL or name, that should leave within `grace_s` seconds."""
 
     engine: _Text
     grace_s: _Grace = GRACE_S
 
 
 class EngineReplaced(BaseModel):
-    """An engine, by URL or name, that another of a `type` is to take the place of."""
+    """An engine, by URL or name, to be replaced by a new one of a `type`."""
 
     engine: _Text
     type: _Text
@@ -47,13 +49,13 @@ class EngineReplaced(BaseModel):
 
 
 class RunEnding(BaseModel):
-    """How a run is to end."""
+    """The way to end a run."""
 
     suspend: bool = False
 
 
 def add_steering(app: FastAPI, pages: Pages) -> None:
-    """Add them."""
+    """Add the routes."""
     app.add_exception_handler(UserError, _refused)
     _add_knobs(app, pages)
     _add_engines(app, pages)
@@ -127,7 +129,7 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
 
 
 def _steered(watched: Watched, looks_only: bool = False) -> tuple[dict[str, Any], RunStatus | None]:
-    """Whether the run can be steered from here; and what its controller says, None where it cannot be asked."""
+    """Return whether the run can be changed from here, and its controller's status, None if it does not answer."""
     if watched.run.view.state:
         status, why_not = None, "the run is over"
     else:

@@ -1,7 +1,7 @@
-"""`Steering`: the page's way to the controller of a live run; without one, the page goes on reading.
+"""`Steering`: the page's connection to the controller of a live run; without it, the page only shows the run.
 
-What is changed goes by the controller's API, with the run's token and the operator's name, as `pipelinerl knobs` and
-`pipelinerl engines` do it. What the controller would refuse is found here before it is sent, by its own rules.
+Changes use the controller's API with the run's token and the operator's name, like `pipelinerl knobs` and `pipelinerl
+engines`. Changes that the controller would refuse are detected here first, by the controller's own rules.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from pipelinerl.roles.wiring import knobs_of
 T = TypeVar("T")
 
 _TIMEOUT_S: Final = 5.0
-#: A page asks for the status again and again; the controller is asked no more often.
+#: Minimum interval between status requests; pages ask more often.
 _STATUS_S: Final = 1.0
 _READ_ONLY: Final = "`pipelinerl watch` was started with --read-only, so no link of it can steer"
 _SHARED: Final = "this is the shared link, which only shows the run"
 
-#: What is said of each knob, its range for a slider, and the limits that are its own.
+#: Description, slider range and limits of each knob.
 _KNOBS: Final[dict[str, dict[str, Any]]] = {
     "j": {"what": "how many steps ahead prompts are issued", "least": 0, "slider": [0, 16], "unit": "versions"},
     "k": {
@@ -52,24 +52,24 @@ _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps"
 
 
 class CannotSteer(UserError):
-    """There is nobody to steer, or this page may not."""
+    """No controller answers, or this page may not change the run."""
 
 
 @final
 @dataclass(slots=True)
 class Steering:
-    """Of the run in a directory; used from any thread. Close it: it keeps the connection that it asks by."""
+    """Connection to the controller of the run in a directory; used from any thread. Must be closed."""
 
     run_dir: Path
     read_only: bool = False
     _status: RunStatus | None = None
     _asked_at: float = -math.inf
     _asking: ControllerClient | None = None
-    """Kept while it answers; `_lock` lets one thread at a time have it."""
+    """Kept open while it answers; `_lock` gives it to one thread at a time."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def status(self, *, max_age_s: float = _STATUS_S) -> RunStatus | None:
-        """What the controller says, at most so old; None where nobody answers."""
+        """Return the controller's status, at most `max_age_s` old; None if it does not answer."""
         with self._lock:
             if time.monotonic() - self._asked_at >= max_age_s:
                 self._status = self._asked()
@@ -77,11 +77,11 @@ class Steering:
             return self._status
 
     def known(self, *, max_age_s: float) -> tuple[RunStatus | None] | None:
-        """What `status` would answer without asking anybody; None where it would ask. It never waits."""
+        """Return the cached status in a tuple, or None if `status` would send a request. Never blocks."""
         return (self._status,) if time.monotonic() - self._asked_at < max_age_s else None
 
     def close(self) -> None:
-        """Close the connection; a later question opens another."""
+        """Close the connection; a later request opens another."""
         with self._lock:
             self._hang_up()
 
@@ -91,7 +91,7 @@ class Steering:
                 self._asking = controller_of(self.run_dir, timeout_s=_TIMEOUT_S)
             return self._asking.status()
         except UserError:
-            self._hang_up()  # it may come back elsewhere: the next question reads the address anew
+            self._hang_up()  # the controller may return at another address: the next request reads it again
             return None
 
     def _hang_up(self) -> None:
@@ -100,13 +100,13 @@ class Steering:
             self._asking = None
 
     def obstacle(self, *, looks_only: bool = False) -> str:
-        """Why nothing can be steered by who asks, in a sentence; empty where it can."""
+        """Return the reason why the client cannot change the run; empty if it can."""
         if self.read_only or looks_only:
             return _SHARED if looks_only else _READ_ONLY
         return "" if self.status() is not None else "no controller answers: the run is not live, or is just starting"
 
     def knobs(self) -> KnobsAnswer:
-        """The knobs, and who changed them."""
+        """Return the knobs and the log of their changes."""
         return self._reading(lambda controller: controller.knobs())
 
     def change(self, changes: dict[str, Any]) -> KnobsAnswer:
@@ -114,7 +114,7 @@ class Steering:
         return self._changing(lambda controller: controller.change_knobs(changes))
 
     def refused(self, changes: Mapping[str, Any]) -> list[dict[str, str]]:
-        """What the controller would refuse, by knob; `""` for what cannot run together."""
+        """Return what the controller would refuse, by knob; `""` is the key of invalid combinations."""
         now = self._knobs_now()
         try:
             now.patched(changes)
@@ -125,7 +125,7 @@ class Steering:
         return []
 
     def steps_of(self, name: str) -> dict[str, Any]:
-        """What of a knob depends on the recipe: steps of a slider."""
+        """Return the part of a knob that depends on the recipe: its slider's step."""
         if name != "rollouts_per_step":
             return {}
         try:
@@ -135,26 +135,26 @@ class Steering:
         return {"step": sizes.pop()} if len(sizes) == 1 else {}
 
     def add(self, url: str, type: str, count: int) -> tuple[str, ...]:
-        """Take a running engine in, or have some started; returns their names."""
+        """Add a running engine, or have some started; return their names."""
         if url:
             self._changing(lambda controller: controller.register_engine(url))
             return (url.rstrip("/"),)
         return self._changing(lambda controller: controller.request_engines(type, count=count))
 
     def swap(self, engine: str, type: str, grace_s: float) -> tuple[str, ...]:
-        """Have another started in its place."""
+        """Have another engine started in its place; return its name."""
         return self._changing(lambda controller: controller.request_engines(type, replaces=engine, grace_s=grace_s))
 
     def drain(self, engine: str, grace_s: float) -> None:
-        """Let it end what it has, and take it out."""
+        """Let the engine finish its requests, then remove it."""
         self._changing(lambda controller: controller.drain_engine(engine, grace_s=grace_s))
 
     def remove(self, engine: str) -> None:
-        """Take it out at once."""
+        """Remove the engine at once."""
         self._changing(lambda controller: controller.remove_engine(engine))
 
     def stop(self, *, suspend: bool) -> None:
-        """End the run, or suspend it."""
+        """Stop the run, or suspend it."""
         self._changing(lambda controller: controller.suspend() if suspend else controller.stop())
 
     def _reading(self, call: Callable[[ControllerClient], T]) -> T:
@@ -168,7 +168,7 @@ class Steering:
             return self._reading(call)
         finally:
             with self._lock:
-                self._asked_at = -math.inf  # what was said before is no longer so
+                self._asked_at = -math.inf  # the cached status is outdated
 
     def _recipe_knobs(self) -> Knobs:
         try:
@@ -181,7 +181,7 @@ class Steering:
 
 
 def described(name: str, value: Any, more: Mapping[str, Any]) -> dict[str, Any]:
-    """A knob with its limits, as the page draws it."""
+    """Return a knob with its limits, as the page draws it."""
     told: dict[str, Any] = {
         "name": name, "value": value, "kind": "number", "least": None, "most": LARGEST, "whole": name in _WHOLE,
         "log": False, "may_be_infinite": False, "step": 1 if name in _WHOLE or name == "k" else None, "unit": "",
@@ -197,7 +197,7 @@ def described(name: str, value: Any, more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sort_of(error: UserError) -> tuple[int, str]:
-    """Status and code by which a refusal is answered."""
+    """Return the HTTP status and code of a refusal."""
     if isinstance(error, TokenRefused):
         return 502, "controller_refused_token"
     if isinstance(error, RecipeError):
@@ -216,17 +216,17 @@ def _refusal(now: Knobs, changes: Mapping[str, Any]) -> str:
 
 
 def flat(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Knobs by name, each domain's weight as one of its own."""
+    """Return knobs by name, with each domain's weight as its own knob."""
     values = dict(knobs)
     weights = values.pop("domain_weights", {})
     return values | {f"domain_weights.{name}": weight for name, weight in weights.items()}
 
 
 def fleet_told(fleet: FleetStatus) -> dict[str, Any]:
-    """As JSON says it."""
+    """Return the fleet as JSON values."""
     told: dict[str, Any] = msgspec.to_builtins(fleet)
     return told
 
 
-#: For what an engine has when it is to go, unless the page says otherwise.
+#: Default time that a leaving engine has for its requests.
 GRACE_S: Final = routes.GRACE_S

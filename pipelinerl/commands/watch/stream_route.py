@@ -1,9 +1,9 @@
-"""`/api/stream`: what happens in a run, as server-sent events, for as many listeners as there are seats.
+"""`/api/stream`: events of a run as server-sent events, for a limited number of listeners.
 
-A listener sleeps until the feed's bell rings. One that is too slow holds its connection and its place in the feed,
-nothing else; one that comes back says by `Last-Event-ID` where it was. The bytes of an event are made once, by the
-feed, however many listen. (A generator that FastAPI turns into events itself makes a model of each for each listener,
-and dies loudly when one hangs up in the middle of an event.)
+A listener sleeps until the feed's bell rings. A slow listener holds only its connection and its place in the feed; a
+reconnecting one sends its place as `Last-Event-ID`. The feed encodes each event once for all listeners. FastAPI's own
+event generators are not used: they build a model per listener and event, and raise an error when a client disconnects
+within an event.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from starlette.exceptions import HTTPException
 from pipelinerl.commands.watch.feed import FeedEntry, frame, summarised
 from pipelinerl.commands.watch.pages import STATE_S, Pages, RunNumber
 
-#: So many pages may listen at once.
+#: Maximum number of listening pages.
 SEATS: Final = 32
-#: A connection over which nothing is sent for so long may be cut off by what lies between.
+#: Proxies may close a connection that is silent for longer.
 _SILENCE_S: Final = 15.0
 
 
 def add_stream(app: FastAPI, pages: Pages) -> None:
-    """Add it."""
+    """Add the route."""
     seats = asyncio.BoundedSemaphore(SEATS)
 
     async def seat(number: RunNumber = 0) -> AsyncIterator[None]:
-        pages.of(number)  # what is refused later has begun as a success
+        pages.of(number)  # checked here, because a later error would follow a 200 response
         if seats.locked():
             raise HTTPException(503, f"{SEATS} pages are listening already; close one of them")
         async with seats:
@@ -42,12 +42,12 @@ def add_stream(app: FastAPI, pages: Pages) -> None:
 
     @app.get("/api/stream", dependencies=[Depends(seat)])
     async def stream(number: RunNumber = 0, last_event_id: Annotated[str, Header(max_length=64)] = "") -> Response:
-        # The header is nginx's: it would collect events before it passes them on.
+        # The header tells nginx not to buffer events.
         return EventSourceResponse(_told(pages, number, last_event_id), headers={"x-accel-buffering": "no"})
 
 
 async def _told(pages: Pages, number: int, last_event_id: str) -> AsyncIterator[bytes]:
-    """Frames, as they come, without an end."""
+    """Yield frames as they arrive, endlessly."""
     run = pages.of(number).run
     with run.feed.listener() as bell:
         place, sent_at = run.feed.place, time.monotonic()
@@ -78,7 +78,7 @@ async def _told(pages: Pages, number: int, last_event_id: str) -> AsyncIterator[
 
 
 def _frames(entries: Sequence[FeedEntry], run: int) -> bytes:
-    """Each thing that happened; of many steps only that they were taken."""
+    """Return the frames of entries; many steps are replaced by one notice."""
     many = summarised(entries)
     if many is None:
         return b"".join(entry.frame for entry in entries)

@@ -1,7 +1,7 @@
-"""`WatchedRun`: one run of the page: its files as far as they have been read, and what is told to those who listen.
+"""`WatchedRun`: one run of the page: the files read so far, and the feed of its listeners.
 
-A thread, `Follower`, reads all runs on, a bounded piece at a time, so that answers never wait for a long log: they are
-of what has been read so far, and say how much that is.
+The thread of `Follower` reads all runs in bounded pieces, so that responses never wait for a long log. They cover what
+has been read so far and say how much that is.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from pipelinerl.observability.samples.reading import FOLDER
 
 log = logging.getLogger("pipelinerl")
 
-#: Between two looks at the files: what is shown is that old at most, and a page is told so often at most.
+#: Interval between reads of the files, which also limits how often pages are notified.
 _POLL_S: Final = 0.5
-#: Between two pieces of a long log, others get their turn.
+#: Pause between two pieces of a long log, for other threads.
 _BREATH_S: Final = 0.001
-#: A controller writes an event at least that often while it lives.
+#: A live controller writes an event at least this often.
 _SILENT_S: Final = 15.0
 
 
 @final
 @dataclass(slots=True)
 class WatchedRun:
-    """What is known of the run in a directory; `lock` is held while it is read or told of."""
+    """State of the run in a directory; hold `lock` while reading it."""
 
     number: int
     run_dir: Path
@@ -49,9 +49,9 @@ class WatchedRun:
     loaded: set[str] = field(default_factory=set)
     state: str = "starting"
     trouble: str = ""
-    """Why its files cannot be read."""
+    """The reason why the files cannot be read."""
     changes: int = 0
-    """Rises with whatever `view` and `state` are told."""
+    """Increases with every change of `view` and `state`."""
     _tail: EventTail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,16 +61,16 @@ class WatchedRun:
 
     @property
     def name(self) -> str:
-        """The run's own, or its directory's while it has told none."""
+        """The run's own name, or its directory's until the log has it."""
         return str(self.view.started.get("run") or self.run_dir.resolve().name)[:200]
 
     @property
     def loading(self) -> dict[str, float]:
-        """How much of its files has been read, 0 to 1."""
+        """Share of the files that has been read, 0 to 1."""
         return {"events": round(self._tail.share, 4), "samples": round(self.samples.share, 4)}
 
     def recipe(self) -> dict[str, Any]:
-        """Its recipe, without passwords; {} where there is none."""
+        """Return the recipe without passwords; {} if there is none."""
         try:
             table = tomllib.loads((self.run_dir / "recipe.toml").read_text())
         except (OSError, ValueError):
@@ -79,7 +79,7 @@ class WatchedRun:
         return plain
 
     def settings_made(self) -> dict[str, Any]:
-        """Return what of its recipe is not a default; all of it where this version cannot read it."""
+        """Return the recipe's non-default settings; all of them if this version cannot read it."""
         try:
             plain: dict[str, Any] = _plain(recipes.to_table(recipes.load_run(self.run_dir), without_defaults=True))
         except UserError:
@@ -87,7 +87,7 @@ class WatchedRun:
         return plain
 
     def advance(self) -> bool:
-        """Read a piece more of what there is, and wake those who listen; is there yet more?"""
+        """Read another piece of the files and wake listeners; return True if there is more."""
         with self.lock:
             try:
                 more = self._read_events()
@@ -103,7 +103,7 @@ class WatchedRun:
             return more
 
     def note_state(self, *, answers: bool) -> None:
-        """What the run is at, from its log and from whether its controller `answers`; changes are told."""
+        """Derive the state from the log and from whether the controller `answers`; changes are fed to listeners."""
         with self.lock:
             state = self.view.state or ("live" if answers else self._silent_state())
             if state != self.state:
@@ -127,7 +127,7 @@ class WatchedRun:
         for event in piece.events:
             try:
                 self._take(event, live=live)
-            except Exception:  # whoever wrote it: one odd event must not end the page of a whole run
+            except Exception:  # untrusted input: one malformed event must not break the whole page
                 log.exception("%s has an event that cannot be told; it is left out", self.run_dir)
         if not live and not self._tail.is_behind:
             self.loaded.add("events")
@@ -158,7 +158,7 @@ class WatchedRun:
 
 
 def watched_runs(directories: Sequence[Path]) -> list[WatchedRun]:
-    """The runs to watch, by number.
+    """Return the runs to watch, by number.
 
     Raises:
         UserError: one of them is no run.
@@ -172,7 +172,7 @@ def watched_runs(directories: Sequence[Path]) -> list[WatchedRun]:
 
 @final
 class Follower:
-    """The thread that reads runs on until it is closed."""
+    """Thread that reads all runs until it is closed."""
 
     def __init__(self, runs: Sequence[WatchedRun]) -> None:
         self._runs = runs
@@ -181,7 +181,7 @@ class Follower:
         self._thread.start()
 
     def close(self) -> None:
-        """End it."""
+        """Stop the thread."""
         self._closed.set()
         self._thread.join()
 
@@ -192,7 +192,7 @@ class Follower:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can say it, addresses without users and passwords."""
+    """Return JSON values, with users and passwords removed from addresses."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""What the controller decides: pure functions and classes over its state."""
+"""The controller's decisions: pure functions and classes over its state."""

@@ -1,14 +1,14 @@
-"""Alarms: what people would want to know of a run before they look. Pure; every threshold stands here.
+"""Alarms: warnings about the health of a run. Pure; all thresholds are defined here.
 
-    entropy     the last steps' is below a tenth of what the run began with, and a tenth or more of the answers are
-                wrong: there is something left to learn and nothing left to explore
-    length      answers of the last steps are twice as long as those of the steps before them
-    truncated   more than a fifth of a domain's rollouts end for want of tokens
-    stale       more than a tenth of a domain's groups are dropped since they are too old
-    no_signal   all groups of late have equal rewards; `no_signal.py` raises and clears it between steps, too
+    entropy     entropy of recent steps is below a tenth of that of the first steps, and a tenth or more of the answers
+                are wrong: there is still something to learn, and exploration has collapsed
+    length      answers of recent steps are twice as long as those of the steps before them
+    truncated   more than a fifth of a domain's rollouts hit the token limit
+    stale       more than a tenth of a domain's groups are dropped as stale
+    no_signal   all recent groups have equal rewards; `no_signal.py` also raises and clears it between steps
 
-An alarm is raised once. It is cleared when its measure has come back by a fifth of the threshold, so that one which
-wavers about it is not said again and again.
+An alarm is raised once. It is cleared when its measure has recovered by a fifth of the threshold, so that a measure
+near the threshold does not raise it repeatedly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipelinerl.controller.state.watched_steps import FIRST_STEPS, DomainCounts,
 
 
 class AlarmKind(StrEnum):
-    """What is wrong."""
+    """The measure that raised an alarm."""
 
     ENTROPY = "entropy"
     LENGTH = "length"
@@ -34,14 +34,16 @@ class AlarmKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Beyond which an alarm is raised.
+    """Thresholds of the alarms.
 
     Attributes:
-        recent_steps: over how many of the last steps a measure is taken.
-        entropy: share of the entropy of the run's first steps. right: at most so many answers are right then.
-        length: of the last steps ÷ of the `length_steps` before them.
-        truncated, stale: shares of a domain. enough: so many rollouts, or groups, must have been seen of it.
-        back: by this share of the threshold a measure must have come back.
+        recent_steps: number of recent steps over which a measure is taken.
+        entropy: share of the entropy of the run's first steps.
+        right: the entropy alarm is raised only below this share of correct answers.
+        length: mean length of recent steps ÷ mean length of the `length_steps` before them.
+        truncated, stale: shares within a domain.
+        enough: rollouts, or groups, of a domain that must have been seen.
+        back: share of the threshold by which a measure must recover.
     """
 
     recent_steps: int = 5
@@ -60,7 +62,7 @@ THRESHOLDS: Final = Thresholds()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """One alarm: `what` is a sentence that says the figures and what may be done."""
+    """One alarm: `what` is a sentence with the figures and a remedy."""
 
     kind: AlarmKind
     what: str
@@ -68,7 +70,7 @@ class Alarm:
 
     @property
     def key(self) -> str:
-        """Tells it from others that are raised."""
+        """The kind and domain that identify a raised alarm."""
         return f"{self.kind}:{self.domain}"
 
 
@@ -79,7 +81,7 @@ def alarms_of(
     raised: Mapping[str, str],
     thresholds: Thresholds = THRESHOLDS,
 ) -> list[Alarm]:
-    """The alarms that stand after the last of `steps` (the oldest first); `raised` are those that stood before it."""
+    """Return the active alarms after the last of `steps` (oldest first); `raised` were active before it."""
     if len(steps) < thresholds.recent_steps:
         return []
     return [

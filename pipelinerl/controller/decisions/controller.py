@@ -1,26 +1,33 @@
-"""The controller: the only active entity of a run (RLAX §3.2). It decides; every other role acts on its orders.
+"""The controller: the only process of a run that makes decisions (RLAX §3.2); all other roles carry them out.
 
-`Controller` is pure: inputs in, effects out, no clock, no I/O, so that a test can replay any schedule and a journal
-(`journal.py`) can bring it back after a kill.
+`Controller` is pure: it maps inputs to effects, without a clock and without I/O. A test can therefore replay any
+schedule, and the journal (`journal.py`) can restore the controller after a crash.
 
     input                      from      effects
     TrainerReady, StepDone     trainer   a Directive (publish, checkpoint, stop, knobs)
-    StepSkipped                trainer   a Directive, which stops the run after the third in a row
-    TrainerLeaving             trainer   a Directive, by which it saves its state and ends, while the run goes on
-    OrdersEnded                trainer   none of its own: its account is what prompts are paced by
-    Published, CanaryChecked   trainer   events; engines serve, or are lost (`engine_decisions.py`)
-    Starving                   trainer   the lost orders again, if no actor works on any; a Directive, if it waits for
-                                         an evaluation
-    StreamsLost                poll      every order and every evaluation's question that is out, again
+    StepSkipped                trainer   a Directive, which stops the run after three skipped steps in a row
+    TrainerLeaving             trainer   a Directive to save its state and end, while the run continues
+    OrdersEnded                trainer   none directly: the updated account affects pacing
+    Published, CanaryChecked   trainer   events; engines become healthy, or are lost (`engine_decisions.py`)
+    Starving                   trainer   lost orders again, if no actor works on any; a Directive, if the trainer waits
+                                         for an evaluation
+    StreamsLost                poll      all orders and evaluation questions in flight, again
     GroupFailed, Evaluation…   actor     an evaluation's result
-    knobs                      API       a Directive: both sides pace by the same
-    FleetMeasured              poll      an engine that is to come or to go (`elastic.py`)
-    engine comes/goes          API, poll the answer to a trainer that waited for engines
+    knobs                      API       a Directive, so that trainer and controller pace by the same knobs
+    FleetMeasured              poll      an engine requested or drained (`elastic.py`)
+    engine joins/leaves        API, poll the answer to a trainer that waited for engines
 
-After *every* input, whatever it was: an evaluation is advanced, a Directive to publish is sent if one is due
-(`directives.publication_due`), and prompts are issued within the staleness budget (`StalenessBounds.may_issue`) and
-within `max_groups`. So no wait depends on which input happens to come next. `waiting_for` says in words what the run
-waits for, and who unblocks it. An evaluation before the first step runs alone.
+After *every* input the controller also advances the evaluation, sends a Directive to publish if one is due
+(`directives.publication_due`), and issues prompts within the staleness budget (`StalenessBounds.may_issue`) and
+`max_groups`. Progress therefore never depends on which input arrives next. `waiting_for` describes what the run waits
+for and which role can unblock it. The evaluation before the first step runs alone.
+
+Staleness is bounded in two places, by pacing before dropping. j bounds how far engines may fall behind: a publication
+is due when an engine is j versions behind. k bounds how old a token may be when it is trained: an order is issued only
+if it can still be within k versions at its earliest step. The trainer drops whatever is older.
+
+Every order is accounted for exactly once (`IssuedLedger`). Orders and reports may be repeated, since streams deliver at
+least once: the trainer drops a second group of an order, and a repeated report receives the same answer.
 """
 
 from __future__ import annotations
@@ -83,7 +90,7 @@ from pipelinerl.types import Problem, PromptOrder, Purpose, Quota
 
 @final
 class Controller:
-    """State of a run and the decisions taken on it. Methods take `now` (seconds, monotonic) where time matters."""
+    """The state of a run and the decisions on it. Methods take `now` (seconds, monotonic) if they depend on time."""
 
     def __init__(
         self,
@@ -93,7 +100,13 @@ class Controller:
         training_problem: Callable[[int, Mapping[str, float], Quota, int], Problem],
         held_out_problem: Callable[[str, int], Problem],
     ) -> None:
-        """`training_problem` takes an order's index, weights, quota, and how many turns of its domain it is ahead."""
+        """Create a controller that decides on `state`.
+
+        Args:
+            training_problem: returns the problem of an order, from its index, the domain weights, the quota, and the
+                number of turns its domain has skipped.
+            held_out_problem: returns a problem, from the name of its evaluation set and its index.
+        """
         self.settings = settings
         self._training_problem = training_problem
         self.state = state
@@ -107,11 +120,13 @@ class Controller:
         self._evaluator = Evaluator(settings.evaluation, self._orders)
 
     def decide(self, given: AnyInput) -> list[Effect]:
-        """Take one input and return what is to be done, in order. Equal inputs on an equal state decide equally.
+        """Process one input and return its effects, in order.
+
+        Decisions are deterministic: the same input on the same state has the same effects.
 
         Raises:
-            RecipeError: knobs that cannot run; nothing has changed.
-            LedgerError: the trainer's account does not balance with ours.
+            RecipeError: the new knobs cannot run; nothing has changed.
+            LedgerError: the trainer's account does not balance with the controller's.
         """
         effects = self._decide(given)
         if not self.state.failing.reason:
@@ -152,10 +167,10 @@ class Controller:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, report: Report, *, now: float) -> list[Effect]:
-        """Take one report and return its own effects, in order.
+        """Process one report and return its own effects, in order.
 
-        Reports of an abandoned epoch are ignored: their trainer is fenced. A question that is repeated gets the same
-        answer.
+        Reports from the trainer of an earlier epoch are ignored, since that trainer is fenced. A repeated question gets
+        the same answer.
         """
         trainer = self.state.trainer
         if not isinstance(report, FROM_ACTORS):
@@ -201,9 +216,10 @@ class Controller:
                 return []
 
     def patch(self, changes: Mapping[str, Any], *, who: str, time: float) -> list[Effect]:
-        """Change knobs, and tell the trainer at once: prompts are issued by the new ones from now on.
+        """Change knobs and notify the trainer at once; prompts are issued with the new knobs from now on.
 
-        Raises RecipeError and changes nothing.
+        Raises:
+            RecipeError: the new knobs cannot run; nothing has changed.
         """
         before, self.state.knobs = self.state.knobs.to_json(), self.state.knobs.patched(changes)
         changed = {
@@ -218,7 +234,7 @@ class Controller:
         return effects + self._unasked(f"knobs-e{self.state.epoch}-{len(self.state.knob_log)}")
 
     def stop(self, reason: str) -> list[Effect]:
-        """End the run at the next step boundary: last publication, checkpoint and evaluation included."""
+        """End the run at the next step boundary, including the last publication, checkpoint and evaluation."""
         if self.state.stop_reason is None:
             self.state.stop_reason = reason
         if self.state.phase in (RunPhase.STARTING, RunPhase.FINISHED) or self.state.trainer.stop_sent:
@@ -226,7 +242,7 @@ class Controller:
         return [Send(self._directive(f"stop-e{self.state.epoch}"))]
 
     def tick(self, *, now: float) -> list[Effect]:
-        """Time has passed: expel engines whose drain is overdue, and record a stall once."""
+        """React to the passing of time: expel engines whose drain is overdue, and record each stall once."""
         effects = engine_decisions.overdue(self.state, now=now)
         still_s = now - self.state.watchdog.moved_at if self.state.watchdog.mark else 0.0
         if (
@@ -242,11 +258,11 @@ class Controller:
 
     @property
     def ending(self) -> str | None:
-        """Why the run ends at the next step boundary; None while it goes on."""
+        """The reason why the run ends at the next step boundary; None while it continues."""
         return ending(self.state, self.settings)
 
     def _publish_if_due(self, *, again: bool) -> list[Effect]:
-        """Send a directive to publish if one is due; `again` as `publication_due` has it."""
+        """Send a directive to publish if one is due; for `again` see `publication_due`."""
         publish_to = publication_due(self.state, self.settings, again=again)
         if not publish_to:
             return []
@@ -254,14 +270,15 @@ class Controller:
         return [Send(self._directive(name, publish_to=publish_to))]
 
     def issue(self) -> list[Effect]:
-        """Prompt orders that can still be fresh at their earliest step (RLAX §3.1; pacing before dropping)."""
+        """Issue prompt orders that can still be fresh at their earliest step (RLAX §3.1: pacing before dropping)."""
         loaded = self.state.fleet.oldest_loaded()
         if self.state.phase is not RunPhase.TRAINING or loaded is None or comes_first(self.state):
             return []
         orders: list[PromptOrder] = []
         self.state.follow_groups_per_step()
         self.state.follow_loaded(loaded)
-        # Counted once, and then with each order: thousands may be out, and a decision may issue as many.
+        # Count once and then update incrementally: thousands of orders may be in flight, and one decision may issue as
+        # many.
         out, rollouts = self.state.account.in_flight, self.state.account.rollouts_in_flight
         places = self.state.knobs.groups_in_flight * max(1, len(self.state.actors))
         while out < self.settings.max_groups and self.state.knobs.bounds.may_issue(
@@ -283,16 +300,16 @@ class Controller:
             orders.append(order)
         if not orders:
             return []
-        # A trainer that waits for what is overdue has to know of an order before anybody works on it.
+        # With Overdue.WAIT, the trainer must know of an order before any actor works on it.
         name, waits = f"issued-e{self.state.epoch}-{orders[-1].index}", self.settings.overdue is Overdue.WAIT
         return [*(self._unasked(name) if waits else []), IssuePrompts(orders)]
 
     def _drawn(self, index: int, weights: Mapping[str, float], quota: Quota) -> Problem:
-        """The problem of an order: that whose turn it is, but for those that were solved of late."""
+        """Return the problem whose turn it is, skipping recently solved ones."""
         return self.state.choose_problem(index, lambda ahead: self._training_problem(index, weights, quota, ahead))
 
     def _expected_rollouts(self, out: int, rollouts: int) -> int:
-        """How many rollouts of the orders that are out, which ask for so many, will probably take a place in a step."""
+        """Estimate how many of the `rollouts` of the `out` orders in flight will be used in a step."""
         knobs, most = self.state.knobs, self.settings.oversample
         if most is None:
             most = OVERSAMPLED if knobs.k > knobs.j else 1.0
@@ -304,7 +321,7 @@ class Controller:
 
     def _trainer_ready(self, report: TrainerReady, *, now: float) -> list[Effect]:
         if report.report_id in self.state.trainer.begun:
-            return []  # an earlier trainer's, said again before it was answered: its epoch is over
+            return []  # repeated report of an earlier trainer, whose epoch is over
         self.state.trainer.awaited = engine_decisions.awaited(
             self.state, engines_expected=self.settings.engines_expected
         )
@@ -329,7 +346,7 @@ class Controller:
         ]
         if (
             self.state.phase is not RunPhase.FINISHED
-        ):  # from FINISHING, too: as this one stops, the last evaluation begins
+        ):  # also from FINISHING: the last evaluation begins when this trainer stops
             self.state.phase = RunPhase.TRAINING
         if self.state.version == 0 and not self.state.evaluations.results:
             self._evaluator.want(self.state)
@@ -354,12 +371,12 @@ class Controller:
             elastic.note_step(self.state.elastic, report.stats, self.state.watched.by_domain)
         if self.ending is None:
             self._evaluator.want_by_interval(self.state)
-        if self.settings.overdue is Overdue.WAIT:  # the answer must know of what is issued now
+        if self.settings.overdue is Overdue.WAIT:  # the answer must include the orders issued now
             effects += self.issue()
         return [*effects, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
     def _step_skipped(self, report: StepSkipped) -> list[Effect]:
-        """Three in a row are no accident: the run ends where it is, its state saved."""
+        """Record a skipped step; three in a row stop the run with its state saved, since they are no accident."""
         self.state.account.update(report.consumed)
         step = self.state.version + 1
         if report.in_a_row >= SKIPS_THAT_END and self.state.stop_reason is None:
@@ -368,7 +385,7 @@ class Controller:
         return [skipped, self._answer(report.report_id, publish_to=publication_due(self.state, self.settings))]
 
     def _trainer_leaving(self, report: TrainerLeaving) -> list[Effect]:
-        """Its process is about to end, and another will begin where this one has saved its state."""
+        """Let the trainer process save its state and end; its successor resumes from there."""
         self.state.account.update(report.consumed)
         return [self._answer(report.report_id, publish_to=[], leave=True)]
 
@@ -378,9 +395,10 @@ class Controller:
         return [reported.published(report), *lost]
 
     def _starving(self, report: Starving, *, now: float) -> list[Effect]:
-        """Orders that no actor works on while the trainer waits for them went with the stream server's last second.
+        """Reissue lost orders if the trainer waits and no actor works on any.
 
-        Where it waits for an evaluation, it hears that there is a controller: the wait is bounded by the evaluation's.
+        Such orders were lost with the stream server's last second. If the trainer waits for an evaluation, send a sign
+        of life instead: the evaluation's time limits bound that wait.
         """
         if self.state.evaluations.current is not None and (comes_first(self.state) or holds_updates(self.state)):
             return self._unasked(f"held-e{self.state.epoch}-{self.state.version}")
@@ -392,10 +410,10 @@ class Controller:
         return [Record("orders_lost", {"orders": len(lost)})] if lost else []
 
     def _streams_lost(self) -> list[Effect]:
-        """Send again whatever has not ended: orders, evaluation questions, and what the trainer was last directed.
+        """Send again what has not ended: orders, evaluation questions, and the last directive.
 
-        Any of it may be gone. Of two groups for one order the trainer drops the second; of two answers to one question
-        the evaluation does.
+        Any of these may be lost. If an order now yields two groups, the trainer drops the second; the evaluation does
+        the same with answers.
         """
         self.state.trainer.publications = []
         account, asked = self.state.account, self.state.evaluations.current
@@ -429,16 +447,16 @@ class Controller:
         return [Record("group_outdated", fields), *self._ended(report.index)]
 
     def _ended(self, index: int) -> list[Effect]:
-        """The trainer may wait for an order that ended without a group."""
+        """Notify a trainer that may wait for this order, which ended without a group."""
         return [] if self.settings.overdue is Overdue.DROP else self._unasked(f"ended-e{self.state.epoch}-{index}")
 
     def _evaluate(self, *, now: float) -> list[Effect]:
-        """What follows for evaluations from what was just decided, and what from a result."""
+        """Advance the evaluation and process its results."""
         effects = self._evaluator.advance(self.state, now=now)
         if results := self._evaluator.closed(self.state):
             return effects + self._evaluated(results, now=now)
         if self.state.phase is RunPhase.FINISHING and self.state.evaluations.current is None:
-            return effects + finish(self.state, self.settings)  # nobody is left to be asked, or nothing is to be
+            return effects + finish(self.state, self.settings)  # no engine or no problem is left to evaluate
         return effects
 
     def _evaluated(self, results: list[EvaluationResult], *, now: float) -> list[Effect]:
@@ -456,19 +474,22 @@ class Controller:
         return effects
 
     def _answer(self, report_id: str, *, publish_to: list[str], leave: bool = False) -> Send:
-        """The directive that a report asks for; the last is kept, since the trainer asks one question at a time."""
+        """Answer a report; only the last answer is kept, since the trainer asks one question at a time."""
         directive = self._directive(report_id, publish_to=publish_to, leave=leave)
         self.state.trainer.answers = {report_id: directive}
         return Send(directive)
 
     def _answer_again(self, answer: Directive) -> list[Effect]:
-        """The trainer had not read the answer yet, nor acted on anything sent since: only its publication is sure."""
+        """Send the same answer again.
+
+        The trainer has acted on nothing since its question, so only this answer's publication is pending.
+        """
         ordered = PublicationOrdered.of(answer, self.state.version)
         self.state.trainer.publications = [ordered] if answer.publish_to else []
         return [Send(answer)]
 
     def _unasked(self, name: str) -> list[Effect]:
-        """What the trainer has to hear while it waits for a step; once it was told to stop, it waits for none."""
+        """Send an unsolicited directive, unless the run is stopping."""
         if self.state.phase is not RunPhase.TRAINING or self.ending is not None:
             return []
         return [Send(self._directive(name))]

@@ -1,4 +1,4 @@
-"""The directive that the trainer is given, and when a publication is due: functions of the run's state."""
+"""The trainer's directives, and the rule for when a publication is due: functions of the run's state."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.enums import Overdue, Pin
 from pipelinerl.messages import Directive, TrainerKnobs
 
-#: Engines whose weights must not fall behind; a draining one ends with those it has.
+#: States of engines that receive each publication; draining engines keep the weights they have.
 _KEPT_UP_TO_DATE: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY, EngineLifecycle.SUSPECT)
 
 
 def ending(state: RunState, settings: ControllerSettings) -> str | None:
-    """Why the run ends at the next step boundary; None while it goes on."""
+    """Return why the run ends at the next step boundary; None while it continues."""
     if state.stop_reason is None and state.phase is not RunPhase.STARTING and state.version >= settings.steps:
         return f"all {settings.steps} steps are done"
     return state.stop_reason
 
 
 def publication_due(state: RunState, settings: ControllerSettings, *, again: bool = False) -> list[str]:
-    """Return the engines (base URLs) that the trainer must give its weights now; empty when none are due.
+    """Return the engines (base URLs) to which the trainer must publish its weights now; empty when none are due.
 
-    | due when                                                          | to          |
-    |-------------------------------------------------------------------|-------------|
-    | an engine is j versions behind; j <= k, so it is before k forbids | all members |
-    | to issue prompts with its weights                                 |             |
-    | an evaluation waits for the current weights                       | all members |
-    | engines have no weights of this epoch                             | those       |
+    | due when                                                            | to            |
+    |---------------------------------------------------------------------|---------------|
+    | an engine is j versions behind (j <= k, so this happens before k    | all members   |
+    | forbids issuing prompts with its weights)                           |               |
+    | an evaluation waits for the current weights                         | all members   |
+    | engines have no weights of this epoch                               | those engines |
 
-    Nothing is due while an evaluation holds updates, or once the run ends. A publication that was directed counts as
-    delivered, so it is directed once. If its report says nothing of an engine, that engine is due `again`: at the next
-    tick, so that a publisher that skips engines is not directed in a tight loop.
+    Nothing is due while an evaluation holds updates, or once the run ends. A directed publication counts as delivered,
+    so it is directed once. If its report omits an engine, publication to this engine is due `again` at the next tick;
+    the delay prevents a tight loop with a publisher that skips engines.
     """
     if state.phase is not RunPhase.TRAINING or holds_updates(state) or ending(state, settings) is not None:
         return []
@@ -68,10 +68,10 @@ def directive(
     publish_to: Sequence[str] = (),
     leave: bool = False,
 ) -> Directive:
-    """The answer to the report `answers`, or what is said unasked under that name.
+    """Return the answer to the report `answers`, or an unsolicited directive of that name.
 
-    The last weights go to everybody, whatever `publish_to` says. A trainer that is to `leave`, or whose run is given up
-    or suspended, saves its state and publishes nothing more.
+    The final weights are published to all engines, regardless of `publish_to`. If the trainer must `leave`, or the run
+    fails or is suspended, it saves its state and publishes nothing more.
     """
     ends = ending(state, settings) is not None
     stop, last = ends or leave, ends and not (leave or state.failing.reason)
@@ -100,7 +100,10 @@ def directive(
 
 
 def _fresh_until(state: RunState, settings: ControllerSettings) -> list[tuple[int, int]]:
-    """The last step that orders can surely train, from each first one on; nothing where no step waits for them."""
+    """Return (first order, step) pairs: from that order on, groups can be trained up to and including that step.
+
+    Empty if steps do not wait for overdue groups, or if k is infinite.
+    """
     if settings.overdue is Overdue.DROP or math.isinf(state.knobs.k):
         return []
     return [(first, loaded + int(state.knobs.k)) for first, loaded in state.loaded_from]

@@ -1,15 +1,15 @@
-"""Decides how many engines a run wants, and has them started and drained like an operator would. Pure.
+"""Automatic scaling: decides how many engines a run needs, and requests or drains engines like an operator. Pure.
 
-    engines busy, and the trainer waits, or     more: one is requested, of the first type that has room
-      groups come too late to train
-    trainer never waits, groups are in time,    fewer: one of the last type that has one too many is drained, the
-      the work fits on one fewer                  newest first
-    below `engines_min`, above `engines_max`    at once, whatever the figures: an operator has changed a knob
+    engines busy, and either the trainer waits  scale up: request one, of the first type below its maximum
+      or groups arrive too late to train
+    trainer hardly waits, groups are in time,   scale down: drain the newest engine of the last type above its minimum
+      and one engine fewer could do the work
+    below `engines_min` or above `engines_max`  immediately, regardless of figures: an operator has changed a knob
 
-What keeps it from going to and fro: between `content` and `waiting` nothing follows; an engine goes only if those that
-stay would still be less than `busy`, and never the last; `patience` intervals in a row must agree; after a change
-figures begin anew, and nothing follows for `settle_s`, nor while an engine comes or goes. An engine that could not be
-had is not asked for again: its type has what it has.
+Several rules prevent oscillation. Between the thresholds `content` and `waiting` nothing changes. An engine is removed
+only if the remaining ones stay below `busy`, and the last engine is never removed. `patience` consecutive intervals
+must agree. After a change the measurements restart, and no further change is made for `settle_s`, nor while an engine
+joins or drains. If a requested engine could not be provided, its type is not requested again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from pipelinerl.enums import Elasticity
 
 
 class Want(Enum):
-    """How many engines, beside those that there are."""
+    """Desired change in the number of engines."""
 
     MORE = 1
     SAME = 0
     FEWER = -1
 
 
-#: What the figures show, in words.
+#: The reason for scaling, for events.
 _WHY: Final = {
     Want.MORE: "the engines are {occupancy:.0%} busy, the trainer waits {waiting:.0%} of its time, and {stale:.0%} of "
     "groups come too late",
@@ -45,7 +45,7 @@ _WHY: Final = {
 
 
 def verdict(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
-    """What one interval speaks for, of so many engines that serve."""
+    """Return the change suggested by one interval's figures with `engines` serving engines."""
     if figures.occupancy >= rule.busy:
         return Want.MORE if figures.waiting > rule.waiting or figures.stale > rule.stale else Want.SAME
     fits = engines > 1 and figures.occupancy * engines / (engines - 1) < rule.busy
@@ -53,7 +53,7 @@ def verdict(rule: ElasticRule, figures: Figures, *, engines: int) -> Want:
 
 
 def weighed(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engines: int, now: float) -> Want:
-    """What follows from this interval and those before it; `memory` notes it."""
+    """Return the change to make after this interval and the previous ones, and record the interval in `memory`."""
     want = verdict(rule, figures, engines=engines)
     same_way = want is not Want.SAME and memory.streak * want.value >= 0
     memory.streak = memory.streak + want.value if same_way else want.value
@@ -62,13 +62,13 @@ def weighed(rule: ElasticRule, memory: ElasticMemory, figures: Figures, *, engin
 
 
 def changed(memory: ElasticMemory, *, now: float) -> None:
-    """The number of engines is another, or would be: what was measured is of the one before."""
+    """Restart the measurements after a change in the number of engines, or after one that a dry run would have made."""
     memory.forget()
     memory.streak, memory.changed = 0, now
 
 
 def measured(state: RunState, settings: ControllerSettings, given: FleetMeasured) -> list[Effect]:
-    """Take a measurement, and have an engine come or go if it is time for that."""
+    """Process one measurement, and request or drain an engine if that is due."""
     rule, memory = settings.elastic, state.elastic
     if rule is None or state.phase is not RunPhase.TRAINING or state.stop_reason or state.failing.reason:
         return []
@@ -90,12 +90,12 @@ def measured(state: RunState, settings: ControllerSettings, given: FleetMeasured
 
 
 def in_words(want: Want, figures: Figures) -> str:
-    """What these figures show, where they want more engines or fewer."""
+    """Describe the figures that suggest `want`, which is not `Want.SAME`."""
     return _WHY[want].format(waiting=figures.waiting, occupancy=figures.occupancy, stale=figures.stale)
 
 
 def note_step(memory: ElasticMemory, figures: Mapping[str, Any], by_domain: Mapping[str, Mapping[str, float]]) -> None:
-    """A step was taken, with these figures."""
+    """Add one step's figures to the current interval."""
     memory.waited_s += figures.get("wait_s", 0.0)
     memory.stepped_s += figures.get("step_s", 0.0)
     late = sum(each.get("stale_groups", 0.0) for each in by_domain.values())
@@ -108,7 +108,7 @@ def note_step(memory: ElasticMemory, figures: Mapping[str, Any], by_domain: Mapp
 
 
 def _in_between(state: RunState) -> bool:
-    """Is anything under way that figures would be wrong of: an engine that comes or goes, an evaluation?"""
+    """Return True if figures would be misleading now: an engine joins or drains, or an evaluation runs."""
     records = state.fleet.records()
     serving = {record.name for record in records if record.lifecycle is EngineLifecycle.HEALTHY}
     to_come = any(request.wanted and request.name not in serving for request in state.engine_requests)
@@ -117,7 +117,7 @@ def _in_between(state: RunState) -> bool:
 
 
 def _counts(state: RunState) -> dict[str, int]:
-    """Engines that are there, by type; those that died are, for somebody starts them again."""
+    """Count engines by type, including dead ones, since their processes are restarted."""
     counts = dict.fromkeys(state.knobs.engines_max, 0)
     for record in state.fleet.records():
         if record.type in counts and record.lifecycle is not EngineLifecycle.EXPELLED:
@@ -126,7 +126,7 @@ def _counts(state: RunState) -> dict[str, int]:
 
 
 def _beyond(state: RunState, settings: ControllerSettings, counts: Mapping[str, int]) -> tuple[Want, str] | None:
-    """A type that has fewer engines than it may, or more."""
+    """Return the type whose number of engines is outside the limits, with the direction to change; None without one."""
     for type, count in counts.items():
         if count < state.knobs.engines_min[type] and type not in _not_to_be_had(state):
             return Want.MORE, type
@@ -148,14 +148,14 @@ def _type_for(state: RunState, settings: ControllerSettings, want: Want, counts:
 
 
 def _not_to_be_had(state: RunState) -> set[str]:
-    """Types of which a requested engine never came, or was taken out because no retry mends what it refuses."""
+    """Return types whose requested engine never joined, or was expelled for a permanent reason."""
     records = {record.name: record for record in state.fleet.records()}
     gone = {request.type for request in state.engine_requests if not request.wanted and request.name not in records}
     return gone | {record.type for record in records.values() if record.refuses}
 
 
 def _newest(state: RunState, settings: ControllerSettings, type: str) -> EngineRecord | None:
-    """Of the engines whose processes are the launcher's, and that nothing is the matter with."""
+    """Return the newest healthy, unpinned engine of the type that was started by the launcher."""
     names = [*map("engine-{}".format, range(settings.engines_expected)), *(each.name for each in state.engine_requests)]
     own = [
         record

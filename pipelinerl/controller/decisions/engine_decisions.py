@@ -1,16 +1,17 @@
-"""What the controller decides about engines: inputs and reports in, changes of the fleet and events out.
+"""Decisions about engines: maps inputs and reports to fleet changes and events.
 
-    EngineRegistered, EngineAnswered, EngineRestarted   joins (anew): weights are due
+    EngineRegistered, EngineAnswered, EngineRestarted   joins or rejoins: weights are due
     HealthCheckMissed, EngineTimedOut                   gets no work; is dead
-    Published, CanaryChecked                            has weights; serves, or is dirty, or is out
-    EngineDrainAsked, EngineIdle, Ticked                `drain`, then `_expel`: ends what it has and is out
-    EngineRemoved                                       `_remove`, which is `_expel` at once
-    EnginesRequested                                    the launcher starts processes; they offer themselves
+    Published, CanaryChecked                            has weights; serves, is dirty, or is expelled
+    EngineDrainAsked, EngineIdle, Ticked                `drain`, then `_expel`: finishes its work and leaves
+    EngineRemoved                                       `_remove`, which is an immediate `_expel`
+    EnginesRequested                                    the launcher starts processes, which offer themselves
 
-Each transition has the verb of the table in `state/fleet.py`: `drain`, `_expel`, `_publish_failed`, `_answered`.
+Transitions are named like the events in the table of `state/fleet.py`: `drain`, `_expel`, `_publish_failed`,
+`_answered`.
 
-A swap requests an engine that `replaces` another: the old one is drained when the new one serves, so the run
-always has the engine it had. Nothing here sends: that weights are due follows from the fleet (`without_weights`).
+A swap requests an engine that `replaces` another. The old engine is drained once the new one serves, so the run never
+has fewer engines. This module sends no directives: due publications follow from the fleet (`without_weights`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _REMOVED: Final = "removed by an operator"
 
 
 def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) -> list[Effect]:
-    """Take one input about engines; `engines_expected` is how many the run began with."""
+    """Process one input about engines; `engines_expected` is the number with which the run began."""
     fleet = state.fleet
     match given:
         case EngineRegistered(url=url, incarnation=life, name=name, type=kind, now=now):
@@ -67,7 +68,7 @@ def engine_input(state: RunState, given: EngineInput, *, engines_expected: int) 
 
 
 def request_engines(state: RunState, given: EnginesRequested, *, engines_expected: int) -> list[Effect]:
-    """A replacement of who is to go already would be one too many; a name that anybody has had is no new one's."""
+    """Request engines under names never used before; do nothing if the engine to replace is leaving already."""
     if given.replaces and removal_reason(state, given.replaces):
         return []
     taken = {record.name for record in state.fleet.records()} | {request.name for request in state.engine_requests}
@@ -81,7 +82,7 @@ def request_engines(state: RunState, given: EnginesRequested, *, engines_expecte
 
 
 def drain(state: RunState, url: str, *, now: float, grace_s: float) -> list[Effect]:
-    """Give an engine no more work; what it has may run for `grace_s`."""
+    """Give an engine no more work; its current work may run for `grace_s`."""
     if not state.fleet.drain(url, now=now, by=now + grace_s):
         return []
     if state.fleet.is_draining(url):
@@ -90,14 +91,14 @@ def drain(state: RunState, url: str, *, now: float, grace_s: float) -> list[Effe
 
 
 def published(state: RunState, report: Published) -> list[Effect]:
-    """Note who has weights now, and who failed to take them."""
+    """Record which engines have received the weights, and which have failed."""
     for url in report.pauses_s:
         state.fleet.on_published(url, report.model_version, membership=report.membership)
     return _publish_failed(state, report, blameless=report.blameless)
 
 
 def canary_checked(state: RunState, report: CanaryChecked, *, now: float) -> list[Effect]:
-    """Note who serves from now on, and who does not, with the figures."""
+    """Record which engines passed the canary check and serve, and which failed it, with the figures."""
     fleet, version, membership = state.fleet, report.model_version, report.membership
     effects: list[Effect] = []
     for url, worst in report.worst.items():
@@ -112,13 +113,13 @@ def canary_checked(state: RunState, report: CanaryChecked, *, now: float) -> lis
 
 
 def overdue(state: RunState, *, now: float) -> list[Effect]:
-    """Engines that were to be drained by now: what they still have is handed over."""
+    """Expel engines whose drain deadline has passed; their remaining work is handed over."""
     late = [r.url for r in state.fleet.records() if state.fleet.is_draining(r.url) and r.drain_by < now]
     return [effect for url in late for effect in _expel(state, url, "drained; what it still had is handed over")]
 
 
 def awaited(state: RunState, *, engines_expected: int) -> list[str]:
-    """Names of the engines with which the run begins and that are still to join; none waits for who was taken out."""
+    """Return the names of initial engines that have not joined; those removed by an operator are not awaited."""
     requested = {request.name for request in state.engine_requests}
     out = [record.name for record in state.fleet.records() if record.to_stop and record.name not in requested]
     members = state.fleet.members()
@@ -128,14 +129,14 @@ def awaited(state: RunState, *, engines_expected: int) -> list[str]:
 
 
 def to_stop(state: RunState) -> list[str]:
-    """Names of the engines whose processes are to end; ascending."""
+    """Return the names of the engines whose processes must end, sorted."""
     records = {record.name for record in state.fleet.records() if record.to_stop and record.name}
     again = {record.name for record in state.fleet.records() if not record.to_stop}
     return sorted((records - again) | {request.name for request in state.engine_requests if not request.wanted})
 
 
 def removal_reason(state: RunState, url: str) -> str:
-    """Why an engine is to go already, in words; empty when it is not."""
+    """Return why an engine is leaving already; empty if it is not."""
     if state.fleet.is_draining(url):
         return "it is being drained"
     names = [request.name for request in state.engine_requests if request.wanted and request.replaces == url]
@@ -148,7 +149,10 @@ def removal_reason(state: RunState, url: str) -> str:
 def _publish_failed(
     state: RunState, report: Published | CanaryChecked, *, blameless: Collection[str] = ()
 ) -> list[Effect]:
-    """Note who did not take the weights, or did not prove them; for some no retry mends it, for some it is no fault."""
+    """Record engines that failed to take the weights or to prove them.
+
+    A permanent failure expels the engine. A blameless one, caused by other engines, is not counted.
+    """
     fleet, effects = state.fleet, list[Effect]()
     for url, reason in report.failed.items():
         persistence = Persistence.PERMANENT if url in report.permanent else Persistence.TRANSIENT
@@ -176,7 +180,7 @@ def _answered(state: RunState, url: str, *, now: float) -> list[Effect]:
 
 
 def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
-    """An engine serves: drain the one that it replaces, once: it will prove itself again."""
+    """Drain the engine that a newly serving one replaces, once: an engine may prove its weights repeatedly."""
     name = state.fleet.by_url[url].name
     for request in state.engine_requests:
         if request.name == name and request.replaces and request.wanted:
@@ -193,12 +197,12 @@ def _remove(state: RunState, engine: str) -> list[Effect]:
 
 
 def _expel(state: RunState, url: str, reason: str) -> list[Effect]:
-    """Take an engine out and have its process ended."""
+    """Expel an engine and have its process ended."""
     return _after_expulsion(state, url) if state.fleet.expel(url, reason, to_stop=True) else []
 
 
 def _after_expulsion(state: RunState, url: str) -> list[Effect]:
-    """Note that it left as planned: no request is for its name or its place any more."""
+    """Record a planned departure, and cancel requests for its name and replacements of its URL."""
     record = state.fleet.by_url[url]
     _cancel_request(state, record.name)
     _cancel_replacement(state, url)
@@ -206,7 +210,7 @@ def _after_expulsion(state: RunState, url: str) -> list[Effect]:
 
 
 def _cancel_replacement(state: RunState, url: str) -> None:
-    """Let no request replace that engine any more: whoever is at its URL next is another one."""
+    """Cancel all replacements of that URL, since the next engine there is a different one."""
     state.engine_requests = [
         msgspec.structs.replace(request, replaces="") if request.replaces == url else request
         for request in state.engine_requests

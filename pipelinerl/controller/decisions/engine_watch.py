@@ -1,7 +1,7 @@
-"""`EngineWatch`: what polling the engines shows: load, rates, and who is silent or has begun anew.
+"""`EngineWatch`: results of polling the engines: load, token rates, missed polls and restarts.
 
-It is knowledge of the moment and decides nothing: what follows from it reaches the controller as an input. A controller
-that comes back begins without it.
+It holds momentary observations and makes no decisions; their consequences reach the controller as inputs. A restarted
+controller begins without it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Final, final
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 
-#: So many of the engines of which nothing is amiss are polled in a second.
+#: The most steady engines polled per second.
 POLLS_PER_S: Final = 128
 _STEADY: Final = (EngineLifecycle.JOINING, EngineLifecycle.HEALTHY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """Of one engine, by its last answer; rates are over the time between the last two.
+    """Load of one engine as of its last answer; rates cover the time between the last two answers.
 
     Attributes:
-        occupancy: share of its slots that were at work, of the time too in which none was: rows that wait for orders,
-            for a verifier or for a trainer are no work. An engine that counts no busy seconds is taken to have none
-            of them to spare.
-        idle_since: when it was first found with nothing to do; None while it has something.
+        occupancy: share of its slots at work, over all time including idle time. Rows that wait for orders, for a
+            verifier or for a trainer do not count as work. An engine that reports no busy seconds is assumed to be
+            always busy.
+        idle_since: when it was first seen without work; None while it has work.
     """
 
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
@@ -43,7 +43,7 @@ _UNKNOWN: Final = EngineLoad()
 
 @final
 class EngineWatch:
-    """Loads by base URL. Pure: time and observations come in as arguments."""
+    """Engine loads by base URL. Pure: time and observations are arguments."""
 
     def __init__(self, *, polls_to_death: int = 5) -> None:
         self._loads: dict[str, EngineLoad] = {}
@@ -51,15 +51,15 @@ class EngineWatch:
         self._polls_to_death = polls_to_death
 
     def load(self, url: str) -> EngineLoad:
-        """What is known of the engine; zeros when nothing is."""
+        """Return the engine's load; all zeros if it is unknown."""
         return self._loads.get(url, _UNKNOWN)
 
     def to_ask(self, records: Sequence[EngineRecord], *, now: float, every_s: float) -> list[str]:
-        """Which of these engines are to be polled now, where they are looked through every `every_s`.
+        """Return the engines to poll now, given that this is called every `every_s`.
 
-        All, in a small fleet. Of more than `POLLS_PER_S` engines that serve, or are about to, as many as that, those
-        first that were polled longest ago: polls cost the same however many engines there are, and never come all at
-        once. Whoever is missed, or is to go, is polled each time.
+        Small fleets are polled whole. If more than `POLLS_PER_S` engines per second are steady (joining or healthy),
+        the least recently polled of them are chosen, so the cost of polling stays bounded and even. All other engines,
+        such as suspect or draining ones, are polled every time.
         """
         most = math.ceil(POLLS_PER_S * every_s)
         steady = [each.url for each in records if each.lifecycle in _STEADY]
@@ -69,7 +69,7 @@ class EngineWatch:
         return chosen
 
     def answered(self, url: str, metrics: EngineMetrics, now: float) -> bool:
-        """A poll succeeded; True when its counters fell: it restarted behind our back."""
+        """Record an answer; return True if its counters went down, which means that the engine has restarted."""
         known = self.load(url)
         previous, seconds = known.metrics, now - known.polled_at
         restarted = (
@@ -89,19 +89,19 @@ class EngineWatch:
         return restarted
 
     def on_missed_poll(self, url: str) -> bool:
-        """A poll failed; True when too many in a row have."""
+        """Record a missed poll; return True if too many in a row were missed."""
         known = self.load(url)
         self._loads[url] = replace(known, missed_polls=known.missed_polls + 1)
         return known.missed_polls + 1 >= self._polls_to_death
 
     def forget(self, url: str) -> None:
-        """The engine is asked no more: it has no load."""
+        """Forget an engine that is no longer polled."""
         self._loads.pop(url, None)
         self._asked_at.pop(url, None)
 
 
 def _occupancy(before: EngineMetrics, after: EngineMetrics, seconds: float) -> float:
-    """From 0 to 1, over `seconds`, in which counters rose from those before to those after."""
+    """Return the share of busy slots (0 to 1) over `seconds`, from the counters at its start and end."""
     steps = after.decode_steps_total - before.decode_steps_total
     if steps <= 0 or not after.slots:
         return 0.0

@@ -1,16 +1,16 @@
-"""`Evaluator`: when held-out problems are asked, of which weights, and when that ends. Pure, as its controller is.
+"""`Evaluator`: decides when held-out problems are evaluated, with which weights, and when an evaluation ends. Pure.
 
-    due ──weights of that version, or newer, are served──▶ running ──every problem ended, or given up──▶ a result
+    due ──weights of that version, or newer, are served──▶ running ──all problems ended, or gave up──▶ a result
      ▲                                                        │
-     └── the pin broke: the engine is lost, or was updated ───┘   at most `restarts` times
+     └── pin broken: the engine was lost or updated ──────────┘   at most `restarts` times
 
-Training is not stopped. Pinned to an engine, the others go on and staleness is theirs alone; the questions take that
-engine's share of the actors' room, so that training keeps its own. With a gate, updates are postponed until the end, at
-most `hold_s`, and prompts are issued for as long as they can be fresh. Before the first step and after the last there
-is nothing to hold: all engines answer, and versions are checked all the same.
+Training continues during an evaluation. With pin mode `engine`, one engine keeps its weights while the others continue;
+questions use this engine's share of the actors' capacity, so training keeps its own. With `gate`, updates are postponed
+until the end of the evaluation, but at most `hold_s`; prompts are issued as long as they can be fresh. Before the first
+step and after the last there are no updates to hold: all engines answer, and versions are still checked.
 
-Sets that fall due together are one evaluation, whose questions the same weights answer. What falls due while one is
-under way waits for its end, but for the sets that it asks itself.
+Sets that are due together form one evaluation, answered by the same weights. Sets that become due during an evaluation
+wait for its end, except those that it includes already.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from pipelinerl.messages import EvaluationDone
 
 @final
 class Evaluator:
-    """Decides on evaluations: of a run's state it changes `evaluation…` and, in the fleet, who is pinned."""
+    """Decisions about evaluations; changes the state's evaluations and which engine of the fleet is pinned."""
 
     def __init__(self, plan: EvaluationPlan, orders: PromptOrderFactory) -> None:
         self.plan = plan
         self._orders = orders
 
     def want(self, state: RunState) -> None:
-        """An evaluation of the current version, of all sets, is due."""
+        """Mark an evaluation of all sets as due, at the current version."""
         self._want(state, [each.name for each in self.plan.sets])
 
     def want_by_interval(self, state: RunState) -> None:
-        """A step was taken: the sets whose turn it is are due."""
+        """Mark the sets as due whose interval ends at this step."""
         common = state.knobs.evaluation_interval_steps
         self._want(state, [e.name for e in self.plan.sets if state.version % (e.interval_steps or common) == 0])
 
     def want_last(self, state: RunState) -> list[Effect]:
-        """No step will follow: what is under way gives way to an evaluation of the last weights."""
+        """Replace the current evaluation by one of the final weights, since no step will follow."""
         effects: list[Effect] = []
         if state.evaluations.current is not None:
             effects.append(_abandoned(state.evaluations.current, "the run ends, and its last weights are evaluated"))
@@ -55,7 +55,7 @@ class Evaluator:
         return effects
 
     def advance(self, state: RunState, *, now: float) -> list[Effect]:
-        """Whatever has happened: begin anew when a pin broke, begin when what is due can, and ask on."""
+        """Advance after any input: restart if the pin broke, begin if possible, and issue further questions."""
         effects: list[Effect] = []
         if state.evaluations.current is not None and (reason := broken(state)):
             effects += self._restart(state, state.evaluations.current, reason)
@@ -70,14 +70,14 @@ class Evaluator:
     def heard(
         self, state: RunState, order_id: str, index: int, answer: EvaluationDone | None, *, now: float
     ) -> list[Effect]:
-        """An answer, or None for a problem that failed."""
+        """Process an answer, or None for a problem that failed; a failed problem may be issued again."""
         evaluation = state.evaluations.current
         if evaluation is None or not evaluation.concerns(order_id):
             return []
         return self.asking(evaluation, [index] if evaluation.add(index, answer, now=now) else [])
 
     def closed(self, state: RunState) -> list[EvaluationResult]:
-        """The result of each set of the evaluation, if it has just ended; its engine goes back to the others."""
+        """Return each set's result if the evaluation has just ended, and release its engine; otherwise nothing."""
         evaluation = state.evaluations.current
         if evaluation is None or not (evaluation.complete or evaluation.given_up):
             return []
@@ -87,7 +87,7 @@ class Evaluator:
         return evaluation.results(version=state.version, seed=seed)
 
     def asking(self, evaluation: Evaluation, indices: list[int]) -> list[Effect]:
-        """These of its questions."""
+        """Issue these questions of the evaluation."""
         plan, version, number, engine = evaluation.plan, evaluation.model_version, evaluation.number, evaluation.engine
         orders = [self._orders.asking(plan, each, version=version, number=number, engine=engine) for each in indices]
         return [IssuePrompts(orders)] if orders else []
@@ -103,9 +103,10 @@ class Evaluator:
             state.evaluations.due = replace(due, sets=due.sets + new)
 
     def _begin(self, state: RunState, due: EvaluationDue, *, now: float) -> list[Effect]:
-        """Begin what is due with whoever serves it; where nothing more is published, with whoever serves.
+        """Begin the due evaluation, if engines serve suitable weights.
 
-        A publication that is under way is waited for, since it would break the pin.
+        Wait for a publication that is under way, since it would break the pin. In the last phase nothing more is
+        published, so engines with any weights may answer.
         """
         loaded = {url: state.fleet.by_url[url].loaded for url in state.fleet.verified()}
         if not loaded or (state.phase is RunPhase.TRAINING and state.trainer.publishes):
@@ -117,7 +118,7 @@ class Evaluator:
         if pin in (Pin.AUTO, Pin.ENGINE):
             several = (
                 len({*loaded, *state.fleet.to_verify()}) > 1
-            )  # one that has yet to prove its weights is waited for
+            )  # wait for an engine that has yet to prove its weights
             pin = Pin.ENGINE if several and state.version > 0 and not last else Pin.GATE
         if pin is Pin.GATE and last and not agreed:
             pin = Pin.NONE
@@ -171,7 +172,7 @@ class Evaluator:
                 evaluation.given_up = f"updates were postponed for {self.plan.hold_s:g} s (evaluation.hold_s)"
 
     def _window(self, state: RunState, evaluation: Evaluation, *, now: float) -> int:
-        """How many questions may be out: all at once, or the pinned engine's share of the actors' room."""
+        """Return how many questions may be in flight: all, or the pinned engine's share of the actors' capacity."""
         if evaluation.given_up:
             return 0
         if evaluation.pin is not Pin.ENGINE:
@@ -181,19 +182,19 @@ class Evaluator:
 
 
 def holds_updates(state: RunState) -> bool:
-    """Would a publication give the weights a new version under the evaluation that is under way?"""
+    """Return True if updates must wait, because a publication would change the weights of the current evaluation."""
     evaluation = state.evaluations.current
     held = evaluation is not None and evaluation.pin is Pin.GATE and not evaluation.given_up
     return held and state.phase is RunPhase.TRAINING and state.version != evaluation.model_version  # type: ignore[union-attr]
 
 
 def comes_first(state: RunState) -> bool:
-    """Does training wait for the evaluation before the first step?"""
+    """Return True if training waits for the evaluation before the first step."""
     return state.version == 0 and (state.evaluations.current is not None or state.evaluations.due is not None)
 
 
 def broken(state: RunState) -> str:
-    """Why the pin of the evaluation under way holds no longer; empty while it does."""
+    """Return why the pin of the current evaluation is broken; empty if it holds."""
     evaluation, fleet = state.evaluations.current, state.fleet
     if evaluation is None or evaluation.pin is Pin.NONE:
         return ""
@@ -210,7 +211,7 @@ def broken(state: RunState) -> str:
 
 
 def release(state: RunState) -> None:
-    """The pinned engine, if there is one, goes back to the others; it serves again once it has what they have."""
+    """Unpin the evaluation's engine, if any; it serves again once it has the newest weights."""
     if state.evaluations.current is not None and state.evaluations.current.engine:
         state.fleet.release(state.evaluations.current.engine, version=state.version)
 

@@ -1,15 +1,15 @@
-"""When a run cannot go on, or is suspended, and how it ends then: with its state saved, and a sentence that says why.
+"""Rules for ending a run that cannot continue, or is suspended: its state is saved, and the reason is recorded.
 
-    cause                                                       is known
-    every engine refuses for a reason that no retry mends       when the last of them has
+    cause                                                       detected
+    every engine refuses permanently                            when the last of them has
     no engine is alive                                          after `engine_timeout_s`
-    a domain's verifier, or the filter, always fails            after 20 in a row, or a step's worth that time out
-    every engine refuses every prompt for such a reason         after a step's worth of groups, eight at least
-    every prompt is too long for the context                    after eight times what may be in flight
+    a domain's verifier, or the filter, always fails            after 20 in a row, or a step's worth of timeouts
+    every engine permanently refuses every prompt               after a step's worth of groups, eight at least
+    every prompt is too long for the context                    after eight times the orders in flight
     groups without signal are dropped, and all are such         after `run.no_signal_steps` (`no_signal.py`)
 
-Whether a reason lasts is said by who refuses (`inference_contract.errors.Persistence`), never guessed here. A trainer
-that trains is told to save what it has, and is waited for; it has `save_s`.
+The refusing process reports whether its reason is permanent (`inference_contract.errors.Persistence`); nothing is
+guessed here. A training trainer is directed to save its state and gets `save_s` to do so.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from pipelinerl.controller.state.run_state import RunPhase, RunState
 from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.messages import GroupFailed, VerifierFigures
 
-#: Fewer groups may all have a prompt that is too long.
+#: The least number of groups for a verdict: fewer may all be too long by chance.
 _FEW_GROUPS: Final = 8
-#: So many failures of a domain's verifier in a row end the run.
+#: Consecutive failures of a domain's verifier that end the run.
 _VERDICTS_THAT_END: Final = 20
-#: What of the recipe judges groups.
+#: Name of the recipe's group filter in messages.
 THE_FILTER: Final = "curation.filter"
-#: So many times what is in flight may be too long since the last step: eight of nine prompts.
+#: Multiple of the orders in flight that may be too long between steps: eight of nine prompts.
 _TOO_LONG: Final = 8
 
 
 def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> list[Effect]:
-    """What follows after a decision if the run cannot go on; called after each."""
+    """Return the effects of ending the run if it cannot continue; called after each decision."""
     if state.phase is RunPhase.FINISHED:
         return []
     if state.failing.reason:
@@ -52,7 +52,7 @@ def give_up(state: RunState, settings: ControllerSettings, *, now: float) -> lis
 
 
 def suspend(state: RunState, settings: ControllerSettings, reason: str, *, now: float) -> list[Effect]:
-    """End the run as one that cannot go on, but that it can: without a last publication or evaluation."""
+    """End a healthy run at once, like a failing one: without a last publication or evaluation."""
     if state.failing.reason or state.phase is RunPhase.FINISHED:
         return []
     state.failing.suspends = True
@@ -60,20 +60,20 @@ def suspend(state: RunState, settings: ControllerSettings, reason: str, *, now: 
 
 
 def finish(state: RunState, settings: ControllerSettings) -> list[Effect]:
-    """The run is over."""
+    """Mark the run as finished."""
     state.phase = RunPhase.FINISHED
     return [last_word(state, settings)]
 
 
 def last_word(state: RunState, settings: ControllerSettings) -> Finish:
-    """How a run that is over has ended."""
+    """Return the reason and kind of the end of a finished run."""
     if state.failing.reason:
         return Finish(state.failing.reason, End.SUSPENDED if state.failing.suspends else End.FAILED)
     return Finish(ending(state, settings) or "stopped", End.FAILED if state.failing.hopeless else End.COMPLETED)
 
 
 def refused(state: RunState, report: GroupFailed) -> None:
-    """Note a group that failed, whether that will last, and why."""
+    """Record a failed group, and whether its failure is permanent."""
     if report.code == ContextExceeded.code:
         state.failing.too_long_groups += 1
         state.failing.too_long_reason = report.reason
@@ -87,7 +87,7 @@ def refused(state: RunState, report: GroupFailed) -> None:
 
 
 def _end(state: RunState, settings: ControllerSettings, reason: str, *, now: float) -> list[Effect]:
-    """At once, or when the trainer has saved its state."""
+    """End the run at once, or once the trainer has saved its state."""
     state.failing.reason, state.failing.since = reason, now
     if state.phase is not RunPhase.TRAINING:
         return finish(state, settings)
@@ -102,7 +102,7 @@ def _alive(state: RunState) -> bool:
 
 def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Iterator[str]:
     if state.phase is RunPhase.FINISHING:
-        return  # what is trained is saved; the last evaluation has bounds of its own
+        return  # the trained state is saved, and the last evaluation has its own time limits
     yield from _all_refuse(state, settings)
     if state.failing.engineless_since and now - state.failing.engineless_since > settings.engine_timeout_s:
         yield (
@@ -117,9 +117,9 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
 
 
 def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
-    """No engine can come any more but by an operator's hand: each has come, and is out for good."""
+    """Yield a reason if only an operator could add an engine: all have joined, and all are expelled for good."""
     if any(each.lifecycle is not EngineLifecycle.EXPELLED and not each.to_stop for each in state.fleet.by_url.values()):
-        return  # this is asked after each decision, and the first of a thousand engines answers it
+        return  # runs after each decision; with a thousand engines the first one usually answers it
     records = [record for record in state.fleet.records() if not record.to_stop]
     names = {record.name for record in records}
     to_come = [request for request in state.engine_requests if request.wanted and request.name not in names]
@@ -132,8 +132,12 @@ def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
 
 
 def _all_too_long(state: RunState) -> Iterator[str]:
-    """A prompt that is too long is refused at once, while others are being answered: as many are refused as are issued
-    in the place of such until all that is in flight fits. A few in a hundred are no reason, most of them are."""
+    """Yield a reason if nearly all prompts are too long.
+
+    Prompts that are too long fail at once while others are still sampled, and each failed order is replaced. Even a few
+    percent of such prompts therefore cause many failures, and only a large multiple of the orders in flight means that
+    nearly all are too long.
+    """
     failing = state.failing
     if not failing.too_long_groups:
         return
@@ -146,9 +150,10 @@ def _all_too_long(state: RunState) -> Iterator[str]:
 
 
 def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
-    """A domain's verifier, or the filter, has failed on whatever it was given of late, with every actor that asked it.
+    """Yield a reason if a domain's verifier, or the filter, has failed on all recent answers.
 
-    Answers that take too long may be the model's doing, and come many at a time: they take a step's worth.
+    It must have failed with every actor that used it. Timeouts may be caused by the model's answers, and come in
+    bursts, so they need a step's worth.
     """
     actors = list(state.live_actors(now))
     judges = {
@@ -167,6 +172,6 @@ def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
 
 
 def _some_ended_well(state: RunState) -> bool:
-    """Has any group come to the trainer since the last step, if only to be filtered?"""
+    """Return True if any group has reached the trainer since the last step, even if it was filtered."""
     ledger, before = state.account.ledger(), state.trainer.stepped
     return any(ledger[fate] > getattr(before, fate) for fate in ("filtered", "stale"))

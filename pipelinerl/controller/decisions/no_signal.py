@@ -1,15 +1,15 @@
-"""Decide when groups without signal are an alarm, and when they end a run that drops them. Pure.
+"""Rules for groups without signal: when they raise an alarm, and when they end a run that drops them. Pure.
 
-A group without signal has equal rewards, or the recipe's filter refused it. A run has lost its signal when every domain
-that it trains on has brought only such groups for a number of steps' worth, by its share of the mixture. So a domain
-that still teaches, or one that was switched on a moment ago, keeps the run going.
+A group has no signal if its rewards are equal, or if the recipe's filter refused it. A run has lost its signal when
+every domain that it trains on, in proportion to its share of the mixture, has produced only such groups for several
+steps' worth. A domain that still teaches, or that was just enabled, keeps the run going.
 
-    steps' worth              what happens
-    half of the limit         the alarm `no_signal`, cleared by the next group that teaches
-    `run.no_signal_steps`     where such groups are dropped, the run ends: solved (status 0) or hopeless (status 1)
+    steps' worth              effect
+    half of the limit         the alarm `no_signal`, cleared by the next group with signal
+    `run.no_signal_steps`     if such groups are dropped, the run ends: solved (status 0) or hopeless (status 1)
 
-The end is an orderly one: state saved, last weights published and evaluated. Where such groups train, a run goes on to
-its last step, as it would with TRL.
+The run ends in order: its state is saved, and its last weights are published and evaluated. If groups without signal
+are trained, the run continues to its last step, as in TRL.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pipelinerl.controller.state.settings import ControllerSettings
 from pipelinerl.enums import NoSignal
 from pipelinerl.messages import NoSignalGroups
 
-#: A domain of a small share must have brought so many groups before it counts as one without signal.
+#: The least number of groups before a domain with a small share counts as one without signal.
 _LEAST_GROUPS: Final = 16
-#: A run is solved when at least this share of its groups without signal were all right.
+#: A run is solved if at least this share of its groups without signal was fully correct.
 _SOLVED: Final = 0.9
 _KEY: Final = f"{AlarmKind.NO_SIGNAL}:"
 
@@ -52,7 +52,7 @@ def review(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
-    """Stop at the step boundary, as an operator's stop does."""
+    """Stop at the step boundary, like an operator's stop."""
     counts = _sum(state)
     state.failing.hopeless = counts.right < _SOLVED * counts.total
     state.stop_reason = _hopeless_sentence(state, counts) if state.failing.hopeless else _solved_sentence(counts)
@@ -63,7 +63,7 @@ def _end(state: RunState, settings: ControllerSettings) -> list[Effect]:
 
 
 def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
-    """Steps' worth of groups that brought no signal, of the domain that has brought the fewest for its share."""
+    """Return the steps' worth of groups without signal, of the domain with the fewest relative to its share."""
     counts = state.account.consumed.no_signal
     if not counts:
         return 0.0
@@ -79,7 +79,7 @@ def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
 
 
 def _sum(state: RunState) -> NoSignalGroups:
-    """The groups without signal of all domains."""
+    """Add up the groups without signal of all domains."""
     counts = list(state.account.consumed.no_signal.values())
     return NoSignalGroups(
         right=sum(each.right for each in counts),

@@ -1,4 +1,4 @@
-"""`PromptOrderFactory`: writes prompt orders, each a pure function of the run's seed, its index and the live knobs."""
+"""`PromptOrderFactory`: creates prompt orders, each a pure function of the run's seed, its index and the live knobs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _AS_THE_RUN: Final = DomainSampling()
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOrderFactory:
-    """What orders are written from.
+    """Creates prompt orders from the run's settings.
 
-    A domain's own group size, temperature, length and stop strings come before those of the run, and before the knob
-    `temperature`. Evaluations have the temperature of their set, and its length where it names one.
+    A domain's own group size, temperature, length and stop strings override those of the run and the knob
+    `temperature`. Evaluations use their set's temperature, and its length limit if it has one.
     """
 
     seed: int
@@ -27,12 +27,12 @@ class PromptOrderFactory:
     by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
     training_problem: Callable[[int, Mapping[str, float], Quota], Problem]
     held_out_problem: Callable[[str, int], Problem]
-    """Of the evaluation set of this name."""
+    """Returns a problem, from the name of its evaluation set and its index."""
 
     def training(
         self, index: int, *, temperature: float, domain_weights: Mapping[str, float], quota: Quota
     ) -> PromptOrder:
-        """Training order `index`, from the mixture of these weights, which hold within the quota's blocks."""
+        """Return training order `index`, drawn from the mixture; shares are exact within quota blocks."""
         problem = self.training_problem(index, domain_weights, quota)
         own = self._own(problem)
         sampling = replace(
@@ -53,10 +53,10 @@ class PromptOrderFactory:
         )
 
     def asking(self, plan: EvaluationPlan, index: int, *, version: int, number: int, engine: str = "") -> PromptOrder:
-        """Question `index` of evaluation `number`, that of `version`; an `engine` that is named answers alone.
+        """Return question `index` of evaluation `number` of `version`; with `engine`, only that engine may answer.
 
-        Equal at each asking, whatever is asked beside it, but for its id and engine: a sample is a function of its seed
-        and of the weights.
+        Apart from id and engine, the order is the same in every evaluation, so a sample is a function of its seed and
+        the weights.
         """
         asked, place = plan.question(index)
         problem = self.held_out_problem(asked.name, place)

@@ -1,7 +1,7 @@
-"""`implausible`: what of a report no role of this run can have meant, seen from what the controller knows.
+"""`implausible`: rejects reports that no role of this run can have meant, given the controller's state.
 
-Whoever can write into the streams, or a role with a bug, may say anything. What is plausible is believed; what is not
-would leave the account unbalanced, an evaluation with answers to no question, or numbers that nobody can count up to.
+Any process that can write to the streams, or a role with a bug, can send anything. Plausible reports are trusted.
+Implausible ones would unbalance the account, add answers to unasked evaluation questions, or count to absurd numbers.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pipelinerl.messages import (
 )
 from pipelinerl.types import Purpose
 
-#: Numbers that every reader of JSON keeps as they are.
+#: Integers up to this size survive every JSON reader unchanged.
 _MOST: Final = 2**53
-#: A reason holds a traceback, or a row of engines' errors.
+#: Enough for a reason with a traceback, or with the errors of several engines.
 _MOST_TEXT: Final = 2**16
 _MOST_ACTORS: Final = 4096
 
 
 def implausible(state: RunState, report: Report) -> str:
-    """What is wrong with `report`, as a clause; empty when nothing is."""
+    """Return why `report` is implausible, as a clause; empty if it is plausible."""
     return next(_faults(state, report), "")
 
 
@@ -61,7 +61,7 @@ def _faults(state: RunState, report: Report) -> Iterator[str]:
 
 
 def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
-    """Numbers that are none of a run's, and texts that nobody reads."""
+    """Yield numbers outside any run's range, and texts or lists that are too long."""
     match value:
         case bool() | None:
             return
@@ -75,14 +75,14 @@ def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
                 yield from _unrecordable(held, str(key)[:64])
         case list() if len(value) > MOST_AHEAD:
             yield f"{name} has {len(value)} entries"
-        case list():  # of thousands of orders, with each step: of numbers alone the least and the largest are enough
+        case list():  # with each step, thousands of orders: for a list of numbers, check only the extremes
             numbers = set(map(type, value)) == {int}
             for held in (min(value), max(value)) if numbers else value:
                 yield from _unrecordable(held, name)
 
 
 def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
-    """A trainer's account counts each order once: those below the frontier, and those beyond it."""
+    """Yield imbalances of a trainer's account, which must count each order once, below or beyond the frontier."""
     furthest = max(consumed.frontier - 1, *consumed.beyond, -1)
     if furthest >= state.account.cursor + 2 * MOST_AHEAD:
         yield f"it accounts for order {furthest}, which was never issued"
@@ -95,7 +95,7 @@ def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
 
 
 def _unasked(state: RunState, report: EvaluationDone | GroupFailed) -> Iterator[str]:
-    """An answer to no question of the evaluation that it names."""
+    """Yield faults of an answer to a question that the current evaluation did not ask."""
     evaluation = state.evaluations.current
     if evaluation is None or not evaluation.concerns(report.order_id):
         return

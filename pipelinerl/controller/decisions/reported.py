@@ -1,4 +1,4 @@
-"""What is reported and asks for no decision: it becomes an event, and what the status says of it."""
+"""Reports that need no decision: they become events, and are shown in the status."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pipelinerl.messages import CheckpointDelayed, Checkpointed, GroupHandedOver
 
 
 def step_skipped(report: StepSkipped, *, step: int) -> Record:
-    """A step that was not finite."""
+    """Return the event of a step that was skipped because it was not finite."""
     fields = {"step": step, "what": report.what, "groups": report.groups, "in_a_row": report.in_a_row}
     return Record("step_skipped", fields)
 
 
 def published(report: Published) -> Record:
-    """A publication, with its figures."""
+    """Return the event of a publication, with its figures."""
     return Record(
         "publish",
         {
@@ -30,13 +30,13 @@ def published(report: Published) -> Record:
 
 
 def handed_over(report: GroupHandedOver) -> Record:
-    """A group that one engine began and another has ended."""
+    """Return the event of a group that one engine began and another finished."""
     fields = {"order_id": report.order_id, "tokens_kept": report.tokens_kept}
     return Record("group_handed_over", fields | {"tokens_resampled": report.tokens_resampled})
 
 
 def checkpointed(state: RunState, report: Checkpointed | CheckpointDelayed) -> list[Effect]:
-    """A delay is reported again and again: it is an event once, and what the run waits for while it lasts."""
+    """Return the event of a checkpoint; a delay is reported repeatedly, but recorded once, and shown while it lasts."""
     version = report.model_version
     if isinstance(report, Checkpointed):
         state.trainer.unsaved = ""

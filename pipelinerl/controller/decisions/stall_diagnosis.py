@@ -1,4 +1,4 @@
-"""What a run waits for, and who would unblock it: in words, for people, and for the watchdog's event.
+"""Descriptions of what a run waits for, and which role can unblock it, for the status and the watchdog's event.
 
     stage         waits for                                unblocked by
     starting      engines, then the trainer's report       engine processes, the trainer
@@ -6,11 +6,11 @@
     evaluating    answers (before the first step, or with  actors, and the engines behind them
                   updates held: at most `hold_s`)
     stepping      groups, or the step on them              actors and engines, or the trainer
-    finishing     the trainer's last word, the last evaluation
+    finishing     the trainer's last report, the last evaluation
 
-The watchdog (`Controller.tick`) compares `progress_mark` with the one before: while nothing in it moves, no stage does.
-Orders that end untrained are no progress: a run that filters or refuses every group it samples is busy, and stands
-still.
+The watchdog (`Controller.tick`) compares `progress_mark` with its previous value: an unchanged mark means that no stage
+makes progress. Orders that end untrained are not progress: a run that filters or refuses every group is busy, but
+stalled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final
 from pipelinerl.controller.decisions.evaluator import holds_updates
 from pipelinerl.controller.state.run_state import SILENT_S, RunPhase, RunState
 
-#: Why an order ends untrained, by fate.
+#: Explanations of why orders end untrained, by outcome.
 _WHY: Final = {
     "filtered": "their rewards do not differ, nothing could be judged, or the recipe's filter refused them",
     "stale": "sampled by weights older than k allows",
@@ -29,13 +29,13 @@ _WHY: Final = {
 
 
 def progress_mark(state: RunState) -> tuple[Any, ...]:
-    """Changes whenever the run gets on, in whatever stage it is."""
+    """Return a value that changes whenever the run makes progress, in any stage."""
     answered = len(state.evaluations.current.answers) if state.evaluations.current is not None else -1
     return (str(state.phase), state.epoch, state.version, answered, len(state.evaluations.results))
 
 
 def waiting_for(state: RunState, *, now: float) -> str:
-    """In words: what the run waits for, and whom; also what keeps a checkpoint, since training will wait for that."""
+    """Describe what the run waits for, including a delayed checkpoint, since training will wait for it."""
     return _stage(state, now) + (f"; {state.trainer.unsaved}" if state.trainer.unsaved else "")
 
 
@@ -88,7 +88,7 @@ def _actors(state: RunState, now: float) -> str:
 
 
 def _untrained(state: RunState) -> str:
-    """Why no step came of what was sampled, once that would have made a whole one."""
+    """Explain why recent groups led to no step, once there were enough of them for a whole step."""
     ledger, before = state.account.ledger(), state.trainer.stepped
     ended = {fate: ledger[fate] - getattr(before, fate) for fate in _WHY}
     if sum(ended.values()) < state.knobs.groups_per_step:
@@ -98,7 +98,7 @@ def _untrained(state: RunState) -> str:
 
 
 def _outdated(state: RunState) -> str:
-    """Why nothing is sampled, when no order issued now could be fresh at its step."""
+    """Explain why nothing is sampled, if no order issued now could be fresh at its step."""
     loaded, k = state.fleet.oldest_loaded(), state.knobs.k
     if (
         state.account.in_flight
@@ -119,6 +119,6 @@ def _trainer(state: RunState, now: float) -> str:
 
 
 def lost_engines(state: RunState) -> str:
-    """Engines that were there, and what became of them; begins with a semicolon."""
+    """List the engines that were lost, with their states and errors; each entry begins with a semicolon."""
     dead = [record for record in state.fleet.records() if not record.lifecycle.is_alive]
     return "".join(f"; {record.url} is {record.lifecycle}: {record.last_error}" for record in dead)

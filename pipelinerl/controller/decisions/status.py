@@ -1,4 +1,4 @@
-"""`run_status`: the controller's state as the `RunStatus` that `/status`, the progress bar and the CLI show."""
+"""`run_status`: converts the controller's state to the `RunStatus` of `/status`, the progress bar and the CLI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipelinerl.observability import status
 def run_status(
     controller: Controller, *, watch: EngineWatch, name: str, now: float, elapsed_s: float
 ) -> status.RunStatus:
-    """A snapshot for people; `now` is on the controller's monotonic clock."""
+    """Return a snapshot of the run for users; `now` is on the controller's monotonic clock."""
     state = controller.state
     remaining = controller.settings.steps - state.version
     done = state.version - state.trainer.first_version
@@ -57,7 +57,11 @@ def run_status(
 
 
 def assignment_of(state: RunState, settings: ControllerSettings) -> ActorAssignment:
-    """What every actor works by; it gives no group up that steps wait for, or of which some may be younger."""
+    """Return the settings that every actor works by.
+
+    It contains k, by which actors give up outdated groups, unless steps wait for overdue groups or rollouts are trained
+    individually.
+    """
     drops = settings.scope is StalenessScope.GROUP and settings.overdue is Overdue.DROP
     gives_up = drops and not math.isinf(state.knobs.k)
     return ActorAssignment(
@@ -96,7 +100,7 @@ def _other_sets(results: Sequence[EvaluationResult]) -> tuple[status.HeldOutStat
 
 
 def _held_out(results: Sequence[EvaluationResult]) -> status.HeldOutStatus:
-    """Of one set."""
+    """Return the status of one evaluation set."""
     if not results:
         return status.HeldOutStatus()
     first, last = results[0], results[-1]
@@ -120,7 +124,7 @@ def _groups(figures: Mapping[str, AnswerFigures]) -> tuple[status.GroupFiguresSt
 
 
 def _figures(of: EvaluationResult | AnswerFigures) -> dict[str, Any]:
-    """What an evaluation tells of all its problems, and of those of one domain or tag alike."""
+    """Return the figures shared by whole evaluations, domains and tags."""
     return {
         "accuracy": of.accuracy,
         "low": of.low,

@@ -1,7 +1,7 @@
-"""What a step shows: its figures by domain, completed by what only the controller knows, and the alarms they raise.
+"""Review of a step: completes its figures by domain with what only the controller knows, and updates the alarms.
 
-Of the trainer's figures it adds to the stale groups of a domain those that actors have given up themselves, and what
-its verifier has done since the step before: `verified` answers, `verifier_s` a piece, `verifier_errors`, time-outs too.
+To the trainer's figures of a domain it adds groups that actors gave up as stale, and the work of its verifier since the
+previous step: `verified` answers, `verifier_s` per answer, and `verifier_errors`, which include timeouts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pipelinerl.controller.state.run_state import RunState
 from pipelinerl.controller.state.watched_steps import FIRST_STEPS, WINDOW, DomainCounts, WatchedStep
 from pipelinerl.messages import ActorAlive, GroupOutdated, StepDone, VerifierFigures
 
-#: Groups whose stages are told with one step.
+#: The most groups whose stage timings are included in one step's event.
 MOST_STAGES: Final = 4
 
 Figures = Mapping[str, Mapping[str, float]]
 
 
 def step_taken(state: RunState, report: StepDone) -> list[Effect]:
-    """The step's event, and those of alarms that it raises or clears."""
+    """Return the step's event, and the events of alarms that it raises or clears."""
     version, watched = report.model_version, state.watched
     watched.by_domain = _by_domain(state, report.by_domain)
     watched.by_tag = report.by_tag
@@ -37,14 +37,14 @@ def step_taken(state: RunState, report: StepDone) -> list[Effect]:
 
 
 def note_stages(state: RunState, report: ActorAlive) -> None:
-    """An actor has ended groups: a step's event tells of `MOST_STAGES` at most, the first that are said."""
+    """Keep the stage timings of the first groups that actors report, for the step's event, `MOST_STAGES` at most."""
     free = MOST_STAGES - len(state.watched.stages)
     if free > 0 and report.stages:
         state.watched.stages = [*state.watched.stages, *report.stages[:free]]
 
 
 def note_outdated(state: RunState, report: GroupOutdated) -> None:
-    """An actor has given a group up: the next step's figures count it as stale."""
+    """Count a group that an actor gave up as stale in the next step's figures."""
     if report.domain in state.knobs.domain_weights:
         state.watched.outdated[report.domain] = state.watched.outdated.get(report.domain, 0) + 1
 
@@ -82,7 +82,7 @@ def _by_domain(state: RunState, reported: Figures) -> dict[str, dict[str, float]
 
 
 def _verified(state: RunState) -> dict[str, VerifierFigures]:
-    """By domain, over all actors."""
+    """Sum the verifier figures of all actors, by domain."""
     sums: dict[str, VerifierFigures] = {}
     for alive, _ in state.actors.values():
         for domain, each in alive.verifiers.items():
@@ -97,7 +97,7 @@ def _verified(state: RunState) -> dict[str, VerifierFigures]:
 
 
 def _since(now: VerifierFigures, before: VerifierFigures) -> dict[str, float]:
-    """What came since then; all of it, where an actor that began anew counts from 0."""
+    """Return the difference from `before`; if an actor's restart reset its counters, return the totals."""
     if now.judged < before.judged or now.seconds < before.seconds:
         before = VerifierFigures()
     failed = now.errors + now.timeouts - before.errors - before.timeouts

@@ -1,1 +1,1 @@
-"""The controller's process-side: HTTP routes, the journal, and the loop that carries decisions out."""
+"""The controller's process: HTTP routes, the journal, and the service that carries out decisions."""

@@ -1,6 +1,6 @@
-"""The controller's HTTP routes: what people, engines, actors and launchers ask of a live run; `routes.py` lists them.
+"""The controller's HTTP routes, for users, engines, actors and launchers; `routes.py` lists them.
 
-An answer is given once the state is that of the run: a controller that comes back has to read its journal first.
+Requests are answered once the state is restored: a restarted controller must read its journal first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _ELSEWHERE: Final = (
 )
 _SILENT: Final = "url: no engine answers there: {}"
 _UNREACHABLE: Final = "unreachable_engine"
-#: An engine that offers itself answers a poll in that time: its own call to us is cut off after five seconds.
+#: An engine that offers itself answers a poll within this time; its own request times out after five seconds.
 _PROBE_S: Final = 3.0
 _GOING: Final = "{url} is to go already: {why}; to have one engine more, request one that replaces none"
 
@@ -65,7 +65,7 @@ _Who = Annotated[str, Header(alias=routes.WHO, max_length=128)]
 
 
 def create_api(service: ControllerService, *, token: str | None) -> FastAPI:
-    """The application; whoever serves it runs the service."""
+    """Return the application; the caller must run the service."""
     app = FastAPI(title="pipelinerl controller", openapi_url=None)
     app.get("/health")(lambda: {"state": "ready"})
     _add_status(app, service)
@@ -124,7 +124,7 @@ def _add_knobs(app: FastAPI, service: ControllerService) -> None:
     async def patch(changes: Annotated[KnobChanges, Body()], who: _Who = "somebody") -> Response:
         try:
             now = await service.now()
-            service.controller.state.knobs.patched(changes)  # what cannot run is refused in the words of its knob
+            service.controller.state.knobs.patched(changes)  # report errors in the knob's own words
             await service.perform(KnobsPatched(now=now, changes=changes, who=who, time=time.time()))
         except RecipeError as error:
             return refusal(422, str(error), code="invalid_knob")
@@ -148,10 +148,10 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         count = len(fleet.by_url)
         taken = EngineTaken("joining", OFFER_S if count <= OFFERS_AT_ONCE else OFFER_S * count / OFFERS_AT_ONCE)
         if offer.incarnation and fleet.is_known(url, offer.incarnation, name=offer.name, type=offer.type, now=now):
-            return _answer(taken)  # nothing is to be decided, nor to be written down
+            return _answer(taken)  # nothing to decide or to journal
         if (wait_s := fleet.offer_wait_s(url, offer.incarnation, now=now)) > 0:
             return _answer(EngineTaken("waiting", wait_s))
-        try:  # before a group is formed with it, for which all other engines would wait
+        try:  # before it joins a process group, for which all other engines would wait
             async with asyncio.timeout(_PROBE_S):
                 await service.probe(url)
         except TimeoutError:
@@ -216,7 +216,7 @@ def _add_verifiers(app: FastAPI, service: ControllerService) -> None:
 
 
 def _unreachable(request: Request, url: str, what: str) -> Response | None:
-    """The refusal of a loopback address that was offered from another machine."""
+    """Return the error for a loopback address that was offered from another machine; None if the address is fine."""
     asker = request.client.host if request.client is not None else _LOCALHOST
     if not _is_local(urlsplit(url).hostname or "") or _is_local(asker):
         return None
@@ -228,18 +228,18 @@ def _answer(value: msgspec.Struct) -> Response:
 
 
 def _is_local(host: str) -> bool:
-    """Does the host stand for whichever machine looks at it?"""
+    """Return True if the host refers to the machine that resolves it."""
     try:
         address = ip_address(host)
     except ValueError:
         return host == _LOCALHOST
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:  # as a socket for both families has it
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:  # IPv4 on a dual-stack socket
         address = address.ipv4_mapped
     return address.is_loopback or address.is_unspecified
 
 
 def _url(service: ControllerService, engine: str) -> str | None:
-    """The URL of an engine that is named by it, or by the name of one that is not out; None when there is none."""
+    """Return the URL of an engine given by URL or by the name of an unexpelled engine; None if there is none."""
     base = base_url(engine)
     records = service.controller.state.fleet.records()
     named = [r.url for r in records if r.name == engine and r.lifecycle is not EngineLifecycle.EXPELLED]
@@ -247,7 +247,7 @@ def _url(service: ControllerService, engine: str) -> str | None:
 
 
 def _named(service: ControllerService, engine: str) -> str | None:
-    """The same, or the name of one that was requested and has not come yet."""
+    """Return the same, or the name of an engine that was requested and has not joined yet."""
     requested = (
         request.name
         for request in service.controller.state.engine_requests

@@ -1,4 +1,4 @@
-"""Evaluations' answers, on their way from an actor's report to the samples that people read."""
+"""Conversion of reported evaluation answers to samples for users."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _JUDGED: Final = frozenset(outcome.value for outcome in Outcome if outcome.is_ju
 
 
 def keep(samples: SampleLog, report: EvaluationDone, *, current: Evaluation | None) -> None:
-    """Keep the answers of a report; its step is the version that is being evaluated."""
+    """Store the answers of a report; the sample's step is the evaluated version."""
     version = report.newest_version if current is None else current.model_version
     asked = current is not None and current.concerns(report.order_id)
     name = current.plan.question(report.index)[0].name if asked and current is not None else ""

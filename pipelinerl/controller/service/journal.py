@@ -1,16 +1,16 @@
-"""`Journal`: the controller's memory outside its process, so that it may be killed between any two side effects.
+"""`Journal`: the controller's durable memory, so that its process may be killed between any two side effects.
 
-Every decision is written down before its effects are carried out: the input, and the stream ids that the effects will
-use. A controller that comes back reads the newest snapshot, decides again on what was journaled since (it is pure, so
-the state comes out the same) and carries out the effects of the last decision once more. Those are keyed: prompts and
-directives by the ids written here, events by the number of the decision; repeating one is a no-op. An input that was
-not journaled had no effect: a report still lies in its stream, an API call was not answered.
+Each decision is journaled before its effects are carried out: its input, and the stream ids that the effects will use.
+A restarted controller loads the newest snapshot and repeats the decisions journaled since. Decisions are pure, so the
+state is the same. It then carries out the effects of the last decision once more. Effects are idempotent: prompts and
+directives use the journaled ids, and events the number of the decision. An input that was not journaled had no effect:
+a report is still in its stream, and an API call was not answered.
 
-It fences, too: of two controllers that write, one finds its number taken, by an entry that is not its own, and stops
-before its decision has had any effect.
+The journal also fences. If two controllers write, one of them finds its entry number taken by a foreign entry, and
+stops before its decision has any effect.
 
-The numbers of entries are consecutive. When the stream server has lost the tail of its history, they are not, and the
-journal is of no use until its next snapshot: `whole` notices, and whoever writes takes a snapshot at once.
+Entry numbers are consecutive. If the stream server loses the tail of its history, they no longer are, and the journal
+is useless until its next snapshot. `whole` detects this, and the writer takes a snapshot at once.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from pipelinerl.errors import FencedError, RecipeError, UserError
 from pipelinerl.messages import LAYOUT, layout_refusal
 from pipelinerl.streams.stream import START, Stream, fresh_number, parse_id
 
-#: The stream that holds it.
+#: The journal's stream.
 log = logging.getLogger("pipelinerl")
 
 JOURNAL: Final = "journal"
-#: Decisions between two snapshots: what a recovery has to decide again, at most.
+#: Decisions between two snapshots: the most that a recovery has to repeat.
 _SNAPSHOT_EVERY: Final = 500
 
 
 class Decision(msgspec.Struct, frozen=True, tag=True):
-    """An input that was decided on; its effects take ids from `next_prompt` and `next_directive` on."""
+    """A journaled input; the effects of its decision use ids from `next_prompt` and `next_directive` on."""
 
     given: AnyInput
     next_prompt: int
@@ -47,7 +47,7 @@ class Decision(msgspec.Struct, frozen=True, tag=True):
 
 
 class JournalSnapshot(msgspec.Struct, frozen=True, tag=True):
-    """The state, the last report that is part of it, when its last decision was taken, and the layout of it all."""
+    """The state, the id of the last report in it, the time of the last decision, and the layout version."""
 
     state: RunState
     reports_offset: str
@@ -57,7 +57,7 @@ class JournalSnapshot(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """An entry's own name and layout, which are read before anything else of it; the oldest snapshots say none."""
+    """The type and layout version of an entry, read before the rest; the oldest snapshots have no layout version."""
 
     type: str
     layout: int = 1
@@ -70,8 +70,11 @@ _LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What a journal holds: a state, the decisions since (the last one's effects are to be repeated), where reports are
-    read on, and when the last decision was taken."""
+    """Contents of a journal: a state, and the decisions since.
+
+    The effects of the last decision must be repeated. `reports_offset` is where to continue reading reports, and `now`
+    the time of the last decision.
+    """
 
     number: int
     state: RunState
@@ -82,7 +85,7 @@ class Recovered:
 
 @final
 class Journal:
-    """The writer; one at a time. `number` is that of the last entry, `now` the time of the last decision."""
+    """The writer of a journal; there must be only one. `number` is the last entry's, `now` the last decision's time."""
 
     def __init__(self, stream: Stream, *, number: int) -> None:
         self._stream = stream
@@ -95,14 +98,14 @@ class Journal:
 
     @classmethod
     async def begin(cls, stream: Stream) -> Self:
-        """A new journal; the `snapshot` that its writer takes first makes any older one void."""
+        """Begin a new journal; the first `snapshot` of its writer replaces any older one."""
         return cls(stream, number=fresh_number(await stream.last_id(JOURNAL)))
 
     async def record(self, decision: Decision) -> int:
-        """Write a decision down; returns its number. It holds once this returns.
+        """Journal a decision and return its number; the decision is durable on return.
 
         Raises:
-            FencedError: another controller has written instead.
+            FencedError: another controller has written this entry.
         """
         await self._write(msgspec.structs.replace(decision, writer=self._writer))
         if isinstance(decision.given, ReportReceived):
@@ -111,7 +114,11 @@ class Journal:
         return self.number
 
     def refuse_unwritable(self, given: AnyInput) -> None:
-        """Raise RecipeError for an input that cannot be written down: it must not be decided on either."""
+        """Reject an input that cannot be encoded, before a decision is made on it.
+
+        Raises:
+            RecipeError: the input cannot be encoded.
+        """
         try:
             _ENCODER.encode(given)
         except (OverflowError, UnicodeEncodeError, TypeError, RecursionError) as error:
@@ -119,11 +126,11 @@ class Journal:
 
     @property
     def snapshot_due(self) -> bool:
-        """Are there enough decisions since the last snapshot?"""
+        """True if enough decisions were made since the last snapshot."""
         return self.number - self._last_snapshot >= _SNAPSHOT_EVERY
 
     async def snapshot(self, state: RunState) -> None:
-        """Write the whole state, all decisions carried out, and drop what came before; raises as `record` does."""
+        """Write the whole state, with all effects carried out, and trim older entries; raises like `record`."""
         await self._write(JournalSnapshot(state, self.reports_offset, self._writer, self.now))
         await self._stream.trim(JOURNAL, before=f"{self.number}-0")
         self._first = self._last_snapshot = self.number
@@ -131,30 +138,32 @@ class Journal:
     async def _write(self, record: Decision | JournalSnapshot) -> None:
         number, payload = self.number + 1, _ENCODER.encode(record)
         if not await self._stream.append(JOURNAL, [payload], first_id=number):
-            # It lies there already: by us, when the answer to a first try was lost.
+            # The entry exists: it may be our own, if the answer to a first attempt was lost.
             found = await self._stream.read({JOURNAL: f"{number - 1}-0"}, count=1, block_s=0)
             if [entry.payload for entry in found] != [payload]:
                 raise FencedError("another controller has taken over this run; this one stops")
-        self.number = number  # not before: who was fenced finds the other's entry whatever it tries next
+        self.number = number  # not earlier: a fenced writer must meet the foreign entry again on any further attempt
 
     async def whole(self) -> bool:
-        """Does the server still hold every entry, and none that is another's?"""
+        """Return True if the server still holds all entries, and no foreign ones."""
         last = await self._stream.last_id(JOURNAL)
         return last == f"{self.number}-0" and await self._stream.length(JOURNAL) == self.number - self._first + 1
 
     @staticmethod
     async def is_being_written(stream: Stream, *, for_s: float) -> bool:
-        """Does anybody write on in the next `for_s` seconds? A controller whose actors live does: it journals each of
-        their heartbeats."""
+        """Return True if an entry is written within the next `for_s` seconds.
+
+        A running controller with live actors writes often, since it journals each of their heartbeats.
+        """
         last = await stream.last_id(JOURNAL)
         return last != START and bool(await stream.read({JOURNAL: last}, count=1, block_s=for_s))
 
     @classmethod
     async def recover(cls, stream: Stream) -> tuple[Self, Recovered] | None:
-        """The journal that lies in `stream`, to be written on, and what it holds; None when it holds no whole story.
+        """Return the journal in `stream`, ready for further writes, and its contents; None if entries are missing.
 
         Raises:
-            UserError: a controller of another version has written it.
+            UserError: the journal was written by another version of the controller.
         """
         entries = await stream.read({JOURNAL: START}, count=10 * _SNAPSHOT_EVERY, block_s=0)
         try:
@@ -185,7 +194,11 @@ class Journal:
 
 
 def _check_layout(payloads: Sequence[bytes]) -> None:
-    """Refuse a journal that holds a snapshot of another layout; its decisions alone say nothing."""
+    """Check the layout of all snapshots; decisions carry no layout of their own.
+
+    Raises:
+        UserError: a snapshot has another layout.
+    """
     for record in map(_LAYOUTS.decode, payloads):
         if record.type == JournalSnapshot.__name__ and record.layout != LAYOUT:
             raise UserError(layout_refusal("the controller's journal", record.layout))

@@ -1,7 +1,7 @@
-"""The controller's `/metrics`: the run as a whole, and those roles that listen nowhere: trainer, actors, processes.
+"""The controller's `/metrics`: the run as a whole, and roles without a port of their own (trainer, actors, processes).
 
-Engines and parameter servers answer for themselves (`pipelinerl_engine_…`, `pipelinerl_parameter_server_…`); what the
-controller knows of engines is here by URL. docs/prometheus.md lists the names.
+Engines and parameter servers serve their own metrics (`pipelinerl_engine_…`, `pipelinerl_parameter_server_…`). The
+controller's view of each engine is included here, by URL. docs/reference/prometheus.md lists the names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipelinerl.observability.status import RunStatus, StatusPhase
 
 PREFIX: Final = "pipelinerl"
 
-#: Figures of the last step, as the trainer reports them.
+#: Figures of the last step, as reported by the trainer.
 _TRAINER: Final = (
     "reward", "accuracy", "loss", "grad_norm", "learning_rate", "entropy", "ess", "clip_fraction", "length_mean",
     "truncated", "staleness_mean", "staleness_max", "wait_s", "step_s", "publish_wait_s", "waiting_groups",
@@ -24,7 +24,7 @@ _DOMAIN: Final = ("reward", "accuracy", "length_mean", "truncated", "stale", "ve
 
 
 def run_metrics(status: RunStatus, last_step: Mapping[str, float]) -> str:
-    """Prometheus' text; `last_step` holds the figures of the last step by name."""
+    """Return Prometheus' text; `last_step` holds the figures of the last step by name."""
     ledger, fleet = status.ledger, status.fleet
     fates = ("issued", "trained", "filtered", "stale", "failed")
     metrics: dict[str, Samples] = {

@@ -1,14 +1,14 @@
-"""The controller's hands: reads reports, lets `Controller` decide, journals that, and carries out what it decided.
+"""The controller's service: reads reports, lets `Controller` decide, journals decisions and carries them out.
 
     loop     waits for                unblocked by
     reports  entries in `reports`     trainer, actors
     poll     its interval             the clock
-    ask      an engine's answer       the engine, or its own deadline; one at a time for each engine
+    ask      an engine's answer       the engine, or the poll's deadline; one poll at a time per engine
 
-All decisions run on one event loop, one after the other; effects are carried out in order before the next report. One
-that cannot be journaled or carried out ends the service, whoever asked for it, since the state has moved on already. It
-may be killed between any two effects: see `journal.py`. Its clock goes on from the last decision in the journal,
-whatever the clock of the machine says that it goes on at.
+All decisions run on one event loop, one after the other. Effects are carried out in order before the next report. If an
+input cannot be journaled, or an effect fails, the service ends, since the state has already changed. The process may be
+killed between any two effects; see `journal.py`. After a restart, the service's clock continues from the last decision
+in the journal, independent of the machine's clock.
 """
 
 from __future__ import annotations
@@ -72,39 +72,43 @@ from pipelinerl.types import PromptOrder, Purpose
 
 log = logging.getLogger("pipelinerl")
 
-#: A trainer reads every directive at once; older ones serve whoever looks into the stream.
+#: A trainer reads each directive at once; older ones are kept for debugging.
 _DIRECTIVES_KEPT: Final = 64
-#: A drained engine must have been idle for so long: by then every actor knows that it gets no work (`REFRESH_S`).
+#: Idle time after which a drained engine is removed: by then all actors know that it gets no work (`REFRESH_S`).
 _IDLE_S: Final = 2.0
-#: A launcher asks for the status twice a second. One that has not for so long is not there.
+#: A launcher polls the status twice a second; after this silence it is considered gone.
 _LAUNCHER_S: Final = 10.0
 #: More entries than a bounded stream holds.
 _ALL: Final = 2**31
 
 
-#: The event with which the log of a run ends.
+#: The last event of a run's log.
 _LAST_WORDS: Final = {End.COMPLETED: "run_finished", End.SUSPENDED: "run_suspended", End.FAILED: "run_failed"}
 
 
-#: What a decision on wrong numbers may end with, in the middle.
+#: Exceptions that a decision on inconsistent numbers may raise halfway.
 _UNDECIDABLE: Final = (LedgerError, ArithmeticError, LookupError, TypeError, ValueError)
 
 
 class Start(StrEnum):
-    """Where a controller begins."""
+    """The state from which a controller begins."""
 
     AFRESH = "afresh"
-    """With the run: from the state it is given."""
+    """Begins with the run, from the given state."""
     FROM_JOURNAL = "from_journal"
-    """In the middle of a run whose controller died; afresh when the journal does not tell the whole story, or tells of
-    another launch."""
+    """Continues a run whose controller died; afresh if the journal is incomplete or of another launch."""
 
 
 class EngineProbe(Protocol):
-    """Asks an engine for its load; satisfied by `EngineClient`."""
+    """Requests an engine's load; implemented by `EngineClient`."""
 
     async def metrics(self, url: str) -> Mapping[str, float]:
-        """Raises ContractError or PipelineError when the engine does not answer in time."""
+        """Return the engine's metrics.
+
+        Raises:
+            ContractError: the engine rejects the request.
+            PipelineError: the engine does not answer in time.
+        """
         ...
 
 
@@ -127,9 +131,12 @@ class ControllerService:
         samples: SampleLog | None = None,
         restarts: Callable[[], tuple[RestartStatus, ...]] = lambda: (),
     ) -> None:
-        """`elapsed_s` is the age of a run that goes on, so that its events keep one time line.
+        """Create the service.
 
-        Evaluations' answers go to `samples`, for people to read. `restarts` tells which of its processes have died.
+        Args:
+            elapsed_s: age of a resumed run, so that its events continue the same timeline.
+            samples: log of evaluation answers, for users.
+            restarts: returns the processes of the run that have died.
         """
         self._restarts = restarts
         self.controller = controller
@@ -144,9 +151,9 @@ class ControllerService:
         self._start = start
         self._samples = samples
         self._started = clock() - elapsed_s
-        self._launcher_at = clock()  # as if it had asked: a controller that has just begun waits for the first question
-        self._ahead = 0.0  # of the machine's clock
-        self._asked: set[str] = set()  # engines that have yet to answer
+        self._launcher_at = clock()  # begin as if polled: a new controller waits for the launcher's first poll
+        self._ahead = 0.0  # offset from the machine's clock
+        self._asked: set[str] = set()  # engines with a poll in flight
         self._dead_letters = DeadLetters(stream)
         self._journal: Journal
         self._next_entry = 0
@@ -159,7 +166,12 @@ class ControllerService:
         self.finished = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until the run is over, which sets `finished`; raises what stops it before, or why it cannot go on."""
+        """Serve until the run is over, then set `finished`.
+
+        Raises:
+            RunFailed: the run cannot continue.
+            PipelineError: a decision could not be journaled or carried out.
+        """
         found = await Journal.recover(self._stream) if self._start is Start.FROM_JOURNAL else None
         if found is None or found[1].state.launch != self.controller.state.launch:
             await self._begin()
@@ -178,8 +190,10 @@ class ControllerService:
             raise RunFailed(failing.reason)
 
     async def perform(self, given: AnyInput) -> list[Effect]:
-        """Decide on one input, carry the decision out and return it; decisions never overlap. Raises what `decide`
-        does, and RecordError for a report on which nothing can be decided."""
+        """Decide on one input, carry out the decision and return its effects; decisions never overlap.
+
+        Raises the errors of `Controller.decide`, and RecordError for a report on which no decision is possible.
+        """
         await self._begun.wait()
         async with self._turn:
             self._journal.refuse_unwritable(given)
@@ -195,7 +209,11 @@ class ControllerService:
             return effects
 
     async def _decided(self, given: AnyInput) -> list[Effect]:
-        """What follows; raises RecordError for a report on which nothing can be decided, and forgets it."""
+        """Return the decision's effects. If a report makes the decision fail halfway, restore the journaled state.
+
+        Raises:
+            RecordError: no decision is possible on the report.
+        """
         try:
             return self.controller.decide(given)
         except _UNDECIDABLE as error:
@@ -211,20 +229,25 @@ class ControllerService:
             await self._journal.snapshot(self.controller.state)
 
     async def probe(self, url: str) -> None:
-        """Raises ContractError or PipelineError unless an engine answers at `url`."""
+        """Check that an engine answers at `url`.
+
+        Raises:
+            ContractError: what answers is not a working engine.
+            PipelineError: nothing answers in time.
+        """
         await self._probe.metrics(url)
 
     async def now(self) -> float:
-        """The clock by which inputs are timed, in seconds, once the journal has told where it stands."""
+        """Return the time for inputs, in seconds, once the clock has been restored from the journal."""
         await self.begun()
         return self._now()
 
     async def begun(self) -> None:
-        """Return once the state is that of the run: a controller that comes back has to read its journal first."""
+        """Wait until the state is restored: a restarted controller must read its journal first."""
         await self._begun.wait()
 
     def status(self) -> RunStatus:
-        """What the run is doing now."""
+        """Return the current status of the run."""
         now, elapsed_s = self._now(), self._elapsed()
         status = run_status(self.controller, watch=self.watch, name=self._name, now=now, elapsed_s=elapsed_s)
         waiting_for = f"room ({no_room})" if (no_room := self._events.no_room) else status.waiting_for
@@ -233,25 +256,25 @@ class ControllerService:
         return msgspec.structs.replace(status, restarts=self._restarts(), waiting_for=waiting_for, fleet=fleet)
 
     def note_launcher(self) -> None:
-        """A launcher has asked for the status, by which it starts and ends engines."""
+        """Note that a launcher polled the status; the launcher starts and ends engines."""
         self._launcher_at = self._clock()
 
     def assignment(self) -> ActorAssignment:
-        """What every actor works by now."""
+        """Return the current settings for actors."""
         assignment = assignment_of(self.controller.state, self.controller.settings)
         return msgspec.structs.replace(assignment, verifiers=self.verifiers.current())
 
     # --- beginning -------------------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """A run that starts, or starts again from its checkpoint."""
+        """Start a run, either new or resumed from a checkpoint."""
         self._next_directive = fresh_number(await self._stream.last_id(DIRECTIVES))
         self._next_entry = fresh_number(await self._stream.last_id(PROMPTS))
         state = self.controller.state
-        # An epoch after the newest checkpoint may have begun and been cut off: its rollouts may still lie there.
+        # An epoch after the newest checkpoint may have been cut off, and its rollouts may still be in the stream.
         begun, _ = parse_id(await self._stream.last_id(EPOCHS))
         state.epoch = max(state.epoch, begun)
-        # Orders of an earlier controller that still lie there are issued again by this one, where they are wanted.
+        # Orders of an earlier controller that are still in the stream are issued again by this one if needed.
         await self._stream.trim(PROMPTS, before=f"{self._next_entry}-0")
         self._journal = await Journal.begin(self._stream)
         self._journal.reports_offset = await self._stream.last_id(REPORTS)
@@ -259,7 +282,7 @@ class ControllerService:
         self._record("run_started", {"run": self._name, "knobs": state.knobs.to_json()})
 
     async def _go_on(self, journal: Journal, found: Recovered) -> None:
-        """A controller that died while its run went on: decide again, and carry out the last decision once more."""
+        """Continue the run of a controller that died: replay the journal, and repeat the last decision's effects."""
         self._journal = journal
         self._ahead = found.now - self._clock()
         self.controller.state = found.state
@@ -286,7 +309,7 @@ class ControllerService:
             told = isinstance(effect, Record | Finish) and written > 0
             written -= told
             await self._carry_out(effect, found.number, told=told)
-        if self.controller.state.phase is RunPhase.FINISHED:  # decided before the last decision, and perhaps cut off
+        if self.controller.state.phase is RunPhase.FINISHED:  # the run ended earlier, perhaps without its last event
             told = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
             await self._carry_out(last_word(self.controller.state, self.controller.settings), found.number, told=told)
             return
@@ -317,7 +340,7 @@ class ControllerService:
         if isinstance(report, EvaluationDone) and report.shown is not None:
             if self._samples is not None:
                 keep(self._samples, report, current=self.controller.state.evaluations.current)
-            report = msgspec.structs.replace(report, shown=None)  # no decision reads it, so no journal holds it
+            report = msgspec.structs.replace(report, shown=None)  # no decision depends on it: not journaled
         try:
             await self.perform(ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id))
         except RecordError as error:
@@ -326,13 +349,13 @@ class ControllerService:
             await self._refuse(entry, report, str(error))
 
     async def _refuse(self, entry: Entry, report: Report, reason: str) -> None:
-        """A report that nobody can have meant counts for nothing, and is seen."""
+        """Ignore an implausible report, and make it visible in the log and the events."""
         log.error("a report (%s) is refused: %s", type(report).__name__, reason)
         await self._dead_letters.bury(entry, RecordError(f"a {type(report).__name__} is refused: {reason}"))
         self._record("report_refused", {"report": type(report).__name__, "reason": reason})
 
     async def _as_journaled(self) -> bool:
-        """Take the state anew from what was written down, after a decision that broke off in the middle of it."""
+        """Restore the state from the journal after a decision that failed halfway; return False if it is incomplete."""
         found = await Journal.recover(self._stream)
         if found is None:
             return False
@@ -355,17 +378,18 @@ class ControllerService:
                 await asyncio.sleep(self._poll_s)
 
     async def _make_good(self) -> None:
-        """The server has lost the end of its history: what was in it is issued again, then the journal is whole again.
+        """Reissue what the server may have lost, then make the journal whole again.
 
-        In this order: a controller that dies in between finds a journal that does not tell the whole story, and begins
-        with the checkpoint; the other way round, nobody would ever know. One that has been replaced is fenced here.
+        The order matters. If the controller dies in between, its successor finds an incomplete journal and begins from
+        the checkpoint; in the other order, the loss would go unnoticed. A controller that has been replaced is fenced
+        here.
         """
         given = StreamsLost(now=self._now())
         await self._put_into_effect(given, self.controller.decide(given))
         await self._journal.snapshot(self.controller.state)
 
     def _ask_all(self, asking: asyncio.TaskGroup) -> None:
-        """Poll engines that are not out and have no poll under way: one that is slow keeps nobody else waiting."""
+        """Poll all unexpelled engines that have no poll in flight, so that a slow engine delays no others."""
         able = []
         for record in self.controller.state.fleet.records():
             if record.lifecycle is EngineLifecycle.EXPELLED:
@@ -377,7 +401,7 @@ class ControllerService:
             asking.create_task(self._ask(url))
 
     async def _ask(self, url: str) -> None:
-        """Poll one engine; what is news becomes an input."""
+        """Poll one engine; a change becomes an input."""
         try:
             found = await self._probe.metrics(url)
             known = {name: found[name] for name in EngineMetrics.model_fields if name in found}
@@ -389,7 +413,7 @@ class ControllerService:
         self._asked.discard(url)
 
     def _engine(self, url: str) -> EngineRecord:
-        """As it stands now: while an answer was awaited, it may have gone, or another have come in its place."""
+        """Return the engine's current record, which may have changed while the poll was in flight."""
         return self.controller.state.fleet.by_url[url]
 
     def _missed(self, record: EngineRecord, reason: str) -> EngineInput | None:
@@ -410,13 +434,13 @@ class ControllerService:
         return EngineIdle(now=now, url=url) if now - max(idle_since, record.draining_since) >= _IDLE_S else None
 
     def _occupancy(self) -> float:
-        """Of the engines that serve, on the mean."""
+        """Return the mean occupancy of the serving engines."""
         loads = [self.watch.load(url).occupancy for url in self.controller.state.fleet.serving()]
         return sum(loads) / len(loads) if loads else 0.0
 
     def _record_loads(self) -> None:
         loads = [self.watch.load(record.url) for record in self.controller.state.fleet.records()]
-        if loads and not self.finished.is_set():  # the end is the last that the log says
+        if loads and not self.finished.is_set():  # the run's end must stay the last event
             self._record(
                 "engines",
                 {
@@ -434,12 +458,12 @@ class ControllerService:
     # --- effects ---------------------------------------------------------------------------------------------------
 
     async def _carry_out(self, effect: Effect, decision: int, *, told: bool = False) -> None:
-        """`told` says that the event log has the effect's line already."""
+        """Carry out one effect; `told` means that its event is already in the log."""
         match effect:
             case IssuePrompts(orders):
                 await self._issue(orders)
             case Send(directive):
-                await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)  # once: later it is a no-op
+                await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)  # no-op after the first time
                 await self._stream.append(DIRECTIVES, [encode(directive)], first_id=self._next_directive)
                 self._next_directive += 1
                 await self._stream.trim(DIRECTIVES, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
@@ -458,7 +482,7 @@ class ControllerService:
                 self._over.set()
 
     async def _issue(self, orders: list[PromptOrder]) -> None:
-        """Append orders, and drop those at the head of the stream that have ended."""
+        """Append orders, and trim those at the head of the stream that have ended."""
         payloads = [encode_order(order) for order in orders]
         await self._stream.append(PROMPTS, payloads, first_id=self._next_entry)
         self._issued.extend(

@@ -1,6 +1,6 @@
-"""`VerifierLeases`: the verifier services that actors may use: those that have said lately that they are there.
+"""`VerifierLeases`: the verifier services that actors may use, namely those that have repeated their offer recently.
 
-Nothing of it is journaled: a controller that comes back hears of each service again within seconds.
+Leases are not journaled: a restarted controller receives each service's offer again within seconds.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pipelinerl.verifiers.service.wire import VerifierLease
 
 log = logging.getLogger("pipelinerl")
 
-#: Services at a time: every actor is told of all of them, each second.
+#: The most concurrent services: every actor receives the whole list each second.
 MOST_SERVICES: Final = 256
 
 
 @final
 class VerifierLeases:
-    """Services by URL, each until `LEASE_S` after it was last heard of; `clock` is monotonic, in seconds."""
+    """Services by URL, each valid for `LEASE_S` after its last offer; `clock` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._leases: dict[str, tuple[VerifierLease, float]] = {}
 
     def offer(self, lease: VerifierLease) -> bool:
-        """A service is there, or still is; False where it is one more than `MOST_SERVICES`, and is not taken."""
+        """Add or renew a service; return False if there are `MOST_SERVICES` others already."""
         if lease.url not in self._leases:
             if len(self._leases) >= MOST_SERVICES and len(self.current()) >= MOST_SERVICES:
                 return False
@@ -36,12 +36,12 @@ class VerifierLeases:
         return True
 
     def withdraw(self, url: str) -> None:
-        """A service takes nothing new; one that nobody knows takes nothing either."""
+        """Remove a service; unknown services are ignored."""
         if self._leases.pop(url, None) is not None:
             log.info("the verifier service at %s leaves", url)
 
     def current(self) -> tuple[VerifierLease, ...]:
-        """Those that may be used now."""
+        """Return the services that may be used now, and drop expired ones."""
         now = self._clock()
         for url in [url for url, (_, until) in self._leases.items() if now >= until]:
             del self._leases[url]

@@ -1,1 +1,1 @@
-"""What the controller knows, and what reaches it and leaves it: values."""
+"""The controller's state, its inputs and its effects: plain values, without decisions or input/output."""

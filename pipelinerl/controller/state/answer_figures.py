@@ -1,12 +1,12 @@
-"""What the answers to held-out problems show: of all of them, by domain, and by tag. Pure.
+"""Figures of the answers to held-out problems: in total, by domain and by tag. Pure.
 
-    pass@k   chance that one of k samples is right                     unbiased (`estimates.pass_at_k`)
-    maj@k    chance that the answer which most of k samples give is    unbiased: the mean over the n − k + 1 runs of k
-             right (self-consistency, Wang et al. 2023)                consecutive samples, which are exchangeable
+    pass@k   probability that at least one of k samples is correct     unbiased (`estimates.pass_at_k`)
+    maj@k    probability that the majority answer of k samples is      unbiased: mean over the n − k + 1 windows of k
+             correct (self-consistency, Wang et al. 2023)              consecutive samples, which are exchangeable
 
-A sample whose verifier gave no verdict is not among the n, neither of pass@k nor of maj@k. Among answers that come
-equally often the one that came first is taken. An empty answer has no vote; k samples without a vote are wrong. Where
-no sample of a domain has an answer, its verifier has no such notion, and there is no maj@k.
+Samples without a verdict are excluded from n, for pass@k and for maj@k. Ties between answers go to the one that occurs
+first. Empty answers do not vote; k samples without any vote count as wrong. If no sample of a domain has an answer, its
+verifier does not extract answers, and maj@k is omitted.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pipelinerl import rng
 from pipelinerl.controller.state.estimates import estimate, pass_at_k
 from pipelinerl.messages import EvaluationDone
 
-#: So many tags have figures of their own: those of the most problems.
+#: The number of tags that get figures of their own: the tags with the most problems.
 MOST_TAGS: Final = 24
-#: Of two answers the first counts, so that a majority of fewer than three is what the first sample says.
+#: The smallest k of maj@k. With two samples the first answer always wins the tie, so the majority is just sample one.
 LEAST_MAJORITY: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassAt:
-    """pass@k or maj@k: the mean over the problems with at least k judged samples, and its 95 % interval."""
+    """pass@k or maj@k: the mean over the problems with at least k judged samples, with its 95 % interval."""
 
     k: int
     value: float
@@ -41,14 +41,15 @@ class PassAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFigures:
-    """Figures of some problems' answers.
+    """Figures of the answers to a set of problems.
 
     Attributes:
-        problems: those with a verdict on at least one sample.
-        accuracy: mean over them of the share of their samples that is right, and its 95 % interval; None without any.
-        pass_at, majority_at: for each k that was asked for and that some problem has samples for.
-        length_mean, length_p95: tokens of a sample, over all samples; None where no length is known.
-        truncated: share of all samples that ended for want of tokens.
+        problems: number of problems with a verdict on at least one sample.
+        accuracy: mean over these problems of the share of correct samples, with its 95 % interval; None without
+            problems.
+        pass_at, majority_at: one entry for each requested k for which some problem has enough samples.
+        length_mean, length_p95: tokens per sample, over all samples; None if no length is known.
+        truncated: share of all samples that were cut off by the token limit.
     """
 
     problems: int = 0
@@ -63,7 +64,7 @@ class AnswerFigures:
 
 
 def figures_of(answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], seed: int) -> AnswerFigures:
-    """The figures of these answers; intervals are drawn from `seed`."""
+    """Compute the figures of `answers`; confidence intervals are drawn from `seed`."""
     ks = tuple(pass_at)
     judged = [answer for answer in answers if answer.judged]
     accuracy = estimate([answer.correct / answer.judged for answer in judged], seed=seed)
@@ -85,7 +86,7 @@ def figures_of(answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], see
 def figures_by_domain(
     answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], seed: int
 ) -> dict[str, AnswerFigures]:
-    """The figures of each domain, by name."""
+    """Compute the figures of each domain, by name."""
     groups: dict[str, list[EvaluationDone]] = {}
     for answer in answers:
         groups.setdefault(answer.domain, []).append(answer)
@@ -93,7 +94,7 @@ def figures_by_domain(
 
 
 def figures_by_tag(answers: Sequence[EvaluationDone], *, pass_at: Iterable[int], seed: int) -> dict[str, AnswerFigures]:
-    """The figures of each tag, by name: of those that most problems have, `MOST_TAGS` at most."""
+    """Compute the figures of each tag, by name, for the `MOST_TAGS` tags with the most problems."""
     groups: dict[str, list[EvaluationDone]] = {}
     for answer in answers:
         for tag in sorted(set(answer.tags)):
@@ -103,7 +104,7 @@ def figures_by_tag(answers: Sequence[EvaluationDone], *, pass_at: Iterable[int],
 
 
 def majority_right(answers: Sequence[str], right: Sequence[bool]) -> bool:
-    """Is the answer that comes most often right? Of those that come equally often, the first is taken."""
+    """Return True if the most frequent answer is correct; ties go to the answer that occurs first."""
     votes = Counter(answer for answer in answers if answer)
     if not votes:
         return False
@@ -124,7 +125,7 @@ def _chances(judged: Sequence[EvaluationDone], k: int) -> list[float]:
 
 
 def _majorities(judged: Sequence[EvaluationDone], k: int) -> list[float]:
-    """maj@k of each problem that has k judged samples, in the domains that have answers."""
+    """Return maj@k of each problem with k judged samples, in domains whose verifier extracts answers."""
     answering = {each.domain for each in judged if any(each.answers)}
     chances = []
     for each in judged if k >= LEAST_MAJORITY else ():
@@ -138,7 +139,7 @@ def _majorities(judged: Sequence[EvaluationDone], k: int) -> list[float]:
 
 
 def _at_each(chances: Mapping[int, Sequence[float]], *, seed: int) -> list[PassAt]:
-    """An entry for each k that some problem has samples for."""
+    """Return one entry for each k for which some problem has enough samples."""
     found = {k: estimate(values, seed=rng.key(seed, k)) for k, values in chances.items() if values}
     return [
         PassAt(k=k, value=each.value, low=each.low, high=each.high, problems=each.problems) for k, each in found.items()

@@ -1,15 +1,16 @@
-"""`Cooldown`: problems that were solved are passed over for a while, so that steps go to what still teaches. Pure.
+"""`Cooldown`: skips solved problems for a while, so that steps go to problems that still teach something. Pure.
 
-    a group whose answers are all right ─▶ noted ─▶ `times` of them ─▶ the problem rests ─▶ passed over when its turn
-    comes, `epochs` times, or until `steps` steps are taken ─▶ asked again
+    all answers of a group correct ─▶ noted ─▶ `times` such groups ─▶ the problem rests ─▶ skipped on its next `epochs`
+    turns, or until `steps` steps have passed ─▶ issued again
 
-A problem's turn comes once an epoch of its data set. Whoever is passed over gives the turn to the next problem of the
-same domain, so that quotas stay exact and no problem of an epoch is left out. A domain whose problems nearly all rest
-asks one that does: `MOST_PASSED` are passed at most. What an order asks is decided when it is first issued: `passed`
-says how far a domain is ahead from which order on, so an order that is issued again asks the same.
+Each problem has one turn per epoch of its data set. A skipped problem gives its turn to the next problem of the same
+domain, so quotas stay exact and no problem of an epoch is left out. If nearly all problems of a domain rest, one of
+them is issued anyway: at most `MOST_PASSED` are skipped. The problem of an order is fixed when the order is first
+issued: `passed` records how many turns a domain has advanced from which order on, so reissuing an order repeats its
+problem.
 
-open-instruct's `no_resampling_pass_rate` (Olmo 3) leaves such prompts out for good; RLAX §6.2 filters their groups once
-they are there.
+open-instruct's `no_resampling_pass_rate` (Olmo 3) excludes such prompts for good; RLAX §6.2 filters their groups after
+sampling.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ import msgspec
 
 from pipelinerl.types import Problem
 
-#: So many problems are passed over for one order.
+#: The most problems that are skipped for one order.
 MOST_PASSED: Final = 1000
 
-#: The orders whose answers were all right, by domain, each with its problem's id.
+#: Fully solved orders by domain, each with its problem's id.
 Solved = Mapping[str, Sequence[tuple[int, str]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CooldownRule:
-    """How long a domain's solved problems rest: for so many of their turns, or so many steps; after `times` groups."""
+    """Length of the rest of a domain's solved problems, in turns or steps, after `times` solved groups."""
 
     epochs: int = 0
     steps: int = 0
@@ -39,36 +40,36 @@ class CooldownRule:
 
     @property
     def rests(self) -> bool:
-        """Does any problem ever rest?"""
+        """True if the rule makes any problem rest."""
         return self.epochs > 0 or self.steps > 0
 
 
 class CooldownPeriod(NamedTuple):
-    """For how long a problem rests: turns that are left, or the version from which on it is asked again."""
+    """The remaining rest of a problem: turns left to skip, or the model version from which on it is issued again."""
 
     turns: int
     until: int
 
 
 class DomainCooldown(msgspec.Struct, kw_only=True):
-    """One domain's problems, by id."""
+    """Cooldown state of one domain, by problem id."""
 
     solved: dict[str, list[int]] = {}
-    """Orders whose answers were all right, of problems that do not rest yet."""
+    """Fully solved orders of problems that do not rest yet."""
     resting: dict[str, CooldownPeriod] = {}
     passed: list[tuple[int, int]] = []
-    """(order, turns): from that order on, so many turns in all were passed over; the oldest first."""
+    """(order, turns), oldest first: the total number of turns skipped, from that order on."""
     passed_since: int = 0
-    """Turns that were passed over since the last step."""
+    """Turns skipped since the last step."""
     nothing_else: int = 0
-    """Orders since the last step that asked a resting problem, since nearly all rest."""
+    """Orders since the last step that had to use a resting problem because nearly all rest."""
 
     def ahead(self, index: int) -> int:
-        """Turns that were passed over before order `index`, and for it."""
+        """Return the number of turns skipped up to and including order `index`."""
         return next((turns for since, turns in reversed(self.passed) if since <= index), 0)
 
     def note(self, order: int, problem_id: str, rule: CooldownRule, *, version: int) -> None:
-        """All answers of an order were right; the same order counts once."""
+        """Note an order whose answers were all correct; repeating the same order has no effect."""
         if problem_id in self.resting:
             return
         orders = self.solved.setdefault(problem_id, [])
@@ -79,7 +80,7 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
             self.resting[problem_id] = CooldownPeriod(rule.epochs, version + rule.steps if rule.steps else 0)
 
     def pass_over(self, problem_id: str, *, version: int) -> bool:
-        """Is the problem, whose turn it is, passed over?"""
+        """Return True if the problem rests and must be skipped this turn; count the turn."""
         rest = self.resting.get(problem_id)
         if rest is None:
             return False
@@ -94,13 +95,16 @@ class DomainCooldown(msgspec.Struct, kw_only=True):
 
 @final
 class Cooldown(msgspec.Struct, kw_only=True):
-    """What is known of solved problems, by domain; `drawn` is the first order that was never drawn."""
+    """Cooldown state of all domains; `drawn` is the first order that was never drawn."""
 
     drawn: int = 0
     domains: dict[str, DomainCooldown] = {}
 
     def note(self, solved: Solved, rules: Mapping[str, CooldownRule], *, version: int) -> None:
-        """Groups whose answers were all right. In a domain without a rule, as a recipe's former one, nothing rests."""
+        """Note groups whose answers were all correct, and end rests that are over.
+
+        Problems in a domain without a rule do not rest; the domain may have lost its rule when the recipe was edited.
+        """
         by_domain = {domain: rule for domain, rule in rules.items() if rule.rests}
         for domain, rule in by_domain.items():
             if domain in solved:
@@ -112,11 +116,11 @@ class Cooldown(msgspec.Struct, kw_only=True):
             own.resting = {name: rest for name, rest in resting if rest.turns or version < rest.until}
 
     def choose(self, index: int, draw: Callable[[int], Problem], *, version: int, frontier: int) -> Problem:
-        """The problem of order `index`.
+        """Return the problem of order `index`.
 
         Args:
-            draw: the problem of the order's domain that comes so many turns after the order's own.
-            frontier: every order below has ended, and is never issued again.
+            draw: returns the problem of the order's domain that comes the given number of turns after the order's own.
+            frontier: all orders below it have ended, and are never issued again.
         """
         problem = draw(0)
         own = self.domains.get(problem.domain)
@@ -139,7 +143,7 @@ class Cooldown(msgspec.Struct, kw_only=True):
         return problem
 
     def take_figures(self) -> dict[str, dict[str, float]]:
-        """By domain: problems that rest, and turns passed over since the last call."""
+        """Return by domain the number of resting problems and the turns skipped since the last call."""
         figures = {}
         for domain, own in self.domains.items():
             figures[domain] = {"resting": float(len(own.resting)), "passed_over": float(own.passed_since)}
@@ -150,7 +154,7 @@ class Cooldown(msgspec.Struct, kw_only=True):
 
 
 def _still_needed(passed: Iterable[tuple[int, int]], frontier: int) -> list[tuple[int, int]]:
-    """Without what only orders that have ended were drawn by."""
+    """Drop entries that only apply to orders below the frontier."""
     kept = list(passed)
     while len(kept) > 1 and kept[1][0] <= frontier:
         kept.pop(0)

@@ -1,4 +1,4 @@
-"""What the controller wants done: values that `ControllerService` carries out in order."""
+"""The controller's outputs: values that `ControllerService` carries out in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class IssuePrompts:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Append this directive to the stream of directives."""
+    """Append this directive to the directive stream."""
 
     directive: Directive
 
@@ -33,19 +33,19 @@ class Record:
 
 
 class End(StrEnum):
-    """How a run ends."""
+    """The way in which a run ends."""
 
     COMPLETED = "completed"
-    """By its recipe, or because somebody asked for it."""
+    """The run reached its recipe's end, or a user stopped it."""
     SUSPENDED = "suspended"
-    """Saved in the middle, to be gone on with."""
+    """The run was saved midway, to be resumed later."""
     FAILED = "failed"
-    """It cannot go on."""
+    """The run cannot continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The run is over."""
+    """End the run."""
 
     reason: str
     end: End = End.COMPLETED

@@ -1,7 +1,7 @@
-"""How many engines a run wants, by its own figures: the rule that a recipe fixes, and what the controller remembers.
+"""The rule by which a run scales its number of engines, and the measurements the controller keeps for it.
 
-`pipelinerl/controller/decisions/elastic.py` decides. How many there may be at least and at most is in `Knobs`, since it
-changes while the run is live.
+`pipelinerl/controller/decisions/elastic.py` makes the decision. The minimum and maximum number of engines are in
+`Knobs`, since they can change while the run is live.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from pipelinerl.enums import Elasticity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticRule:
-    """When there are too few engines, and when too many.
+    """Thresholds for having too few engines, or too many.
 
     Attributes:
-        interval_s: over which figures are taken together; a decision needs `patience` such in a row that agree, and
-            comes `settle_s` after the one before at the earliest.
-        waiting: share of its time for which the trainer waits, above which there are too few engines, if they are busy.
-        content: share below which there may be too many.
-        busy: share of their slots from which on engines are; what is done must fit on one fewer below it.
-        stale: share of groups that come too late to train, above which there are too few, if they are busy, and never
-            too many: with fewer, groups would take longer still.
-        drain_s: how long what an engine has may run once it is drained.
+        interval_s: length of one measurement interval. A decision needs `patience` consecutive intervals that agree,
+            and at least `settle_s` since the previous decision.
+        waiting: if the trainer waits for more than this share of its time and engines are busy, there are too few
+            engines.
+        content: if the trainer waits for less than this share of its time, there may be too many engines.
+        busy: the share of occupied slots from which on engines count as busy. To remove one, the current work must fit
+            on the remaining engines below this share.
+        stale: if more than this share of groups is too old to train and engines are busy, there are too few engines.
+            Above it engines are never removed, since groups would then take even longer.
+        drain_s: time limit for the remaining work of an engine that is drained.
     """
 
     mode: Elasticity = Elasticity.ON
@@ -41,7 +43,7 @@ class ElasticRule:
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one interval: shares, as `ElasticRule` has them."""
+    """Measurements of one interval, as shares; `ElasticRule` has a threshold for each."""
 
     waiting: float
     occupancy: float
@@ -50,33 +52,33 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class ElasticMemory(msgspec.Struct, kw_only=True):
-    """What the controller remembers from one measurement to the next."""
+    """Measurements of the current interval, and the decision history."""
 
     began: float | None = None
-    """When the interval under way did; None before the first, and after a change."""
+    """Start of the current interval; None before the first poll and after a change."""
     occupancy: float = 0.0
     """Sum over `polls`."""
     polls: int = 0
     waited_s: float = 0.0
-    """Of `steps` since the last interval that had any; `stepped_s` likewise, beside what was waited."""
+    """Time the trainer waited in `steps`, and in `stepped_s` the time it worked, since the last complete interval."""
     stepped_s: float = 0.0
     groups: float = 0.0
-    """That came, of which `late` too late to train."""
+    """Groups that arrived; `late` of them were too old to train."""
     late: float = 0.0
     steps: int = 0
     streak: int = 0
-    """Intervals in a row that want more engines, or below 0 fewer."""
+    """Consecutive intervals that call for more engines; negative if they call for fewer."""
     changed: float | None = None
-    """When the number was changed last, or would have been."""
+    """Time of the last change in the number of engines, or of a dry run's last suggestion."""
 
     def note_poll(self, occupancy: float, *, now: float) -> None:
-        """The engines that serve were found to be so busy, from 0 to 1."""
+        """Note the share of occupied slots of the serving engines (0 to 1), as measured by a poll."""
         self.began = now if self.began is None else self.began
         self.occupancy += occupancy
         self.polls += 1
 
     def taken(self, *, now: float, interval_s: float) -> Figures | None:
-        """The figures of the interval that has ended; None before it has, or while no step has."""
+        """Return the figures of the interval that has ended; None before its end, or if it had no step."""
         if self.began is None or now - self.began < interval_s or not self.steps or not self.polls:
             return None
         seconds = self.waited_s + self.stepped_s
@@ -89,6 +91,6 @@ class ElasticMemory(msgspec.Struct, kw_only=True):
         return figures
 
     def forget(self) -> None:
-        """The next interval begins with the next poll."""
+        """Reset the measurements; the next interval begins with the next poll."""
         self.began, self.occupancy, self.polls = None, 0.0, 0
         self.waited_s, self.stepped_s, self.groups, self.late, self.steps = 0.0, 0.0, 0.0, 0.0, 0

@@ -1,6 +1,6 @@
-"""What a sample of problems says about all of them: pass@k without bias, and 95 % intervals. Pure.
+"""Estimates from a sample of problems: unbiased pass@k and 95 % confidence intervals. Pure.
 
-An interval is over problems, which are what was drawn; samples of one problem are not independent of one another.
+Intervals are over problems, the unit that was sampled; samples of the same problem are not independent.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 
 from pipelinerl import rng
 
-#: Two-sided 95 % of a normal distribution.
+#: Two-sided 95 % quantile of the normal distribution.
 _Z: Final = 1.959964
-#: Enough that the ends of an interval move by about a hundredth of its width from one seed to another.
+#: Enough that the ends of an interval vary between seeds by about 1 % of its width.
 _RESAMPLES: Final = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean over `problems` and its 95 % interval; (0, 1) around nothing."""
+    """A mean over `problems` and its 95 % interval, which is (0, 1) without problems."""
 
     value: float
     low: float
@@ -31,10 +31,10 @@ class Estimate:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that at least one of k samples is right, from `correct` of `samples`: 1 − C(n−c, k) / C(n, k).
+    """Return the probability that at least one of k samples is correct: 1 − C(n−c, k) / C(n, k).
 
-    Without bias for every n ≥ k, and as a product, which neither overflows nor cancels (Chen et al. 2021, Eq. 1 and
-    their figure 3).
+    `correct` = c of `samples` = n are correct. The estimate is unbiased for every n ≥ k. It is computed as a product,
+    which neither overflows nor cancels (Chen et al. 2021, Eq. 1 and their figure 3).
 
     Raises:
         ValueError: k is not within 1..samples, or `correct` not within 0..samples.
@@ -47,11 +47,11 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def estimate(values: Sequence[float], *, seed: int) -> Estimate:
-    """The mean of values in [0, 1], one for each problem, with an interval.
+    """Return the mean of values in [0, 1], one for each problem, with a 95 % interval.
 
-    Wilson's where every value is 0 or 1. Else the percentile bootstrap over problems (Efron 1979), drawn from `seed`;
-    where all values are equal it knows nothing, and Wilson's stands in, which is too wide rather than too narrow since
-    no mean of values in [0, 1] varies more than a proportion.
+    The interval is Wilson's if every value is 0 or 1, and otherwise a percentile bootstrap over problems (Efron 1979)
+    drawn from `seed`. If all values are equal, the bootstrap has no spread and Wilson's interval is used. It is
+    conservative, since no mean of values in [0, 1] varies more than a proportion does.
     """
     count = len(values)
     mean = math.fsum(values) / count if count else 0.0
@@ -63,7 +63,7 @@ def estimate(values: Sequence[float], *, seed: int) -> Estimate:
 
 
 def wilson_interval(successes: float, trials: int, z: float = _Z) -> tuple[float, float]:
-    """Wilson's score interval for a proportion (Wilson 1927); (0, 1) without trials."""
+    """Return Wilson's score interval for a proportion (Wilson 1927); (0, 1) without trials."""
     if trials == 0:
         return 0.0, 1.0
     p = successes / trials
@@ -73,9 +73,9 @@ def wilson_interval(successes: float, trials: int, z: float = _Z) -> tuple[float
 
 
 def bootstrap_interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """2.5 % and 97.5 % of the mean over problems drawn with replacement; equal seeds give equal intervals.
+    """Return the 2.5 % and 97.5 % quantiles of the bootstrapped mean; equal seeds give equal intervals.
 
-    Drawn is how often each distinct value comes, which is the same: there are few of them, however many the problems.
+    Instead of problems, draw the count of each distinct value. The distribution is the same, and there are few values.
     """
     levels, counts = np.unique(np.asarray(values, np.float64), return_counts=True)
     drawn = rng.generator(seed, "bootstrap").multinomial(len(values), counts / len(values), size=_RESAMPLES)

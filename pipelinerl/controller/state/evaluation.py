@@ -1,9 +1,9 @@
-"""One evaluation: the problems of one or several sets, n samples of each, by weights of one version where asked for.
+"""One evaluation: n samples for each problem of one or more sets, optionally pinned to one model version.
 
-An answer is all n samples of a problem. With a pin it counts only if every token of it was sampled by the pinned
-version, as its version spans say; else it is discarded whole and asked for again with the same seed. What is sampled is
-a function of seed and weights, so that asking again does not favour answers that are short or lucky. A problem that
-failed is asked again likewise; those that end without an answer are told, since it is the long ones that fail.
+An answer consists of all n samples of a problem. With a pin, it counts only if its version spans show that every token
+was sampled from the pinned version; otherwise it is discarded whole and requested again with the same seed. A sample is
+a function of seed and weights, so retries do not favour short or lucky answers. Failed problems are retried in the same
+way. Problems that end without an answer are reported, since long answers fail most often.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pipelinerl.messages import EvaluationDone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """Held-out problems that have one accuracy; `temperature` 0 is greedy.
+    """A set of held-out problems with one accuracy; `temperature` 0 is greedy.
 
     Attributes:
-        place: among the recipe's sets; the first, 0, is the one that decisions go by.
-        problems: how many.
-        max_tokens: 0: as in training, each domain its own.
-        pass_at: the k of pass@k, each at most `samples`.
-        interval_steps: every so many steps it is asked; 0: as the knob says.
+        place: position among the recipe's sets; decisions use the set at position 0.
+        problems: number of problems.
+        max_tokens: token limit; 0 uses each domain's training limit.
+        pass_at: the values of k for pass@k, each at most `samples`.
+        interval_steps: steps between evaluations of this set; 0 uses the knob.
     """
 
     name: str = "held_out"
@@ -48,14 +48,14 @@ class EvaluationSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationPlan:
-    """What is asked at an evaluation, and how.
+    """The sets of an evaluation and how they are sampled.
 
     Attributes:
-        sets: whose problems are asked, one after the other, by the same weights; none: no evaluations.
-        hold_s: longest that `gate` postpones updates; then what has been answered is all.
-        grace_s: an evaluation that gets no answer for so long ends with those it has.
-        attempts: how often a problem is asked that fails, or whose answers are of other versions.
-        restarts: how often an evaluation begins anew whose pin has broken.
+        sets: sets whose problems are sampled in turn, from the same weights; without sets there are no evaluations.
+        hold_s: longest time that pin mode `gate` postpones updates; then the evaluation ends with the answers so far.
+        grace_s: an evaluation without any new answer for this long ends with the answers so far.
+        attempts: attempts per problem, counting failures and answers from other versions.
+        restarts: number of times that an evaluation restarts after its pin was broken.
     """
 
     sets: tuple[EvaluationSet, ...]
@@ -67,11 +67,11 @@ class EvaluationPlan:
 
     @property
     def problems(self) -> int:
-        """How many are asked in all."""
+        """The number of problems of all sets."""
         return sum(each.problems for each in self.sets)
 
     def question(self, index: int) -> tuple[EvaluationSet, int]:
-        """Question `index` < `problems`: of which set it is, and which of its problems."""
+        """Return the set of question `index` < `problems`, and the problem's index within that set."""
         for each in self.sets:
             if index < each.problems:
                 return each, index
@@ -79,13 +79,13 @@ class EvaluationPlan:
         raise IndexError(f"a plan of {self.problems} problems has no question {self.problems + index}")
 
     def of(self, names: Collection[str]) -> Self:
-        """The same of these sets alone."""
+        """Return this plan, limited to the sets of these names."""
         return replace(self, sets=tuple(each for each in self.sets if each.name in names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDue:
-    """An evaluation of the sets of these names, which begins once `version`, or a later one, is served."""
+    """A pending evaluation of the named sets; it begins once `version` or a later version is served."""
 
     version: int
     sets: tuple[str, ...]
@@ -95,25 +95,25 @@ class EvaluationDue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Accuracy over the judged problems of a set with its 95 % interval, and which weights answered.
+    """Accuracy over the judged problems of a set with its 95 % interval, and the weights that were evaluated.
 
     Attributes:
-        name, place: of the set.
-        accuracy: mean over problems of the share of their samples that is right (pass@1); it and its interval are None
-            where nothing was judged.
-        at_least: the accuracy if every problem that had no answer is taken for wrong; it is what decisions go by, since
-            quick answers weigh too much in the other one where some are missing.
+        name, place: the set's.
+        accuracy: mean over problems of the share of correct samples (pass@1); None, like its interval, if none was
+            judged.
+        at_least: the accuracy if every problem without an answer counts as wrong. Decisions use this one: when answers
+            are missing, `accuracy` gives quick answers too much weight.
         unjudged: problems without any verdict.
-        version_min, version_max: of all tokens that count; equal when `one_version`.
-        one_version: was it made sure that every token is of `model_version`?
-        pin, engine: how; the engine that answered alone.
-        incomplete: why not every problem has its answer; empty: all have.
-        discarded: answers that did not count, since a token was of another version.
-        restarts: how often it began anew.
-        steps_meanwhile: by how many steps the trainer was ahead at its end.
-        majority_at, length_mean, length_p95, truncated: as `AnswerFigures` says.
-        by_domain, by_tag: the same figures of each domain and, without pass@k and maj@k, of the tags that most problems
-            have.
+        version_min, version_max: versions of all counted tokens; equal if `one_version`.
+        one_version: True if every token was ensured to be of `model_version`.
+        pin, engine: the pin mode, and the engine that answered alone.
+        incomplete: why some problems have no answer; empty if all have one.
+        discarded: answers discarded because a token was of another version.
+        restarts: number of restarts of the evaluation.
+        steps_meanwhile: the trainer's lead over `model_version` at the end, in steps.
+        majority_at, length_mean, length_p95, truncated: as in `AnswerFigures`.
+        by_domain, by_tag: the same figures of each domain and, without pass@k and maj@k, of the tags with most
+            problems.
     """
 
     model_version: int
@@ -146,17 +146,17 @@ class EvaluationResult:
 
     @property
     def without_groups(self) -> EvaluationResult:
-        """What is remembered of it once a later one has ended: a run may have thousands."""
+        """The result without figures by domain and tag, to save memory: a run may have thousands of results."""
         return replace(self, by_domain={}, by_tag={})
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class Evaluation:
-    """Collects answers until every problem has one, or failed.
+    """An evaluation in progress: collects answers until every problem has one or has failed.
 
-    `asked` counts questions by problem; those from `next_index` on have not been asked yet. `number` tells it from one
-    of the same version that was given up, whose answers may still come.
+    `asked` counts the attempts by problem; problems from `next_index` on have not been issued yet. `number`
+    distinguishes it from an abandoned evaluation of the same version, whose answers may still arrive.
     """
 
     model_version: int
@@ -166,39 +166,42 @@ class Evaluation:
     pin: Pin = Pin.NONE
     engine: str = ""
     held_since: float | None = None
-    """When updates were first postponed for it; None while none has been."""
+    """Time when updates were first postponed for this evaluation; None if they were not."""
     heard_at: float = 0.0
-    """When it began or last got an answer, on the controller's clock."""
+    """Time when the evaluation began or last received an answer, on the controller's clock."""
     restarts: int = 0
     discarded: dict[str, int] = field(default_factory=dict)
-    """Answers of other versions, by the name of their set."""
+    """The number of answers from other versions, by set name."""
     given_up: str = ""
-    """Why it ends with the answers that it has; empty while it goes on."""
+    """The reason why it ends early with the answers so far; empty while it continues."""
     next_index: int = 0
     asked: dict[int, int] = field(default_factory=dict)
     answers: dict[int, EvaluationDone | None] = field(default_factory=dict)
 
     @property
     def problems(self) -> int:
-        """How many problems it has."""
+        """The number of problems."""
         return self.plan.problems
 
     @property
     def complete(self) -> bool:
-        """Has every problem ended?"""
+        """True if every problem has ended."""
         return len(self.answers) >= self.plan.problems
 
     def concerns(self, order_id: str) -> bool:
-        """Is this order one of its questions?"""
+        """Return True if the order belongs to this evaluation."""
         return order_id.startswith(f"eval-{self.model_version}-{self.number}-")
 
     def accepts(self, answer: EvaluationDone) -> bool:
-        """Is every token of it of the pinned version? Without a pin, all are welcome."""
+        """Return True if every token is of the pinned version; without a pin, accept every answer."""
         found = (answer.epoch, answer.oldest_version, answer.newest_version)
         return self.pin is Pin.NONE or found == (self.epoch, self.model_version, self.model_version)
 
     def add(self, index: int, answer: EvaluationDone | None, *, now: float) -> bool:
-        """An answer, or None for a problem that failed; a repetition changes nothing. True: it must be asked again."""
+        """Add an answer, or None for a problem that failed; return True if the problem must be issued again.
+
+        Repeated answers are ignored.
+        """
         self.heard_at = now
         if index in self.answers:
             return False
@@ -214,13 +217,13 @@ class Evaluation:
         return False
 
     def to_ask(self, window: int) -> list[int]:
-        """The next problems, so that at most `window` are out; they count as asked."""
+        """Return the next problems to issue so that at most `window` are in flight, and count them as issued."""
         first, out = self.next_index, self.next_index - len(self.answers)
         self.next_index = max(first, min(self.plan.problems, first + window - out))
         return list(range(first, self.next_index))
 
     def results(self, *, version: int | None = None, seed: int = 0) -> list[EvaluationResult]:
-        """The figures of each set so far, at the trainer's `version`; `seed` is that of the intervals."""
+        """Return the figures of each set so far; the trainer is at `version`, and `seed` draws the intervals."""
         seed, first, found = rng.key(seed, self.model_version), 0, list[EvaluationResult]()
         ahead = (self.model_version if version is None else version) - self.model_version
         for asked in self.plan.sets:
@@ -232,7 +235,7 @@ class Evaluation:
     def _result(
         self, asked: EvaluationSet, ended: list[EvaluationDone | None], *, steps_meanwhile: int, seed: int
     ) -> EvaluationResult:
-        """Of one set, whose problems that have ended are these, in their order."""
+        """Return the result of one set from its problems that have ended, in order."""
         done = [answer for answer in ended if answer is not None]
         figures = figures_of(done, pass_at=asked.pass_at, seed=seed)
         judged, failed = figures.problems, len(ended) - len(done)

@@ -1,8 +1,8 @@
-"""The engines of a run as the controller sees them: who is there, what they serve, who may be given work.
+"""The engines of a run as the controller sees them: membership, loaded weights, and eligibility for work.
 
     joining ──weights, then proof──▶ healthy ◀──answers── suspect ──silence──▶ dead ──answers──▶ joining
        ▲ ◀──answers── dirty ◀── an update or the proof failed     └─misses a poll─▲
-       └── a new life, an operator, its own offer after a rest ── expelled ◀── failed too often, removed, drained
+       └── new incarnation, an operator, its own offer after a rest ── expelled ◀── failed too often, removed, drained
 
 | event           | joining         | healthy  | suspect  | draining | dirty    | dead     | expelled |
 |-----------------|-----------------|----------|----------|----------|----------|----------|----------|
@@ -10,10 +10,10 @@
 | `join` same life| –               | –        | –        | –        | –        | –        | – (rest) |
 | `on_published`  | has its weights | healthy  | suspect  | draining | –        | –        | –        |
 | `on_verified`   | healthy         | –        | –        | –        | –        | –        | –        |
-| `canary_failed`  | dirty, expelled | –        | –        | –        | –        | –        | –        |
+| `canary_failed` | dirty, expelled | –        | –        | –        | –        | –        | –        |
 | `publish_failed`| dirty, expelled | dirty, … | dirty, … | expelled | –        | –        | –        |
 | `update_missed` | dirty           | dirty    | dirty    | expelled | –        | –        | –        |
-| `on_missed_poll` | –               | suspect  | –        | –        | –        | –        | –        |
+| `on_missed_poll`| –               | suspect  | –        | –        | –        | –        | –        |
 | `answered`      | –               | –        | healthy  | –        | joining  | joining  | –        |
 | `on_timeout`    | dead            | dead     | dead     | expelled | –        | –        | –        |
 | `restarted`     | joining         | joining  | joining  | expelled | –        | –        | –        |
@@ -21,18 +21,20 @@
 | `expel`         | expelled        | expelled | expelled | expelled | expelled | expelled | –        |
 | `begin_epoch`   | joining         | joining  | joining  | draining | dirty    | dead     | expelled |
 
-Only a healthy engine is given work, and the only way to become healthy is `on_published`, then `on_verified` of that
-version: an engine that was away, or failed, must first be given the current weights whole, and show that it computes
-with them what the trainer does. One that has shown the contrary stays dirty until there is a newer version, while
-others serve. The membership number grows whenever the set that a publication must reach changes, since a process group
-cannot lose or gain a rank; what is reported of an older set says nothing of an engine that joined later.
+Only healthy engines are given work. The only way to become healthy is `on_published`, then `on_verified` of the same
+version. An engine that failed or was away must first receive the current weights in full, and then prove that it
+computes the same log-probs as the trainer (the canary). An engine that fails this proof stays dirty until there is a
+newer version, as long as other engines serve.
 
-An engine that was expelled for failures is taken back after a rest, if it still offers itself and time may mend why it
-failed. Each further expulsion doubles the rest. An address whose processes die one after another before they prove any
-weights is taken back at doubling intervals (`offer_wait_s`).
+The membership number grows whenever the set of engines that a publication must reach changes, since a process group
+cannot lose or gain a rank. A report about an older membership says nothing about engines that joined later.
 
-A healthy engine may be pinned for a while: it keeps the weights it has, and answers only those who ask for it by name.
-Whatever ends its being healthy or suspect ends that, too; released, it joins anew unless its weights are the newest.
+An engine expelled for failures is readmitted after a rest, if it still offers itself and time may fix its failure. Each
+further expulsion doubles the rest. If processes at an address keep dying before they prove any weights, new ones are
+admitted there at doubling intervals (`offer_wait_s`).
+
+A healthy engine may be pinned for a while: it keeps its weights, and serves only requests that name it. Any event that
+ends the states healthy and suspect also ends the pin. A released engine rejoins unless its weights are the newest.
 """
 
 from __future__ import annotations
@@ -46,24 +48,24 @@ from inference_contract.errors import Persistence
 
 
 class EngineLifecycle(StrEnum):
-    """May this engine be given work?"""
+    """Lifecycle state of an engine; decides whether it may be given work."""
 
     JOINING = "joining"
-    """It waits for weights, or has them and has yet to prove them."""
+    """Waits for weights, or has received them and has yet to prove them."""
     HEALTHY = "healthy"
     SUSPECT = "suspect"
-    """It missed a poll: it gets no new work until it answers, and keeps what it has."""
+    """Missed a poll: gets no new work until it answers, and keeps its current work."""
     DRAINING = "draining"
-    """It ends what it has, and then goes; until then its weights are kept up to date."""
+    """Finishes its current work and then leaves; until then its weights are kept up to date."""
     DIRTY = "dirty"
-    """An update or its proof failed: what it serves is not to be trusted. It joins anew once it answers."""
+    """An update or its proof failed, so its weights cannot be trusted. It rejoins once it answers."""
     DEAD = "dead"
     EXPELLED = "expelled"
-    """It failed too often in a row, or an operator took it out."""
+    """Failed too often in a row, or was removed by an operator."""
 
     @property
     def is_alive(self) -> bool:
-        """Must a publication reach it?"""
+        """True if publications must reach the engine."""
         return self in (
             EngineLifecycle.JOINING,
             EngineLifecycle.HEALTHY,
@@ -72,15 +74,16 @@ class EngineLifecycle(StrEnum):
         )
 
 
-#: Those whose weights were proven and are kept up to date.
+#: States of engines whose weights were proven and are kept up to date.
 _VERIFIED: Final = (EngineLifecycle.HEALTHY, EngineLifecycle.SUSPECT)
-#: Those that get no new work and may end what they have.
+#: States of engines that get no new work and may finish their current work.
 _FINISHING: Final = (EngineLifecycle.JOINING, EngineLifecycle.SUSPECT, EngineLifecycle.DRAINING)
 
-#: Seconds between lives of an address of which two in a row have died unproven; doubled for each further, up to:
+#: Wait in seconds before a new process is admitted at an address where two in a row died unproven; each further death
+#: doubles it, up to the longest.
 _FIRST_WAIT_S: Final = 1.0
 _LONGEST_WAIT_S: Final = 60.0
-#: Seconds that an engine rests after it was expelled for failures; doubled with each expulsion, up to:
+#: Rest in seconds of an engine expelled for failures; each expulsion doubles it, up to the longest.
 _FIRST_REST_S: Final = 30.0
 _LONGEST_REST_S: Final = 600.0
 
@@ -88,7 +91,10 @@ _LOCALHOST: Final = re.compile(r"(?<=://)localhost(?=:|$)", re.IGNORECASE)
 
 
 def base_url(engine: str) -> str:
-    """The URL as the fleet has it: an engine has one, however this machine is called. A name stays as it is."""
+    """Return the URL in the form that identifies the engine in the fleet: `localhost` becomes `127.0.0.1`.
+
+    Engine names are returned unchanged.
+    """
     return _LOCALHOST.sub("127.0.0.1", engine.rstrip("/"))
 
 
@@ -97,21 +103,22 @@ class EngineRecord:
     """One engine.
 
     Attributes:
-        incarnation: one life of it; empty when only an operator has named it.
-        name, type: as it calls itself; empty likewise.
-        joined_at: the membership that begins with it.
-        loaded: the version last published to it in this epoch; −1 when none was.
-        refused: the version whose proof failed last; that one is not published to it again while others serve.
-        failed_updates, failed_checks: since it last proved its weights; a proof that it did not give is of the first.
-        offered_at: when this life of it offered itself first, on the controller's clock.
-        proven: this life of it has proven weights.
-        unproven_lives: lives before this one, in a row, that ended without a proof.
-        expulsions: for failures, since it last proved its weights.
-        returns_at: when it may come back, counted from its first sign of life after the failure; 0 before that.
-        draining_since, drain_by: when an operator asked, and how long what it has may run; on the controller's clock.
-        to_stop: an operator took it out: whoever started its process may end it.
-        refuses: no retry mends why it was expelled; another life of it may.
-        pinned: it is left out of publications, and out of what others may be given.
+        incarnation: identifies one process lifetime of the engine; empty if only an operator has named it.
+        name, type: as reported by the engine; empty likewise.
+        joined_at: the first membership that includes it.
+        loaded: the version last published to it in this epoch; −1 if none.
+        refused: the version whose proof failed last; it is not published to this engine again while others serve.
+        failed_updates, failed_checks: failures since its last successful proof; a missing proof is a failed update.
+        offered_at: when this incarnation first offered itself, on the controller's clock.
+        proven: True if this incarnation has proven its weights.
+        unproven_lives: consecutive earlier incarnations that ended without a proof.
+        expulsions: expulsions for failures since its last successful proof.
+        returns_at: when it may return, counted from its first sign of life after the failure; 0 before that.
+        draining_since, drain_by: time of the drain request, and deadline for its current work; on the controller's
+            clock.
+        to_stop: True if an operator removed it, so its launcher may end its process.
+        refuses: True if retries cannot fix the cause of its expulsion; a new incarnation may.
+        pinned: True if it is excluded from publications and from regular work.
     """
 
     url: str
@@ -138,15 +145,17 @@ class EngineRecord:
 
     @property
     def may_return(self) -> bool:
-        """Whether it was expelled for failures that time may mend."""
+        """True if it was expelled for failures that time may fix."""
         return self.lifecycle is EngineLifecycle.EXPELLED and self.expulsions > 0 and not (self.refuses or self.to_stop)
 
 
 @final
 @dataclass(slots=True)
 class Fleet:
-    """Records by base URL, and in that order. Pure: observations are arguments. What returns a bool says whether it
-    changed anything."""
+    """Engine records by base URL, sorted. Pure: observations are arguments.
+
+    Methods that return a bool return True if anything changed.
+    """
 
     by_url: dict[str, EngineRecord] = field(default_factory=dict)
     membership: int = 0
@@ -154,62 +163,62 @@ class Fleet:
     checks_to_expulsion: int = 2
 
     def __post_init__(self) -> None:
-        """As `join` keeps it: it is looked through many times a second, and grows rarely."""
+        """Sort the records once; `join` keeps them sorted, since reads are far more frequent than joins."""
         self.by_url = dict(sorted(self.by_url.items()))
 
     def records(self) -> list[EngineRecord]:
-        """All engines, by URL."""
+        """Return all engines, by URL."""
         return list(self.by_url.values())
 
     def members(self) -> list[str]:
-        """Engines that a publication must reach: all that are alive, and not pinned."""
+        """Return the engines that a publication must reach: all that are alive and not pinned."""
         return [record.url for record in self.records() if record.lifecycle.is_alive and not record.pinned]
 
     def serving(self) -> list[str]:
-        """Engines that may be given work."""
+        """Return the engines that may be given work."""
         return self._in(EngineLifecycle.HEALTHY)
 
     def finishing(self) -> list[str]:
-        """Engines that get no new work and may end what they have; what any other has is handed over."""
+        """Return the engines that may finish their work but get no new work; other engines' work is handed over."""
         return [record.url for record in self.records() if record.lifecycle in _FINISHING or record.pinned]
 
     def verified(self) -> list[str]:
-        """Engines on which work can be counted: those that serve, or will once they answer again."""
+        """Return the engines that count as capacity: healthy ones, and suspect ones, which may answer again."""
         return self._in(*_VERIFIED)
 
     def pinned(self) -> list[str]:
-        """Engines that keep the weights they have, and work only for those who ask for them by name."""
+        """Return the engines that keep their weights and serve only requests that name them."""
         return [record.url for record in self.records() if record.pinned]
 
     def to_verify(self) -> list[str]:
-        """Engines that must prove the weights which the next publication gives them."""
+        """Return the engines that must prove the weights of the next publication."""
         return self._in(EngineLifecycle.JOINING)
 
     def is_draining(self, url: str) -> bool:
-        """Does it end what it has?"""
+        """Return True if the engine is being drained."""
         return self._lifecycle(url) is EngineLifecycle.DRAINING
 
     def oldest_loaded(self) -> int | None:
-        """The oldest version that a proven engine samples from; None without one."""
+        """Return the oldest version that a proven engine samples from; None without such an engine."""
         proven = (each.loaded for each in self.by_url.values() if each.lifecycle in _VERIFIED and not each.pinned)
         return min(proven, default=None)
 
     def without_weights(self) -> list[str]:
-        """Engines that are alive and have no weights of this epoch."""
+        """Return the engines that are alive and have no weights of this epoch."""
         joining = (each for each in self.by_url.values() if each.lifecycle is EngineLifecycle.JOINING)
         return sorted(each.url for each in joining if each.loaded < 0)
 
     # --- coming ----------------------------------------------------------------------------------------------------
 
     def is_known(self, url: str, incarnation: str, *, name: str, type: str, now: float) -> bool:
-        """Would `join` find this life of the engine here, and nothing of it new?"""
+        """Return True if `join` would change nothing: the same incarnation is known, with the same name and type."""
         known = self.by_url.get(url)
         if known is None or (known.incarnation, known.name, known.type) != (incarnation, name, type):
             return False
         return not known.may_return or now < known.returns_at
 
     def offer_wait_s(self, url: str, incarnation: str, *, now: float) -> float:
-        """Return for how long a new life at this address is kept waiting, since those before died unproven."""
+        """Return how long a new incarnation at this address must wait because earlier ones died unproven."""
         known = self.by_url.get(url)
         if known is None or not incarnation or known.incarnation in ("", incarnation):
             return 0.0
@@ -219,10 +228,10 @@ class Fleet:
         return max(0.0, known.offered_at + wait_s - now)
 
     def join(self, url: str, incarnation: str = "", *, name: str = "", type: str = "", now: float = 0.0) -> bool:
-        """Add an engine, or bring one back that was expelled. The dead return by an answer.
+        """Add an engine, or readmit an expelled one. Dead engines return by answering a poll.
 
-        An engine repeats its offer as long as it lives. `incarnation` tells its lives apart, since a new one has lost
-        its weights; it is empty when an operator asks.
+        Engines repeat their offer as long as they live. `incarnation` distinguishes process lifetimes, since a new
+        process has lost its weights; it is empty if an operator offers the engine.
         """
         known, unproven_lives = self.by_url.get(url), 0
         if known is not None:
@@ -257,7 +266,7 @@ class Fleet:
         return True
 
     def _rested(self, known: EngineRecord, *, now: float) -> bool:
-        """Take an expelled engine back that offers itself after its rest, which begins with its first offer."""
+        """Readmit an expelled engine that offers itself after its rest; the rest begins with its first offer."""
         if not known.returns_at:
             rest_s = min(_FIRST_REST_S * 2 ** (known.expulsions - 1), _LONGEST_REST_S)
             self._change(known.url, returns_at=now + rest_s)
@@ -270,7 +279,7 @@ class Fleet:
         return True
 
     def begin_epoch(self) -> None:
-        """A new trainer: nobody has its weights, and its group must be formed anew."""
+        """Begin the epoch of a new trainer: no engine has its weights, and its process group must be formed again."""
         for url, record in list(self.by_url.items()):
             self._change(url, refused=-1)
             if record.lifecycle in (EngineLifecycle.JOINING, *_VERIFIED):
@@ -282,9 +291,10 @@ class Fleet:
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def on_published(self, url: str, version: int, *, membership: int) -> None:
-        """The engine serves `version` now, by a publication to that membership.
+        """Record that the engine serves `version`, received by a publication to `membership`.
 
-        That forgives no failure, as the proof does: it may take weights again and again, and never answer.
+        Failure counts are kept until the engine proves its weights, since it might accept weights repeatedly and never
+        answer.
         """
         if self._was_member(url, membership):
             self._change(url, loaded=version)
@@ -292,9 +302,10 @@ class Fleet:
     def publish_failed(
         self, url: str, reason: str, *, membership: int, persistence: Persistence = Persistence.TRANSIENT
     ) -> bool:
-        """The engine did not take an update, and is tried again once it answers, unless it failed too often, or will.
+        """Record that the engine failed to take an update. Mark it dirty, or expel it after too many failures.
 
-        Not to ask it at once keeps one that died from disturbing the others' group.
+        A dirty engine is retried once it answers, not at once: a dead engine would disturb the process group of the
+        others. A permanent failure expels it immediately.
         """
         if not self._was_member(url, membership):
             return False
@@ -303,11 +314,11 @@ class Fleet:
         return self._mark_dirty(url, reason, spent=lasts or failures >= self.updates_to_expulsion)
 
     def update_missed(self, url: str, reason: str, *, membership: int) -> bool:
-        """The engine did not get an update because of others: it is tried again, and nothing is held against it."""
+        """Record that the engine missed an update because of other engines; it is retried, at no fault of its own."""
         return self._was_member(url, membership) and self._mark_dirty(url, reason, spent=False)
 
     def on_verified(self, url: str, version: int, *, membership: int) -> bool:
-        """The engine computes with `version` what the trainer does."""
+        """Record that the engine computes the trainer's log-probs with `version`."""
         record = self.by_url.get(url)
         if record is None or not self._was_member(url, membership):
             return False
@@ -327,7 +338,7 @@ class Fleet:
         return True
 
     def canary_failed(self, url: str, version: int, reason: str, *, membership: int) -> bool:
-        """The engine has `version` and does not compute with it what the trainer does."""
+        """Record that the engine has `version` and does not compute the trainer's log-probs with it."""
         record = self.by_url.get(url)
         if record is None or not self._was_member(url, membership) or record.lifecycle is not EngineLifecycle.JOINING:
             return False
@@ -337,12 +348,12 @@ class Fleet:
         return self._mark_dirty(url, reason, spent=spent)
 
     def pin(self, url: str) -> None:
-        """A healthy engine keeps the weights it has."""
+        """Let a healthy engine keep its weights."""
         self._change(url, pinned=True)
         self.membership += 1
 
     def release(self, url: str, *, version: int) -> None:
-        """Pinned no longer: it serves at once with the newest `version`, else it must first be given that."""
+        """Unpin the engine: it serves at once if it has the newest `version`, and otherwise must receive it first."""
         record = self.by_url.get(url)
         if record is None or not record.pinned:
             return
@@ -354,17 +365,18 @@ class Fleet:
     # --- polls -----------------------------------------------------------------------------------------------------
 
     def on_missed_poll(self, url: str) -> bool:
-        """A healthy engine did not answer a poll."""
+        """Mark a healthy engine as suspect after a missed poll."""
         if self._lifecycle(url) is not EngineLifecycle.HEALTHY:
             return False
         self._change(url, lifecycle=EngineLifecycle.SUSPECT)
         return True
 
     def answered(self, url: str, *, version: int, now: float = 0.0) -> bool:
-        """One that was not trusted answers again: a suspect goes on, the dead and the dirty join anew.
+        """Record an answer to a poll: a suspect engine is healthy again, a dead or dirty one rejoins.
 
-        While others serve, one whose proof failed waits until the newest `version` is another. One that has yet to
-        prove any weights waits longer after each failure, as each costs the others a new group.
+        While others serve, an engine whose proof failed waits for a `version` newer than the refused one. An engine
+        that has yet to prove any weights waits longer after each failure, since each retry forces the others into a new
+        process group.
         """
         match self._lifecycle(url):
             case EngineLifecycle.SUSPECT:
@@ -379,7 +391,7 @@ class Fleet:
         return True
 
     def _retry_is_due(self, url: str, *, now: float) -> bool:
-        """Whether a failed engine is tried again; its wait begins with its first answer after the failure."""
+        """Return True if a failed engine may be retried; its wait begins with its first answer after the failure."""
         record = self.by_url[url]
         setbacks = record.failed_updates + record.unproven_lives
         if record.proven or setbacks < 2:
@@ -389,11 +401,11 @@ class Fleet:
         return now >= self.by_url[url].returns_at
 
     def on_timeout(self, url: str, reason: str) -> bool:
-        """The engine has not answered for too long."""
+        """Mark the engine as dead: it has not answered for too long."""
         return self._lose(url, reason, EngineLifecycle.DEAD)
 
     def restarted(self, url: str) -> bool:
-        """An engine began anew behind our back and lost its weights: it joins anew."""
+        """Record that an engine restarted on its own and lost its weights: it rejoins."""
         record = self.by_url.get(url)
         if record is None or record.loaded < 0:
             return False
@@ -402,7 +414,7 @@ class Fleet:
     # --- going -----------------------------------------------------------------------------------------------------
 
     def drain(self, url: str, *, now: float, by: float) -> bool:
-        """Give the engine no more work; what it has may run until `by`."""
+        """Give the engine no more work; its current work may run until `by`."""
         lifecycle = self._lifecycle(url)
         if lifecycle in (EngineLifecycle.DRAINING, EngineLifecycle.EXPELLED, None):
             return False
@@ -412,7 +424,7 @@ class Fleet:
         return True
 
     def expel(self, url: str, reason: str, *, to_stop: bool = False) -> bool:
-        """Give an engine no more work and no more weights."""
+        """Give the engine no more work and no more weights."""
         lifecycle = self._lifecycle(url)
         if lifecycle is None:
             return False
@@ -440,7 +452,7 @@ class Fleet:
         return record is not None and record.lifecycle.is_alive and record.joined_at <= membership
 
     def _rejoin(self, url: str, reason: str) -> None:
-        """It has no weights from the next membership on."""
+        """Let the engine rejoin without weights, from the next membership on."""
         self._change(
             url,
             lifecycle=EngineLifecycle.JOINING,
@@ -459,7 +471,7 @@ class Fleet:
         return True
 
     def _lose(self, url: str, reason: str, becomes: EngineLifecycle) -> bool:
-        """A member has lost its weights, or itself; a draining one has nothing left to end."""
+        """Handle a member that died or lost its weights; a draining engine has no work left and is expelled."""
         lifecycle = self._lifecycle(url)
         if lifecycle is None or not lifecycle.is_alive:
             return False

@@ -1,6 +1,6 @@
-"""What reaches the controller: values, so that a journal can keep them and a replay can decide on them again.
+"""Inputs of the controller: values, so that a journal can store them and a replay can decide on them again.
 
-Each carries `now`, seconds on the controller's monotonic clock: the controller has no clock of its own.
+Each input carries `now`, in seconds on the controller's monotonic clock. The controller reads no clock of its own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class Input(msgspec.Struct, frozen=True, kw_only=True, tag_field="input", tag=Tr
 
 
 class ReportReceived(Input, frozen=True):
-    """A report, and the id of its entry in the `reports` stream."""
+    """A report, with the id of its entry in the `reports` stream."""
 
     report: Report
     entry_id: str
 
 
 class KnobsPatched(Input, frozen=True):
-    """Somebody changes knobs; `time` is the wall clock's, for the log of changes."""
+    """A user changes knobs; `time` is the wall clock's, for the knob log."""
 
     changes: dict[str, Any]
     who: str
@@ -34,7 +34,7 @@ class KnobsPatched(Input, frozen=True):
 
 
 class EngineRegistered(Input, frozen=True):
-    """An engine offers itself, with what it calls itself; without `incarnation`, an operator offers it."""
+    """An engine offers itself with its name and type; without `incarnation`, an operator offers it."""
 
     url: str
     incarnation: str = ""
@@ -49,13 +49,13 @@ class HealthCheckMissed(Input, frozen=True):
 
 
 class EngineAnswered(Input, frozen=True):
-    """An engine that was suspect, dirty or dead answers."""
+    """A suspect, dirty or dead engine answers a poll."""
 
     url: str
 
 
 class EngineRestarted(Input, frozen=True):
-    """An engine's counters fell: it has begun anew and lost its weights."""
+    """An engine's counters went down: it has restarted and lost its weights."""
 
     url: str
 
@@ -68,16 +68,16 @@ class EngineTimedOut(Input, frozen=True):
 
 
 class EngineIdle(Input, frozen=True):
-    """An engine that is being drained has had nothing to do for a while."""
+    """A draining engine has been idle for a while."""
 
     url: str
 
 
 class EnginesRequested(Input, frozen=True):
-    """An operator wants more engines, started by whoever starts this run's processes.
+    """An operator requests more engines, to be started by this run's launcher.
 
-    With `replaces` (a URL), that engine is drained once the new one serves, within `grace_s`; when it is to go
-    already, nothing is requested.
+    With `replaces` (a URL), that engine is drained within `grace_s` once the new one serves. If it is leaving already,
+    nothing is requested.
     """
 
     type: str
@@ -87,32 +87,32 @@ class EnginesRequested(Input, frozen=True):
 
 
 class EngineDrainAsked(Input, frozen=True):
-    """An operator takes an engine out once it has ended what it has, or after `grace_s`."""
+    """An operator removes an engine once its current work is finished, or after `grace_s`."""
 
     url: str
     grace_s: float
 
 
 class EngineRemoved(Input, frozen=True):
-    """An operator takes an engine out at once: by URL, or by the name under which it was requested."""
+    """An operator removes an engine at once: by URL, or by the name under which it was requested."""
 
     engine: str
 
 
 class FleetMeasured(Input, frozen=True):
-    """How busy the engines that serve were found by a poll, from 0 to 1; told where their number follows from it."""
+    """The share of occupied slots of the serving engines (0 to 1), polled if the run is elastic."""
 
     occupancy: float
 
 
 class StopAsked(Input, frozen=True):
-    """The run is to end at its next step boundary."""
+    """A user stops the run at its next step boundary."""
 
     reason: str
 
 
 class SuspendAsked(Input, frozen=True):
-    """The run is to end now with its state saved, and to be gone on with another time."""
+    """A user suspends the run: it ends now, with its state saved, to be resumed later."""
 
     reason: str
 
@@ -122,10 +122,10 @@ class Ticked(Input, frozen=True):
 
 
 class StreamsLost(Input, frozen=True):
-    """The stream server was killed and has forgotten the end of its history: orders, and groups, may be gone."""
+    """The stream server was killed and lost the end of its history, so orders and groups may be gone."""
 
 
-#: What changes the fleet.
+#: Inputs that change the fleet.
 EngineInput = (
     EngineRegistered
     | HealthCheckMissed

@@ -1,7 +1,7 @@
-"""The controller's side of the ledger: every order issued is trained, filtered, stale, failed or in flight.
+"""The controller's ledger: every issued order is trained, filtered, stale, failed or in flight.
 
-The trainer's account (frontier and counts) is authoritative for what it consumed, since it is part of its checkpoint;
-the controller adds what it issued and what failed. `check` asserts the balance: it is never only hoped for.
+The trainer's account (frontier and counts) is authoritative for what it consumed, since it is part of its checkpoint.
+The controller adds what it issued and what failed. `check` enforces the balance.
 """
 
 from __future__ import annotations
@@ -17,67 +17,68 @@ from pipelinerl.messages import ConsumedReport, has_ended
 @final
 @dataclass(slots=True)
 class IssuedLedger:
-    """Orders by index; `cursor` is the next index never issued."""
+    """Orders by index; `cursor` is the next index that was never issued."""
 
     cursor: int = 0
     reissue: list[int] = field(default_factory=list)
-    """Indices below the cursor that nobody works on and that are to be issued again; ascending."""
+    """Indices below the cursor that must be issued again, because no actor works on them; ascending."""
     failed: set[int] = field(default_factory=set)
-    """Orders that failed: all of them, since a trainer that goes on from a checkpoint may have to be told again."""
+    """All orders that failed. They are kept, since a trainer that resumes from a checkpoint may need them again."""
     outdated: set[int] = field(default_factory=set)
-    """Orders that an actor gave up, since their groups would have been stale; all of them, likewise."""
+    """All orders that an actor gave up because their groups would have been stale; kept for the same reason."""
     consumed: ConsumedReport = field(default_factory=ConsumedReport)
     sizes: dict[int, int] = field(default_factory=dict)
-    """How many rollouts each order that is in flight asks for."""
+    """Rollouts that each order in flight asks for, by index."""
 
     @property
     def ended(self) -> int:
-        """Orders that the trainer accounts for."""
+        """The number of orders that the trainer has accounted for."""
         return self.consumed.trained + self.consumed.filtered + self.consumed.stale + self.consumed.failed
 
     @property
     def in_flight(self) -> int:
-        """Orders issued and not ended."""
+        """The number of orders that were issued and have not ended."""
         return self.cursor - len(self.reissue) - self.ended - len(self.unsettled) - len(self.unsettled_stale)
 
     @property
     def unsettled(self) -> list[int]:
-        """Orders that failed and that the trainer has not taken into its account yet; ascending."""
+        """Failed orders that the trainer has not added to its account yet; ascending."""
         return sorted(self._open(self.failed))
 
     @property
     def unsettled_stale(self) -> list[int]:
-        """The same of orders that were given up as stale."""
+        """Orders given up as stale that the trainer has not added to its account yet; ascending."""
         return sorted(self._open(self.outdated))
 
     @property
     def rollouts_in_flight(self) -> int:
-        """Rollouts of the orders in flight."""
+        """The number of rollouts of all orders in flight."""
         return sum(self.sizes.values())
 
     def note_size(self, index: int, rollouts: int) -> None:
-        """Order `index`, which was just issued, asks for so many."""
+        """Record how many rollouts the newly issued order `index` asks for."""
         self.sizes[index] = rollouts
 
     def next_index(self) -> int:
-        """Issue the next order: its index."""
+        """Issue the next order and return its index."""
         if self.reissue:
             return self.reissue.pop(0)
         self.cursor += 1
         return self.cursor - 1
 
     def fail(self, index: int) -> None:
-        """The order ended without a group."""
+        """End the order without a group, as failed."""
         self._end(index, self.failed)
 
     def give_up(self, index: int) -> None:
-        """The order ended without a group, which would have been stale."""
+        """End the order without a group, as stale."""
         self._end(index, self.outdated)
 
     def update(self, consumed: ConsumedReport) -> None:
-        """Take the trainer's account, which says how an order that we called failed really ended.
+        """Replace the trainer's account, which decides how an order really ended even if it was reported as failed.
 
-        After a resume it may hold orders that were issued after the checkpoint, whose groups still lay in the stream.
+        After a resume, the account may include orders that were issued after the checkpoint, since their groups were
+        still in the stream.
         """
         self.consumed = consumed
         known = max(self.cursor, consumed.frontier, *(index + 1 for index in consumed.beyond))
@@ -88,7 +89,7 @@ class IssuedLedger:
         self.check()
 
     def lost(self, indices: Iterable[int]) -> list[int]:
-        """Orders without a group to come: those of them that are in flight are to be issued again, and returned."""
+        """Mark those of these orders that are in flight for reissue, since no group will come; return them."""
         known = {*self.reissue, *self.failed, *self.outdated}
         again = self._open([index for index in indices if index < self.cursor and index not in known])
         self.reissue = sorted({*self.reissue, *again})
@@ -97,7 +98,11 @@ class IssuedLedger:
         return again
 
     def check(self) -> None:
-        """Raises LedgerError when the account does not balance."""
+        """Check that the account balances.
+
+        Raises:
+            LedgerError: more orders ended than were issued.
+        """
         if self.in_flight < 0:
             raise LedgerError(
                 f"issued {self.cursor - len(self.reissue)} orders but {self.ended} ended, {len(self.unsettled)} more "
@@ -106,7 +111,7 @@ class IssuedLedger:
             )
 
     def to_record(self) -> dict[str, Any]:
-        """Plain values for a snapshot."""
+        """Return plain values for a snapshot."""
         return {
             "cursor": self.cursor,
             "failed": sorted(self.failed),
@@ -116,7 +121,7 @@ class IssuedLedger:
 
     @classmethod
     def resume(cls, record: dict[str, Any], consumed: ConsumedReport) -> Self:
-        """The account after a restart of everything: whatever was in flight is to be issued again."""
+        """Restore the account after a restart of the whole run: all orders that were in flight are issued again."""
         account = cls(
             cursor=int(record["cursor"]),
             failed=set(record["failed"]),
@@ -127,7 +132,7 @@ class IssuedLedger:
         return account
 
     def ledger(self) -> dict[str, int]:
-        """The balance, by fate."""
+        """Return the balance: the number of orders by outcome."""
         return {
             "issued": self.cursor - len(self.reissue),
             "trained": self.consumed.trained,
@@ -138,12 +143,12 @@ class IssuedLedger:
         }
 
     def _open(self, indices: Iterable[int]) -> list[int]:
-        """Those that the trainer does not account for."""
+        """Keep the indices that the trainer has not accounted for."""
         frontier, beyond = self.consumed.frontier, set(self.consumed.beyond)
-        return [index for index in indices if index >= frontier and index not in beyond]  # `has_ended`, of thousands
+        return [index for index in indices if index >= frontier and index not in beyond]  # fast `has_ended`
 
     def _end(self, index: int, fate: set[int]) -> None:
-        """An order ends once, whoever says so first."""
+        """End an order in one of the two ways, unless it has ended already."""
         is_consumed = has_ended(index, self.consumed.frontier, self.consumed.beyond)
         if index < self.cursor and not (is_consumed or index in self.failed or index in self.outdated):
             fate.add(index)

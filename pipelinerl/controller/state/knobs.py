@@ -1,7 +1,7 @@
-"""The knobs of a live run: validated as a whole, changed by patch, logged with who and when.
+"""The knobs of a live run: validated as a whole, changed by patch, and logged with time and author.
 
-A change is accepted at once and takes effect at the next step boundary; the log is append-only and part of a snapshot.
-A run that goes on takes its recipe's knobs, and over them what the log says was changed live.
+A change is accepted at once and takes effect at the next step boundary. The log is append-only and part of a snapshot.
+A resumed run uses its recipe's knobs, and on top of them the live changes in the log.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import PRESETS, StalenessBounds
 
 _FIXED: Final = frozenset({"group_sizes", "max_groups", "k_finite"})
-#: Tables of whole numbers by engine type, of a run whose engines come and go by its own figures.
+#: Integer tables by engine type, used by elastic runs.
 _LIMITS: Final = ("engines_min", "engines_max")
 _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps", "groups_in_flight"})
 
-#: The largest number that any knob may be but for k = inf: journal and streams carry it in whatever form it was sent.
+#: Upper limit of every knob except k = inf, so that the journal and all stream encodings can represent it.
 LARGEST: Final = 2**31 - 1
 #: The largest number of engines of one type.
 MOST_ENGINES: Final = 4096
@@ -30,7 +30,10 @@ MOST_ENGINES: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """Everything that may change while the run is live, and after it what the run fixes, from `group_sizes` on."""
+    """Settings that may change while the run is live.
+
+    The fields from `group_sizes` on are fixed; they are used for validation.
+    """
 
     j: int
     k: float
@@ -39,19 +42,19 @@ class Knobs:
     rollouts_per_step: int
     evaluation_interval_steps: int
     groups_in_flight: int
-    """Of each actor: the concurrency that the engines see."""
+    """Groups in flight per actor: the concurrency that engines see."""
     domain_weights: dict[str, float]
-    """Shares of the domains, by name; they need not sum to 1, and 0 switches a domain off."""
+    """Sampling weights of the domains, by name; they need not sum to 1, and 0 disables a domain."""
     engines_min: dict[str, int] = field(default_factory=dict)
-    """Fewest engines that the run may come down to by itself, by type; it is elastic if any type is named."""
+    """Minimum number of engines by type for automatic scaling; the run is elastic if any type is listed."""
     engines_max: dict[str, int] = field(default_factory=dict)
-    """Most that it may have started."""
+    """Maximum number of engines by type for automatic scaling."""
     group_sizes: dict[str, int]
-    """Answers to a problem, by domain."""
+    """Rollouts per group, by domain."""
     max_groups: int = 2**31
-    """Most groups in flight: a step of more could never be filled."""
+    """The most groups in flight; a step that needs more could never be filled."""
     k_finite: bool = False
-    """Must k be a number? The trainer then keeps the weights of every version that a rollout may come from."""
+    """True if k must be finite, since the trainer keeps the weights of every version that a rollout may come from."""
 
     def __post_init__(self) -> None:
         StalenessBounds(self.j, self.k)
@@ -88,7 +91,7 @@ class Knobs:
         self._check_step()
 
     def _check_step(self) -> None:
-        """Steps take whole groups: exactly `rollouts_per_step` where all groups are of one size."""
+        """Check that a step consists of whole groups: exactly `rollouts_per_step` if all groups have the same size."""
         smallest, largest = min(self.group_sizes.values()), max(self.group_sizes.values())
         if smallest == largest and self.rollouts_per_step % smallest:
             raise RecipeError(
@@ -106,22 +109,22 @@ class Knobs:
 
     @property
     def bounds(self) -> StalenessBounds:
-        """(j, k)."""
+        """The staleness bounds (j, k)."""
         return StalenessBounds(self.j, self.k)
 
     @property
     def groups_per_step(self) -> int:
-        """Groups that make a step; where their sizes differ, about so many do."""
+        """The number of groups in a step; an average if group sizes differ."""
         return groups_of_step(self.rollouts_per_step, self.group_sizes, self.domain_weights)
 
     def patched(self, changes: Mapping[str, Any]) -> Self:
-        """These knobs with `changes` applied, valid as a whole.
+        """Return these knobs with `changes` applied, validated as a whole.
 
-        `preset` sets j and k together; k may be the text `inf`; `domain_weights.<domain>` sets one weight, and a table
-        `domain_weights` those that it names.
+        `preset` sets j and k together. k may be the string `inf`. `domain_weights.<domain>` sets one weight; a table
+        `domain_weights` sets the weights that it lists.
 
         Raises:
-            RecipeError: unknown knob, wrong type, or a combination that cannot run.
+            RecipeError: a knob is unknown, a type is wrong, or the combination cannot run.
         """
         values: dict[str, Any] = {}
         for name, value in changes.items():
@@ -138,11 +141,12 @@ class Knobs:
         return replace(self, **values)
 
     def with_live(self, log: Iterable[KnobChange]) -> Self:
-        """These knobs, the recipe's, with what was changed while the run was live, but for domains and
-        engine types that are gone.
+        """Return these knobs, the recipe's, with the live changes of `log` applied.
+
+        Changes of domains and engine types that are no longer in the recipe are skipped.
 
         Raises:
-            RecipeError: they cannot run together.
+            RecipeError: the combination cannot run.
         """
         changes: dict[str, Any] = {}
         for change in log:
@@ -154,7 +158,7 @@ class Knobs:
         return self.patched(changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; an infinite k is the text `inf`, which JSON can carry."""
+        """Return plain values; an infinite k becomes the string `inf`, since JSON has no infinity."""
         values = asdict(self)
         for name in _FIXED:
             del values[name]
@@ -165,7 +169,7 @@ class Knobs:
         return values
 
     def _domains(self, name: str, value: Any) -> dict[str, float]:
-        """The weights by domain that a change names, if it is about them."""
+        """Return the weights by domain that a change sets; empty if it sets other knobs."""
         section, _, domain = name.partition(".")
         if section != "domain_weights":
             return {}
@@ -178,7 +182,7 @@ class Knobs:
         return {each: _number(f"domain_weights.{each}", weight) for each, weight in given.items()}
 
     def _limits(self, name: str, value: Any) -> dict[str, int]:
-        """The limits by engine type that a change names, if it is about them."""
+        """Return the limits by engine type that a change sets; empty if it sets other knobs."""
         table, _, type = name.partition(".")
         known: dict[str, int] = getattr(self, table) if table in _LIMITS else {}
         if not known:
@@ -203,7 +207,7 @@ def _number(name: str, value: Any, *, whole: bool = False) -> float:
     try:
         number = float(value)
         if isinstance(value, str) and math.isinf(number) and "inf" not in value.lower():
-            number = math.nan  # 1e999 is a slip, and would lift the bound
+            number = math.nan  # 1e999 is a typo; as infinity it would remove the bound
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if isinstance(value, bool) or math.isnan(number) or (whole and not number.is_integer()):
@@ -219,9 +223,9 @@ def _preset(name: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobChange:
-    """One line of the knob log; `cursor` is the first order that was not issued before it.
+    """One entry of the knob log; `cursor` is the first order that had not been issued before the change.
 
-    It is `live` unless it follows from a recipe that was edited before the run went on.
+    `live` is False if the change comes from editing the recipe between two runs.
     """
 
     time: float

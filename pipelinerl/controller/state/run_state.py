@@ -1,7 +1,7 @@
-"""`RunState`: all that the controller knows, as one value that can be written down and read back whole.
+"""`RunState`: everything the controller knows, as one value that can be stored and restored whole.
 
-Two records are taken of it. The journal keeps the whole, for a controller that dies while its run goes on. A checkpoint
-keeps what outlives everything else (`checkpoint_record`), for a run that is started again.
+It is stored in two ways. The journal keeps all of it, for a controller that dies while its run continues. A checkpoint
+keeps the part that outlives every process (`checkpoint_record`), for a run that is resumed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pipelinerl.controller.state.watched_steps import WatchedSteps
 from pipelinerl.messages import ActorAlive, ConsumedReport, Directive, Published, TrainerReady
 from pipelinerl.types import Problem, Quota
 
-#: Who has not been heard of for so long may be gone. A trainer that waits says so every few seconds; an actor's heart
-#: beats more often still.
+#: Silence in seconds after which a process may be gone. A waiting trainer reports every few seconds, and actors send
+#: heartbeats more often.
 SILENT_S: Final = 15.0
 
 
-#: The place of an evaluation set that the recipe has no longer: behind all others.
+#: The position of an evaluation set that is no longer in the recipe: after all others.
 NOWHERE: Final = 2**16
 
 
 class RunPhase(StrEnum):
-    """Where the run stands."""
+    """Phase of a run."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -43,9 +43,10 @@ class RunPhase(StrEnum):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that an operator wants to be started, and whether it is still wanted.
+    """An engine that an operator requested; `wanted` is False once the request is withdrawn.
 
-    With `replaces` (a URL), that one is drained once this one serves; it is cleared as soon as that has been seen to.
+    With `replaces` (a URL), that engine is drained once the new one serves; `replaces` is cleared when that has been
+    done.
     """
 
     name: str
@@ -61,14 +62,14 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
     directive: str
     """The name of that directive."""
     version: int
-    """The oldest weights that it may bring: those of when it was directed, or of a step that was done before it."""
+    """The least version it may publish: that of its directive, or of a later step before the publication."""
     membership: int
     recipients: list[str]
     reported: bool = False
 
     @classmethod
     def of(cls, directive: Directive, version: int) -> Self:
-        """The publication of a directive that was made at `version`."""
+        """Return the publication of a directive that was made at `version`."""
         return cls(
             directive=directive.answers,
             version=version,
@@ -77,52 +78,52 @@ class PublicationOrdered(msgspec.Struct, kw_only=True):
         )
 
     def reaches(self, url: str, *, joined_at: int) -> bool:
-        """Whether it goes to the engine that joined with that membership."""
+        """Return True if the publication reaches the engine that joined with that membership."""
         return url in self.recipients and joined_at <= self.membership
 
 
 class TrainerRecord(msgspec.Struct, kw_only=True):
-    """What the controller knows of the trainer of this epoch, and what it has told it."""
+    """The controller's record of this epoch's trainer: its reports, and the directives it was sent."""
 
     heard: tuple[str, float] | None = None
-    """Kind of its last report, and when that came."""
+    """Kind and arrival time of its last report."""
     pending_ready: TrainerReady | None = None
-    """Its question what to do, while engines that are expected have not joined."""
+    """Its unanswered ready report, while expected engines have not joined."""
     awaited: list[str] = []
-    """Names of those engines."""
+    """Names of the engines that have not joined."""
     begun: list[str] = []
-    """The reports with which an epoch has begun, of any trainer; none begins another."""
+    """Ready reports that have started an epoch, of any trainer; a repeated one starts no other epoch."""
     answers: dict[str, Directive] = {}
-    """The last directive by the report that it answers, since a report may be repeated."""
+    """The last directive sent for each report, since reports may be repeated."""
     publications: list[PublicationOrdered] = []
-    """Those it was directed to make and has not reported, in that order; before them the last that it has reported."""
+    """The last reported publication, followed by the ordered and unreported ones, in order."""
     stop_sent: bool = False
-    """Was it told to stop?"""
+    """True if the trainer was directed to stop."""
     first_version: int = 0
-    """Where it began to train."""
+    """The version at which it began to train."""
     training_since: float = 0.0
-    """When it began to train, for the estimate of the end."""
+    """Start time of its training; used to estimate the end of the run."""
     stepped: ConsumedReport = ConsumedReport()
-    """Its account as of the last step (or of its start): what ended since then was not trained."""
+    """Its account as of its last step, or of its start: orders that ended since then were not trained."""
     last_step: dict[str, float] = {}
     """Figures of its last step."""
     last_publish: Published | None = None
     """Its last publication."""
     unsaved: str = ""
-    """Why a checkpoint cannot be written yet, in words; training waits once the next one is due."""
+    """The reason why a checkpoint is delayed; training waits once the next checkpoint is due."""
 
     @property
     def publishes(self) -> bool:
-        """Whether a publication is under way, or will be."""
+        """True if a publication is pending or under way."""
         return any(not each.reported for each in self.publications)
 
     def note_step(self, version: int) -> None:
-        """Weights change only between publications: what has not been reported brings those of this step."""
+        """Raise the version of all unreported publications, since weights change only between publications."""
         for each in self.publications:
             each.version = each.version if each.reported else version
 
     def note_published(self, report: Published) -> None:
-        """Publications end in order, so those before the reported one have ended, too."""
+        """Record a publication; earlier ones have ended too, since publications end in order."""
         self.last_publish = report
         names = [each.directive for each in self.publications if not each.reported]
         if report.directive in names:
@@ -135,98 +136,98 @@ class Evaluations(msgspec.Struct, kw_only=True):
     """The evaluations of a run."""
 
     current: Evaluation | None = None
-    """The one under way."""
+    """The evaluation in progress."""
     begun: int = 0
-    """How many were begun, anew or not: the number of the last."""
+    """Number of evaluations begun, including restarts; also the number of the latest one."""
     due: EvaluationDue | None = None
-    """One that waits for weights to be served, or for the current one to end."""
+    """A pending evaluation, waiting for its weights to be served or for the current evaluation to end."""
     results: list[EvaluationResult] = []
-    """Those that have ended, the oldest first; only the last of each set has figures by domain and tag."""
+    """Results, oldest first; only the latest of each set has figures by domain and tag."""
 
     def add(self, result: EvaluationResult) -> None:
-        """One has ended."""
+        """Add a result, and drop the figures by domain and tag of the set's previous result."""
         of_it = [number for number, before in enumerate(self.results) if before.name == result.name]
         if of_it:
             self.results[of_it[-1]] = self.results[of_it[-1]].without_groups
         self.results.append(result)
 
     def follow(self, places: Mapping[str, int]) -> None:
-        """The recipe has its sets in these places now, which may be others than before; one that is gone has none."""
+        """Update the positions of sets from the recipe, which may have been edited; removed sets get `NOWHERE`."""
         self.results = [replace(each, place=places.get(each.name, NOWHERE)) for each in self.results]
 
 
 class Failing(msgspec.Struct, kw_only=True):
-    """Why the run cannot go on, and what may come to that; `giving_up.py` decides."""
+    """The reason why the run cannot continue, and the symptoms that may lead to one; `giving_up.py` decides."""
 
     reason: str = ""
-    """Why it cannot, or is not to; empty while it does."""
+    """The reason for ending the run; empty while it continues."""
     hopeless: bool = False
-    """Does the run end because no answer is ever right? It then ends as any other, and exits with status 1."""
+    """True if the run ends because no answer is ever correct. It ends normally, but exits with status 1."""
     suspends: bool = False
-    """Has somebody asked for its end now, to go on with it another time?"""
+    """True if a user suspended the run, to resume it later."""
     since: float = 0.0
-    """When that became known."""
+    """Time when the reason became known."""
     engineless_since: float = 0.0
-    """When the last engine went, or the run began without one; 0 while one is alive."""
+    """Time when the last engine was lost, or the run began without engines; 0 while an engine is alive."""
     refused_groups: int = 0
-    """Groups in a row whose prompts were refused for good."""
+    """Consecutive groups whose prompts were permanently rejected."""
     refused_reason: str = ""
-    """Why the last of them was."""
+    """The reason for the last rejection."""
     too_long_groups: int = 0
-    """Groups since the last step whose prompts leave no room in the context."""
+    """Groups since the last step whose prompts leave no room for an answer in the context."""
     too_long_reason: str = ""
-    """What was said of the last of them."""
+    """The error message of the last of them."""
 
 
 class Watchdog(msgspec.Struct, kw_only=True):
-    """Whether anything gets on; `stall_diagnosis.py` says what does not."""
+    """Tracks whether the run makes progress; `stall_diagnosis.py` names the cause of a stall."""
 
     mark: tuple[Any, ...] = ()
     """The last `progress_mark`."""
     moved_at: float = 0.0
-    """When it changed; 0 before the first decision."""
+    """Time of the last change; 0 before the first decision."""
     reported: bool = False
-    """Was it reported that it has not changed since?"""
+    """True if the current stall has been reported."""
 
 
 @final
 class RunState(msgspec.Struct, kw_only=True):
-    """State of a run; changed by `Controller` alone."""
+    """The state of a run; only `Controller` changes it."""
 
     launch: str = ""
-    """Tells the launch of the run that this state is of from others; empty where roles are started by hand."""
+    """Identifies the launch that this state belongs to; empty if roles are started manually."""
     phase: RunPhase = RunPhase.STARTING
     epoch: int = 0
-    """The number of the trainer: how many have begun."""
+    """The number of trainers that have begun; identifies the current one."""
     version: int = 0
     """The newest version of the weights."""
     stop_reason: str | None = None
-    """Why the run is to end before its last step."""
+    """The reason for ending the run before its last step."""
     knobs: Knobs
-    """Their values now."""
+    """Their current values."""
     knob_log: list[KnobChange] = []
-    """Every change of them, the oldest first."""
+    """All knob changes, oldest first."""
     first_domain_weights: dict[str, float]
-    """Those that the recipe gives."""
+    """The recipe's domain weights."""
     quotas: list[Quota] = []
-    """Within how many orders the domains' shares are kept, the oldest first; a knob may change what a step takes."""
+    """Windows of orders within which domain shares are exact, oldest first; their size follows the groups per step."""
     loaded_from: list[tuple[int, int]] = []
-    """(order, version): from that order on, no engine held older weights when it was issued; the oldest first."""
+    """(order, version), oldest first: when orders from that one on were issued, no engine held older weights."""
     filtered_share: FilteredShare = msgspec.field(default_factory=FilteredShare)
-    """Which part of the orders trains nothing, as the last steps have shown it."""
+    """The share of orders that train nothing, estimated from recent steps."""
     cooldown: Cooldown = msgspec.field(default_factory=Cooldown)
-    """Problems that were solved of late, and are passed over."""
+    """Recently solved problems that are skipped for a while."""
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     engine_requests: list[EngineRequest] = []
-    """Engines beyond the recipe's, in the order of asking; a resumed run begins without."""
+    """Engines requested beyond the recipe's, in order of request; a resumed run begins with none."""
     elastic: ElasticMemory = msgspec.field(default_factory=ElasticMemory)
-    """What speaks for more engines, or for fewer."""
+    """Measurements for scaling the number of engines."""
     account: IssuedLedger = msgspec.field(default_factory=IssuedLedger)
-    """Prompt orders by what became of them."""
+    """Prompt orders by outcome."""
     resumed_account: dict[str, Any] | None = None
-    """The account of a checkpoint, until the trainer's own arrives."""
+    """The account from a checkpoint, until the trainer's own arrives."""
     actors: dict[str, tuple[ActorAlive, float]] = {}
-    """Each actor's last heartbeat, and when it came."""
+    """Each actor's last heartbeat, with its arrival time."""
     trainer: TrainerRecord = msgspec.field(default_factory=TrainerRecord)
     evaluations: Evaluations = msgspec.field(default_factory=Evaluations)
     failing: Failing = msgspec.field(default_factory=Failing)
@@ -234,27 +235,28 @@ class RunState(msgspec.Struct, kw_only=True):
     watched: WatchedSteps = msgspec.field(default_factory=WatchedSteps)
 
     def live_actors(self, now: float) -> list[ActorAlive]:
-        """What each actor said last that has been heard of late."""
+        """Return the last heartbeats of all actors that are not silent."""
         return [alive for alive, heard in self.actors.values() if now - heard <= SILENT_S]
 
     def domain_weights_of(self, index: int) -> dict[str, float]:
-        """The weights by which order `index` is drawn, however often it is issued: those of when it was first."""
+        """Return the domain weights when order `index` was first issued, so that reissuing repeats its problem."""
         for change in reversed(self.knob_log):
             if change.cursor <= index and "domain_weights" in change.changes:
                 return self._drawable(change.changes["domain_weights"])
         return self._drawable(self.first_domain_weights)
 
     def follow_groups_per_step(self) -> None:
-        """From the next order that was never issued on, shares are kept within as many as a step takes now."""
+        """Start a new quota window at the next unissued order if the number of groups per step has changed."""
         if not self.quotas or self.quotas[-1].size != self.knobs.groups_per_step:
             since = self.account.cursor if self.quotas else 0
             self.quotas = [quota for quota in self.quotas if quota.since < since]
             self.quotas.append(Quota(since, self.knobs.groups_per_step))
 
     def follow_loaded(self, loaded: int) -> None:
-        """Orders that are issued from now on are sampled by these weights or newer ones; what has ended is forgotten.
+        """Record that orders issued from now on are sampled with version `loaded` or newer.
 
-        Without a record, of a trainer that begins, whatever is out is issued again now.
+        Entries of ended orders are dropped. Without earlier entries, the trainer has just begun and all orders in
+        flight are issued again, so the entry covers them.
         """
         if not self.loaded_from or self.loaded_from[-1][1] != loaded:
             since = self.account.cursor if self.loaded_from else 0
@@ -264,19 +266,19 @@ class RunState(msgspec.Struct, kw_only=True):
             self.loaded_from = self.loaded_from[1:]
 
     def quota_of(self, index: int) -> Quota:
-        """The quota by which order `index` is apportioned, however often it is issued: that of when it was first."""
+        """Return the quota in force when order `index` was first issued."""
         return next(quota for quota in reversed(self.quotas) if quota.since <= index)
 
     def choose_problem(self, index: int, draw: Callable[[int], Problem]) -> Problem:
-        """The problem of order `index`; `draw` as `Cooldown.choose` has it."""
+        """Return the problem of order `index`; for `draw` see `Cooldown.choose`."""
         return self.cooldown.choose(index, draw, version=self.version, frontier=self.account.consumed.frontier)
 
     def _drawable(self, weights: dict[str, float]) -> dict[str, float]:
-        """Weights of the domains that there are: a recipe edited since may have others."""
+        """Restrict weights to current domains, since the recipe may have been edited."""
         return {domain: weights.get(domain, 0.0) for domain in self.knobs.domain_weights}
 
     def checkpoint_record(self) -> dict[str, Any]:
-        """What a checkpoint must carry of the controller, as plain values."""
+        """Return the part of the state that belongs in a checkpoint, as plain values."""
         return {
             "epoch": self.epoch,
             "account": self.account.to_record(),
@@ -290,13 +292,13 @@ class RunState(msgspec.Struct, kw_only=True):
         }
 
     def resume(self, record: Mapping[str, Any], *, step: int) -> None:
-        """Continue from a `checkpoint_record` of `step`; the trainer's own account arrives with its `TrainerReady`.
+        """Continue from the `checkpoint_record` of a step; the trainer's own account arrives with its `TrainerReady`.
 
-        The knobs are the recipe's, which may have been edited, but for what was changed live. Orders that are issued
-        again keep the mixture by which they were drawn.
+        Knobs come from the recipe, which may have been edited, overridden by live changes. Orders that are issued again
+        keep the mixture with which they were first drawn.
 
         Raises:
-            RecipeError: the recipe's knobs and those changed live cannot run together.
+            RecipeError: the recipe's knobs and the live changes cannot run together.
         """
         self.epoch = int(record["epoch"])
         before, recipe = record["knobs"], self.knobs

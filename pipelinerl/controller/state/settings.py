@@ -1,4 +1,4 @@
-"""What a run fixes for good; what may change while it is live is in `Knobs`."""
+"""Settings that are fixed for the whole run; those that may change while it is live are in `Knobs`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelinerl.controller.state.evaluation import EvaluationPlan
 from pipelinerl.enums import NoSignal, Overdue, StalenessScope
 from pipelinerl.types import DomainSampling, Sampling
 
-#: So many orders at most are issued for each that is expected to train, where a recipe leaves it open.
+#: The default limit on issued orders per order that is expected to train.
 OVERSAMPLED: Final = 3.0
 
 
@@ -26,27 +26,27 @@ class ControllerSettings:
     max_groups: int
     sampling: Sampling
     by_domain: Mapping[str, DomainSampling] = field(default_factory=dict)
-    """What domains have their own way."""
+    """Sampling parameters that differ by domain."""
     evaluation: EvaluationPlan
     stall_s: float = 120.0
-    """The watchdog speaks when nothing has got on for so long."""
+    """Seconds without progress after which the watchdog reports a stall."""
     engine_timeout_s: float = 300.0
-    """The run ends when no engine has been alive for so long."""
+    """Seconds without a live engine after which the run ends."""
     no_signal: NoSignal = NoSignal.FILTER
-    """What becomes of groups whose rewards are all equal."""
+    """The treatment of groups whose rewards are all equal."""
     no_signal_steps: int = 20
-    """Steps' worth of groups without signal, in a row, after which the run ends where they are dropped."""
+    """Consecutive steps' worth of groups without signal after which the run ends, if such groups are dropped."""
     save_s: float = 30.0
-    """A run that cannot go on, or is suspended, waits so long for its trainer's state to be saved."""
+    """Seconds to wait for the trainer's state to be saved when a run fails or is suspended."""
     scope: StalenessScope = StalenessScope.GROUP
-    """What is refused when a token of it is too old; groups of which some rollouts may train are not given up."""
+    """The unit that is dropped if it has too old a token; actors give up groups early only if it is the group."""
     overdue: Overdue = Overdue.DROP
-    """What becomes of groups that are still being sampled when their last step comes."""
+    """The treatment of groups that are still being sampled at their last admissible step."""
     oversample: float | None = 1.0
-    """Most orders issued for each that is expected to train; None: as `OVERSAMPLED` says, while k > j."""
+    """The most orders issued per order that is expected to train; None: `OVERSAMPLED` while k > j, otherwise 1."""
     cooldown: Mapping[str, CooldownRule] = field(default_factory=dict)
-    """For how long solved problems rest, by domain."""
+    """Rest of solved problems, by domain."""
     elastic: ElasticRule | None = None
-    """When engines come and go by the run's own figures; None: when somebody says so."""
+    """The rule for scaling the number of engines automatically; None: only operators change it."""
     checkpoint_interval_steps: int
     engines_expected: int

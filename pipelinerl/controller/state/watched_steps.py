@@ -1,4 +1,4 @@
-"""What the last steps showed: figures by domain for people, and a window of them for alarms."""
+"""Recent step figures: by domain for users, and a window of steps for alarms."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import msgspec
 
 from pipelinerl.messages import GroupStages, VerifierFigures
 
-#: So many steps are remembered, and of the run's first steps so many entropies.
+#: The number of recent steps to keep, and the number of first steps whose entropies are kept.
 WINDOW: Final = 25
 FIRST_STEPS: Final = 10
 
 
 class DomainCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Of one domain in one step: rollouts, those of them cut off, groups that came, and those that were too old."""
+    """Counts of one domain in one step: rollouts, truncated rollouts, groups that arrived, and stale groups."""
 
     rollouts: float = 0
     truncated: float = 0
@@ -23,7 +23,7 @@ class DomainCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What alarms read of a step; None where it was not measured. `right` is a share of the judged rollouts."""
+    """A step's figures as used by alarms; None if not measured. `right` is a share of the judged rollouts."""
 
     step: int
     entropy: float | None = None
@@ -33,21 +33,21 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchedSteps(msgspec.Struct, kw_only=True):
-    """The run's newest figures by domain and tag, and what alarms remember."""
+    """The newest figures by domain and tag, and the memory of the alarms."""
 
     by_domain: dict[str, dict[str, float]] = {}
-    """Of the last step."""
+    """Figures of the last step."""
     by_tag: dict[str, dict[str, float]] = {}
-    """Of the last step."""
+    """Figures of the last step."""
     verified: dict[str, VerifierFigures] = {}
-    """By domain, all that the actors' verifiers had done as of the last step."""
+    """By domain, cumulative figures of the actors' verifiers as of the last step."""
     outdated: dict[str, int] = {}
     """By domain, groups that actors have given up since the last step."""
     recent: list[WatchedStep] = []
-    """The last `WINDOW` steps, the oldest first."""
+    """The last `WINDOW` steps, oldest first."""
     first_entropies: list[float] = []
-    """Of the first `FIRST_STEPS` steps since this controller's state began."""
+    """Entropies of the first `FIRST_STEPS` steps since this controller's state began."""
     stages: list[GroupStages] = []
-    """Of groups that ended since the last step, a few: the next step's event tells them."""
+    """Stage timings of a few groups that ended since the last step, for the next step's event."""
     alarms: dict[str, str] = {}
-    """Those raised and not cleared, by key: what is said of them."""
+    """Messages of active alarms, by key."""

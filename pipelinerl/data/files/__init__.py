@@ -1,1 +1,1 @@
-"""Problems in files: which files there are, what their rows hold, and the source that makes problems of rows."""
+"""Problems in files: discovery of files, parsing of rows, and the source that makes problems from rows."""

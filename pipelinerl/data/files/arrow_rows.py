@@ -1,7 +1,7 @@
 """`ArrowRows`: rows of Parquet files, and of the Arrow files that `datasets` saves; pyarrow reads both.
 
-Promises that rows stay in columns until they are asked for, that only the columns which somebody needs are read, and
-that a struct has the fields of its own row: those that are null since another row has them are left out.
+Rows stay in columns until requested, and only the needed columns are read. Arrow gives every struct the fields of all
+rows; the fields that are null in a row are left out of it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Final, final
 from pipelinerl.data.files.rows import FirstRows, Row
 from pipelinerl.errors import RecipeError
 
-#: Rows that become Python values at a time when all are looked at.
+#: Number of rows converted to Python values at a time when all rows are scanned.
 _AT_A_TIME: Final = 4096
-#: And when only the first are: few, for each may be large.
+#: Number of rows per batch when only the first are read: few, since each may be large.
 _LOOKED_AT: Final = 256
 
 
@@ -26,7 +26,7 @@ class ArrowRows:
     """The rows of one file."""
 
     def __init__(self, table: Any, name: str, *, also: tuple[str, ...] = ()) -> None:
-        """`table` is a `pyarrow.Table`; `also` names columns that the file has and the table has not."""
+        """Wrap `table`, a `pyarrow.Table`; `also` names columns of the file that the table lacks."""
         import pyarrow as pa
 
         self._name = name
@@ -37,7 +37,9 @@ class ArrowRows:
 
     @classmethod
     def read(cls, path: Path, fields: frozenset[str] | None, head: FirstRows | None = None) -> ArrowRows:
-        """Read these columns of the file, as far as it has them; or all. With a `head`, so much of it.
+        """Read the columns `fields` of the file, as far as it has them, or all.
+
+        With a `head`, read only that much of the file.
 
         Raises:
             RecipeError: pyarrow is not installed, or cannot read the file.
@@ -69,14 +71,14 @@ class ArrowRows:
         return self._ends[-1] if self._ends else 0
 
     def row(self, index: int) -> Row:
-        """One row; the columns that were not read stand there as None."""
+        """Return one row; columns that were not read are None in it."""
         number = bisect.bisect_right(self._ends, index)
         within = index - (self._ends[number - 1] if number else 0)
         (row,) = self._batches[number].slice(within, 1).to_pylist()
         return {**dict.fromkeys(self._also), **{name: without_nulls(value) for name, value in row.items()}}
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """All rows with these fields."""
+        """Yield all rows with these fields."""
         for batch in self._batches:
             names = [name for name in batch.schema.names if name in fields]
             for first in range(0, batch.num_rows, _AT_A_TIME):
@@ -90,23 +92,23 @@ class ArrowRows:
                     yield dict(zip(names, values, strict=True))
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """The file's other columns."""
+        """Return the file's columns that were not read."""
         return self._also
 
     def place(self, index: int) -> str:
-        """`train.parquet row 17`, counted from 0."""
+        """Return the name of a row for messages: `train.parquet row 17`, counted from 0."""
         return f"{self._name} row {index}"
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the nulls of structs, at any depth; those in lists stay, since places count there."""
+    """Remove null fields of structs at any depth; nulls in lists stay, since positions matter there."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _beginning(file: Any, columns: list[str], head: FirstRows) -> Any:
-    """The first rows of a `ParquetFile`, as a table."""
+    """Return the first rows of a `ParquetFile`, as a table."""
     import pyarrow as pa
 
     batches, rows, size = [], 0, 0
@@ -120,7 +122,7 @@ def _beginning(file: Any, columns: list[str], head: FirstRows) -> Any:
 
 
 def _ipc_reader(source: Any) -> Any:
-    """`datasets` writes streams; other writers files."""
+    """Open an Arrow file in either format: `datasets` writes streams, other writers write files."""
     import pyarrow as pa
 
     try:

@@ -1,15 +1,14 @@
-"""`Curriculum`: training problems in the order of their difficulty, by the pass rates that a data set says of its rows.
+"""`Curriculum`: orders training problems by difficulty, as given by the pass rates in a data set's rows.
 
-A band moves over the problems as they are ranked from easy to hard, and the next problem is one of those within it:
+A band moves over the problems, ranked from easy to hard; the next problem is one of those within the band:
 
-    easy ┊······[=== band ===]··············┊ hard        the share of `over` that is through ─▶
+    easy ┊······[=== band ===]··············┊ hard        progress through `over` ─▶
 
-The place of each problem is its rank plus noise as wide as the band; a band of 0 is the strict order, and a very wide
-one is shuffled. Each problem comes once in an epoch's worth, whatever the band. After `over` problems the epochs are
-shuffled, as without a curriculum. What comes when is a function of the seed and of the data alone, so that a run that
-is resumed goes on where it was.
+A problem's position is its rank plus noise as wide as the band. A band of 0 gives the strict order, and a very wide one
+shuffles. Each problem comes once per epoch, whatever the band. After `over` problems the epochs are shuffled, as
+without a curriculum. The order depends only on the seed and the data, so a resumed run continues where it stopped.
 
-The curriculum is the one that RLAX §6.2 names beside pre-filtering; `pipelinerl prefilter` writes the pass rates.
+RLAX §6.2 names this curriculum along with pre-filtering; `pipelinerl prefilter` writes the pass rates.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from numpy.typing import NDArray
 from pipelinerl import rng
 from pipelinerl.errors import RecipeError
 
-#: Where `pipelinerl prefilter` writes it.
+#: Field to which `pipelinerl prefilter` writes the pass rate.
 PASS_RATE: Final = "metadata.pass_rate"
-#: What a recipe says of it.
+#: Recipe parameters of a curriculum.
 ORDER: Final = ("order", "order_band", "order_over")
-#: A range of the ranks.
+#: Default width of the band, as a share of the ranks.
 _BAND: Final = 0.2
 _MOST: Final = 10**8
 
 
 class ProblemOrder(StrEnum):
-    """In which order training problems come."""
+    """Order in which training problems come."""
 
     SHUFFLED = "shuffled"
     EASY_FIRST = "easy_first"
@@ -43,11 +42,11 @@ class ProblemOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """How training problems are ordered.
+    """Order of the training problems.
 
     Attributes:
-        band: how wide the band is, as a share of the problems.
-        over: problems of the sweep from one end to the other; None: as many as there are.
+        band: width of the band, as a share of the problems.
+        over: number of problems in the sweep from one end to the other; None for the number of problems.
     """
 
     order: ProblemOrder = ProblemOrder.SHUFFLED
@@ -56,7 +55,7 @@ class Curriculum:
 
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], *, where: str) -> Self:
-        """What a recipe says, taken out of its `parameters`. Raises `RecipeError` for what is no order."""
+        """Parse the recipe's settings and remove them from `parameters`. Raises `RecipeError` for invalid values."""
         order, band, over = (parameters.pop(key, None) for key in ORDER)
         if order is not None and order not in list(ProblemOrder):
             raise RecipeError(f"{where}.parameters.order must be one of {', '.join(ProblemOrder)}, got {order!r}")
@@ -69,7 +68,7 @@ class Curriculum:
         return cls(order=ProblemOrder(order or "shuffled"), band=_BAND if band is None else float(band), over=over)
 
     def sweep(self, rates: NDArray[np.float64], *, seed: int) -> NDArray[np.int64]:
-        """Which problem comes when, i64 [over]; empty without an order.
+        """Return problem numbers in the order of the sweep, i64 [over]; empty without an order.
 
         Args:
             rates: [M] the share of samples that solve each problem, 1 for the easiest.

@@ -1,8 +1,7 @@
-"""`FieldMap`: which fields of a row are a problem's prompt, answer, metadata, tags and id.
+"""`FieldMap`: maps the fields of a row to a problem's prompt, answer, metadata, tags and id.
 
-Promises that what is missing, or of another type than it must be, is an error that names the field (who knows where the
-row is adds that); and that a row's digest, which decides its split, is one of what the row asks, not of how a template
-puts it.
+A missing field, or one of the wrong type, raises an error that names the field; the caller adds the row's location. The
+digest that decides a row's split covers the question itself, independent of the template's wording.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class FieldMap:
     Attributes:
         prompt_field: the question: text, or a list of messages. By default `prompt`, where there are no messages.
         messages_field: the conversation. By default `messages`.
-        metadata_fields: what the verifier is given; by default what the object `metadata` holds.
-        tag_fields: each a tag of its problem, `field=value`.
+        metadata_fields: fields passed to the verifier; by default the contents of the object `metadata`.
+        tag_fields: fields that each become a tag of the problem, `field=value`.
         tags_field: a list of tags.
-        id_field: the problem's name; by default the digest of what it asks.
+        id_field: the problem's name; by default the digest of its question.
         rate_field: the share of a model's answers that solve the row, by which a curriculum orders.
-        template: of the last user message, over the row's fields.
+        template: template of the last user message, over the row's fields.
     """
 
     prompt_field: str = ""
@@ -55,7 +54,7 @@ class FieldMap:
 
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], template: Template | None, *, where: str) -> Self:
-        """Those that a recipe names; taken out of its `parameters`. Raises `RecipeError` for what is no name."""
+        """Parse the recipe's field names and remove them from `parameters`. Raises `RecipeError` for invalid values."""
         named: dict[str, Any] = {}
         for key in _TEXTS:
             value = parameters.pop(key, None)
@@ -71,7 +70,7 @@ class FieldMap:
 
     @property
     def fields(self) -> frozenset[str]:
-        """The columns that problems are made of."""
+        """The columns from which problems are made."""
         asked = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
         asked.add(self.rate_field)
         more = {*(self.metadata_fields or (_METADATA,)), *self.tag_fields}
@@ -79,7 +78,7 @@ class FieldMap:
 
     @property
     def fields_of_text(self) -> frozenset[str]:
-        """Those of them that `text` and `check` look at."""
+        """The columns that `text` and `check` read."""
         asked = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
         return frozenset(name.partition(".")[0] for name in asked if name) | self._of_template
 
@@ -89,18 +88,18 @@ class FieldMap:
 
     @property
     def plain_prompt(self) -> str:
-        """The field that, where it is a text, is all that `text` says of a row; "" where there is none such."""
+        """Field that alone determines `text` where it holds a plain text, or "" if there is none."""
         more = self.messages_field or self.id_field or self._of_template - {_PROMPT, self.prompt_field}
         return "" if more else self.prompt_field
 
     def check(self, row: Row) -> None:
-        """Raise `RecipeError` for a row without an answer or, where ids are asked for, without an id."""
+        """Raise `RecipeError` if the row lacks an answer, or an id where ids are required."""
         for field in filter(None, (self.answer_field, self.id_field)):
             if _found(row, field) is None:
                 raise _missing(field, row)
 
     def text(self, row: Row) -> str:
-        """What the row asks, by which rows are told apart: its messages, and what else the template shows of it."""
+        """Return the text that identifies the row: its messages, and any other fields that the template shows."""
         messages = self._messages(row)
         more = sorted(self._of_template - {_PROMPT, self.prompt_field})
         if not more:
@@ -108,7 +107,7 @@ class FieldMap:
         return "\x1e".join([text_of(messages), *(f"{name}\x1f{_as_text(row.get(name))}" for name in more)])
 
     def rate(self, row: Row) -> float:
-        """The row's pass rate. Raises `RecipeError` where there is none."""
+        """Return the row's pass rate. Raises `RecipeError` if there is none."""
         value = _found(row, self.rate_field)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise RecipeError(
@@ -118,7 +117,7 @@ class FieldMap:
         return float(value)
 
     def draft(self, row: Row) -> Draft:
-        """The row as a problem, dressed by the template."""
+        """Convert the row to a draft, with the template applied."""
         self.check(row)
         messages = self._messages(row)
         if self.template is not None:
@@ -133,12 +132,12 @@ class FieldMap:
         )
 
     def problem(self, row: Row, digest: bytes, *, domain: str) -> Problem:
-        """The row as a problem of the domain; `digest` is that of its text."""
+        """Convert the row to a problem of the domain; `digest` is that of its text."""
         name = _as_text(_found(row, self.id_field)) if self.id_field else digest.hex()
         return to_problem(self.draft(row), domain, name=name)
 
     def _messages(self, row: Row) -> tuple[Message, ...]:
-        """The conversation; empty only where a template writes all of it."""
+        """Return the conversation; it is empty only where a template writes all of it."""
         for field, chosen in ((self.messages_field or _MESSAGES, self.messages_field),
                               (self.prompt_field or _PROMPT, self.prompt_field)):  # fmt: skip
             if not chosen and (self.messages_field or self.prompt_field):
@@ -173,7 +172,7 @@ class FieldMap:
 
 
 def _found(row: Row, field: str) -> Any:
-    """The field's value, None where it is not there."""
+    """Return the field's value, or None if it is missing."""
     if field in row or "." not in field:
         return row.get(field)
     value: Any = row
@@ -183,7 +182,7 @@ def _found(row: Row, field: str) -> Any:
 
 
 def _conversation(value: Any, field: str) -> tuple[Message, ...]:
-    """A question alone, or a list of messages whose last is for the model to answer."""
+    """Parse a question, or a list of messages whose last one the model is to answer."""
     if isinstance(value, str):
         return (Message("user", value),)
     turns = value if isinstance(value, list) else []
@@ -203,7 +202,7 @@ def _is_message(turn: Any) -> bool:
 
 
 def _as_text(value: Any) -> str:
-    """Text as it is; lists and objects as JSON."""
+    """Return text unchanged, and lists and objects as JSON."""
     if isinstance(value, list | dict):
         return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
     return str(value)

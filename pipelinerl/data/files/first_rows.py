@@ -1,7 +1,6 @@
-"""The first rows of data files as problems, for a look before a run, which costs the same whatever a file's size.
+"""Checks of the first rows of data files before a run, at a cost independent of file size.
 
-Promises that a row in which something is wrong is named as it would be by the run that comes to it, or earlier; which
-rows are problems of which split, and which are there twice, is not asked here.
+An invalid row is reported with the same error that the run would raise. Splits and duplicates are not checked here.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from pipelinerl.types import Problem
 
 
 def look_at_files(asked: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Make the first problems of each file, and have each checked; returns the first, if there is any.
+    """Make and check the first problems of each file; return the first problem, if there is any.
 
     Args:
-        check: raises `RecipeError` for what nobody could judge.
+        check: raises `RecipeError` for a problem that cannot be verified.
 
     Raises:
-        RecipeError: naming file, row and what is wrong with it.
+        RecipeError: naming file, row and problem.
     """
     files, field_map, curriculum = asked_files(asked)
     prompts, first = prompts_of_rows(asked), None

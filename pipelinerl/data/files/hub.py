@@ -1,7 +1,7 @@
 """The source `hub:<id>`: a data set of the Hugging Face hub, fetched once into its cache, and then read as a folder.
 
-Promises that nothing of it is run (only its description and data files are fetched), and that where the hub cannot be
-reached, and the cache does not have it, one sentence says so.
+No code from the data set is run: only its description and data files are fetched. If the hub cannot be reached and the
+cache does not hold the data set, one error says so.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem
 
-#: Longest wait for the hub to say what it has.
+#: Longest wait for the hub's answer.
 _ANSWER_S: Final = 10.0
 
 
 def open_hub(asked: SourceRequest) -> RowSource:
-    """The data set that `asked.argument` names; `parameters` are those of `files` but for `path`, and `revision`.
+    """Open the data set that `asked.argument` names. `parameters` are those of `files` without `path`, plus `revision`.
 
     Raises:
         RecipeError: it cannot be fetched; or as `open_files` does.
@@ -34,19 +34,19 @@ def open_hub(asked: SourceRequest) -> RowSource:
 
 
 def look_at_hub(asked: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """As `look_at_files`, of what the cache has: nothing is fetched for a look."""
+    """Check the first rows like `look_at_files`, but only of what is in the cache; nothing is fetched."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     revision, parameters = _asked_of(asked)
     try:
         folder = _snapshot(asked.argument, revision, local=True)
-    except (LocalEntryNotFoundError, ValueError):  # what is wrong with its name is said when it is fetched
+    except (LocalEntryNotFoundError, ValueError):  # an invalid name is reported when the data set is fetched
         return None
     return look_at_files(replace(asked, argument="", parameters={**parameters, "path": folder}), head, check)
 
 
 def _asked_of(asked: SourceRequest) -> tuple[str | None, dict[str, Any]]:
-    """(revision, what `files` is given)."""
+    """Return (revision, parameters for `files`)."""
     if not asked.argument or "path" in asked.parameters:
         raise RecipeError(f"{asked.where}.source must be hub:<id of a data set>, without parameters.path")
     parameters = dict(asked.parameters)
@@ -71,14 +71,14 @@ def _snapshot(name: str, revision: str | None, *, local: bool) -> str:
 
 
 def _fetched(name: str, revision: str | None, *, where: str) -> str:
-    """The folder of the cache that holds its files, fetched where they are not there yet."""
-    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # its client's own
+    """Return the cache folder that holds its files; fetch them if they are missing."""
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
     try:
         return _snapshot(name, revision, local=False)
     except HFValidationError as error:
         raise RecipeError(f"{where}.source: {error}") from None
-    except (OSError, HTTPError, RuntimeError) as error:  # what its client raises is one of these
+    except (OSError, HTTPError, RuntimeError) as error:  # the client raises one of these
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise RecipeError(
             f"{where}.source: hub:{name} cannot be fetched from here, and is not in the cache ({said[0]}); where there "

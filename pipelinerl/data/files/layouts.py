@@ -1,12 +1,12 @@
-"""Which files a data set consists of, and of which split each is.
+"""Layouts of data sets: the files that they consist of, and the split of each file.
 
     a file, a glob, a list of them         one split, which has no name
     dataset_dict.json                      a `DatasetDict` saved by `datasets`: a folder for each split
     state.json, dataset_info.json          a `Dataset` saved by `datasets`
     README.md with `configs: data_files`   the hub's layout: files by configuration and split
-    any other folder                       its data files, by the split that folder or file name says
+    any other folder                       its data files; folder or file names give the split
 
-Promises that files come in one order, and that a path which leads to no file is an error that names it.
+The order of files is deterministic. A path without a matching file raises an error that names it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pipelinerl.data.files.rows import suffix_of
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.files import from_home
 
-#: Files by split, as the data set calls it; "" is a split without a name.
+#: Files by split, under the data set's own names; "" is a split without a name.
 Layout = Mapping[str, tuple[Path, ...]]
 
 SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
-#: What the splits are called elsewhere, the commonest first.
+#: Common names of each split in data sets, the most frequent first.
 NAMES: Final[Mapping[Split, tuple[str, ...]]] = {
     Split.TRAIN: ("train", "training"),
     Split.VALIDATION: ("validation", "valid", "val", "dev"),
@@ -38,13 +38,13 @@ _OF_DATASETS: Final = ("dataset_infos.json", "dataset_info.json", "state.json", 
 
 
 def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
-    """The files that these paths lead to; several paths are one split.
+    """Return the files at these paths; several paths form one split.
 
     Args:
-        config: of a folder in the hub's layout with several configurations, the one that is meant.
+        config: name of the configuration, for a folder in the hub's layout with several.
 
     Raises:
-        RecipeError: a path leads to no file, the folder's description of itself is wrong, or `config` is needed.
+        RecipeError: a path matches no file, the folder's own description is invalid, or `config` is needed.
     """
     if len(paths) == 1 and (folder := from_home(paths[0])).is_dir():
         layout = _of_folder(folder, config)
@@ -58,7 +58,7 @@ def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
 
 
 def _named(path: str, where: str) -> list[Path]:
-    """The file at `path`, or those that match it."""
+    """Return the file at `path`, or those that match it."""
     text = str(from_home(path))
     found = [Path(text)] if Path(text).is_file() else [Path(name) for name in sorted(glob.glob(text, recursive=True))]
     files = [file for file in found if file.is_file()]
@@ -83,7 +83,7 @@ def _of_folder(folder: Path, config: str) -> Layout:
 
 
 def _saved(folder: Path) -> tuple[Path, ...]:
-    """The files of one `Dataset`, in the order of its rows."""
+    """Return the files of one `Dataset`, in the order of its rows."""
     files = _described(folder / "state.json", "_data_files", list)
     try:
         return tuple(folder / file["filename"] for file in files)
@@ -92,7 +92,7 @@ def _saved(folder: Path) -> tuple[Path, ...]:
 
 
 def _described(path: Path, key: str, kind: type) -> Any:
-    """What a JSON file of `datasets` says. Raises `RecipeError` for another content."""
+    """Return the value of `key` in a JSON file of `datasets`; raise `RecipeError` if it is invalid."""
     try:
         value = orjson.loads(path.read_bytes())[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -108,7 +108,11 @@ def _is_data(path: Path, folder: Path) -> bool:
 
 
 def _by_name(folder: Path, files: Iterable[Path]) -> Layout:
-    """By the words of path and name; files that name no split are one without a name, unless others do."""
+    """Group files by the split named in path or file name.
+
+    Files that name no split form an unnamed split. If other splits exist, they form the training split, or are dropped
+    where there is one.
+    """
     splits: dict[str, list[Path]] = {}
     for file in files:
         words = re.split(r"[^a-z]+", file.relative_to(folder).as_posix().lower())
@@ -126,7 +130,7 @@ def _by_name(folder: Path, files: Iterable[Path]) -> Layout:
 
 
 def _configs(readme: Path) -> dict[str, Any]:
-    """`data_files` by configuration, as the front matter of a README says."""
+    """Return the configurations that have `data_files`, by name, from the front matter of a README."""
     if not readme.is_file():
         return {}
     found = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
@@ -159,7 +163,7 @@ def _of_config(folder: Path, configs: Mapping[str, Any], config: str) -> Layout:
 
 
 def _matching(base: Path, patterns: Any, folder: Path) -> tuple[Path, ...]:
-    """The files of a pattern or list of patterns, none of which leads out of the folder."""
+    """Return the files that match a pattern or list of patterns; reject patterns that lead out of the folder."""
     listed = patterns if isinstance(patterns, list) else [patterns]
     files: list[Path] = []
     for pattern in listed:

@@ -1,7 +1,7 @@
-"""`DataRows`: the rows of a data set, each made when it is asked for. Of files: JSON lines, JSON arrays, CSV.
+"""`DataRows`: the rows of a data set, each parsed on demand, from JSON lines, JSON arrays or CSV.
 
-Promises that a file of a million rows is no million of Python objects: what is kept is the file's text and where each
-row begins. `arrow_rows.py` has those that pyarrow reads.
+Only the file's text and the offset of each row are kept, so a file of a million rows does not become a million Python
+objects. `arrow_rows.py` has the formats that pyarrow reads.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pipelinerl.errors import RecipeError
 Row = dict[str, Any]
 
 _NEWLINE: Final = 10
-#: What some editors begin a file with.
+#: UTF-8 byte order mark, which some editors write.
 _MARK: Final = b"\xef\xbb\xbf"
-#: Of a file whose lines are counted at a time; numpy marks each with a byte.
+#: Number of bytes scanned for newlines at a time; numpy marks each with a byte.
 _CHUNK_BYTES: Final = 1 << 26
 
 
 class FirstRows(NamedTuple):
-    """How much of a file is looked at: so many rows, within so many bytes where they can be read alone."""
+    """Limit of a check before a run: number of rows, and of bytes where a file can be read in part."""
 
     rows: int
     bytes: int
@@ -41,29 +41,29 @@ class DataRows(Protocol):
     """Rows by number, from 0."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of rows."""
         ...
 
     def row(self, index: int) -> Row:
-        """One row, by field. Raises `RecipeError` for one that cannot be read."""
+        """Return one row, by field. Raises `RecipeError` for a row that cannot be read."""
         ...
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """All rows in order, at least with these fields, as far as they have them. Raises as `row` does."""
+        """Yield all rows in order, with at least these fields, as far as the rows have them. Raises as `row` does."""
         ...
 
     def place(self, index: int) -> str:
-        """What a user would call the row: file and line, or file and number."""
+        """Return the row's name for messages: file and line, or file and number."""
         ...
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """The fields of the row that were left in its file because nothing asked for them."""
+        """Return the fields of the row that were not read from its file."""
         ...
 
 
 @final
 class JsonRows:
-    """One JSON object on each line; what comes from another format was brought into this form."""
+    """One JSON object per line; other formats are converted to this form."""
 
     def __init__(self, text: bytes, name: str, *, numbered: str = "row", most: int | None = None) -> None:
         self._text = text
@@ -73,13 +73,13 @@ class JsonRows:
 
     @classmethod
     def read(cls, path: Path, head: FirstRows | None = None) -> JsonRows:
-        """Read a file of JSON lines, a JSON array or CSV; `.gz` behind the suffix is unpacked.
+        """Read a file of JSON lines, a JSON array or CSV; a file whose name also ends in `.gz` is unpacked.
 
         Args:
-            head: how much of it; of an array and of CSV, which have no lines, all is read and fewer rows are kept.
+            head: limit on the amount to read. Arrays and CSV have no lines, so they are read whole and then cut.
 
         Raises:
-            RecipeError: the file cannot be read, or is not what its suffix says.
+            RecipeError: the file cannot be read, or does not match its suffix.
         """
         suffix, most = suffix_of(path), None if head is None else head.rows
         if suffix == ".csv":
@@ -91,12 +91,12 @@ class JsonRows:
                 raise RecipeError(f"{path} is no JSON: {error}") from None
         text = _unpacked(path, None if head is None else head.bytes)
         if head is not None and len(text) == head.bytes:
-            text = text[: text.rfind(b"\n") + 1]  # its last line may be half a row
+            text = text[: text.rfind(b"\n") + 1]  # the last line may be cut off
         return cls(text, str(path), numbered="line", most=most)
 
     @classmethod
     def of(cls, rows: Iterable[Any], name: str) -> JsonRows:
-        """Rows that are here already. Raises `RecipeError` for one that is no JSON object."""
+        """Wrap rows that are already in memory. Raises `RecipeError` for a row that is not a JSON object."""
         text = bytearray()
         for number, row in enumerate(rows):
             try:
@@ -109,7 +109,7 @@ class JsonRows:
         return len(self._starts)
 
     def row(self, index: int) -> Row:
-        """One row."""
+        """Return one row."""
         line = self._text[self._starts[index] : self._ends[index]]
         try:
             row = orjson.loads(line)
@@ -120,15 +120,15 @@ class JsonRows:
         return row
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """All rows, with all their fields."""
+        """Yield all rows, with all their fields."""
         return map(self.row, range(len(self)))
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """None: rows are read whole."""
+        """Return (): rows are read completely."""
         return ()
 
     def place(self, index: int) -> str:
-        """`train.jsonl line 18`, counted from 1 as editors do, or `train.csv row 17`."""
+        """Return the row's name: `train.jsonl line 18`, counted from 1 as editors do, or `train.csv row 17`."""
         number = index
         if self._numbered == "line":
             number = self._text.count(b"\n", 0, int(self._starts[index])) + 1
@@ -137,7 +137,7 @@ class JsonRows:
 
 @final
 class RowSequence:
-    """DataRows that somebody else keeps, such as what a user's function returned."""
+    """Rows of an existing sequence, such as the result of a user's function."""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
         self._rows = rows
@@ -147,22 +147,22 @@ class RowSequence:
         return len(self._rows)
 
     def row(self, index: int) -> Row:
-        """One row."""
+        """Return one row."""
         row = self._rows[index]
         if not isinstance(row, dict):
             raise RecipeError(f"{self.place(index)}: expected a dict with prompt and answer, got {row!r:.80}")
         return row
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """All rows, with all their fields."""
+        """Yield all rows, with all their fields."""
         return map(self.row, range(len(self)))
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """None: rows are whole."""
+        """Return (): rows are complete."""
         return ()
 
     def place(self, index: int) -> str:
-        """`my.py:problems row 17`."""
+        """Return the row's name for messages: `my.py:problems row 17`."""
         return f"{self._name} row {index}"
 
 
@@ -178,21 +178,21 @@ class ChainedRows:
         return self._ends[-1]
 
     def row(self, index: int) -> Row:
-        """One row."""
+        """Return one row."""
         part, within = self._found(index)
         return part.row(within)
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """All rows."""
+        """Yield all rows."""
         return itertools.chain.from_iterable(part.scan(fields) for part in self._parts)
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """Those of the row's own file."""
+        """Return the unread fields of the row in its own file."""
         part, within = self._found(index)
         return part.unread(within)
 
     def place(self, index: int) -> str:
-        """The place in the row's own file."""
+        """Return the row's name within its own file."""
         part, within = self._found(index)
         return part.place(within)
 
@@ -202,12 +202,12 @@ class ChainedRows:
 
 
 def suffix_of(path: Path) -> str:
-    """`.jsonl` of `train.jsonl` and of `train.jsonl.gz`."""
+    """Return the suffix without `.gz`: `.jsonl` for `train.jsonl` and for `train.jsonl.gz`."""
     return Path(path.stem).suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
 
 
 def _lines(text: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Where each line that is not blank begins and ends, i64 [N] each."""
+    """Return the start and end offset of each non-blank line, i64 [N] each."""
     view = np.frombuffer(text, np.uint8)
     found = [
         np.flatnonzero(view[at : at + _CHUNK_BYTES] == _NEWLINE).astype(np.int64) + at
@@ -215,14 +215,14 @@ def _lines(text: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     ]
     ends = np.concatenate([*found, np.array([len(text)], np.int64)])
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
-    # A line of a few bytes may be blank; longer ones are no object at the worst, which is an error of its own.
+    # Only lines of a few bytes are checked for being blank; a longer blank line fails later, as an invalid object.
     short = np.flatnonzero(ends - starts < 3)
     blank = [at for at in short.tolist() if not text[starts[at] : ends[at]].strip()]
     return np.delete(starts, blank), np.delete(ends, blank)
 
 
 def _unpacked(path: Path, most: int | None = None) -> bytes:
-    """What the file holds, or the first `most` bytes of it."""
+    """Return the file's content, or its first `most` bytes."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return file.read(-1 if most is None else most).removeprefix(_MARK)

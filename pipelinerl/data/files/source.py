@@ -1,8 +1,8 @@
-"""`RowSource`: problems of rows, and the source `files`, which takes them from files of many formats.
+"""`RowSource`: problems made from rows, and the source `files`, which reads rows from files of many formats.
 
-A data set's own splits are used where it has them; the hash of what a row asks makes those that it has not, out of the
-rows to train on. What is set apart is never trained on: a row to train on that asks the same as one of another split's
-files is dropped, and so is one that is there twice.
+A data set's own splits are used where it has them. Missing splits are taken from the training rows, by the hash of each
+row's question. Validation and held-out problems are never trained on: a training row with the same question as a row of
+another split's files is dropped, as are duplicates.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pipelinerl.data.source import SourceRequest
 from pipelinerl.errors import MissingFieldError, RecipeError
 from pipelinerl.types import Problem
 
-#: Splits with the parameters that name files of their own, and those that name one of the data set's splits.
+#: Recipe parameters that name a split's own files, and those that name a split of the data set.
 _PATHS = {Split.TRAIN: "path", Split.VALIDATION: "validation_path", Split.HELD_OUT: "held_out_path"}
 _SPLITS = {Split.TRAIN: "split", Split.VALIDATION: "validation_split", Split.HELD_OUT: "held_out_split"}
-#: Sets of files whose rows are kept for who opens them next: each split, and each look of `check`, opens them again.
+#: Number of file sets whose rows are cached: each split, and each run of `check`, opens the files again.
 _KEPT = 8
 
 _NO_CURRICULUM = Curriculum()
@@ -41,7 +41,7 @@ Files = tuple[Path, ...]
 
 
 class Indexed(NamedTuple):
-    """DataRows, and the digest of what each asks, u64 [N]."""
+    """Rows, and the digest of each row's question, u64 [N]."""
 
     rows: DataRows
     digests: NDArray[np.uint64]
@@ -49,11 +49,13 @@ class Indexed(NamedTuple):
 
 @final
 class RowSource:
-    """Training problems come in epochs, each in an order of its own; the others in one order, each once.
+    """Problems of one split.
+
+    Training problems come in epochs, each in its own order; other splits come once, in one order.
 
     Args:
         chosen: the numbers of the rows that are problems, i64 [M].
-        sweep: of those that come before the first epoch, in their order; docs/curation.md.
+        sweep: row numbers that come before the first epoch, in order; see docs/understand/curation.md.
     """
 
     def __init__(
@@ -72,24 +74,24 @@ class RowSource:
         self._prompts = prompts
         self._asked = asked
         self._sweep = sweep
-        self._order: tuple[int, NDArray[np.int64]] = (-1, chosen)  # the epoch last asked for, and its permutation
+        self._order: tuple[int, NDArray[np.int64]] = (-1, chosen)  # the last requested epoch and its permutation
 
     def __len__(self) -> int:
         return len(self._chosen)
 
     def problem(self, index: int) -> Problem:
-        """Problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
+        """Return problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
         row = self._row(index)
         with placed(self._rows, row):
             found, digest = self._rows.row(row), self._digests[row].tobytes()
             return self._prompts.dress(self._columns.problem(found, digest, domain=self._asked.domain))
 
     def place(self, index: int) -> str:
-        """What a user would call the row of problem `index`."""
+        """Return the name of the row of problem `index`, for messages."""
         return self._rows.place(self._row(index))
 
     def _row(self, index: int) -> int:
-        """The number of the row that is problem `index`."""
+        """Return the number of the row that is problem `index`."""
         asked = self._asked
         if index < len(self._sweep):
             return int(self._sweep[index])
@@ -106,7 +108,7 @@ class RowSource:
 
 
 class FilesRequest(NamedTuple):
-    """What a recipe's `parameters` say of files: which, what their rows' fields are, and in which order they come."""
+    """A recipe's `parameters` of files: the files of each split, the fields of their rows, and their order."""
 
     files: Mapping[Split, Files]
     field_map: FieldMap
@@ -114,14 +116,14 @@ class FilesRequest(NamedTuple):
 
 
 def open_files(asked: SourceRequest) -> RowSource:
-    """The source `files`. Raises `RecipeError` naming file, row and field."""
+    """Open the source `files`. Raises `RecipeError` naming file, row and field."""
     files, field_map, curriculum = asked_files(asked)
     indexed = {split: _indexed(_stamped(paths), field_map) for split, paths in files.items()}
     return source_of_rows(indexed, field_map, asked, curriculum)
 
 
 def asked_files(asked: SourceRequest) -> FilesRequest:
-    """Which files are asked for; none is opened. Raises `RecipeError` where one is missing, or a parameter is wrong."""
+    """Parse the parameters without opening files. Raises `RecipeError` for a missing file or an invalid parameter."""
     if asked.argument:
         raise RecipeError(f"{asked.where}.source must be files alone, with parameters.path, got files:{asked.argument}")
     parameters = dict(asked.parameters)
@@ -150,8 +152,9 @@ def source_of_rows(
     asked: SourceRequest,
     curriculum: Curriculum = _NO_CURRICULUM,
 ) -> RowSource:
-    """The rows of the split that is asked for; those of `Split.TRAIN` make the splits that have none of their own.
-    Those to train on come as the curriculum orders them.
+    """Build the source of the requested split; splits without rows of their own are taken from `Split.TRAIN`.
+
+    Training rows come in the order of the curriculum.
 
     Raises:
         RecipeError: the split is empty.
@@ -159,14 +162,14 @@ def source_of_rows(
     split = asked.split
     apart = [own.digests for other, own in indexed.items() if other not in (split, Split.TRAIN)]
     if split is Split.HELD_OUT and split in indexed:
-        apart = []  # what is held out comes first: others give way
+        apart = []  # held-out rows have priority: the other splits drop duplicates of them
     own = indexed.get(split, indexed[Split.TRAIN])
     _, first = np.unique(own.digests, return_index=True)
     chosen = np.sort(first).astype(np.int64)
     if apart:
         chosen = chosen[~np.isin(own.digests[chosen], np.concatenate(apart))]
     if split not in indexed or split is Split.TRAIN:
-        # What the hash would set apart for a split with files of its own is free to be trained on.
+        # If a split has its own files, the rows that the hash would reserve for it may be trained on.
         wanted = {split} if split is not Split.TRAIN else {split, *indexed}
         chosen = chosen[are_of(own.digests[chosen], wanted)]
     if not len(chosen):
@@ -180,12 +183,12 @@ def source_of_rows(
 
 
 def prompts_of_rows(asked: SourceRequest) -> Prompts:
-    """How they are asked beside their template, which is the field map's."""
+    """Return the domain's prompts without the template, which the field map applies."""
     return Prompts(system=asked.prompts.system, few_shot=asked.prompts.few_shot)
 
 
 def _rates(rows: DataRows, field_map: FieldMap) -> NDArray[np.float64]:
-    """The pass rate of every row. Raises `RecipeError` for one without."""
+    """Return the pass rate of every row. Raises `RecipeError` for a row without one."""
     rates = np.empty(len(rows))
     for number, row in enumerate(rows.scan(frozenset({field_map.rate_field, field_map.rate_field.partition(".")[0]}))):
         with placed(rows, number):
@@ -194,20 +197,20 @@ def _rates(rows: DataRows, field_map: FieldMap) -> NDArray[np.float64]:
 
 
 def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:
-    """Look at every row once. Raises `RecipeError` for one without a question or an answer."""
+    """Read every row once and compute its digest. Raises `RecipeError` for a row without a question or an answer."""
     digests = bytearray()
     plain, answer = field_map.plain_prompt, field_map.answer_field
     for number, row in enumerate(rows.scan(field_map.fields_of_text)):
         asked = row.get(plain)
         try:
             if type(asked) is str and not (asked == "" or asked.isspace()) and row.get(answer) is not None:
-                # as nearly all are, at a third of the time
+                # Fast path for nearly all rows, in a third of the time.
                 digests += digest_of(f"user\x1f{asked}")
             else:
                 field_map.check(row)
                 digests += digest_of(field_map.text(row))
         except RecipeError:
-            with placed(rows, number):  # with all its fields, which the error lists
+            with placed(rows, number):  # read the row with all fields, which the error lists
                 field_map.check(rows.row(number))
                 field_map.text(rows.row(number))
             raise
@@ -216,7 +219,7 @@ def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:
 
 @contextmanager
 def placed(rows: DataRows, number: int) -> Iterator[None]:
-    """Errors within say first which row it is."""
+    """Prefix errors raised within the `with` block with the row's name."""
     try:
         yield
     except RecipeError as found:
@@ -227,14 +230,14 @@ def placed(rows: DataRows, number: int) -> Iterator[None]:
 
 
 def files_of_splits(layouts: Mapping[Split, Layout], named: Mapping[Split, str], *, where: str) -> dict[Split, Files]:
-    """The files of each split that has files of its own; the training split always has.
+    """Return the files of each split that has files of its own; the training split always has.
 
     Args:
-        layouts: of `path`, as the training split's, and of the paths that are other splits' own.
-        named: what the recipe calls each split in the data set, where it says so.
+        layouts: layout of `path`, under the training split, and of the paths that are other splits' own.
+        named: the data set's name for each split, where the recipe sets it.
 
     Raises:
-        RecipeError: a split that the recipe names is not there, or it must name one.
+        RecipeError: a split that the recipe names does not exist, or the recipe must name one.
     """
     pool = layouts[Split.TRAIN]
     train = _chosen(pool, Split.TRAIN, named[Split.TRAIN], where)
@@ -249,7 +252,7 @@ def files_of_splits(layouts: Mapping[Split, Layout], named: Mapping[Split, str],
 
 
 def _chosen(layout: Layout, split: Split, name: str, where: str) -> str:
-    """What the data set calls the split."""
+    """Return the data set's name for the split."""
     if name:
         if name not in layout:
             known = ", ".join(filter(None, layout)) or "none with a name"
@@ -265,7 +268,7 @@ def _chosen(layout: Layout, split: Split, name: str, where: str) -> str:
 
 
 def _layout(parameters: Mapping[str, Any], split: Split, where: str) -> Layout:
-    """What the parameter that names this split's files leads to."""
+    """Return the layout at the path that the split's parameter names."""
     key = _PATHS[split]
     value = parameters[key]
     paths = [value] if isinstance(value, str) else value
@@ -278,7 +281,7 @@ def _layout(parameters: Mapping[str, Any], split: Split, where: str) -> Layout:
 
 
 def _stamped(paths: Files) -> tuple[tuple[Path, int, int], ...]:
-    """The files as they are now."""
+    """Return the files with size and modification time, as a cache key."""
     stats = [(path, path.stat()) for path in paths]
     return tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
 
@@ -290,6 +293,6 @@ def _indexed(stamped: tuple[tuple[Path, int, int], ...], field_map: FieldMap) ->
 
 
 def read_rows(path: Path, field_map: FieldMap, head: FirstRows | None = None) -> DataRows:
-    """The rows of a file, or its first ones. Raises `RecipeError` where it cannot be read."""
+    """Read the rows of a file, or its first ones. Raises `RecipeError` if it cannot be read."""
     arrow = path.suffix in (".parquet", ".arrow")
     return ArrowRows.read(path, field_map.fields, head) if arrow else JsonRows.read(path, head)

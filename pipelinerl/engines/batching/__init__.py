@@ -1,1 +1,1 @@
-"""Continuous batching without any array library: sequences, the scheduler, the loop that decodes."""
+"""Continuous batching without an array library: sequences, the scheduler and the decode loop."""

@@ -1,9 +1,11 @@
 """`BatchingEngine`: an engine over any `SampleLoop`; satisfies `inference_contract.engine.Engine`.
 
-The event loop validates, tokenises and answers; the loop's thread owns the model: a `DecodeLoop` over a `ModelRunner`,
-unless another is given. Between them goes one call per request and one per step with news, so that HTTP costs decoding
-little. Weight updates go through a `WeightReceiver`, whose target this engine is: bytes arrive in a second buffer while
-decoding goes on, and the swap happens between two steps.
+The event loop validates, tokenises and answers requests. A second thread, the loop's, owns the model; the default loop
+is a `DecodeLoop` over a `ModelRunner`. The two exchange one call per request and one per decode step that produced
+results, so HTTP barely slows decoding.
+
+Weight updates go through a `WeightReceiver`, and this engine is its target. New weights arrive in a second buffer while
+decoding continues; the swap happens between two steps.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import PipelineError, TemplateNameError, UnshownFieldError
 from pipelinerl.weights.layout import converted_by
 
-#: How long `close` waits for the loop's thread to end its step.
+#: The longest that `close` waits for the loop's thread to finish its step.
 _STOP_S: Final = 30.0
 _TELLS_NO_ROUTING: Final = (
     "return_routed_experts must be false: this engine does not tell which experts compute a token of this model; the "
@@ -70,7 +72,7 @@ _CLOSING: Final = "the engine is closing; send the request to another one"
 
 
 class Tokenizer(responses.Decoder, Protocol):
-    """What the engine needs of a tokenizer; `pipelinerl.models.tokenizer.ChatTokenizer` satisfies it."""
+    """Tokenizer interface of the engine; `pipelinerl.models.tokenizer.ChatTokenizer` satisfies it."""
 
     def encode_chat(
         self,
@@ -78,7 +80,7 @@ class Tokenizer(responses.Decoder, Protocol):
         template_kwargs: Mapping[str, Any] = ...,
         tools: Sequence[ToolDefinition] = ...,
     ) -> list[int]:
-        """The prompt's tokens, the opening of the assistant's turn included."""
+        """Return the prompt's tokens, including the opening of the assistant's turn."""
         ...
 
     def encode_continuation(
@@ -89,26 +91,27 @@ class Tokenizer(responses.Decoder, Protocol):
         template_kwargs: Mapping[str, Any] = ...,
         tools: Sequence[ToolDefinition] = ...,
     ) -> list[int]:
-        """The prompt's tokens of a conversation that is known to the token up to `messages[first_new - 1]`."""
+        """Return the prompt's tokens, given the exact tokens of everything up to `messages[first_new - 1]`."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The tokens of a text that no template renders."""
+        """Return the tokens of a text that no template renders."""
         ...
 
     def detokenizer(self) -> Detokenizer:
-        """A fresh incremental one."""
+        """Return a fresh incremental detokenizer."""
         ...
 
 
 @final
 class BatchingEngine:
-    """An engine.
+    """An engine that batches requests over a `SampleLoop`.
 
     Args:
-        load: builds the runner, on the decode thread; or `loop`, which builds what samples instead of a `DecodeLoop`.
-        endpoints: where the engine's endpoint in the weight group is.
-        continuation: whose noise the rest of an answer has that another engine began.
+        load: builds the runner of a `DecodeLoop`, on the decode thread.
+        loop: builds another `SampleLoop`; give exactly one of `load` and `loop`.
+        endpoints: builds the engine's endpoint in the weight group.
+        continuation: which noise samples the rest of an answer that another engine began.
         prefill_tokens: most prompt tokens that a `DecodeLoop` admits between two steps.
     """
 
@@ -142,14 +145,17 @@ class BatchingEngine:
         self._waiters: dict[str, tuple[Request, Callable[[Delivery], None]]] = {}
         self._numbers = itertools.count()
         self._model: ServedModel | None = None
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # one: of long texts, one is in memory
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenise")  # one long text in memory at a time
         self._is_closing = False
         self._events: asyncio.AbstractEventLoop
 
     # --- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model; what `load` raises is raised here. Cancelled, the thread ends as soon as it has loaded."""
+        """Load the model and raise whatever `load` raises.
+
+        If this call is cancelled, the thread ends as soon as it has loaded.
+        """
         self._events = asyncio.get_running_loop()
         loading = self._loop.start()
         try:
@@ -159,7 +165,7 @@ class BatchingEngine:
             raise
 
     async def close(self) -> None:
-        """Stop; running requests are answered with `EngineStopped`. Closing twice is a no-op."""
+        """Stop the engine and answer running requests with `EngineStopped`. Closing twice is a no-op."""
         if self._model is None:
             return
         self._is_closing = True
@@ -175,7 +181,7 @@ class BatchingEngine:
     # --- generation ----------------------------------------------------------------------------------------------
 
     async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """Sample all choices and answer when the last has ended. Cancelling it frees what it held."""
+        """Sample all choices and return them when the last one ends. Cancelling the call frees the request's slots."""
         work = await self._work(request, streams=False)
         ended: asyncio.Future[Delivery] = self._events.create_future()
         self._submit(work, lambda delivery: None if ended.done() else ended.set_result(delivery))
@@ -188,7 +194,7 @@ class BatchingEngine:
         return responses.completion(request, work, self._options.model_id, self._tokenizer)
 
     async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        """Sample all choices and yield what is new, as it comes or at intervals. Closing the iterator frees it."""
+        """Sample all choices and yield new tokens, at once or at intervals. Closing the iterator frees the slots."""
         options = request.stream_options or StreamOptions()
         chunks = self._at_intervals(request, options.interval_s) if options.interval_s else self._at_once(request)
         async with aclosing(chunks):
@@ -198,7 +204,7 @@ class BatchingEngine:
     async def _at_intervals(
         self, request: ChatCompletionRequest, interval_s: float
     ) -> AsyncGenerator[ChatCompletionChunk]:
-        """Looks at what the loop's thread has sampled, which costs that thread nothing."""
+        """Read the tokens that the loop's thread has sampled; reading costs that thread nothing."""
         work = await self._work(request, streams=False)
         new_tokens = responses.NewTokens(request, work, self._options.model_id, self._tokenizer)
         ended: asyncio.Future[Delivery] = self._events.create_future()
@@ -223,7 +229,7 @@ class BatchingEngine:
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         self._submit(work, deliveries.put_nowait)
         try:
-            delivery = await deliveries.get()  # unblocked by the decode thread: a step, an end, or its own end
+            delivery = await deliveries.get()  # the decode thread always delivers: a step, the end, or its own shutdown
             version = delivery.tokens[0].version if delivery.tokens else self._loop.serving[1]
             if delivery.error is None:
                 yield responses.first_chunk(request, work, model, version)
@@ -242,7 +248,7 @@ class BatchingEngine:
             yield responses.usage_chunk(request, work, model, version)
 
     async def _work(self, asked: ChatCompletionRequest, *, streams: bool) -> Request:
-        """The request as the decode loop knows it.
+        """Convert a chat request to the decode loop's `Request`.
 
         Raises:
             InvalidRequest, UnknownModel, Dirty: as `complete` does.
@@ -288,7 +294,9 @@ class BatchingEngine:
         return work
 
     async def _encoded(self, asked: ChatCompletionRequest, model: ServedModel) -> list[int]:
-        """The prompt's tokens, made beside the event loop: a long text takes seconds, and others wait for tokens."""
+        """Tokenise the prompt on a separate thread, because a long text takes seconds and would block the event
+        loop.
+        """
         messages, tools, text = asked.messages or [], offered_tools(asked), asked.prompt
         refuse_oversized(messages, tools, text or "", model)
         if text:
@@ -306,7 +314,7 @@ class BatchingEngine:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise EngineStopped(_CLOSING) from None  # `close` took it from the queue
+            raise EngineStopped(_CLOSING) from None  # `close` cancelled the queued job
         except TemplateNameError as error:
             raise InvalidRequest(str(error), param="chat_template_kwargs") from error
         except UnshownFieldError as error:
@@ -327,7 +335,7 @@ class BatchingEngine:
             self._loop.cancel(work)
 
     def _deliver_from_thread(self, deliveries: list[Delivery]) -> None:
-        try:  # as `pipelinerl.system.background.tell`, without another file in the way of each token
+        try:  # inlines `pipelinerl.system.background.tell` to save a call per token
             self._events.call_soon_threadsafe(self._deliver, deliveries)
         except RuntimeError:
             if not self._events.is_closed():
@@ -358,28 +366,28 @@ class BatchingEngine:
         return self._started().layout
 
     def staging(self) -> Any:
-        """Flat uint8 [layout.num_bytes] that the model does not read until `commit`."""
+        """Return the buffer for the next weights: flat uint8 [layout.num_bytes], unused by the model until `commit`."""
         return self._started().staging()
 
     def finish_staging(self) -> None:
-        """`staging` is filled; called on the receiving thread, before `commit`."""
+        """Process the filled `staging`; called on the receiving thread, before `commit`."""
         self._started().finish_staging()
 
     async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
-        """Serve what `staging` holds from the next decode step on; returns the pause in seconds.
+        """Serve the weights in `staging` from the next decode step on; return the pause in seconds.
 
-        The digest was compared by the receiver, which also remembers it.
+        The receiver has already compared the digest and remembers it.
         """
         return await asyncio.wrap_future(self._loop.commit(version=version, epoch=epoch, on_update=on_update))
 
     def serving(self) -> tuple[int, int]:
-        """(epoch, version) of the weights that serve."""
+        """The (epoch, version) of the serving weights."""
         return self._loop.serving
 
     # --- state ---------------------------------------------------------------------------------------------------
 
     def model_card(self) -> ModelCard:
-        """The served model, its version and layout."""
+        """Return the served model, its version and its layout."""
         model = self._started()
         epoch, version = self._loop.serving
         return ModelCard(
@@ -394,7 +402,7 @@ class BatchingEngine:
         )
 
     def health(self) -> Health:
-        """State without waiting."""
+        """Return the engine's state without waiting."""
         state = EngineState.READY if self._receiver.dirty is None else EngineState.DIRTY
         if self._model is None or not self._loop.is_alive:
             state = EngineState.STOPPED
@@ -402,7 +410,7 @@ class BatchingEngine:
         return Health(state=state, model_version=version, epoch=epoch, continuation=self._continuation)
 
     def metrics(self) -> EngineMetrics:
-        """Load and totals without waiting."""
+        """Return load and totals without waiting."""
         model, totals, updates = self._started(), self._loop.totals, self._receiver.totals
         epoch, version = self._loop.serving
         return EngineMetrics(

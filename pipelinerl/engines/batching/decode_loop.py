@@ -1,4 +1,4 @@
-"""`DecodeLoop`: the thread that owns the model. It decodes, admits, retires and swaps weights, and never spins.
+"""`DecodeLoop`: the thread that owns the model. It decodes, admits, retires and swaps weights, and never busy-waits.
 
     ┌─▶ drop cancelled ─▶ commit new weights, if due ─▶ admit and prefill ─▶ decode one token per row ─▶ deliver ─┐
     └─────────────────────────────────────────────────────────────────────────────────────────────────────────────┘
@@ -6,12 +6,14 @@
 | waits for | unblocked by |
 |---|---|
 | work, when there is none | `submit`, `commit`, `stop` |
-| the rows to empty, before a `drain` commit | each sample's token limit: decoding goes on |
+| the rows to empty, before a `drain` commit | each sample's token limit: decoding continues |
 
-The event loop's side calls `submit`, `cancel`, `commit` and `stop`; what they share with the thread is guarded by one
-lock that is never held while the model runs. Results leave in one batch per step through `deliver`. Whatever ends the
-thread, every request and every commit is answered. A request for which the model has no finite distribution is refused
-alone: its token is never delivered, and nothing of it stays in the cache.
+The event loop calls `submit`, `cancel`, `commit` and `stop`. One lock guards the state that these calls share with the
+thread, and the lock is never held while the model runs. Results leave in one batch per step through `deliver`. Every
+request and every commit is answered, however the thread ends.
+
+A request for which the model has no finite distribution is rejected alone: its token is never delivered, and none of
+its values stay in the cache.
 """
 
 from __future__ import annotations
@@ -57,12 +59,12 @@ class _Commit:
 
 @final
 class DecodeLoop:
-    """One model, one thread.
+    """Decode loop of one model on one thread.
 
     Args:
-        load: builds the runner; called on the thread, so that every call of the array library comes from it.
-        scheduler: fresh; shared under the lock from here on.
-        deliver: takes one step's news to the event loop; called on the thread, must not block.
+        load: builds the runner; called on the thread, so that the thread makes every call to the array library.
+        scheduler: builds a fresh scheduler, which the lock guards from then on.
+        deliver: hands one step's results to the event loop; called on the thread, must not block.
     """
 
     def __init__(
@@ -82,8 +84,8 @@ class DecodeLoop:
         self._cancelled: list[Request] = []
         self._commit: _Commit | None = None
         self._streams = 0
-        self._told = 0  # requests that are to tell the routing
-        self._cache_is_finite = True  # is what lies in the cache of every row finite?
+        self._told = 0  # requests that return their routing
+        self._cache_is_finite = True  # True while the cache of every row is known to be finite
         self._stopping = False
         self._scheduler: Scheduler
         self._runner: ModelRunner
@@ -92,13 +94,16 @@ class DecodeLoop:
     # --- called from the event loop ------------------------------------------------------------------------------
 
     def start(self) -> Future[ServedModel]:
-        """Start the thread; the future is done when the model is loaded, and cannot be cancelled: `stop` ends it."""
+        """Start the thread; the future completes when the model is loaded.
+
+        The future cannot be cancelled; `stop` ends the thread.
+        """
         self.ready.set_running_or_notify_cancel()
         self._thread.start()
         return self.ready
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread after its current step. Returns whether it has ended in time."""
+        """End the thread after its current step; return whether it ended in time."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -107,17 +112,17 @@ class DecodeLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Returns whether the thread runs, and will go on."""
+        """True while the thread runs and is not stopping."""
         return self._thread.is_alive() and not self._stopping
 
     @property
     def num_running(self) -> int:
-        """Samples in rows."""
+        """The number of samples in rows."""
         return len(self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        """Samples in the queue."""
+        """The number of samples in the queue."""
         return self._scheduler.num_waiting
 
     def submit(self, request: Request) -> None:
@@ -132,7 +137,7 @@ class DecodeLoop:
             self._changed.notify()
 
     def cancel(self, request: Request) -> None:
-        """Nobody waits for `request` any more: its rows are free from the next step on. Nothing is delivered."""
+        """Abandon `request`: its rows are free from the next step on, and nothing more is delivered."""
         with self._changed:
             self._cancelled.append(request)
             self._changed.notify()
@@ -141,7 +146,8 @@ class DecodeLoop:
         """Swap to the staged weights between two steps; the future carries the pause in seconds.
 
         Raises:
-            EngineStopped; UpdateInProgress, when another commit still waits for its rows to drain.
+            EngineStopped: the engine is closing.
+            UpdateInProgress: another commit still waits for its rows to drain.
         """
         with self._changed:
             if not self.is_alive:
@@ -151,7 +157,7 @@ class DecodeLoop:
                     f"the swap to {self._commit.epoch}.{self._commit.version} still waits for running samples to end"
                 )
             self._commit = _Commit(version, epoch, on_update)
-            self._commit.pause_s.set_running_or_notify_cancel()  # once asked for, it happens
+            self._commit.pause_s.set_running_or_notify_cancel()  # a commit cannot be cancelled once it is requested
             self._changed.notify()
             return self._commit.pause_s
 
@@ -169,14 +175,14 @@ class DecodeLoop:
                 if self._scheduler.running:
                     self._step()
                 self.totals.busy_s += time.perf_counter() - began
-        finally:  # also after a fault of the model, which threading's excepthook reports
+        finally:  # also after an exception of the model, which threading's excepthook reports
             self._end()
 
     def _loaded(self) -> bool:
         try:
             self._runner = self._load()
             self._scheduler = self._build_scheduler(self._runner)
-        except BaseException as error:  # handed to whoever waits for `ready`, whatever it is
+        except BaseException as error:  # any exception goes to the caller that waits for `ready`
             self.ready.set_exception(error)
             return False
         self.ready.set_result(self._runner)
@@ -206,7 +212,9 @@ class DecodeLoop:
         self._move(moves)
 
     def _withdrawn(self, request: Request) -> list[int]:
-        """Book what is left of a request as aborted; returns its rows, to be retired. Called under the lock."""
+        """Count a request's unfinished samples as aborted; return its rows, for the caller to retire. Needs the
+        lock.
+        """
         if not request.unfinished:
             return []
         self.totals.aborted_sequences += request.unfinished
@@ -216,7 +224,7 @@ class DecodeLoop:
 
     def _admit(self) -> None:
         if self._commit is not None:
-            return  # it waits for the rows to drain
+            return  # the commit waits for the rows to drain
         routes = self._runner.route_log
         with self._changed:
             admissions = self._scheduler.admit()
@@ -248,7 +256,7 @@ class DecodeLoop:
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
         routes = self._runner.route_log
-        if routes is not None and routes.is_on:  # before the tokens: who sees one finds its experts
+        if routes is not None and routes.is_on:  # before the tokens, so that a reader of a token finds its experts
             for sequence, routed in zip(running, routes.decoded, strict=True):
                 if sequence.request.tells_routing:
                     sequence.routed.append(routed)
@@ -266,12 +274,12 @@ class DecodeLoop:
         self._report(deliveries(streamed, finished))
 
     def _count(self, request: Request, change: int) -> None:
-        """Note that a request has come (1), or has ended (-1). Called under the lock."""
+        """Count a request that arrived (1) or ended (-1). Needs the lock."""
         self._streams += change * request.streams
         self._told += change * request.tells_routing
 
     def _refuse(self, token_ids: list[int], logprobs: list[float]) -> None:
-        """End the requests of the rows without a finite log-prob; leaves in the lists what the other rows sampled."""
+        """End the requests of rows without a finite log-prob, and remove those rows from both lists in place."""
         running = self._scheduler.running
         nonfinite_rows = [row for row, logprob in enumerate(logprobs) if not math.isfinite(logprob)]
         refusals = {running[row].request.request_id: refused(running[row], self.serving) for row in nonfinite_rows}
@@ -286,11 +294,11 @@ class DecodeLoop:
         self._report(list(refusals.values()))
 
     def _overwrite_nonfinite_cache(self, rows: list[int]) -> None:
-        """Put finite numbers into the whole cache of `rows`.
+        """Overwrite the whole cache of `rows` with finite numbers.
 
-        Whoever comes next in a row masks what lies beyond its own tokens, but 0 · NaN is NaN. They are another row's
-        or, when none is left, a prompt's, for every free row; and since nobody knows whether that prompt's are finite,
-        this is done again after the next refusal, and with the next weights.
+        The next sequence in a row masks the positions beyond its own tokens, but 0 · NaN is still NaN. The numbers are
+        copied from another row. Without a clean row, every free row gets the cache of a dummy prompt. That prompt's
+        cache may not be finite either, so the overwrite is repeated after the next rejection and with the next weights.
         """
         length, slots = self._runner.context_length, self._runner.slots
         others = (row for row in reversed(range(slots)) if row not in rows)  # the last rows are used least
@@ -303,7 +311,7 @@ class DecodeLoop:
         self._runner.prefill([Prefill([0] * length, [*rows, *idle])])
 
     def _finish(self, rows: list[int]) -> list[Request]:
-        """Book the samples in `rows` as ended and free them; returns the requests that have ended with them."""
+        """Count the samples in `rows` as finished and free the rows; return the requests that ended with them."""
         finished = []
         with self._changed:
             for row in rows:
@@ -317,7 +325,7 @@ class DecodeLoop:
         return finished
 
     def _report(self, step: list[Delivery]) -> None:
-        """Hand over what one step brought, in one call."""
+        """Deliver one step's results in a single call."""
         if step:
             self._deliver(step)
 
@@ -341,7 +349,7 @@ class DecodeLoop:
             sequence.mark_version(commit.version)
             sequence.prompt_cache_is_current = recomputes
         if not self._cache_is_finite and not running:
-            self._overwrite_nonfinite_cache([])  # the weights before may have been to blame
+            self._overwrite_nonfinite_cache([])  # the previous weights may have caused the non-finite cache
         if recomputes and running:
             self._runner.prefill(_held(running))
         with self._changed:
@@ -370,12 +378,12 @@ class DecodeLoop:
 
 
 def _prefill(admission: Admission) -> Prefill:
-    """All but the last token, which is fed next."""
+    """Prefill all tokens but the last, which the next step feeds."""
     return Prefill(admission.sequences[0].context[:-1], admission.rows)
 
 
 def _held(running: Iterable[Sequence]) -> list[Prefill]:
-    """What the rows of those that run hold: once, however many hold the same."""
+    """Return the contexts that the running rows hold, each context once with all of its rows."""
     rows: dict[tuple[int, ...], list[int]] = {}
     for row, sequence in enumerate(running):
         rows.setdefault(tuple(sequence.context[:-1]), []).append(row)
@@ -383,11 +391,11 @@ def _held(running: Iterable[Sequence]) -> list[Prefill]:
 
 
 def _keep_routing_of_prompts(computed: Iterable[Admission], routes: RouteLog) -> None:
-    """Of the prompts that were just prefilled, the routing of those that were for the first time."""
+    """Store the routing of prompts that were prefilled for the first time."""
     found = iter(routes.prefilled)
     for admission in computed:
         request = admission.request
-        # Nothing was prefilled of a single token, which is fed at the first step.
+        # A single token needs no prefill: the first step feeds it.
         routed = next(found) if len(admission.sequences[0].context) > 1 else routes.decoded[:0]
         if request.tells_routing and request.prompt_routed is None:
             request.prompt_routed = routed[: len(request.prompt_token_ids) - 1]

@@ -1,8 +1,8 @@
-"""What requests add to logits before anything is sampled: a bias per token, and penalties for tokens already sampled.
+"""Per-request changes to logits before sampling: a bias per token, and penalties for tokens already sampled.
 
-Both are OpenAI's. Token t of a choice that has sampled it n > 0 times loses `n * frequency_penalty + presence_penalty`.
-Few rows change any logit and each changes few, so the changes are kept as (row, token, value); a batch in which no row
-changes any pays one test per step.
+Both follow OpenAI's API. A choice that has sampled token t n > 0 times lowers its logit by `n * frequency_penalty +
+presence_penalty`. Few rows change any logit, and each changes few, so the changes are kept as (row, token, value). A
+batch without changes costs one test per step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 @final
 @dataclass(frozen=True, slots=True)
 class LogitChange:
-    """What one request adds to logits."""
+    """The change that one request makes to logits."""
 
     bias: Mapping[int, float]
     frequency_penalty: float
@@ -27,23 +27,23 @@ class LogitChange:
 
     @property
     def penalizes(self) -> bool:
-        """Whether it depends on what was sampled."""
+        """True if the change depends on the tokens already sampled."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 @final
 class LogitChanges:
-    """The changes of all rows of a runner."""
+    """The logit changes of all rows of a runner."""
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[LogitChange, Counter[int]]] = {}
 
     def __bool__(self) -> bool:
-        """Whether any row may change a logit."""
+        """Return whether any row may change a logit."""
         return bool(self._rows)
 
     def place(self, row: int, change: LogitChange | None, sampled: Iterable[int]) -> None:
-        """Let `row` change logits as `change` says; `sampled` are the tokens that its answer has already."""
+        """Set the change of `row`; `sampled` are the tokens that its answer already has."""
         if change is not None:
             self._rows[row] = (change, Counter(sampled))
         elif self._rows:
@@ -59,13 +59,16 @@ class LogitChanges:
                 self._rows[target] = moved
 
     def count(self, sampled: NDArray[Any]) -> None:
-        """Note what rows 0, 1, … have sampled."""
+        """Count the tokens that rows 0, 1, … have just sampled."""
         for row, (change, counts) in self._rows.items():
             if row < len(sampled) and change.penalizes:
                 counts[int(sampled[row])] += 1
 
     def of(self, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-        """Rows [K], tokens [K] and what is added to their logits [K], of rows below `num_rows`; no pair comes twice."""
+        """Return rows [K], tokens [K] and values [K] to add to the logits of rows below `num_rows`.
+
+        No (row, token) pair comes twice.
+        """
         rows: list[int] = []
         tokens: list[int] = []
         values: list[float] = []

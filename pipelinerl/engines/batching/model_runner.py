@@ -1,14 +1,14 @@
-"""`ModelRunner`: the one seam between batching and arrays. torch, numpy and JAX each implement it once.
+"""`ModelRunner`: the only interface between batching and arrays. torch, numpy and JAX each implement it once.
 
-A runner holds `slots` rows. A row is one sequence: its KV cache, the token to feed next, and how to sample. Rows in use
-are always 0..B-1 without holes, so that one decode step is one dense batch of B rows. Sampling happens in `decode`
-alone: `prefill` computes the cache of everything *before* a row's next token, and the row then joins the next step.
-One function therefore serves prompts, samples that join their group late, and recomputation after a weight update.
+A runner holds `slots` rows. A row is one sequence: its KV cache, the token to feed next, and its sampling parameters.
+Rows in use are always 0..B-1 without holes, so one decode step is one dense batch of B rows. Only `decode` samples.
+`prefill` computes the cache of everything *before* a row's next token, and the row then joins the next step. The same
+function therefore serves prompts, samples that join their group late, and recomputation after a weight update.
 
-Every call comes from one thread, except `staging` and `finish_staging`, which may be called from any.
+Every call comes from one thread, except `staging` and `finish_staging`, which any thread may call.
 
-What each row feeds next and how it samples lies in a `RowTable`, small arrays on the host. Every decode step returns to
-the host anyway, so nothing is saved by keeping them on the device; a runner on the CPU reads them in place.
+Each row's next token and sampling parameters are kept in a `RowTable`, small arrays on the host. Every decode step
+returns to the host anyway, so keeping them on the device would save nothing; a runner on the CPU reads them in place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipelinerl.engines.batching.sequence import TopTokens
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute the cache of `token_ids` (at positions 0, 1, …) once and give it to each of `rows`."""
+    """Request to compute the cache of `token_ids` (at positions 0, 1, …) once and copy it to each of `rows`."""
 
     token_ids: Sequence[int]
     rows: Sequence[int]
@@ -37,16 +37,16 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What a row feeds at its first step and how it samples.
+    """The next token and the sampling parameters of a row.
 
     Attributes:
         token_id: fed at the next step, at `position`; the cache holds everything before it.
         noise_key: u64 key of its noise; `pipelinerl.rng.uniform(noise_key, t)` is the noise of its t-th sampled token.
-        num_sampled: the t of its next token: how many of its answer were sampled before.
+        num_sampled: t of its next token, which is the number of tokens of its answer that are already sampled.
         temperature: 0 is greedy. top_k: 0 keeps every token. top_p: 1 keeps every token. min_p: 0 keeps every token.
-        num_top: how many of the likeliest tokens are reported besides.
-        change: what is added to its logits; None for nothing.
-        sampled: the tokens of its answer that were sampled before.
+        num_top: the number of likeliest tokens to report.
+        change: the change to its logits; None for no change.
+        sampled: the tokens of its answer that are already sampled.
     """
 
     row: int
@@ -64,23 +64,23 @@ class RowState:
 
 
 class ModelRunner(ServedModel, Protocol):
-    """A model with room for `slots` sequences, each a row, of at most `context_length` tokens each."""
+    """A model with room for `slots` sequences, one per row, of at most `context_length` tokens each."""
 
     @property
     def top_logprobs(self) -> Mapping[int, TopTokens]:
-        """Of the last step, the likeliest tokens of the rows that want any reported, by row."""
+        """The likeliest tokens of the last step by row, for the rows that report any."""
         ...
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
-        """Fill the cache of the named rows. Does not touch what they feed next."""
+        """Fill the cache of the named rows. Does not change the tokens they feed next."""
         ...
 
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
-        """Give each of `rows` the first `num_tokens` of the cache of row `source`."""
+        """Copy the first `num_tokens` of the cache of row `source` to each of `rows`."""
         ...
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set what the named rows feed next and how they sample."""
+        """Set the next token and the sampling parameters of the named rows."""
         ...
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -88,30 +88,31 @@ class ModelRunner(ServedModel, Protocol):
         ...
 
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        """One step of rows 0..num_rows-1: the sampled token ids and their log-probs, of the distribution sampled from.
+        """Run one step of rows 0..num_rows-1; return the sampled token ids and their log-probs.
 
-        Each row then feeds what it sampled. A row whose logits are no distribution (NaN or +inf among them) has a NaN
-        log-prob and some token of the vocabulary; the other rows are not touched by it.
+        The log-probs are those of the distribution sampled from. Each row feeds its sampled token at the next step. A
+        row whose logits are no distribution (NaN or +inf among them) has a NaN log-prob and some token of the
+        vocabulary; the other rows are unaffected.
         """
         ...
 
     def swap(self) -> None:
-        """Make the staged weights current; the cost does not depend on their size. The old ones may be overwritten."""
+        """Make the staged weights current, at a cost independent of their size. The old weights may be overwritten."""
         ...
 
 
 def top_tokens(token_ids: NDArray[Any], logprobs: NDArray[Any], count: int) -> TopTokens:
-    """The first `count` tokens that can be sampled, likeliest first, of the first few [N] of a row."""
+    """Return the first `count` tokens with a non-zero probability, from a row's likeliest tokens [N] in order."""
     pairs = zip(token_ids[:count].tolist(), logprobs[:count].tolist(), strict=True)
     return [(token_id, logprob) for token_id, logprob in pairs if logprob > -math.inf]
 
 
 @final
 class RowTable:
-    """One array [rows] for each column of `RowState`; a runner reads slices of them.
+    """Arrays [rows], one for each column of `RowState`; a runner reads slices of them.
 
     Args:
-        rows: how many there are.
+        rows: the number of rows.
         ids: dtype of token ids, positions and `top_k`, which go to the model or to its sampler.
     """
 
@@ -135,7 +136,7 @@ class RowTable:
         self._noise_keys = np.zeros(rows, dtype=np.uint64)
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set what the named rows feed next and how they sample."""
+        """Set the next token and the sampling parameters of the named rows."""
         rows = [state.row for state in states]
         self.feeds[rows] = [state.token_id for state in states]
         self.positions[rows] = [state.position for state in states]
@@ -148,7 +149,7 @@ class RowTable:
             self._place_extras(rows, states)
 
     def _place_extras(self, rows: list[int], states: Sequence[RowState]) -> None:
-        """Set what few requests ask for; left out as long as no row has any of it."""
+        """Set the rarely used parameters; skipped while no row uses any of them."""
         self.min_p[rows] = [state.min_p for state in states]
         self.num_top[rows] = [state.num_top for state in states]
         self.any_min_p, self.most_top = bool(self.min_p.any()), int(self.num_top.max())
@@ -158,7 +159,7 @@ class RowTable:
         self._has_extras = self.any_change or self.any_min_p or self.most_top > 0
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> int:
-        """Move whole rows, none of which is both a source and a target; returns the longest cache that they have."""
+        """Move whole rows, none of which is both a source and a target; return the length of their longest cache."""
         taken, put = list(sources), list(targets)
         for column in (self.feeds, self.positions, self.temperature, self.top_p, self.top_k):
             column[put] = column[taken]
@@ -171,11 +172,11 @@ class RowTable:
         return int(self.positions[put].max())
 
     def noise(self, rows: slice) -> NDArray[np.float64]:
-        """The noise in [0, 1) that `rows` sample their next token with."""
+        """Return the noise in [0, 1) that `rows` sample their next token with."""
         return rng.uniform(self._noise_keys[rows], self._num_sampled[rows])
 
     def advance(self, rows: slice, sampled: NDArray[Any]) -> None:
-        """Let `rows` feed what they have `sampled` (int, one for each row), one position further on."""
+        """Advance `rows` by one position: each feeds its token of `sampled` (int, one for each row) next."""
         self.feeds[rows] = sampled
         self.positions[rows] += 1
         self._num_sampled[rows] += 1
@@ -183,13 +184,18 @@ class RowTable:
             self.changes.count(sampled)
 
     def top_of(self, token_ids: NDArray[Any], logprobs: NDArray[Any]) -> dict[int, TopTokens]:
-        """For each row that wants any, its likeliest tokens, of the first `most_top` [B, most_top] of every row."""
+        """Return the likeliest tokens of each row that reports any.
+
+        Args:
+            token_ids: the `most_top` likeliest tokens of every row [B, most_top].
+            logprobs: their log-probs [B, most_top].
+        """
         return {
             int(row): top_tokens(token_ids[row], logprobs[row], int(self.num_top[row]))
             for row in self.num_top[: len(token_ids)].nonzero()[0]
         }
 
     def clear(self) -> None:
-        """Forget what was fed and sampled, as if no row had ever been used."""
+        """Reset all rows to the unused state."""
         for column in (self.feeds, self.positions, self._num_sampled):
             column[:] = 0

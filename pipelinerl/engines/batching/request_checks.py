@@ -1,8 +1,8 @@
-"""What of a chat request the model can sample: the room after its prompt, and the samples that it asks for.
+"""Checks of a chat request against the model: the room after its prompt, and its samples.
 
-Promises: what is admitted has room for a token; and of an answer that another engine began, what has not ended: no
-token that ends a sample, no stop string, fewer tokens than the limit. Sample i has the noise of (seed, i), whichever
-samples are asked for with it.
+An admitted request has room for at least one token. A prefix that another engine began must be unfinished: it has no
+token that ends a sample, no stop string, and fewer tokens than the limit. Sample i uses the noise of (seed, i),
+independent of the other samples in the request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipelinerl.engines.batching.logit_changes import LogitChange
 from pipelinerl.engines.batching.sample_loop import ServedModel
 from pipelinerl.engines.batching.sequence import Request, TextWindow
 
-#: Characters; vocabularies have a few tokens of so many, all of them spaces or dashes.
+#: In characters; vocabularies have few tokens this long, all of them spaces or dashes.
 _LONGEST_TOKEN: Final = 128
 
 
@@ -33,7 +33,11 @@ def check_model(asked: ChatCompletionRequest, model_id: str) -> None:
 
 
 def logit_change(asked: ChatCompletionRequest, vocab_size: int) -> LogitChange | None:
-    """What the request adds to logits; None for nothing. Raises `InvalidRequest` for a token outside the vocabulary."""
+    """Return the request's change to logits, or None without one.
+
+    Raises:
+        InvalidRequest: a token of the bias is outside the vocabulary.
+    """
     bias = asked.logit_bias or {}
     if not bias and asked.frequency_penalty == 0 and asked.presence_penalty == 0:
         return None
@@ -44,16 +48,16 @@ def logit_change(asked: ChatCompletionRequest, vocab_size: int) -> LogitChange |
 
 
 def offered_tools(asked: ChatCompletionRequest) -> Sequence[ToolDefinition]:
-    """The tools that the prompt describes: none where the request forbids to call any."""
+    """Return the tools that the prompt describes: none if the request forbids tool calls."""
     return () if asked.tools is None or asked.tool_choice == "none" else asked.tools
 
 
 def refuse_oversized(
     messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition], text: str, model: ServedModel
 ) -> None:
-    """Raise `ContextExceeded` for a prompt that cannot fit, by its characters: before the work of tokenising it.
+    """Raise `ContextExceeded` before tokenising a prompt that cannot fit, judging by its characters.
 
-    A message has a token at least, and no tokenizer's tokens are longer than `_LONGEST_TOKEN` on an average.
+    A message has at least one token, and the tokens of any tokenizer are shorter than `_LONGEST_TOKEN` on average.
     """
     most = model.context_length * _LONGEST_TOKEN
     length = len(text) + sum(map(_characters, messages))
@@ -76,7 +80,12 @@ def _characters(message: ChatMessage) -> int:
 
 
 def room_after(prompt: list[int], model: ServedModel, param: str) -> int:
-    """Tokens that may follow `prompt`. Raises `ContextExceeded` when there is none, `InvalidRequest` for no prompt."""
+    """Return the number of tokens that may follow `prompt`.
+
+    Raises:
+        ContextExceeded: there is no room for a token.
+        InvalidRequest: the prompt is empty.
+    """
     room = model.context_length - len(prompt)
     if not prompt:
         raise InvalidRequest("the prompt must have at least one token, got none", param=param)
@@ -91,7 +100,7 @@ def room_after(prompt: list[int], model: ServedModel, param: str) -> int:
 
 
 def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
-    """Raise `InvalidRequest` unless all of them are of the model's vocabulary; there is at least one."""
+    """Raise `InvalidRequest` unless all token ids are in the model's vocabulary. Needs at least one token."""
     lowest, highest = min(token_ids), max(token_ids)
     if lowest < 0 or highest >= model.vocab_size:
         wrong = lowest if lowest < 0 else highest
@@ -106,10 +115,10 @@ def add_samples(
     new_text: Callable[[], TextWindow | None],
     vocab_size: int,
 ) -> None:
-    """Add the samples that are asked for to `work`; `new_text` makes the window of a sample that needs one.
+    """Add the requested samples to `work`; `new_text` builds the text window of a sample that needs one.
 
     Raises:
-        InvalidRequest: a prefix has ended already, or is none of this model's.
+        InvalidRequest: a prefix has already ended, or has tokens outside the vocabulary.
     """
     if asked.prefixes is None:
         for key in rng.sample_keys(seed, asked.n).tolist():
@@ -128,7 +137,7 @@ def add_samples(
 
 
 def _end_of(prefix: AnswerPrefix, work: Request, *, text: TextWindow | None, vocab_size: int) -> str:
-    """Why no token can follow `prefix`, whose text is put into the window; "" when one can."""
+    """Push the text of `prefix` into the window; return why no token can follow it, or "" if one can."""
     token_ids = prefix.token_ids
     if len(token_ids) >= work.token_limit:
         return f"has {len(token_ids)} tokens of at most {work.token_limit}"

@@ -1,6 +1,6 @@
-"""From a finished request to the contract's answer: pure functions.
+"""Conversion of a finished request to the contract's response, as pure functions.
 
-The text of a choice is its tokens decoded, without the end-of-turn token, cut before a stop string.
+The text of a choice is its decoded tokens, without the end-of-turn token, cut before a stop string.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from trainer_contract.types import Experts
 
 
 class Decoder(Protocol):
-    """Token ids to text."""
+    """Converter of token ids to text."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a sample; they have no text."""
+        """The tokens that end a sample; they have no text."""
         ...
 
     def decode(self, token_ids: Items[int]) -> str:
-        """The text of `token_ids`."""
+        """Return the text of `token_ids`."""
         ...
 
     def parse_answer(self, text: str, tools: Items[ToolDefinition], *, key: bytes) -> ParsedAnswer:
-        """The calls in an answer's text."""
+        """Return the content and the tool calls of an answer's text."""
         ...
 
 
 def completion(asked: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> ChatCompletion:
-    """The whole answer; `model_version` is the newest weights that sampled any of it."""
+    """Return the whole response; `model_version` is the newest weights that sampled any of it."""
     return ChatCompletion(
         id=request.request_id,
         created=int(time.time()),
@@ -68,7 +68,7 @@ def completion(asked: ChatCompletionRequest, request: Request, model: str, decod
 
 
 def usage(request: Request) -> Usage:
-    """Tokens so far."""
+    """Return the number of tokens so far."""
     prompt, sampled = len(request.prompt_token_ids), request.num_sampled_tokens
     return Usage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
 
@@ -88,7 +88,7 @@ def _choice(asked: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) 
 
 
 def _routed(rows: Items[Experts], request: Request) -> RoutedExperts | None:
-    """Of new tokens, if the request asks for it: rows [layers, top_k]."""
+    """Return the routing of new tokens, from rows [layers, top_k], if the request asks for it."""
     if not request.tells_routing or request.prompt_routed is None:
         return None
     return on_the_wire(np.stack(rows) if rows else request.prompt_routed[:0])
@@ -99,9 +99,9 @@ def _prompt_routed(request: Request) -> RoutedExperts | None:
 
 
 def _answer(asked: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> ParsedAnswer:
-    """The whole text of a sample and, where tools are offered, the calls in it.
+    """Return the whole text of a sample and, if tools are offered, the calls in it.
 
-    The ids of calls are a function of what was sampled, and of where in the conversation.
+    The ids of calls are a function of the sampled tokens and of the prompt's length.
     """
     text, tools = _text(sequence, decoder), offered_tools(asked)
     if not tools:
@@ -115,7 +115,7 @@ def _reason(reason: FinishReason, answer: ParsedAnswer) -> FinishReason:
 
 
 def _delta(answer: ParsedAnswer, *, role: Literal["assistant"] | None = None) -> Delta:
-    """An answer as what a chunk adds."""
+    """Return an answer as the delta of a chunk."""
     calls = [
         ToolCallDelta(
             index=place,
@@ -139,7 +139,7 @@ def _text(sequence: Sequence, decoder: Decoder) -> str:
 
 
 def _logprobs(token_ids: Items[int], logprobs: Items[float], top: Items[TopTokens], decoder: Decoder) -> ChoiceLogprobs:
-    """OpenAI's records; `top` is empty where the request asks for none."""
+    """Return OpenAI's log-prob records; `top` is empty if the request does not ask for top log-probs."""
     content = []
     for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
         token = decoder.decode([token_id])
@@ -154,7 +154,7 @@ def _top_logprob(token_id: int, logprob: float, decoder: Decoder) -> TopLogprob:
 
 
 def first_chunk(asked: ChatCompletionRequest, request: Request, model: str, version: int) -> ChatCompletionChunk:
-    """Opens a stream: the role of every choice, and the prompt's tokens."""
+    """Return the chunk that opens a stream: the role of every choice, and the prompt's tokens."""
     choices = [
         ChunkChoice(index=sequence.index, delta=Delta(role="assistant", content="")) for sequence in request.sequences
     ]
@@ -164,13 +164,13 @@ def first_chunk(asked: ChatCompletionRequest, request: Request, model: str, vers
 def chunk(
     asked: ChatCompletionRequest, request: Request, model: str, token: SampledToken, decoder: Decoder
 ) -> ChatCompletionChunk:
-    """What one step added to one choice."""
+    """Return the chunk for one token of one choice."""
     token_ids = [] if token.token_id is None else [token.token_id]
     logprobs = [token.logprob] * len(token_ids)
     top = [] if token.top is None else [token.top]
     returned, reason = asked.return_token_ids, token.finish_reason
     delta = Delta(content=token.text or None)
-    if offered_tools(asked):  # what a call is shows at the end: until then, no text is known to be none of one
+    if offered_tools(asked):  # the text may turn out to be part of a call, so it is sent only at the end
         delta = Delta()
         if reason is not None:
             sequence = next(each for each in request.sequences if each.index == token.index)
@@ -191,9 +191,9 @@ def chunk(
 
 @final
 class NewTokens:
-    """What a request's samples have sampled since it was last asked; it reads them beside the loop's thread.
+    """Reader of the tokens that were sampled since the last `take`, while the loop's thread appends more.
 
-    The text of a choice comes with its end.
+    The text of a choice is sent when the choice ends.
     """
 
     def __init__(self, asked: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> None:
@@ -207,7 +207,11 @@ class NewTokens:
         self._opened = False
 
     def take(self, *, all_of_it: bool) -> ChatCompletionChunk | None:
-        """The next chunk; None when there is nothing new. `all_of_it`: nothing is sampled any more."""
+        """Return the next chunk, or None if there is nothing new.
+
+        Args:
+            all_of_it: the request has ended, so all remaining tokens are taken.
+        """
         choices = []
         for place, sequence in enumerate(self._request.sequences):
             start, (reason, end) = self._sent[place], sequence.certain()
@@ -231,7 +235,7 @@ class NewTokens:
         if reason is not None:
             answer = _answer(self._asked, sequence, self._decoder)
             delta, reason = _delta(answer, role=role), _reason(reason, answer)
-        return ChunkChoice.model_construct(  # what is right by its making is not checked, token by token
+        return ChunkChoice.model_construct(  # skips the slow validation: values are trusted
             index=sequence.index,
             delta=delta,
             finish_reason=reason,
@@ -246,7 +250,7 @@ class NewTokens:
 
 
 def usage_chunk(asked: ChatCompletionRequest, request: Request, model: str, version: int) -> ChatCompletionChunk:
-    """Ends a stream whose `stream_options` ask for usage."""
+    """Return the chunk that ends a stream whose `stream_options` ask for usage."""
     return _chunk(asked, request, model, version, [], used=usage(request))
 
 

@@ -1,12 +1,13 @@
-"""`SampleLoop`: the one seam between requests and whatever samples them.
+"""`SampleLoop`: the interface between requests and the component that samples them.
 
-`DecodeLoop` is our own, over a `ModelRunner`; an engine that batches by itself (vLLM) brings its own and gets chat,
-streaming, text, stop strings and weight updates from `BatchingEngine`. A loop works on a thread of its own and promises
-what `DecodeLoop` does: every request and every commit is answered whatever ends it, results leave through `deliver`,
-and each token is marked with the weights that sampled it.
+`DecodeLoop` is this project's own loop, over a `ModelRunner`. An engine that batches by itself (vLLM) brings its own
+loop and gets chat, streaming, text, stop strings and weight updates from `BatchingEngine`. A loop runs on its own
+thread and keeps the guarantees of `DecodeLoop`: every request and every commit is answered, however the loop ends;
+results leave through `deliver`; and each token is marked with the weights that sampled it.
 
-What leaves is the news of one step, at most one `Delivery` per request. The text of a streamed token is certain
-(nothing of a stop string, no half character); whatever ended a sample, its last news says so.
+A loop delivers the results of one step at a time, at most one `Delivery` per request. The text of a streamed token is
+final: it holds no part of a stop string and no incomplete character. The last delivery of a sample always names its
+finish reason.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ UNTRAINED: Final = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What one step added to one sample of a streamed request; `token_id` is None when it ended without a token."""
+    """The result of one step for one sample of a streamed request.
+
+    `token_id` is None if the sample ended without a token.
+    """
 
     index: int
     text: str
@@ -44,7 +48,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """News of one request: streamed tokens, its end (`is_last`), or the error that ended it."""
+    """The results of one step for one request: streamed tokens, its end (`is_last`), or the error that ended it."""
 
     request: Request
     tokens: tuple[SampledToken, ...] = ()
@@ -55,7 +59,7 @@ class Delivery:
 @final
 @dataclass(slots=True)
 class LoopTotals:
-    """Counts since the start; written by the thread, read by anyone."""
+    """Counts since the start; the loop's thread writes them, any thread reads them."""
 
     generated_tokens: int = 0
     prompt_tokens: int = 0
@@ -68,65 +72,65 @@ class LoopTotals:
 
 
 class RouteLog(Protocol):
-    """What the routers of a mixture-of-experts model chose in its last forward, while `is_on`."""
+    """The experts that a mixture-of-experts model chose in its last forward, recorded while `is_on`."""
 
     is_on: bool
 
     @property
     def decoded(self) -> Experts:
-        """Of the rows of the last decode step [B, layers, top_k], for the token that each was fed."""
+        """The routing of the last decode step's rows [B, layers, top_k], for the token that each row was fed."""
         ...
 
     @property
     def prefilled(self) -> list[Experts]:
-        """Of each prompt of the last prefill [tokens, layers, top_k]."""
+        """The routing of each prompt of the last prefill, [tokens, layers, top_k] each."""
         ...
 
 
 class ServedModel(Protocol):
-    """A loaded model as its server sees it; every `ModelRunner` is one."""
+    """A loaded model, as its server sees it; every `ModelRunner` is one."""
 
     @property
     def slots(self) -> int:
-        """Most sequences that run at once."""
+        """The most sequences that run at once."""
         ...
 
     @property
     def context_length(self) -> int:
-        """Most tokens of a sequence, prompt included."""
+        """The most tokens of a sequence, prompt included."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """The size of the vocabulary; token ids are below it."""
         ...
 
     @property
     def layout(self) -> WeightLayout:
-        """The parameters in the order in which their bytes lie in `staging`."""
+        """The parameters in the order of their bytes in `staging`."""
         ...
 
     @property
     def cache_bytes(self) -> int:
-        """Size of the cache of keys and values."""
+        """The size of the cache of keys and values."""
         ...
 
     @property
     def route_log(self) -> RouteLog | None:
-        """What the model's routers choose; None: it has none, or does not tell."""
+        """The log of the model's routers; None if the model has no routers or cannot report them."""
         ...
 
     def staging(self) -> Any:
-        """The buffer for the next weights: flat uint8 [layout.num_bytes], not read until a commit."""
+        """Return the buffer for the next weights: flat uint8 [layout.num_bytes], not read until a commit."""
         ...
 
     def finish_staging(self) -> None:
-        """Make of the filled `staging` what will be served; called beside sampling, before each commit."""
+        """Convert the filled `staging` to the form that will be served; runs during sampling, before each commit."""
         ...
 
 
 class SampleLoop(Protocol):
-    """Samples requests beside the event loop, which calls these methods; none of them blocks but `stop`."""
+    """Sampler of requests on a thread of its own. The event loop calls these methods; only `stop` blocks."""
 
     @property
     def totals(self) -> LoopTotals:
@@ -135,30 +139,30 @@ class SampleLoop(Protocol):
 
     @property
     def serving(self) -> tuple[int, int]:
-        """(epoch, version) of the weights that sample."""
+        """The (epoch, version) of the weights that sample."""
         ...
 
     @property
     def is_alive(self) -> bool:
-        """Returns whether it runs, and will go on."""
+        """True while the loop runs and is not stopping."""
         ...
 
     @property
     def num_running(self) -> int:
-        """Samples that run."""
+        """The number of samples that run."""
         ...
 
     @property
     def num_waiting(self) -> int:
-        """Samples that wait for a slot."""
+        """The number of samples that wait for a slot."""
         ...
 
     def start(self) -> Future[ServedModel]:
-        """Begin; the future is done when the model is loaded."""
+        """Start the loop; the future completes when the model is loaded."""
         ...
 
     def stop(self, timeout_s: float) -> bool:
-        """End after the current step. Returns whether it has ended in time."""
+        """End the loop after the current step; return whether it ended in time."""
         ...
 
     def submit(self, request: Request) -> None:
@@ -166,19 +170,20 @@ class SampleLoop(Protocol):
         ...
 
     def cancel(self, request: Request) -> None:
-        """Nobody waits for `request` any more; nothing is delivered."""
+        """Abandon `request`; nothing more is delivered."""
         ...
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Serve the staged weights from some step on; the future carries the pause in seconds.
+        """Serve the staged weights from some later step on; the future carries the pause in seconds.
 
         Raises:
-            EngineStopped; UpdateInProgress, when another commit has not happened yet.
+            EngineStopped: the engine is closing.
+            UpdateInProgress: another commit has not happened yet.
         """
         ...
 
 
-#: Builds a loop that gives its news to the function it is called with.
+#: Builds a loop that delivers its results through the given function.
 LoopBuilder = Callable[[Callable[[list[Delivery]], None]], SampleLoop]
 
 
@@ -186,7 +191,7 @@ LoopBuilder = Callable[[Callable[[list[Delivery]], None]], SampleLoop]
 
 
 def deliveries(streamed: Iterable[tuple[Request, SampledToken]], finished: Iterable[Request]) -> list[Delivery]:
-    """One step's news: what it added to streamed requests, and the requests that have ended with it."""
+    """Return one step's deliveries, from its streamed tokens and the requests that ended with it."""
     tokens: dict[str, list[SampledToken]] = {}
     requests: dict[str, Request] = {}
     for request, token in streamed:
@@ -197,7 +202,7 @@ def deliveries(streamed: Iterable[tuple[Request, SampledToken]], finished: Itera
 
 
 def sampled(sequence: Sequence) -> tuple[Request, SampledToken]:
-    """The last token of a streamed sample, with the text that it made certain."""
+    """Return the last token of a streamed sample, with the text that became final."""
     position = len(sequence.token_ids) - 1
     token = SampledToken(
         index=sequence.index,
@@ -213,7 +218,7 @@ def sampled(sequence: Sequence) -> tuple[Request, SampledToken]:
 
 
 def aborted(sequence: Sequence) -> tuple[Request, SampledToken]:
-    """The end of a streamed sample that was aborted."""
+    """Return the end of a streamed sample that was aborted."""
     token = SampledToken(
         index=sequence.index,
         text=_certain_text(sequence),
@@ -226,10 +231,10 @@ def aborted(sequence: Sequence) -> tuple[Request, SampledToken]:
 
 
 def refused(sequence: Sequence, serving: tuple[int, int]) -> Delivery:
-    """The end of a request, one of whose samples has no finite distribution for its next token.
+    """Return the delivery that fails a request, one of whose samples has no finite distribution for its next token.
 
     Args:
-        serving: (epoch, version) of the weights that have none.
+        serving: (epoch, version) of the weights in use.
     """
     request = sequence.request
     epoch, version = serving

@@ -1,12 +1,12 @@
-"""`Scheduler`: which sequence runs in which row: by priority, then as they came. Bookkeeping, no arrays, no clock.
+"""`Scheduler`: assigns sequences to rows by priority, then first come, first served. No arrays and no clock.
 
     submit ─▶ waiting (bounded) ─▶ admit ─▶ running: rows 0..B-1, no holes ─▶ retire
 
-Sequences join and leave at every decode step. The samples of a request that are admitted together share one prefill;
-one that joins later, because the rows were full, takes the prompt's cache from a sibling that still runs, if the
-weights that serve have computed it. Samples that another engine began follow tokens of their own, and are admitted
-one by one. When rows end, the last rows move into the holes, so the batch stays dense; each
-move has a distinct source and target.
+Sequences join and leave at every decode step. The samples of a request that are admitted together share one prefill. A
+sample that joins later, because the rows were full, copies the prompt's cache from a sibling that still runs, if the
+serving weights computed it. Samples that another engine began have different prefixes, and are admitted one by one.
+
+When rows end, the last rows move into the holes, so the batch stays dense; each move has a distinct source and target.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class Moves:
 @final
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How many samples run at once, and how many more may wait."""
+    """The number of samples that run at once, and of those that may also wait."""
 
     running: int
     waiting: int
 
     def check(self, samples: int, *, running: int, waiting: int) -> None:
-        """May a request of so many samples be queued, where so many run and wait?
+        """Raise unless a request of `samples` samples can be queued while `running` run and `waiting` wait.
 
         Raises:
-            InvalidRequest: they would not fit if nothing else were there; waiting does not help.
-            Overloaded: they do not fit now.
+            InvalidRequest: the samples would not fit even into an idle engine, so waiting does not help.
+            Overloaded: the samples do not fit now.
         """
         most = self.running + self.waiting
         if samples > most:
@@ -70,10 +70,10 @@ class Capacity:
 
 @final
 class Scheduler:
-    """Rows and the waiting queue.
+    """The rows and the waiting queue.
 
     Args:
-        capacity: those that run have a row each; those that may wait do so beyond the ones that a free row awaits.
+        capacity: the samples that may run, one row each, and those that may wait beyond the free rows.
         prefill_tokens: most prompt tokens admitted at once, so that a flood of prompts cannot starve decoding; a single
             longer prompt is still admitted, alone.
     """
@@ -98,7 +98,7 @@ class Scheduler:
         self.num_waiting += samples
 
     def admit(self) -> list[Admission]:
-        """Give free rows to those of the lowest priority that wait, the longest waiting among them first."""
+        """Give free rows to waiting requests: lowest `priority` first, then the longest waiting."""
         admissions: list[Admission] = []
         budget = self._prefill_tokens
         while self._waiting and len(self.running) < self._capacity.running:
@@ -114,7 +114,7 @@ class Scheduler:
         return admissions
 
     def retire(self, rows: Collection[int]) -> Moves:
-        """Take `rows` out and close the holes with the last rows."""
+        """Remove `rows` and fill the holes with the last rows."""
         kept = len(self.running) - len(rows)
         leaving = set(rows)
         targets = sorted(row for row in leaving if row < kept)
@@ -125,14 +125,14 @@ class Scheduler:
         return Moves(sources, targets)
 
     def withdraw(self, request: Request) -> list[int]:
-        """Forget the waiting samples of `request`; returns the rows of its running ones, which the caller retires."""
+        """Drop the waiting samples of `request`; return the rows of its running ones, for the caller to retire."""
         if request.started < len(request.sequences) and request in self._waiting:
             self._waiting.remove(request)
             self.num_waiting -= len(request.sequences) - request.started
         return [row for row, sequence in enumerate(self.running) if sequence.request is request]
 
     def withdraw_all(self) -> list[Request]:
-        """Forget everything; returns every request that had not ended."""
+        """Drop everything; return every request that had not ended."""
         requests = {id(request): request for request in self._waiting}
         requests.update({id(sequence.request): sequence.request for sequence in self.running})
         self._waiting.clear()

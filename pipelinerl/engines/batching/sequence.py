@@ -1,9 +1,10 @@
 """One request and its samples while they are being generated.
 
-A `Sequence` promises that `token_ids`, `logprobs` and `spans()` always speak of the same tokens, and that a span names
-the weights that really sampled its tokens. Versions are kept as marks, one per change, so a step pays nothing for them.
-A `TextWindow`, its text as it grows, promises that no text from a stop string on is ever shown, also when the string
-arrives in parts: text that may be the beginning of one is held back until it is decided.
+In a `Sequence`, `token_ids`, `logprobs` and `spans()` always describe the same tokens, and a span names the weights
+that really sampled its tokens. Versions are kept as marks, one per change, so they cost nothing per step.
+
+A `TextWindow` holds the growing text of a sample. It never returns text from a stop string on, even if the string
+arrives in parts: text that may begin a stop string is held back until that is decided.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ TopTokens = list[tuple[int, float]]
 
 
 class Detokenizer(Protocol):
-    """Turns token ids into text one at a time; holds back incomplete characters."""
+    """Converter of token ids to text, one at a time; holds back incomplete characters."""
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` completes, possibly empty."""
+        """Return the text that `token_id` completes, possibly empty."""
         ...
 
     def flush(self) -> str:
-        """What was still held back."""
+        """Return the text that is still held back."""
         ...
 
 
 @final
 class TextWindow:
-    """Text of one sample.
+    """The text of one sample.
 
     Args:
-        detokenizer: a fresh one.
+        detokenizer: a fresh detokenizer.
         stops: strings that end the sample; the text is cut before the first of them.
     """
 
@@ -52,17 +53,17 @@ class TextWindow:
         self._stopped = False
 
     def push(self, token_id: int) -> bool:
-        """Append a token's text. Returns whether it completed a stop string."""
+        """Append a token's text; return whether it completed a stop string."""
         return self._append(self._detokenizer.push(token_id))
 
     def close(self) -> None:
-        """No token follows: an incomplete character is shown as what it is."""
+        """End the text: an incomplete character is decoded as it is."""
         if not self._stopped:
             self._append(self._detokenizer.flush())
             self._stopped = True
 
     def take(self) -> str:
-        """Text that is certain and was not taken before."""
+        """Return the text that became final since the last call."""
         end = len(self.text) if self._stopped else len(self.text) - self._held_back()
         new = self.text[self._shown : end]
         self._shown = max(self._shown, end)
@@ -81,7 +82,7 @@ class TextWindow:
         return self._stopped
 
     def _held_back(self) -> int:
-        """Length of the longest end of the text that may begin a stop string."""
+        """Return the length of the longest suffix of the text that may begin a stop string."""
         for length in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stops):
                 return length
@@ -93,12 +94,12 @@ class TextWindow:
 class Sequence:
     """One of the `n` samples of a request. `noise_key` makes its noise independent of the batch it runs in.
 
-    `prefix` holds the tokens of the answer that another engine has sampled; all else speaks of those sampled here, of
-    which there may be `token_limit`. `routed` has the experts [layers, top_k] of the token before each, if the request
-    asks for them: those of the step that sampled it, whatever an update recomputes of the cache later. `top` has the
-    likeliest tokens of each step, if the request asks for them.
-    `prompt_cache_is_current` says whether the serving weights computed the cache of its prompt, so that a sibling may
-    take it.
+    `prefix` holds the tokens of the answer that another engine has sampled; all other fields describe the tokens
+    sampled here, at most `token_limit`. `routed` has the experts [layers, top_k] of the token before each, if the
+    request asks for them. They are those of the step that sampled the token, even if a later update recomputes the
+    cache. `top` has the likeliest tokens of each step, if the request asks for them.
+
+    `prompt_cache_is_current` is true if the serving weights computed the cache of its prompt, so a sibling may copy it.
     """
 
     request: Request
@@ -116,14 +117,14 @@ class Sequence:
     _marks: list[tuple[int, int]] = field(default_factory=list)
 
     def mark_version(self, version: int) -> None:
-        """From the next token on, `version` samples. Marking the version that already samples is a no-op."""
+        """Mark that `version` samples from the next token on. Marking the current version again is a no-op."""
         if not self._marks or self._marks[-1][0] != version:
             self._marks.append((version, len(self.token_ids)))
 
     def spans(self, start: int = 0, end: int | None = None) -> list[Span]:
-        """(model_version, num_tokens), run-length, of tokens [start, end), by default of all; they sum to their number.
+        """Return the run-length (model_version, num_tokens) of tokens [start, end), by default of all.
 
-        Tokens that are there keep their marks, so any thread may ask.
+        The counts add up to the number of tokens. Existing tokens keep their marks, so any thread may call this.
         """
         upto = len(self.token_ids) if end is None else end
         marks = list(self._marks)
@@ -135,37 +136,38 @@ class Sequence:
         return [(version, count) for version, count in counted if count > 0]
 
     def certain(self) -> tuple[FinishReason | None, int]:
-        """Why it has ended, if it has, and how many tokens any thread may read together with their log-probs.
+        """Return the finish reason, if any, and the number of tokens that any thread may read with their log-probs.
 
-        Of a sample that runs the last one is left out: it may be about to end it, which is told together with it.
+        The last token of a running sample is left out: it may end the sample, and is then reported with the finish
+        reason.
         """
         reason = self.finish_reason  # read first: nothing is sampled after it
         return reason, max(len(self.logprobs) - (reason is None), 0)
 
     @property
     def context(self) -> list[int]:
-        """Everything that the next token follows: prompt, prefix, and what was sampled."""
+        """All tokens that the next token follows: the prompt, the prefix, and the sampled tokens."""
         return self.request.prompt_token_ids + self.prefix + self.token_ids
 
     @property
     def newest_version(self) -> int:
-        """The newest weights that sampled any of it, or that were to when it was ended before its first token."""
+        """The newest weights that sampled any token, or that were current when the sample ended without one."""
         return self._marks[-1][0] if self._marks else 0
 
     def version_of(self, position: int) -> int:
-        """The weights that sampled token `position`."""
+        """Return the version of the weights that sampled token `position`."""
         return next(version for version, start in reversed(self._marks) if start <= position)
 
 
 @final
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One chat completion under way: a prompt that its samples share.
+    """One chat completion in progress: a prompt that its samples share.
 
-    `token_limit` is the most tokens of a choice, already cut to the context; `stop_ids` are those that end one before.
-    `epoch` is that of the weights that began it. `unfinished` counts samples without a finish reason. Of what waits,
-    the lowest `priority` begins first. If it tells the routing, `prompt_routed` [tokens - 1, layers, top_k] is that of
-    the prompt when it was first computed.
+    `token_limit` is the most tokens of a choice, already cut to the context; `stop_ids` are the tokens that end a
+    choice earlier. `epoch` is that of the weights that began it. `unfinished` counts samples without a finish reason.
+    Waiting requests with the lowest `priority` begin first. If `tells_routing`, `prompt_routed` [tokens - 1, layers,
+    top_k] is the prompt's routing when it was first computed.
     """
 
     request_id: str
@@ -191,7 +193,7 @@ class Request:
     def add_sequence(
         self, noise_key: int, text: TextWindow | None = None, *, prefix: AnswerPrefix | None = None
     ) -> None:
-        """One more sample: the next, or that of which another engine has sampled `prefix`."""
+        """Add a sample: the next one, or one of which another engine has sampled `prefix`."""
         if prefix is None:
             prefix = AnswerPrefix(index=len(self.sequences), token_ids=[])
         self.sequences.append(
@@ -208,20 +210,20 @@ class Request:
 
     @property
     def shares_prompt(self) -> bool:
-        """Returns whether its samples follow the same tokens."""
+        """True if all samples follow the same tokens."""
         return not any(sequence.prefix for sequence in self.sequences)
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens sampled so far, over all choices."""
+        """The number of tokens sampled so far, over all choices."""
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
 
 def extend(running: list[Sequence], token_ids: list[int], logprobs: list[float]) -> list[int]:
-    """Append one step's tokens; returns the rows that ended, ascending, with their finish reason set.
+    """Append one step's tokens; return the rows that ended, ascending, with their finish reason set.
 
-    The end-of-turn token that stops a choice is kept: it was sampled, and it trains. This runs once per token of the
-    engine, which is why it is one plain loop.
+    The end-of-turn token that stops a choice is kept: it was sampled, so it is trained on. This runs once per token of
+    the engine, which is why it is one plain loop.
     """
     ended = []
     for row, sequence in enumerate(running):

@@ -1,1 +1,1 @@
-"""The engine of the numpy bigram model, which tests above this floor use in place of mocks."""
+"""The engine of the numpy bigram model, which tests of higher layers use in place of mocks."""

@@ -1,7 +1,7 @@
-"""The engine of the numpy bigram model: a whole engine without a heavy library, exact and deterministic.
+"""The engine of the numpy bigram model: a complete engine without heavy libraries, exact and deterministic.
 
-Everything above floor 4 is tested with it; it runs on the same `BatchingEngine` as the torch engine, so batching,
-version spans, weight updates and HTTP are the real ones. The sampler is the plain, row-by-row reading of the contract.
+All layers above the engines are tested with it. It runs on the same `BatchingEngine` as the torch engine, so batching,
+version spans, weight updates and HTTP are the real ones. The sampler implements the contract directly, row by row.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from trainer_contract.types import Device, WeightDType
 
 
 def from_options(options: EngineOptions) -> Engine:
-    """The engine that a recipe describes, which `start` loads.
+    """Return the engine that a recipe describes; its `start` loads the model.
 
     Raises:
-        ModelError: numpy does not have the type, device or format, or no usable tokenizer is there.
+        ModelError: numpy does not support the dtype, device or format, or the model has no usable tokenizer.
     """
     if options.dtype is not WeightDType.FLOAT32 or options.device not in (Device.AUTO, Device.CPU):
         raise ModelError(f"the bigram engine runs in float32 on the cpu, got {options.dtype} on {options.device}")
@@ -56,7 +56,7 @@ def from_options(options: EngineOptions) -> Engine:
 
 @final
 class BigramRunner:
-    """`ModelRunner` of a bigram model. There is no cache: the next token depends on the current one alone."""
+    """`ModelRunner` of a bigram model. It has no cache: the next token depends on the current one alone."""
 
     def __init__(self, model: BigramModel, *, rows: int, context_length: int | None = None) -> None:
         self.slots = rows
@@ -76,13 +76,13 @@ class BigramRunner:
         self.top_logprobs: dict[int, TopTokens] = {}
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
-        """Nothing to compute."""
+        """Do nothing: there is no cache."""
 
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
-        """Nothing to copy."""
+        """Do nothing: there is no cache."""
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set what the named rows feed next and how they sample."""
+        """Set the next token and the sampling parameters of the named rows."""
         for state in states:
             self._rows[state.row] = state
             self._feeds[state.row] = state.token_id
@@ -98,7 +98,7 @@ class BigramRunner:
         self._changes.move(sources, targets)
 
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        """One step of rows 0..num_rows-1."""
+        """Run one step of rows 0..num_rows-1."""
         states = [state for state in self._rows[:num_rows] if state is not None]
         keys = np.array([state.noise_key for state in states], dtype=np.uint64)
         noise = rng.uniform(keys, self._num_sampled[:num_rows])
@@ -114,11 +114,11 @@ class BigramRunner:
         return token_ids, logprobs
 
     def staging(self) -> NDArray[np.uint8]:
-        """The buffer for the next weights."""
+        """Return the buffer for the next weights."""
         return self._staged
 
     def finish_staging(self) -> None:
-        """Nothing to do."""
+        """Do nothing: weights are served as they arrive."""
 
     def swap(self) -> None:
         """Make the staged weights current."""
@@ -134,15 +134,16 @@ def sample_rows(
     noise: NDArray[np.float64],
     top: dict[int, TopTokens] | None = None,
 ) -> tuple[list[int], list[float]]:
-    """Token ids and log-probs of the distribution sampled from, for logits [B, V] and noise [B] in [0, 1).
+    """Sample token ids from logits [B, V] and noise [B] in [0, 1); return them with their log-probs.
 
-    Temperature first, then the `top_k` likeliest and those of at least `min_p` of the likeliest one's probability, then
-    of these, renormalised, the fewest that reach `top_p`; the token is the inverse of the cumulative distribution at
-    the noise. Greedy rows report the distribution at temperature 1. A row whose logits hold NaN or +inf, or nothing
-    above -inf, has no distribution: its log-prob is NaN.
+    The log-probs are those of the distribution sampled from. Temperature applies first. Then only the `top_k` likeliest
+    tokens and those of at least `min_p` times the highest probability are kept. Of these, renormalised, the fewest that
+    reach `top_p` are kept. The token is the inverse of the cumulative distribution at the noise. Greedy rows report the
+    distribution at temperature 1. A row whose logits hold NaN or +inf, or nothing above -inf, has no distribution: its
+    log-prob is NaN.
 
     Args:
-        top: gets the likeliest tokens of the rows that want any.
+        top: receives the likeliest tokens of the rows that report any.
     """
     token_ids, logprobs = [], []
     for row, state in enumerate(states):

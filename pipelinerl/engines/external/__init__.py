@@ -1,1 +1,1 @@
-"""Engines whose samples are made in another process: vLLM's core, or a server that somebody runs."""
+"""Engines that sample in another process: vLLM's engine core, or an inference server that the user runs."""

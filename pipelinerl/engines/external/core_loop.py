@@ -1,18 +1,20 @@
-"""`CoreLoop`: a `SampleLoop` whose samples are made by an `EngineCore`, a process of its own.
+"""`CoreLoop`: a `SampleLoop` over an `EngineCore`, which samples in a process of its own.
 
     BatchingEngine ── Request ──▶ this thread ── one core request per sample ──▶ core: schedule, step, sample
           ▲                           │  ▲                                        │
           └──────── Delivery ─────────┘  └───── tokens, log-probs, their version ─┘
 
-An update happens between two steps: pause, load and name the new version, resume. The core says of each token which
-weights sampled it, so none can be named after weights that did not. Since this thread takes every output that has come
-before it goes on with a commit, what vLLM's core has sampled with the old version is counted when the commit is
-answered; over HTTP, where a token may still be on its way, as good as always.
+An update happens between two steps: pause, load and name the new version, resume. The core reports which weights
+sampled each token, so no token is attributed to weights that did not sample it.
+
+This thread takes every output that has arrived before it continues with a commit. With vLLM's core, all tokens of the
+old version are therefore counted when the commit is answered. Over HTTP a token may still be on its way, so this holds
+almost always.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | outputs | a step; the core's death, which its client notices | `stop` |
-| a pause | the end of the step that runs; with `drain` the token limits of the samples that run | `stop` |
+| a pause | the end of the current step; with `drain` the token limits of the running samples | `stop` |
 | a load in the workers | the workers | the core's death |
 """
 
@@ -47,12 +49,12 @@ from pipelinerl.engines.external.engine_core import CoreModel, EngineCore, Sampl
 
 @final
 class CoreLoop:
-    """One engine core and the thread that speaks to it.
+    """One engine core and the thread that drives it.
 
     Args:
-        start_core: starts the core and says what it serves; awaited on the thread.
-        capacity: how many samples the core works on at once, and how many more may wait in it.
-        deliver: takes what one step brought to the engine; called on the thread, must not block.
+        start_core: starts the core and returns it with the model it serves; awaited on the thread.
+        capacity: the number of samples that the core works on at once, and of those that may also wait in it.
+        deliver: hands one step's results to the engine; called on the thread, must not block.
         serving: (epoch, version) of the weights that the core loads.
     """
 
@@ -71,53 +73,53 @@ class CoreLoop:
         self._deliver = deliver
         self._ready: Future[ServedModel] = Future()
         self._guard = threading.Lock()
-        self._requests: dict[str, Request] = {}  # accepted and not answered, whatever became of their samples
+        self._requests: dict[str, Request] = {}  # accepted and unanswered, in any state
         self._num_open = 0  # their samples that have not ended
         self._stopping = False
         self._commit: Future[float] | None = None
-        self._open: dict[str, Sequence] = {}  # the samples that the core works on; of the thread
-        self._counted_at = 0.0  # until when `totals.busy_s` is counted; of the thread
+        self._open: dict[str, Sequence] = {}  # samples in the core; used only by the thread
+        self._counted_at = 0.0  # `totals.busy_s` is counted up to this time; used only by the thread
         self._sending: set[asyncio.Task[None]] = set()
-        self._turn = asyncio.Lock()  # of whoever pauses the core
+        self._turn = asyncio.Lock()  # held while the core is paused
         self._core: EngineCore
         self._events: asyncio.AbstractEventLoop
-        self._stepping: asyncio.Task[None] | None = None  # takes the core's steps; None before and after that
+        self._stepping: asyncio.Task[None] | None = None  # the task that awaits the core's steps, while it does
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
 
     # --- called from the engine's event loop ---------------------------------------------------------------------
 
     def start(self) -> Future[ServedModel]:
-        """Start the thread; the future is done when the core has loaded the model, and cannot be cancelled."""
+        """Start the thread; the future completes when the core has loaded the model, and cannot be cancelled."""
         self._ready.set_running_or_notify_cancel()
         self._thread.start()
         return self._ready
 
     def stop(self, timeout_s: float) -> bool:
-        """End the core and the thread. Returns whether they have ended in time. Stopping twice is a no-op."""
+        """End the core and the thread; return whether they ended in time. Stopping twice is a no-op."""
         with self._guard:
             self._stopping = True
-            if self._stepping is not None:  # so its event loop is open: `_end`, which takes the guard, comes before
+            if self._stepping is not None:  # the event loop is still open: `_end` runs before it closes
                 self._events.call_soon_threadsafe(self._interrupt)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
     def is_alive(self) -> bool:
-        """Returns whether the core runs, and will go on."""
+        """True while the core runs and is not stopping."""
         return self._thread.is_alive() and not self._stopping
 
     @property
     def num_running(self) -> int:
-        """Samples that the core works on, as far as it has slots."""
+        """The number of samples that the core works on, at most its slots."""
         return min(self._num_open, self._capacity.running)
 
     @property
     def num_waiting(self) -> int:
-        """Samples beyond the core's slots."""
+        """The number of samples beyond the core's slots."""
         return max(self._num_open - self._capacity.running, 0)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises `InvalidRequest`, `Overloaded`, `EngineStopped`, or what the core refuses it with."""
+        """Queue a request. Raises `InvalidRequest`, `Overloaded`, `EngineStopped`, or the core's own rejection."""
         samples = len(request.sequences)
         with self._guard:
             if not self.is_alive:
@@ -129,7 +131,7 @@ class CoreLoop:
             self._events.call_soon_threadsafe(self._admit, request)
 
     def cancel(self, request: Request) -> None:
-        """Nobody waits for `request` any more: its samples end. Nothing is delivered."""
+        """Abandon `request`: its samples end, and nothing more is delivered."""
         with self._guard:
             if self.is_alive:
                 self._events.call_soon_threadsafe(self._withdraw, request)
@@ -138,7 +140,8 @@ class CoreLoop:
         """Serve the staged weights from the next step on; the future carries the pause in seconds.
 
         Raises:
-            EngineStopped; UpdateInProgress, when another commit still waits for running samples to end.
+            EngineStopped: the engine is closing.
+            UpdateInProgress: another commit still waits for running samples to end.
         """
         with self._guard:
             if not self.is_alive:
@@ -162,7 +165,7 @@ class CoreLoop:
         self._events = asyncio.get_running_loop()
         try:
             self._core, model = await self._start_core()
-        except BaseException as error:  # handed to whoever waits for `start`, whatever it is
+        except BaseException as error:  # any exception goes to the caller that waits for `start`
             self._end()
             self._ready.set_exception(error)
             return
@@ -173,13 +176,13 @@ class CoreLoop:
             while not self._stopping:
                 self._take(await self._core.next_step())
         except asyncio.CancelledError:
-            pass  # `stop`
+            pass  # `stop` was called
         finally:
-            self._end()  # now: to close what is half dead takes long
+            self._end()  # first, because closing a broken core takes long
             await self._core.close()
 
     def _interrupt(self) -> None:
-        """Wake the task that waits for a step; once it closes the core, it is left alone: half closed, a core leaks."""
+        """Cancel the task that waits for a step, unless it already closes the core: a half-closed core leaks."""
         if self._stepping is not None:
             self._stepping.cancel()
 
@@ -189,15 +192,15 @@ class CoreLoop:
             self._stepping = None
             requests, self._requests, self._num_open = list(self._requests.values()), {}, 0
             commit = self._commit
-        if commit is not None:  # here, and not by its task: the event loop may close before that has had a turn
-            with suppress(InvalidStateError):  # it has been answered, or nobody waits for it
+        if commit is not None:  # not in its task: the event loop may close before the task runs
+            with suppress(InvalidStateError):  # already answered or cancelled
                 commit.set_exception(EngineStopped("the engine closed before the swap was done"))
         stopped = EngineStopped("the engine closed while it worked on this request; send it to another one")
         if requests:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
 
     def _send(self, work: Coroutine[Any, Any, None]) -> None:
-        """Ask something of the core without waiting for its answer."""
+        """Call the core without waiting for its answer."""
         task = self._events.create_task(work)
         self._sending.add(task)
         task.add_done_callback(self._sent)
@@ -205,7 +208,7 @@ class CoreLoop:
     def _sent(self, task: asyncio.Task[None]) -> None:
         self._sending.discard(task)
         if not task.cancelled():
-            task.exception()  # that the core has died, which whoever takes its outputs learns as well
+            task.exception()  # retrieve the exception; a dead core also fails `next_step`
 
     # --- samples -------------------------------------------------------------------------------------------------
 
@@ -221,15 +224,16 @@ class CoreLoop:
         self._send(self._begin(request))
 
     async def _begin(self, request: Request) -> None:
-        """Never while the core is paused for an update: what begins after it is all of one version."""
+        """Begin a request's samples, but never while the core is paused: they then start with a single version."""
         async with self._turn:
             begun = [sequence for sequence in request.sequences if sample_id(sequence) in self._open]
-            # No prompt is read from a cache that older weights have filled, but that of a sample which still waits
-            # in the core when an update comes: its siblings' is named by the weights that it was begun with.
+            # The salt keeps prompts from reusing a cache that older weights filled. The exception is a sample that
+            # still waits in the core when an update arrives: it uses its siblings' cache, under the salt of the weights
+            # it began with.
             salt = label_of(*self.serving)
             try:
                 await self._core.add(begun, salt=salt)
-            except ValueError as error:  # of a value that `check` lets through
+            except ValueError as error:  # for a value that `check` accepts
                 self._refuse(request, InvalidRequest(f"the engine's core refuses the request: {error}"))
 
     def _refuse(self, request: Request, error: ContractError) -> None:
@@ -255,7 +259,7 @@ class CoreLoop:
                 self._requests.pop(request.request_id, None)
 
     def _take(self, step: Step) -> None:
-        """Book a step's outputs and deliver them."""
+        """Count a step's outputs and deliver them."""
         streamed: list[tuple[Request, SampledToken]] = []
         finished: list[Request] = []
         ended: list[str] = []
@@ -283,7 +287,7 @@ class CoreLoop:
         self.totals.decode_steps += sampling > 0
         self.totals.occupied_slot_steps += sampling
         self._close(finished, samples=len(ended))
-        if surplus:  # a stop string ended it, of which the core knows nothing
+        if surplus:  # a stop string ended the sample, which the core cannot know
             self._send(self._core.abort(surplus))
         results = deliveries(streamed, finished)
         if results:
@@ -292,13 +296,13 @@ class CoreLoop:
     def _extended(
         self, sequence: Sequence, sample: Sampled, serving: tuple[int, int]
     ) -> list[tuple[Request, SampledToken]]:
-        """Append what a step sampled, and end the sample if it has ended; what there is to stream of it."""
+        """Append the tokens of a step, and end the sample if it has ended; return the tokens to stream."""
         new_tokens = []
         if sample.token_ids:
             epoch, version = serving
             sequence.mark_version(version)
             if not any(each.token_ids for each in sequence.request.sequences):
-                sequence.request.epoch = epoch  # of whichever sample is the first; a later one may be of a later epoch
+                sequence.request.epoch = epoch  # the epoch of the first sample; later samples may have a later one
         num_top = sequence.request.num_top
         for place, (token_id, logprob) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
             if num_top:
@@ -318,12 +322,12 @@ class CoreLoop:
     # --- weights -------------------------------------------------------------------------------------------------
 
     def _begin_swap(self, answer: Future[float], swap: Callable[[], Coroutine[Any, Any, float]]) -> None:
-        if answer.done():  # the core has died before this turn, or nobody waits any more
+        if answer.done():  # the core has died or the caller has cancelled
             return
         task = self._events.create_task(swap())
 
         def swapped(task: asyncio.Task[float]) -> None:
-            with suppress(InvalidStateError):  # `_end` has answered, or nobody waits any more
+            with suppress(InvalidStateError):  # already answered by `_end` or cancelled
                 if task.cancelled():
                     answer.cancel()
                 elif error := task.exception():
@@ -347,7 +351,7 @@ class CoreLoop:
         core, served, began = self._core, False, time.perf_counter()
         try:
             await core.pause(on_update)
-            began = time.perf_counter()  # until now the step in hand went on, or with `drain` many
+            began = time.perf_counter()  # excludes the steps that ran until the pause
             await core.load_staged(epoch, version)
             if on_update is OnUpdate.RECOMPUTE_KV:
                 await core.forget_cache()
@@ -362,7 +366,7 @@ class CoreLoop:
         return time.perf_counter() - began
 
     def _fail(self, error: ContractError) -> None:
-        """End every sample: nobody knows which weights would go on with it."""
+        """End every sample, because the weights that would continue it are unknown."""
         ids = list(self._open)
         self._open.clear()
         with self._guard:

@@ -1,6 +1,6 @@
-"""`EngineCore`: what samples in another process, as a `CoreLoop` drives it: vLLM's core, or a server apart.
+"""`EngineCore`: a sampler in another process that a `CoreLoop` drives: vLLM's core, or a separate server.
 
-A core batches by itself. What it must be able to say is which weights sampled a token; it may say so late.
+A core does its own batching. It must be able to report which weights sampled a token, but may report it late.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pipelinerl.engines.options import EngineOptions
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step brought of one sample.
+    """The results of one step for one sample.
 
     Attributes:
-        token_ids, logprobs: the tokens that follow those of the steps before; all sampled by one version.
-        arrived: tokens that the core has sampled since the last step, which are among these or follow in a later step.
-        top: of each of these tokens the likeliest ones in its place, at least as many as the request wants.
-        ended: the core will not go on with it, whatever the reason.
+        token_ids, logprobs: the tokens that follow those of earlier steps, all sampled by one version.
+        arrived: tokens that the core has sampled since the last step, to be reported now or in a later step.
+        top: for each of these tokens the likeliest tokens in its place, at least as many as the request wants.
+        ended: the core stops sampling this sample, for any reason.
     """
 
     sample_id: str
@@ -36,7 +36,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step brought; `serving` is (epoch, version) of the weights that sampled it, None when it has no tokens."""
+    """The results of one step.
+
+    `serving` is (epoch, version) of the weights that sampled its tokens, None for a step without tokens.
+    """
 
     serving: tuple[int, int] | None
     samples: list[Sampled]
@@ -44,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreModel:
-    """The model that a core serves; satisfies `ServedModel`. What is staged, the core can read."""
+    """The model that a core serves; satisfies `ServedModel`. The core reads the staged weights directly."""
 
     options: EngineOptions
     vocab_size: int
@@ -54,69 +57,69 @@ class CoreModel:
 
     @property
     def slots(self) -> int:
-        """Samples that the core works on at once."""
+        """The number of samples that the core works on at once."""
         return self.options.slots
 
     @property
     def context_length(self) -> int:
-        """Most tokens of a sequence, prompt included."""
+        """The most tokens of a sequence, prompt included."""
         return self.options.context_length
 
     @property
     def route_log(self) -> None:
-        """No core is asked what its routers choose."""
+        """Always None: cores do not report the choices of routers."""
         return None
 
     def staging(self) -> Any:
-        """u8 [layout.num_bytes], a torch tensor of the host."""
+        """Return the staging buffer: u8 [layout.num_bytes], a torch tensor on the host."""
         return self.staged
 
     def finish_staging(self) -> None:
-        """Nothing to do: the core takes the bytes when they are committed."""
+        """Do nothing: the core reads the bytes at the commit."""
 
 
 class EngineCore(Protocol):
-    """A running core, used from the event loop in which it was started. What its methods raise ends the engine."""
+    """A running core, used from the event loop that started it. An exception from any method ends the engine."""
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` for what this core cannot do; called on any thread."""
+        """Raise `InvalidRequest` if this core cannot serve the request; any thread may call this."""
         ...
 
     async def add(self, sequences: list[Sequence], *, salt: str) -> None:
-        """Begin the samples of one request. Samples of one prompt and one `salt` share their prompt's cache."""
+        """Begin the samples of one request. Samples of the same prompt and `salt` share their prompt's cache."""
         ...
 
     async def abort(self, sample_ids: list[str]) -> None:
-        """Free what these samples hold; nothing more comes of them."""
+        """End these samples and free their memory; they produce no more output."""
         ...
 
     async def next_step(self) -> Step:
-        """Wait for the next step. Those that have come already are answered without a turn of the event loop."""
+        """Return the next step. A step that has already arrived is returned without yielding to the event loop."""
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop between two steps; what runs is kept, ended with `abort`, or awaited first, as `on_update` says."""
+        """Stop between two steps; `on_update` selects whether running samples are kept, aborted or awaited first."""
         ...
 
     async def resume(self) -> None:
-        """Sample again after a pause."""
+        """Resume sampling after a pause."""
         ...
 
     async def load_staged(self, epoch: int, version: int) -> None:
-        """The staged weights sample from the next step on, under this name; the core is paused."""
+        """Load the staged weights under this version, to sample from the next step on; the core must be paused."""
         ...
 
     async def forget_cache(self) -> None:
-        """Prompts, and what has been sampled, are computed anew when the core resumes."""
+        """Drop the cache: prompts and sampled tokens are recomputed when the core resumes."""
         ...
 
     async def close(self) -> None:
-        """End the core, or leave it where it is not ours to end."""
+        """End the core, or detach from it if this project did not start it."""
         ...
 
 
 def refuse_beyond(request: Request, offered: frozenset[str], engine: str) -> None:
-    """Raise `InvalidRequest` for a field of sampling that the request uses and `engine` does not offer."""
+    """Raise `InvalidRequest` for a sampling field that the request uses and `engine` does not offer."""
     change = request.change
     used = {
         "min_p": request.min_p > 0,
@@ -132,16 +135,16 @@ def refuse_beyond(request: Request, offered: frozenset[str], engine: str) -> Non
 
 
 def sample_id(sequence: Sequence) -> str:
-    """The name of a sample, the same for its whole life."""
+    """Return the name of a sample, which never changes."""
     return f"{sequence.request.request_id}-{sequence.index}"
 
 
 def label_of(epoch: int, version: int) -> str:
-    """The name of weights, where a core wants text."""
+    """Return the name of a version of the weights, for cores that need text."""
     return f"{epoch}.{version}"
 
 
 def named_by(label: str) -> tuple[int, int]:
-    """(epoch, version) of a label. Raises `ValueError` when it is none of ours."""
+    """Return the (epoch, version) of a label. Raises `ValueError` for a label that `label_of` did not make."""
     epoch, _, version = label.partition(".")
     return int(epoch), int(version)

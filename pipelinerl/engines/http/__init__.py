@@ -1,1 +1,1 @@
-"""The inference contract over HTTP: the server before an engine, the client and the pool that actors use."""
+"""The inference contract over HTTP: the server in front of an engine, and the client and pool that actors use."""

@@ -1,7 +1,7 @@
-"""`EngineClient`: the inference contract's other end, for one fleet of engines.
+"""`EngineClient`: the client of the inference contract, for one fleet of engines.
 
-Promises: what an engine refuses comes back as the class that the engine raised; what never reached it, or never came
-back, is an `EngineUnreachable` that names the URL and the call. Every call has a deadline.
+An engine's rejection is raised as the class that the engine raised. A request or response that got lost is an
+`EngineUnreachable` that names the URL and the call. Every call has a deadline.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pipelinerl.system.post_connections import FanoutClient
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
-#: The engine's own deadline comes first, so that its answer, which names the culprit, is the one we get.
+#: Added to the engine's own deadline, so that the engine's more specific error arrives first.
 _GRACE_S: Final = 1.0
-#: Idle connections live shorter than the server's (`http_service.KEEP_ALIVE_S`), so that it is the client that closes.
+#: Shorter than the server's (`http_service.KEEP_ALIVE_S`), so that the client closes idle connections.
 _KEEP_ALIVE_S: Final = 30.0
 _JSON: Final = MappingProxyType({"content-type": "application/json"})
 _DATA: Final = b"data: "
@@ -41,7 +41,10 @@ _EVENT_END: Final = b"\n\n"
 
 @final
 class EngineClient:
-    """Calls engines by base URL (`http://host:port`) and keeps their connections; used from one event loop."""
+    """Client that calls engines by base URL (`http://host:port`) and keeps their connections.
+
+    Used from one event loop.
+    """
 
     def __init__(
         self, *, token: str | None = None, chat_timeout_s: float = 600.0, state_timeout_s: float = 5.0
@@ -73,7 +76,7 @@ class EngineClient:
             await self._posts.close()
 
     async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
-        """POST /v1/chat/completions, not streamed; cancelling it cancels it on the engine."""
+        """POST /v1/chat/completions, not streamed. Cancelling the call cancels the request on the engine."""
         path = routes.CHAT_COMPLETIONS
         body = request.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
         answer = self._whole(url, path, body)
@@ -82,11 +85,11 @@ class EngineClient:
         )
 
     async def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
-        """POST /v1/chat/completions, streamed: the chunks as they come; closing the iterator cancels it on the engine.
+        """POST /v1/chat/completions, streamed. Closing the iterator cancels the request on the engine.
 
         Raises:
-            ContractError: the engine refused, or failed in the middle.
-            EngineUnreachable: it cannot be reached, or the stream broke off.
+            ContractError: the engine rejected the request, or failed during the stream.
+            EngineUnreachable: the engine cannot be reached, or the stream broke off.
         """
         path, timeout_s = routes.CHAT_COMPLETIONS, self._chat_timeout_s
         call = f"POST {url}{path}"
@@ -107,7 +110,7 @@ class EngineClient:
         return _validated(url + routes.MODELS, ModelList, await self._polled(url, routes.MODELS))
 
     async def metrics(self, url: str) -> dict[str, float]:
-        """GET /metrics, as numbers by name without the `pipelinerl_engine_` prefix."""
+        """GET /metrics, and return the numbers by name, without the `pipelinerl_engine_` prefix."""
         text = await self._polled(url, routes.METRICS)
         try:
             pairs = [line.rsplit(" ", 1) for line in text.decode().splitlines() if line and not line.startswith("#")]
@@ -118,39 +121,39 @@ class EngineClient:
             ) from None
 
     async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        """POST /init_process_group; waits as long as the request lets the engine wait."""
+        """POST /init_process_group; waits for the request's own timeout."""
         return await self._posted(url, routes.INIT_PROCESS_GROUP, ProcessGroupStatus, request)
 
     async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        """POST /request_weight_update; waits as long as the request lets the engine wait."""
+        """POST /request_weight_update; waits for the request's own timeout."""
         return await self._posted(url, routes.REQUEST_WEIGHT_UPDATE, WeightUpdateResponse, request)
 
     async def _polled(self, url: str, path: str) -> bytes:
-        """What a GET is answered with; raises as `_accepted`."""
+        """GET a path and return the body; raises as `_accepted`."""
         timeout_s = self._state_timeout_s
         return await _accepted(f"GET {url}{path}", self._control().get(url, path, timeout_s=timeout_s), timeout_s)
 
     async def _posted(
         self, url: str, path: str, schema: type[Answer], request: InitProcessGroupRequest | WeightUpdateRequest
     ) -> Answer:
-        """What a request that goes to many engines at once is answered with; raises as `_accepted`."""
+        """Post a request that goes to many engines at once, and return the parsed answer; raises as `_accepted`."""
         timeout_s = request.timeout_s + _GRACE_S
         answer = self._control().post(url, path, self._encoded(request), timeout_s=timeout_s)
         content = await _accepted(f"POST {url}{path}", answer, timeout_s)
         known, same, found = self._heard
-        if known is not schema or same != content:  # the engines of a fleet mostly answer alike
+        if known is not schema or same != content:  # a fleet's engines mostly send equal answers
             found = _validated(url + path, schema, content)
             self._heard = schema, content, found
         return found
 
     async def _whole(self, url: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body of what is to be done once: a post may be asked again. Raises as that does."""
+        """Post a request without automatic resending, and return status and body."""
         async with aclosing(self._control().stream(url, path, body, timeout_s=self._chat_timeout_s)) as pieces:
             came = [piece async for piece in pieces]
         return came[-1][0], b"".join(piece for _, piece in came)
 
     def _encoded(self, request: InitProcessGroupRequest | WeightUpdateRequest) -> bytes:
-        """Encode once what is sent to every engine of a fleet."""
+        """Encode a request once for all engines of a fleet."""
         if request is not self._last[0]:
             self._last = request, request.model_dump_json(exclude_none=True).encode()
         return self._last[1]
@@ -162,16 +165,16 @@ class EngineClient:
 
 
 async def _accepted(call: str, answer: Awaitable[tuple[int, bytes]], timeout_s: float) -> bytes:
-    """The body of a 200; anything else is raised.
+    """Return the body of a 200 and raise anything else.
 
     Raises:
-        ContractError: the engine answered with it.
-        EngineUnreachable: no answer, or none in time; or a failure that is not told in the contract's shape, which a
-            server that is ending sends, or a proxy in front of one that has ended.
+        ContractError: the engine answered with this error.
+        EngineUnreachable: no answer in time, or an error without the contract's shape, as from a closing server or a
+            proxy.
     """
     try:
         status, content = await answer
-    except (ConnectionError, TimeoutError, ValueError) as error:  # ValueError: a name that no resolver takes
+    except (ConnectionError, TimeoutError, ValueError) as error:  # ValueError: the host name is invalid
         raise _unreachable(call, error, timeout_s) from error
     if status != 200:
         raise _refusal(call, status, content)
@@ -190,14 +193,14 @@ def _validated(asked: str, schema: type[Answer], content: bytes) -> Answer:
 
 
 def _unreachable(call: str, error: Exception, timeout_s: float) -> EngineUnreachable:
-    """A connection that does not come about counts as refused, whatever the network did with it."""
+    """Return the error for a failed connection, which may be refused or timed out."""
     if isinstance(error, TimeoutError):
         return EngineUnreachable(f"{call} had no answer within {timeout_s:g} s")
     return EngineUnreachable(f"{call} failed: {str(error) or type(error).__name__}; is the engine running?")
 
 
 def _refusal(call: str, status: int, content: bytes) -> ContractError | EngineUnreachable:
-    """What an answer other than 200 says."""
+    """Return the error in an answer other than 200."""
     answer = _decoded(content)
     if status >= 500 and not has_error_shape(answer):
         return EngineUnreachable(f"{call} failed: HTTP {status} without the contract's error")
@@ -205,7 +208,7 @@ def _refusal(call: str, status: int, content: bytes) -> ContractError | EngineUn
 
 
 async def _events(pieces: AsyncGenerator[tuple[int, bytes]], call: str) -> AsyncGenerator[bytes]:
-    """The data of server-sent events, up to `[DONE]`; an event may be of any length. Another status is raised."""
+    """Yield the data of server-sent events, of any length, up to `[DONE]`. Another status is raised."""
     status, rest, done = 200, b"", False
     async for status, piece in pieces:
         if status != 200:
@@ -225,7 +228,7 @@ async def _events(pieces: AsyncGenerator[tuple[int, bytes]], call: str) -> Async
 
 
 def _chunk(data: bytes, path: str) -> ChatCompletionChunk:
-    """A chunk of a stream; what the engine says instead is raised."""
+    """Return a chunk of a stream; an error in its place is raised."""
     try:
         return ChatCompletionChunk.model_validate_json(data)
     except ValidationError:

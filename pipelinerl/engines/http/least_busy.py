@@ -1,8 +1,8 @@
-"""`LeastBusy`: engines by how many tokens they have yet to answer, and the one of them that has the fewest. Pure.
+"""`LeastBusy`: picks the engine with the fewest outstanding tokens. Pure.
 
-It promises what `min` over all engines would say, at a cost that hardly grows with their number: a thousand engines are
-not looked at for each request. Each change leaves an entry in a heap; one that a later change has made untrue is
-dropped when it comes up.
+The result is that of `min` over all engines, at a cost that hardly grows with their number: no request scans a thousand
+engines. Each change adds an entry to a heap; an entry that a later change has made stale is dropped when it reaches the
+top.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from typing import Final, final
 
 from pipelinerl import rng
 
-#: Untrue entries are swept out when there are so many entries for each engine.
+#: Stale entries are removed when the heap has this many entries per engine.
 _ENTRIES: Final = 4
 
 
 @final
 class LeastBusy:
-    """Engines by base URL. Ties go by name, or, with `ties`, in an order of its own.
+    """Engines by base URL. Ties are broken by name or, with `ties`, in a pseudorandom order that depends on it.
 
-    Who picks by what they have asked for themselves do not know of one another. Where several did so in one order, they
-    would all begin with the same engines, and leave the others idle.
+    Each client counts only its own outstanding tokens. If several clients broke ties in the same order, they would all
+    start with the same engines and leave the others idle.
     """
 
     def __init__(self, ties: str = "") -> None:
         self._ties = ties
         self._tokens: Counter[str] = Counter()
-        self._rank: dict[str, tuple[int, str]] = {}  # of those that may be picked
+        self._rank: dict[str, tuple[int, str]] = {}  # only of engines that may be picked
         self._heap: list[tuple[int, tuple[int, str]]] = []
 
     @property
     def outstanding(self) -> Mapping[str, int]:
-        """Tokens asked for and not yet answered, by engine that may be picked."""
+        """The outstanding tokens of each engine that may be picked."""
         return {url: self._tokens[url] for url in self._rank}
 
     def serve(self, urls: Iterable[str]) -> None:
-        """These may be picked from now on, and no others; what is known of any stays."""
+        """Set the engines that may be picked; the token counts of all engines are kept."""
         if (serving := set(urls)) == self._rank.keys():
             return
         known = self._rank
@@ -46,7 +46,7 @@ class LeastBusy:
         self._sweep()
 
     def add(self, url: str, tokens: int) -> None:
-        """So many more are outstanding; fewer, if it is negative."""
+        """Add to an engine's outstanding tokens; a negative number subtracts."""
         self._tokens[url] += tokens
         if url in self._rank:
             heappush(self._heap, (self._tokens[url], self._rank[url]))
@@ -56,7 +56,7 @@ class LeastBusy:
             del self._tokens[url]
 
     def pick(self, passed_over: Callable[[str], bool]) -> str | None:
-        """The one with the fewest outstanding tokens, of those that are not passed over; None where all are."""
+        """Return the engine with the fewest outstanding tokens that is not passed over; None without one."""
         aside: list[tuple[int, tuple[int, str]]] = []
         found = None
         while self._heap:
@@ -76,6 +76,6 @@ class LeastBusy:
         return (rng.key(0, self._ties, url) if self._ties else 0), url
 
     def _sweep(self) -> None:
-        """As many entries as engines, all of them true."""
+        """Rebuild the heap with one current entry per engine."""
         self._heap = [(self._tokens[url], rank) for url, rank in self._rank.items()]
         heapify(self._heap)

@@ -1,8 +1,8 @@
-"""`OpenAIServer`: answers as text from any server that speaks OpenAI's chat completions.
+"""`OpenAIServer`: text answers from any server of OpenAI's chat completions.
 
-Promises: nothing but OpenAI's own fields is sent, and one sample is asked for at a time, since servers differ in
-whether they know `n`; a call that fails for want of room or connection is tried again, with the same seed, until its
-deadline; what a server refuses names its URL and its own words.
+It sends only OpenAI's own fields, and asks for one sample at a time, since not all servers support `n`. A call that
+fails because the server is busy or unreachable is retried with the same seed until its deadline. The error for a
+rejected request names the URL and quotes the server.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from pipelinerl.types import Message, Sampling
 
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
-#: Answers that say something of the server's state and not of the request.
+#: Statuses that depend on the server's state and not on the request, so the request is retried.
 _AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-#: Of what a server says beside a status, this much is worth reading.
+#: The length to which a server's error text is cut.
 _QUOTED_CHARS: Final = 300
-#: Some servers keep a seed in 32 bits, with a sign.
+#: Some servers keep a seed in a signed 32-bit integer.
 SEEDS: Final = 2**31
 
 
 class TextAnswer(NamedTuple):
-    """One sample: its text, why it ended, how many tokens were sampled and were asked with, where that is known."""
+    """One sample: its text, its finish reason, and its sampled and prompt tokens, if known."""
 
     text: str
     finish_reason: str
@@ -42,10 +42,10 @@ class TextAnswer(NamedTuple):
 
 @final
 class OpenAIServer:
-    """One server, used from one event loop."""
+    """Client of one server, used from one event loop."""
 
     def __init__(self, url: str, *, model: str, token: str | None, deadline_s: float) -> None:
-        """`url` is the base without `/v1`; `deadline_s` bounds each sample, all its tries together."""
+        """`url` is the base without `/v1`; `deadline_s` bounds each sample, including its retries."""
         self.url = url
         self.model = model
         self._deadline_s = deadline_s
@@ -60,15 +60,15 @@ class OpenAIServer:
         await self.close()
 
     async def close(self) -> None:
-        """End its connections."""
+        """Close its connections."""
         await self._session.aclose()
 
     async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> TextAnswer:
-        """One sample of this conversation.
+        """Return one sample of this conversation.
 
         Raises:
-            EngineUnreachable: the server refuses the request, or answers in another shape.
-            DeadlineError: it had no answer in time.
+            EngineUnreachable: the server rejects the request, or answers in another shape.
+            DeadlineError: the server has not answered in time.
         """
         body: dict[str, Any] = {
             "model": self.model,
@@ -106,10 +106,10 @@ class OpenAIServer:
 
 
 async def models_at(url: str, *, token: str | None) -> list[dict[str, Any]]:
-    """The cards of the models that the server at `url` lists; an engine of ours lists more of each than others do.
+    """Return the cards of the models that the server at `url` lists; this project's engines add fields of their own.
 
     Raises:
-        AddressError: nothing there lists a model in OpenAI's shape.
+        AddressError: the server does not list a model in OpenAI's shape.
     """
     call = f"GET {url}{routes.MODELS}"
     try:
@@ -148,7 +148,7 @@ def _answer_of(answer: Any, url: str) -> TextAnswer:
 
 
 def _quoted(response: httpx.Response) -> str:
-    """What the server says of its refusal, in OpenAI's shape or as it comes."""
+    """Return the server's error message, in OpenAI's shape or as plain text."""
     try:
         said = response.json()["error"]["message"]
     except (json.JSONDecodeError, LookupError, TypeError):

@@ -1,12 +1,14 @@
-"""`PartialAnswer`: a chat completion as it grows, which outlives the engines that sample it. Pure.
+"""`PartialAnswer`: a growing chat completion, which outlives the engines that sample it. Pure.
 
     request ─▶ engine a: chunk, chunk, dies ─▶ `rest` ─▶ engine b: chunk, chunk, end ─▶ `completion`
 
-Promises: a token that came stays, with the log-prob and the version that it came with; what is asked of the next engine
-is what is missing, sample by sample, after the very prompt tokens that the first one used. Spans follow the tokens: an
-engine that goes on may serve an older version than the one before. So do routed experts, where they are asked for;
-those of the prompt are the first engine's. An answer is of one epoch, that of the weights that began it: what is
-continued by another might join an abandoned line to its successor, so `take` refuses that.
+Received tokens are kept, with their log-probs and versions. The next engine is asked only for the missing part of each
+sample, after the exact prompt tokens of the first engine. Version spans follow the tokens, so the next engine may serve
+an older version than the previous one. Routed experts, if requested, follow the tokens too; those of the prompt come
+from the first engine.
+
+All tokens of an answer have the epoch of the weights that began it. A continuation of another epoch could join two
+diverging histories of the weights, so `take` rejects it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from pipelinerl.errors import EngineUnreachable
 
 @dataclass(slots=True)
 class _Sample:
-    """What has come of one sample."""
+    """The received part of one sample."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -72,9 +74,9 @@ class _Sample:
         self.finish_reason = part.finish_reason
 
     def choice(self, index: int) -> Choice:
-        """The sample, which must have ended, as a choice of a whole completion."""
+        """Return the finished sample as a choice of a whole completion."""
         assert self.finish_reason is not None
-        return Choice(  # validated: that is quicker than pydantic's way around it, up to hundreds of tokens
+        return Choice(  # validation is faster than `model_construct` up to hundreds of tokens
             index=index,
             message=AssistantMessage(content=self.text, tool_calls=self.calls or None),
             finish_reason=self.finish_reason,
@@ -106,7 +108,7 @@ class PartialAnswer:
         self._prompt: list[int] | None = None
         self._prompt_routed: RoutedExperts | None = None
         self._samples: dict[int, _Sample] = {index: _Sample() for index in range(request.n)}
-        self._handed_over = 0  # of the tokens, how many an engine sampled that does not work on it any more
+        self._handed_over = 0  # tokens of engines that no longer work on it
         self.tokens_kept = 0
         """Of an answer's tokens, those of engines that did not end it."""
         self.tokens_resampled = 0
@@ -114,18 +116,18 @@ class PartialAnswer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have come."""
+        """The number of tokens received."""
         return sum(len(sample.token_ids) for sample in self._samples.values())
 
     @property
     def is_whole(self) -> bool:
-        """Returns whether every sample has ended."""
+        """True if every sample has ended."""
         return all(sample.finish_reason is not None for sample in self._samples.values())
 
     def rest(self) -> ChatCompletionRequest:
-        """What is to be asked of the next engine: the whole request, or what is missing after all that has come.
+        """Return the request for the next engine: the original one, or what is missing after the received tokens.
 
-        What it has streamed of the text does not count: with its end comes the text of the whole answer.
+        The streamed text is dropped, because the next engine sends the text of the whole answer at its end.
         """
         changes: dict[str, object] = {"stream": True, "stream_options": self._options}
         if self._prompt is not None:
@@ -139,10 +141,10 @@ class PartialAnswer:
         return self._request.model_copy(update=changes)
 
     def take(self, chunk: ChatCompletionChunk, *, url: str) -> bool:
-        """Add what came from the engine at `url`. Returns whether weights of the same epoch as before have sampled it.
+        """Add a chunk from the engine at `url`; return False if it has another epoch than the earlier ones.
 
         Raises:
-            EngineUnreachable: it is not what was asked for.
+            EngineUnreachable: the chunk does not fit the request.
         """
         if self._last is not None and chunk.epoch != self._last.epoch:
             return False
@@ -158,19 +160,19 @@ class PartialAnswer:
         return True
 
     def hand_over(self) -> None:
-        """The engine that worked on it does not go on: what came of it is kept for the next."""
+        """Record that the current engine has stopped; its tokens are kept for the next one."""
         self.tokens_kept += self.num_tokens - self._handed_over
         self._handed_over = self.num_tokens
 
     def forget(self) -> None:
-        """Give up what came: the next engine begins anew."""
+        """Drop the received tokens, so that the next engine starts over."""
         self.tokens_resampled += self.num_tokens
         self.tokens_kept = self._handed_over = 0
         self._samples = {index: _Sample() for index in self._samples}
         self._last = self._prompt = self._prompt_routed = None
 
     def completion(self) -> ChatCompletion:
-        """The answer, as one engine would have given it; it must be whole."""
+        """Return the whole answer, as one engine would have sent it. Every sample must have ended."""
         last, prompt, tokens = self._last, self._prompt, self.num_tokens
         assert last is not None and prompt is not None
         return ChatCompletion(

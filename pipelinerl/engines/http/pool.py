@@ -1,19 +1,22 @@
-"""`EnginePool`: one chat completion from whichever engine has least to do, surviving engines that come and go.
+"""`EnginePool`: completes requests on the least busy engine while engines join, fail and leave.
 
-Promises: a request is tried until it is answered or its deadline passes, on another engine if there is one, with the
-same seed, so an answer does not depend on how often it was tried. What an engine has sampled when it fails, or is taken
-out, is kept as far as it has come, and another engine goes on with it (`partial_answer.py`): answers come in parts, so
-that they are here when an engine dies without a word. Engines that know nothing of that are asked for whole answers,
-from the beginning each time; so is one that refuses to go on, or whose weights are of another epoch. An engine that
-refuses the request itself is not asked for it again, and others are, since engines of one run may differ; once all that
-serve have refused it, that is raised. A fault that the engine has no name for (`internal_error`) is a refusal once it
-has come `_FAULTS` times: what an engine meets on its way out says nothing of the request. All samples of a request are
-one engine's, which computes their prompt once. What runs at an engine that is no longer part of the run is handed over:
-cancelled there and tried elsewhere. An engine that let a request's deadline pass is suspect, as one that failed.
+A request is retried until it is answered or its deadline passes, on another engine if there is one. The seed stays the
+same, so an answer does not depend on the number of tries. All samples of a request run on the same engine, which
+computes their prompt once.
+
+Answers arrive in parts, so the tokens sampled so far survive an engine's failure or removal, and another engine
+continues them (`partial_answer.py`). An engine that cannot continue answers is asked for whole answers instead, from
+the beginning each time. The same applies if an engine rejects a continuation or its weights are of another epoch. A
+request that runs on a removed engine is cancelled there and continued on another one.
+
+An engine that rejects the request itself is not tried again, but others are, since the engines of a run may differ.
+Once all serving engines have rejected the request, the last error is raised. An unspecific fault (`internal_error`)
+counts as a rejection only after `_FAULTS` times, because a closing engine may cause one for any request. An engine that
+fails or misses a request's deadline is suspect for a while.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
-| an engine that is not suspect | its suspicion ends, or `update` | the pool's deadline |
+| an engine that is not suspect | the end of its suspicion, or `update` | the pool's deadline |
 | the completion | the engine, or `update` without it | the pool's deadline, after which the engine is suspect |
 """
 
@@ -39,34 +42,34 @@ from pipelinerl.engines.http.partial_answer import PartialAnswer
 from pipelinerl.errors import DeadlineError, EngineUnreachable
 from pipelinerl.types import Answered
 
-#: Refusals that say something about the engine's state, not about the request.
+#: Errors caused by the engine's state and not by the request, which is retried.
 _ELSEWHERE: Final = (Overloaded, Dirty, EngineStopped, DeadlineExceeded, EngineUnreachable)
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
 _DEFAULT_TOKENS: Final = 256
 _FAULTS: Final = 3
-#: Tokens that the engine of an earlier turn may have to do beyond the least busy one, and be asked nevertheless.
+#: The most additional outstanding tokens, over the least busy engine, with which the engine of an earlier turn is used.
 NEAR_TOKENS: Final = 8192
 
 
 class ChatClient(Protocol):
-    """What the pool needs of `EngineClient`."""
+    """Client interface of the pool; `EngineClient` satisfies it."""
 
     async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
-        """One whole completion."""
+        """Return one whole completion."""
         ...
 
     def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
-        """One completion in chunks."""
+        """Yield one completion in chunks."""
         ...
 
     async def health(self, url: str) -> Health:
-        """What the engine offers."""
+        """Return the engine's health, including its support for continuations."""
         ...
 
 
 def cost(request: ChatCompletionRequest) -> int:
-    """Tokens that a request may still make an engine work on: prompt once, samples up to their limit."""
+    """Return the most tokens that a request makes an engine compute: the prompt once, and each sample to its limit."""
     prompt = len(request.prompt_token_ids or request.continue_token_ids or ())
     if not request.prompt_token_ids:
         prompt += sum(len(message.content) for message in (request.messages or [])[request.continue_from or 0 :]) // 4
@@ -75,7 +78,7 @@ def cost(request: ChatCompletionRequest) -> int:
 
 @final
 class EnginePool:
-    """Used from one event loop."""
+    """Pool of engines, used from one event loop."""
 
     def __init__(
         self,
@@ -88,14 +91,13 @@ class EnginePool:
         interval_s: float = 1.0,
         ties: str = "",
     ) -> None:
-        """
-        Args:
-            deadline_s: longest time for one request, all tries together.
-            suspect_s: how long an engine is avoided after it failed, or let a deadline pass.
-            min_epoch: what weights of an earlier epoch have sampled is no answer. In a run, 1: an engine that answers
-                with epoch 0 has restarted, and serves what it was started with until it is given weights again.
-            interval_s: how often what an engine has sampled comes; 0: when the answer is whole, and not before.
-            ties: of engines that have as little to do, which comes first; see `LeastBusy`.
+        """Args:
+        deadline_s: longest time for one request, including all retries.
+        suspect_s: the time that an engine is avoided after it failed or missed a deadline.
+        min_epoch: answers of weights of an earlier epoch are rejected. It is 1 in a run: an engine with epoch 0 has
+            restarted, and serves the weights it started with until the next update.
+        interval_s: the interval at which sampled tokens arrive; 0: only whole answers.
+        ties: selects the order of equally busy engines; see `LeastBusy`.
         """
         self._client = client
         self._deadline_s = deadline_s
@@ -104,8 +106,8 @@ class EnginePool:
         self._interval_s = interval_s
         self._offers: dict[str, Continuation] = {}
         self._serving: frozenset[str] = frozenset()
-        self._known: frozenset[str] = frozenset()  # those that serve, and those that end what they have
-        self._load = LeastBusy(ties)  # of every engine at which something runs, whatever its standing
+        self._known: frozenset[str] = frozenset()  # engines that serve or finish their requests
+        self._load = LeastBusy(ties)  # counts every engine with running requests, serving or not
         self._suspect_until: dict[str, float] = {}
         self._running: dict[str, set[asyncio.Timeout]] = {}
         self._named: Counter[str] = Counter()
@@ -114,11 +116,11 @@ class EnginePool:
 
     @property
     def outstanding(self) -> Mapping[str, int]:
-        """Tokens asked for and not yet answered, by engine that serves."""
+        """The outstanding tokens of each serving engine."""
         return self._load.outstanding
 
     def update(self, urls: Iterable[str], *, finishing: Iterable[str] = ()) -> None:
-        """Use these engines from now on; those that are `finishing` may end what they have, others may not."""
+        """Set the serving engines. `finishing` engines may finish their requests; other engines' requests move."""
         self._serving = frozenset(urls)
         self._known = self._serving | frozenset(finishing)
         self._load.serve(self._serving)
@@ -138,15 +140,17 @@ class EnginePool:
         engine: str = "",
         near: str = "",
     ) -> Answered:
-        """Answer `request`; give it a seed, or each try draws its own noise.
+        """Answer `request`. Without a seed in the request, each try draws its own noise.
 
-        `begun` is called whenever an engine is asked from the beginning, and not when it goes on with what there is.
-        With `engine` (base URL), by that one alone, which is left to such requests while there are any. With `near`, by
-        that one unless it has more than `NEAR_TOKENS` more to do than the least busy: it may have cached the prompt.
+        `begun` is called whenever a try starts from the beginning, but not when it continues earlier tokens.
+
+        With `engine` (base URL), only this engine answers, and while there are such requests, it gets no others. With
+        `near`, that engine answers unless it has over `NEAR_TOKENS` more outstanding tokens than the least busy one,
+        since it may have cached the prompt.
 
         Raises:
-            ContractError: every engine that serves has refused the request itself; it is the last one's, and names it.
-            EngineUnreachable: `engine` neither may be given work, nor may it finish what it has.
+            ContractError: every serving engine has rejected the request; this is the last engine's error and names it.
+            EngineUnreachable: `engine` is neither serving nor finishing.
             DeadlineError: no engine answered in time; the message names the last failure.
         """
         deadline = time.monotonic() + self._deadline_s
@@ -154,7 +158,7 @@ class EnginePool:
         refused, faults = dict[str, ContractError](), Counter[str]()
         answer = PartialAnswer(request, interval_s=self._interval_s)
         while (remaining := deadline - time.monotonic()) > 0:
-            if answer.is_whole:  # the stream broke off at its very end
+            if answer.is_whole:  # the stream broke off after the last choice had ended
                 return Answered(answer.completion(), asked, answer.tokens_kept, answer.tokens_resampled)
             url = self._choice(engine, refused, near)
             if url is None:
@@ -197,10 +201,10 @@ class EnginePool:
         )
 
     def _choice(self, engine: str, refused: Mapping[str, ContractError], near: str) -> str | None:
-        """The engine to ask: the one that is named, or that with the fewest outstanding tokens, of those that nobody
-        names now; None while those are suspect.
+        """Return the engine to try, or None while all candidates are suspect.
 
-        Raises as `complete` does, but for its deadline.
+        It is `engine` if given, and otherwise the least busy one of those that no running request reserves. Raises as
+        `complete`, except `DeadlineError`.
         """
         if engine and self._known and engine not in self._known:
             raise EngineUnreachable(f"{engine}, which alone may answer, is not part of the run any more")
@@ -264,7 +268,7 @@ class EnginePool:
                     if not answer.is_whole:
                         raise EngineUnreachable(f"{url} ended a stream before all of its choices had ended")
                     return answer.completion()
-            answer.forget()  # weights of another epoch would go on with it
+            answer.forget()  # weights of another epoch would continue it
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self._min_epoch:
@@ -280,5 +284,5 @@ class EnginePool:
 
 
 def _suspicion(error: ContractError | EngineUnreachable, suspect_s: float, pause_s: float) -> float:
-    """A full engine is free again soon; a broken one is not."""
+    """Return how long to avoid the engine: shortly if it is full, longer if it failed."""
     return pause_s if isinstance(error, Overloaded) else suspect_s

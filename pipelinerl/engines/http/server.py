@@ -1,12 +1,12 @@
-"""`create_app`: the inference contract over HTTP, in front of anything that satisfies `Engine`.
+"""`create_app`: the inference contract over HTTP, in front of any `Engine`.
 
-Promises: every answer that is not a success has OpenAI's error shape, whatever went wrong; no error repeats the body;
-every route is behind `http_service`'s gate; a client that goes away cancels what it asked for.
+Every error response has OpenAI's error shape, and none repeats the body. Every route is behind `http_service`'s guard.
+A client that disconnects cancels its request.
 
-Everything is plain ASGI on bytes, for every engine of a fleet is asked again and again: one validation of the body, one
-serialisation of the answer, nothing between. With FastAPI's layers a phase of an update takes 71 µs of the engine's
-processor and not 45, beside what the sockets take, and a poll 127 and not 55. A request for a path that is served goes
-to its endpoint past Starlette's router, which answers what is not.
+All routes are plain ASGI on bytes, because every engine of a fleet is called often: one validation of the body, one
+serialisation of the answer, and no layers between. With FastAPI's layers, a phase of an update takes 71 µs of the
+engine's CPU instead of 45, in addition to the sockets, and a poll takes 127 instead of 55. Requests for served paths
+bypass Starlette's router, which answers all others.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Disconnected(Exception):
-    """The client went away; nobody is there to answer."""
+    """The client has disconnected, so no response is sent."""
 
 
 def create_app(engine: Engine, *, token: str | None) -> Starlette:
-    """The application that serves `engine`; it starts the engine when it starts and closes it when it stops.
+    """Return the application that serves `engine`, and starts and closes it.
 
     Args:
-        token: the bearer token that every route but `/health` requires; None lets everybody in.
+        token: the bearer token that every route but `/health` requires; None disables authentication.
     """
 
     @asynccontextmanager
@@ -71,7 +71,7 @@ def create_app(engine: Engine, *, token: str | None) -> Starlette:
         ("POST", routes.CHAT_COMPLETION_ALIAS, chat),
         ("POST", routes.COMPLETIONS, _Text(engine)),
     ]
-    # Starlette takes an instance for an ASGI application and then filters no method unless told to.
+    # For ASGI instances, Starlette checks the method only if `methods` is given.
     found = [Route(path, endpoint, methods=[method]) for method, path, endpoint in endpoints]
     app = Starlette(routes=found, lifespan=lifespan)
     refuse_in_one_shape(app)
@@ -92,11 +92,11 @@ def _models(engine: Engine) -> str:
 
 
 async def _parsed(schema: type[Body], receive: Receive) -> Body:
-    """The validated body.
+    """Return the validated body.
 
     Raises:
-        InvalidRequest: malformed, or not as the schema wants it; `param` is the path of the field.
-        HTTPException: too large, or not here in time.
+        InvalidRequest: malformed, or against the schema; `param` is the path of the field.
+        HTTPException: too large, or not received in time.
     """
     body = await _body(receive)
     with _validation():
@@ -116,7 +116,7 @@ async def _body(receive: Receive) -> bytes:
 
 @contextmanager
 def _validation() -> Iterator[None]:
-    """Turn pydantic's refusal into `InvalidRequest`."""
+    """Convert pydantic's validation error to `InvalidRequest`."""
     try:
         yield
     except ValidationError as error:
@@ -124,7 +124,7 @@ def _validation() -> Iterator[None]:
 
 
 def _invalid(error: ValidationError) -> InvalidRequest:
-    """The first finding as a sentence, without the input that caused it."""
+    """Describe the first error in a sentence, without the input that caused it."""
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
     more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
@@ -135,7 +135,7 @@ def _invalid(error: ValidationError) -> InvalidRequest:
 
 
 async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
-    """The result of `work`, which is cancelled when the client goes away first."""
+    """Return the result of `work`, which is cancelled if the client disconnects first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
     try:
@@ -151,7 +151,7 @@ async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
 
 
 class _Call:
-    """A POST that takes one schema and answers with another; it runs to its end even if the client goes away."""
+    """A POST that takes one schema and answers with another; it completes even if the client disconnects."""
 
     def __init__(self, schema: type[Body], verb: Callable[[Body], Awaitable[BaseModel]]) -> None:
         self._schema: type[Any] = schema
@@ -163,7 +163,7 @@ class _Call:
 
 
 class _State:
-    """A GET that tells what is so now."""
+    """A GET that returns the current state."""
 
     def __init__(self, media_type: str, text: Callable[[], str]) -> None:
         self._media_type = media_type
@@ -174,7 +174,7 @@ class _State:
 
 
 class _Chat:
-    """`/v1/chat/completions`, whole or streamed."""
+    """The route `/v1/chat/completions`, whole or streamed."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -189,7 +189,7 @@ class _Chat:
 
 
 class _Text:
-    """`/v1/completions`, whole or streamed."""
+    """The route `/v1/completions`, whole or streamed."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -205,7 +205,7 @@ class _Text:
         await _unless_gone(_send_events(self._engine.stream(chats[0]), part_of_text, send), receive)
 
     async def _complete(self, chats: Sequence[ChatCompletionRequest]) -> list[ChatCompletion]:
-        """The answer to each; when one is refused, the others are cancelled."""
+        """Return all answers; if one request is rejected, cancel the others."""
         tasks = [asyncio.ensure_future(self._engine.complete(chat)) for chat in chats]
         try:
             return list(await asyncio.gather(*tasks))
@@ -218,7 +218,7 @@ class _Text:
 async def _send_events(
     stream: AsyncIterator[ChatCompletionChunk], shown: Callable[[ChatCompletionChunk], BaseModel], send: Send
 ) -> None:
-    """Server-sent events. The status waits for the first chunk, so that a refusal is still a plain error."""
+    """Send server-sent events. The status waits for the first chunk, so that an early error is a plain response."""
     begun = False
     async with aclosing(stream) as chunks:  # type: ignore[type-var]
         try:
@@ -253,10 +253,10 @@ async def _event(send: Send, data: bytes, *, last: bool = False) -> None:
 
 
 class _Refusals:
-    """Turns contract errors into answers, and the leaving of a client into silence; what is not `served` is `app`'s.
+    """Middleware that converts contract errors to responses; paths that are not `served` go to `app`.
 
-    A request that is cancelled is one that the end of the server has met, after its grace: the client is told to ask
-    elsewhere, if no answer has begun.
+    A disconnected client gets no response. A request is cancelled only at the server's shutdown, after its grace
+    period: the client is then told to use another engine, unless a response has begun.
     """
 
     def __init__(self, app: ASGIApp, served: Mapping[tuple[str, str], ASGIApp]) -> None:

@@ -1,1 +1,1 @@
-"""The JAX engine: Llama-family directories, on whatever XLA runs on."""
+"""The JAX engine: Llama-family model directories, on any device that XLA supports."""

@@ -1,10 +1,10 @@
-"""Attention of a prompt to itself: a kernel of JAX's own library on TPUs, plain products elsewhere.
+"""Causal attention within prompts: a kernel of JAX's own library on TPUs, plain products elsewhere.
 
     plain     all scores [P, H, T, T] in fp32: any platform, any length
     flash     `jax.experimental.pallas.ops.tpu.flash_attention`: blocks of scores in on-chip memory
 
 The kernel is for prompts, whose scores grow with the square of their length. A decode step has one query for each row:
-its scores are small, it is bound by reading the cache, and XLA's own fusion does that on every platform.
+its scores are small, it is bound by reading the cache, and XLA's own fusion handles it on every platform.
 
 The kernel has been run in Pallas's TPU interpreter on a CPU, where it agrees with `plain`; it has not run on a TPU.
 """
@@ -20,28 +20,28 @@ from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
 from pipelinerl.models.jax.decoder import grouped_attention
 
-#: The kernel's blocks: a prompt that they do not divide takes the plain way.
+#: The kernel's block size; prompts of other lengths than its multiples use plain products.
 _BLOCK: Final = 128
 
 
 class PromptAttention(StrEnum):
-    """How prompts attend."""
+    """Implementations of attention within prompts."""
 
     PLAIN = "plain"
     FLASH = "flash"
 
     @classmethod
     def on(cls, platform: str, *, devices: int) -> PromptAttention:
-        """What suits `devices` devices of a platform; heads divided over several take the way that XLA can divide."""
+        """Return the implementation for `devices` devices of a platform; only plain products can be split by XLA."""
         return cls.FLASH if platform == "tpu" and devices == 1 else cls.PLAIN
 
     def causal(self, query: Array, key: Array, value: Array) -> Array:
-        """Each token attends to itself and those before it: [P, T, H, d] from queries and keys, values [P, T, K, d]."""
+        """Return causal attention [P, T, H, d] of queries [P, T, H, d] over keys and values [P, T, K, d]."""
         length, heads = query.shape[1:3]
         if self is PromptAttention.PLAIN or length % _BLOCK:
             order = jnp.arange(length)
             return grouped_attention(query, key, value, (order[:, None] >= order)[None])
-        # The kernel knows no groups: keys and values are repeated for the queries that share them.
+        # The kernel lacks grouped-query attention, so keys and values are repeated for the queries that share them.
         query, key, value = (
             jnp.repeat(jnp.moveaxis(array, 1, 2), heads // array.shape[2], axis=1) for array in (query, key, value)
         )

@@ -1,10 +1,10 @@
-"""`Buckets`: the few shapes that a JAX engine runs, since XLA compiles a program for each.
+"""`Buckets`: the few shapes that a JAX engine runs, since XLA compiles a program for each shape.
 
     rows of a step      16, 32, 64, … slots
-    lengths             128, 256, 512, … context: what a step attends to, a prompt is padded to, a copy moves
-    prompts at once     1, 4, 16, … of a length, as far as the prefill's budget of padded tokens goes
+    lengths             128, 256, 512, … context: attended length of a step, padded length of a prompt, copied length
+    prompts at once     1, 4, 16, … of a length, within the prefill's budget of padded tokens
 
-Doubling wastes less than half of a step's rows and lengths; prompts, which cost once, get by with fewer sizes. The
+Doubling wastes less than half of a step's rows and lengths; prompts are computed only once, so fewer sizes suffice. The
 number of programs grows with the logarithms of slots and context, and `num_programs` bounds it.
 """
 
@@ -29,7 +29,9 @@ class Buckets:
 
     @classmethod
     def of(cls, *, rows: int, context: int, prefill_tokens: int) -> Self:
-        """For `rows` rows of `context` tokens, and prefills of at most `prefill_tokens` padded ones."""
+        """Return the sizes for `rows` rows of `context` tokens, and prefills of at most `prefill_tokens` padded
+        tokens.
+        """
         lengths = _doubling(_LEAST_LENGTH, context)
         at_once = [max(1, min(rows, prefill_tokens // length)) for length in lengths]
         prompts = tuple(tuple(4**i for i in range((most.bit_length() + 1) // 2)) for most in at_once)
@@ -37,25 +39,25 @@ class Buckets:
 
     @property
     def num_programs(self) -> int:
-        """Most programs that are ever compiled: steps, sampling with and without truncation, prefills, copies."""
+        """The most programs that are ever compiled: steps, sampling with and without truncation, prefills, copies."""
         steps = len(self.rows) * len(self.lengths) + 2 * len(self.rows)
         return steps + sum(map(len, self.prompts)) + len(self.lengths)
 
     def rows_for(self, rows: int) -> int:
-        """The rows of a step that runs `rows`."""
+        """Return the number of rows to run for a step of `rows`."""
         return self.rows[bisect_left(self.rows, rows)]
 
     def length_for(self, length: int) -> int:
-        """The length that holds `length` tokens."""
+        """Return the smallest length that holds `length` tokens."""
         return self.lengths[bisect_left(self.lengths, length)]
 
     def prompts_at(self, length: int) -> tuple[int, ...]:
-        """How many prompts padded to `length`, which is one of `lengths`, may run at once."""
+        """Return the possible numbers of prompts, padded to `length` (one of `lengths`), that run at once."""
         return self.prompts[self.lengths.index(length)]
 
 
 def _doubling(least: int, most: int) -> tuple[int, ...]:
-    """least, 2 · least, … as far as they are below `most`, and last `most` itself."""
+    """Return least, 2 · least, … below `most`, and then `most` itself."""
     sizes = [least]
     while sizes[-1] < most:
         sizes.append(2 * sizes[-1])

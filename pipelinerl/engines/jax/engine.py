@@ -1,8 +1,8 @@
-"""The JAX engine: continuous batching over Llama-family directories, on whatever XLA runs on: CPU, TPU, CUDA.
+"""The JAX engine: continuous batching of Llama-family directories, on any device of XLA: CPU, TPU, CUDA.
 
-It loads what the JAX trainer loads with the same decoder, so both compute the same numbers; its layout is that of any
-trainer of the same directory. Run on CPUs so far, simulated several of them included; written for TPUs, which it has
-not met.
+It loads the same directories with the same decoder as the JAX trainer, so both compute the same numbers. Its layout is
+that of any trainer of the same directory. So far it has run on CPUs, including several simulated ones. It is written
+for TPUs but has not run on one.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from trainer_contract.types import Device
 
 
 def from_options(options: EngineOptions) -> Engine:
-    """The engine that a recipe describes, whose programs `start` compiles.
+    """Return the engine that a recipe describes; its `start` compiles the programs.
 
-    Both head precisions are the same to it, whose logits are always fp32, as norms, softmax and log-probs are.
+    Both head precisions give the same results: logits are always fp32, as are norms, softmax and log-probs.
 
     Raises:
-        ModelError: weights are to be quantised, or no usable tokenizer is there.
+        ModelError: weights are to be quantised, or the model has no usable tokenizer.
     """
     options.check_native_weights("the JAX engine")
     options.check_no_options("the JAX engine")
-    if options.threads is not None:  # XLA reads it once, when the process first computes something
+    if options.threads is not None:  # XLA reads it once, at the first computation
         os.environ.setdefault("NPROC", str(options.threads))
     tokenizer = ChatTokenizer.load(options.model_path)
     return BatchingEngine(
@@ -52,17 +52,20 @@ def from_options(options: EngineOptions) -> Engine:
 
 
 def load_runner(options: EngineOptions, *, cache_bytes: int | None = None) -> JaxRunner:
-    """The model with its cache, its programs compiled; called on the thread that will run it. Raises as `assembled`."""
+    """Return the model with its cache and compiled programs; called on the thread that runs it.
+
+    Raises as `assembled`.
+    """
     runner = assembled(options, cache_bytes=cache_bytes)
     runner.warm_up()
     return runner
 
 
 def assembled(options: EngineOptions, *, cache_bytes: int | None = None) -> JaxRunner:
-    """The model with its cache; nothing is compiled yet.
+    """Return the model with its cache; no program is compiled yet.
 
     Args:
-        cache_bytes: most memory for keys and values; None bounds nothing.
+        cache_bytes: most memory for keys and values; None sets no bound.
 
     Raises:
         ModelError: there is no usable model or device, the context is longer than the model's, or the cache exceeds
@@ -89,7 +92,7 @@ _PLATFORM: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda", D
 
 
 def _mesh(options: EngineOptions, config: DecoderConfig) -> Mesh:
-    """The first devices of this process, along one axis."""
+    """Return a mesh of the first devices of this process, along one axis."""
     jax_memory.bound(options.memory_share)
     try:
         devices = jax.local_devices(backend=_PLATFORM[options.device])

@@ -1,9 +1,9 @@
-"""What a JAX engine computes on its device: prompts into the cache, one step of all rows, copies between rows.
+"""The device programs of a JAX engine: prompts into the cache, one step of all rows, copies between rows.
 
-Keys and values lie in slots, one for each row, as long as the context. Every function is compiled once for each shape
-of its arguments and each `length`, which come from the short lists of `jax_buckets`; how many rows are copied is an
-argument, no shape. The cache is donated: it is changed where it lies and never held twice. Within a step a layer reads
-the slots and gives back what it adds, which is stored once after all layers.
+The cache has a slot for each row, as long as the context. Every function is compiled once for each shape of its
+arguments and each `length`, which come from the short lists of `jax.buckets`. The number of copied rows is an argument
+and not a shape. The cache is donated, so it is changed in place and never held twice. Within a step, a layer reads the
+slots and returns its new entries, which are stored once after all layers.
 
 Letters in shapes: B rows of a step, P prompts of T tokens, S slots, C context, L layers, K key-value heads of d numbers
 each, V tokens of the vocabulary.
@@ -39,14 +39,14 @@ class Cache(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class DecoderProgram:
-    """One decoder and how its prompts attend: what is compiled."""
+    """One decoder and its prompt attention: the static argument of the compiled functions."""
 
     config: DecoderConfig
     prompts: PromptAttention
 
 
 def empty_cache(config: DecoderConfig, options: EngineOptions, sharding: Sharding) -> Cache:
-    """A cache for every slot, all zeros."""
+    """Return a cache for every slot, all zeros."""
     shape = (config.layers, options.slots, options.context_length, config.kv_heads, config.head_dim)
     keys, values = (jnp.zeros(shape, jnp.dtype(options.dtype), device=sharding) for _ in Cache._fields)
     return Cache(keys, values)
@@ -56,10 +56,10 @@ def empty_cache(config: DecoderConfig, options: EngineOptions, sharding: Shardin
 def prefill(
     program: DecoderProgram, weights: Weights, cache: Cache, token_ids: Array, rows: Array, sources: Array, count: Array
 ) -> Cache:
-    """Row `rows[i]` takes the keys and values of prompt `sources[i]`, for i below `count`.
+    """Compute prompts and store prompt `sources[i]` in row `rows[i]` of the cache, for i below `count`.
 
     Args:
-        token_ids: i32 [P, T], padded on the right; what padding leaves in the cache is overwritten before it is seen.
+        token_ids: i32 [P, T], padded on the right; cache entries of padding are overwritten before they are read.
         rows, sources: i32 [S]. count: i32 [].
     """
     prompts, length = token_ids.shape
@@ -80,7 +80,7 @@ def prefill(
 
 @partial(jax.jit, static_argnames="length", donate_argnums=0)
 def copy(cache: Cache, sources: Array, targets: Array, count: Array, *, length: int) -> Cache:
-    """Row `targets[i]` takes the first `length` entries of row `sources[i]`, for i below `count`; both i32 [S]."""
+    """Copy `length` entries of row `sources[i]` to row `targets[i]`, for i below `count`; both i32 [S]."""
 
     def one(i: Array, cache: Cache) -> Cache:
         return Cache(*(_put(entries, _row(entries, sources[i], length), targets[i]) for entries in cache))
@@ -92,10 +92,10 @@ def copy(cache: Cache, sources: Array, targets: Array, count: Array, *, length: 
 def decode(
     program: DecoderProgram, weights: Weights, cache: Cache, token_ids: Array, positions: Array, *, length: int
 ) -> tuple[Array, Cache]:
-    """Logits f32 [B, V] after one token for each of rows 0..B-1, and the cache with it.
+    """Return logits f32 [B, V] after one token for each of rows 0..B-1, and the updated cache.
 
     Args:
-        token_ids, positions: i32 [B]; what a row attends to lies below `length`.
+        token_ids, positions: i32 [B]; the attended positions of a row are below `length`.
     """
     config, batch = program.config, len(token_ids)
     order = jnp.arange(length)
@@ -118,13 +118,13 @@ def decode(
 def _run(
     program: DecoderProgram, weights: Weights, token_ids: Array, positions: Array, attend: Any
 ) -> tuple[Array, Any]:
-    """All layers, each of which is told its number: what they store, stacked."""
+    """Run all layers, passing each its index; return the hidden states and the stacked cache entries."""
     with _exact():
         return hidden_states(program.config, weights, token_ids, positions, attend, jnp.arange(program.config.layers))
 
 
 def _exact() -> Any:
-    """On a TPU fp32 would else be multiplied in bf16; bf16 stays bf16."""
+    """Return a context in which a TPU does not multiply fp32 in bf16; bf16 stays bf16."""
     return jax.default_matmul_precision("float32")
 
 

@@ -1,8 +1,8 @@
-"""`JaxRunner`: a `ModelRunner` for Llama-family decoders on any device that XLA knows.
+"""`JaxRunner`: a `ModelRunner` for Llama-family decoders on any device that XLA supports.
 
-The device holds weights and cache; what a row feeds and how it samples stands in a `RowTable` on the host. Every call
-runs programs of `engines.jax.program` at shapes from `engines.jax.buckets`: `warm_up` compiles all but those of
-truncated sampling, and new weights never compile anything.
+The device holds weights and cache; each row's next token and sampling parameters are in a `RowTable` on the host. Every
+call runs programs of `engines.jax.program` at shapes from `engines.jax.buckets`. `warm_up` compiles all programs but
+those of truncated sampling, and new weights never compile anything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class JaxRunner:
     """A decoder with its cache and sampler.
 
     Args:
-        weights: belong to the runner from here on. cache: of `slots` rows as long as the context; it is donated.
+        weights: owned by the runner from now on. cache: of `slots` rows as long as the context; it is donated.
         prefill_tokens: most padded tokens of one prefill; a longer prompt runs alone.
     """
 
@@ -52,13 +52,13 @@ class JaxRunner:
 
     @property
     def layout(self) -> WeightLayout:
-        """The parameters in the order in which their bytes lie in `staging`."""
+        """The parameters in the order of their bytes in `staging`."""
         return self._weights.layout
 
     # --- rows ----------------------------------------------------------------------------------------------------
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set what the named rows feed next and how they sample."""
+        """Set the next token and the sampling parameters of the named rows."""
         self._rows.place(states)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -66,7 +66,7 @@ class JaxRunner:
         self._copy(sources, targets, self._rows.move(sources, targets))
 
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
-        """Give each of `rows` the first `num_tokens` of the cache of row `source`."""
+        """Copy the first `num_tokens` of the cache of row `source` to each of `rows`."""
         self._copy([source] * len(rows), rows, num_tokens)
 
     def _copy(self, sources: Sequence[int], targets: Sequence[int], num_tokens: int) -> None:
@@ -79,7 +79,7 @@ class JaxRunner:
         )
 
     def _padded(self, rows: Sequence[int]) -> NDArray[np.int32]:
-        """[slots], whose first entries are `rows`."""
+        """Return [slots] numbers, the first of which are `rows`."""
         padded = np.zeros(self.slots, dtype=np.int32)
         padded[: len(rows)] = rows
         return padded
@@ -87,7 +87,7 @@ class JaxRunner:
     # --- forward -------------------------------------------------------------------------------------------------
 
     def prefill(self, prefills: Sequence[Prefill]) -> None:
-        """Fill the cache of the named rows, prompts of like length together; each is computed once for all its rows."""
+        """Fill the cache of the named rows, batching prompts of similar length; each prompt is computed once."""
         for length, batch in self._batches(prefills):
             token_ids = np.zeros((_fitting(len(batch), self.buckets.prompts_at(length)), length), dtype=np.int32)
             for index, prefill in enumerate(batch):
@@ -105,7 +105,7 @@ class JaxRunner:
             )
 
     def _batches(self, prefills: Sequence[Prefill]) -> Iterator[tuple[int, Sequence[Prefill]]]:
-        """Prefills with the length that they are padded to, as many together as may run at once."""
+        """Yield padded lengths with the prefills of that length, as many as may run at once."""
         by_length: dict[int, list[Prefill]] = {}
         for prefill in prefills:
             by_length.setdefault(self.buckets.length_for(len(prefill.token_ids)), []).append(prefill)
@@ -114,7 +114,10 @@ class JaxRunner:
             yield from ((length, alike[start : start + most]) for start in range(0, len(alike), most))
 
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        """One step of rows 0..num_rows-1. Those beyond, up to the bucket, run too: what they write is never seen."""
+        """Run one step of rows 0..num_rows-1.
+
+        Rows beyond `num_rows`, up to the bucket, run too, but their results are never read.
+        """
         rows, run, used = self._rows, slice(0, self.buckets.rows_for(num_rows)), slice(0, num_rows)
         logits, self._cache = jax_program.decode(
             self._program,
@@ -145,9 +148,9 @@ class JaxRunner:
         return sampled.tolist(), np.asarray(logprobs)[used].tolist()
 
     def warm_up(self) -> None:
-        """Run every program once, but for truncated sampling, so that no request waits for a compiler.
+        """Run every program once, except truncated sampling, so that no request waits for a compiler.
 
-        Leaves the rows as if they had never been used.
+        Resets the rows to the unused state.
         """
         for length in self.buckets.lengths:
             for prompts in self.buckets.prompts_at(length):
@@ -162,11 +165,11 @@ class JaxRunner:
     # --- weights -------------------------------------------------------------------------------------------------
 
     def staging(self) -> NDArray[np.uint8]:
-        """The buffer for the next weights: uint8 [layout.num_bytes], in host memory."""
+        """Return the buffer for the next weights: uint8 [layout.num_bytes], in host memory."""
         return self._weights.staging()
 
     def finish_staging(self) -> None:
-        """Bring what is staged to the device."""
+        """Copy the staged weights to the device."""
         self._weights.finish_staging()
 
     def swap(self) -> None:
@@ -175,5 +178,5 @@ class JaxRunner:
 
 
 def _fitting(count: int, sizes: Sequence[int]) -> int:
-    """The least of `sizes` that is not below `count`."""
+    """Return the smallest of `sizes` that is at least `count`."""
     return next(size for size in sizes if size >= count)

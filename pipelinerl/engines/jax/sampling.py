@@ -1,10 +1,11 @@
-"""Sampling a batch of logits in JAX: temperature, top-k, top-p, inverse-CDF, and the log-probs of what was sampled.
+"""Sampling of a batch of logits in JAX: temperature, top-k, top-p, inverse CDF, and the log-probs of sampled tokens.
 
-Promises: a row's token is a function of its logits, parameters and noise alone; its log-prob is fp32 and that of the
-distribution sampled from; for equal logits the token is that of every other engine, since noise and cumulative sums are
-fp64 (which a TPU emulates). Whether any row truncates is known to the caller and chooses between two programs. A row
-whose logits hold NaN or +inf, or nothing above -inf, has no distribution: its log-prob is NaN and its token is any of
-the vocabulary; the other rows are not touched by it.
+A row's token depends only on its logits, parameters and noise. Its log-prob is fp32 and that of the distribution
+sampled from. For equal logits the token equals that of every other engine, because noise and cumulative sums are fp64
+(which a TPU emulates). The caller knows whether any row truncates, and thereby chooses between two programs.
+
+A row whose logits hold NaN or +inf, or nothing above -inf, has no distribution: its log-prob is NaN and its token is
+any of the vocabulary; the other rows are unaffected.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from jax import Array
 
 from pipelinerl.engines.batching.logit_changes import LogitChanges
 
-#: Width of the blocks in which the cumulative distribution of a large vocabulary is built: the block is found first.
+#: Width of the blocks of the cumulative distribution; the search finds the block first, then the token in it.
 _BLOCK: Final = 1024
 
 
 class SampledBatch(NamedTuple):
-    """Token ids i32 [B] and log-probs f32 [B]; where wanted, the likeliest ids i32 [B, K] and theirs f32 [B, K]."""
+    """Token ids i32 [B] and log-probs f32 [B]; optionally the likeliest ids i32 [B, K] and their log-probs f32 [B,
+    K].
+    """
 
     token_ids: Array
     logprobs: Array
@@ -45,28 +48,28 @@ def sample(
 ) -> SampledBatch:
     """Sample a token of each row.
 
-    Temperature first, then the `top_k` likeliest and those of at least `min_p` of the likeliest one's probability, then
-    of these, renormalised, the fewest that reach `top_p`.
+    Temperature applies first. Then only the `top_k` likeliest tokens and those of at least `min_p` times the highest
+    probability are kept. Of these, renormalised, the fewest that reach `top_p` are kept.
 
     Args:
         logits: f32 [B, V].
         temperature: f32 [B], 0 is greedy, which reports the whole distribution at temperature 1.
         top_k: i32 [B], 0 keeps every token. top_p: f32 [B], 1 keeps every token.
         noise: f64 [B] in [0, 1).
-        truncates: whether any row has a top-k, top-p or min-p that could drop a token.
+        truncates: True if any row has a top-k, top-p or min-p that could drop a token.
         min_p: f32 [B], 0 keeps every token.
-        num_top: how many of the likeliest tokens are reported; each number is a program of its own.
+        num_top: the number of likeliest tokens to report; each number compiles a program of its own.
     """
-    with jax.enable_x64(True):  # for this thread and this call; else JAX would make fp32 of fp64
+    with jax.enable_x64(True):  # in this call only; JAX would otherwise convert fp64 to fp32
         return _sample(logits, temperature, top_k, top_p, min_p, noise, truncates=truncates, num_top=num_top)
 
 
 def add_to_logits(logits: Array, changes: LogitChanges, num_rows: int) -> Array:
-    """Logits f32 [B, V] with what the rows below `num_rows` add to them. Programs are compiled by powers of two."""
+    """Return logits f32 [B, V] with the changes of rows below `num_rows`. Programs are compiled by powers of two."""
     rows, token_ids, values = changes.of(num_rows)
     size = 1 << max(len(rows) - 1, 0).bit_length()
     padding = (0, size - len(rows))
-    # What pads lies in a row that does not exist, and is dropped.
+    # Padding refers to a row that does not exist, and is dropped.
     rows = np.pad(rows, padding, constant_values=logits.shape[0])
     return _added(logits, rows.astype(np.int32), np.pad(token_ids, padding).astype(np.int32), np.pad(values, padding))
 
@@ -89,7 +92,7 @@ def _sample(
     num_top: int,
 ) -> SampledBatch:
     greedy = temperature == 0
-    # Shifted before the division, which magnifies what rounding leaves: the likeliest token is at 0 exactly.
+    # Shift before the division, which magnifies rounding errors: the likeliest token is at exactly 0.
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(greedy, 1.0, temperature)[:, None]
     logprobs = scaled - jnp.log(jnp.exp(scaled).sum(axis=-1, keepdims=True))
     if truncates:
@@ -106,14 +109,14 @@ def _sample(
 
 
 def _truncated(logprobs: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Log-probs [B, V] of what top-k, min-p and top-p keep, renormalised, else -inf; ties go to the lower id."""
+    """Return log-probs [B, V] after top-k, min-p and top-p, renormalised, -inf if dropped; ties go to the lower id."""
     order = jnp.argsort(logprobs, axis=-1, descending=True, stable=True)
     ordered = jnp.take_along_axis(logprobs, order, axis=1)
     kept = (jnp.arange(logprobs.shape[1]) < top_k[:, None]) | (top_k == 0)[:, None]
     kept &= ordered >= ordered[:, :1] + jnp.log(jnp.broadcast_to(min_p, top_p.shape))[:, None]
     mass = jnp.where(kept, jnp.exp(ordered.astype(jnp.float64)), 0.0)
     before = mass.cumsum(axis=-1) - mass
-    # A top-p of 1 keeps all, also where rounding lets the mass before the last tokens reach 1.
+    # A top-p of 1 keeps all tokens, even if rounding lets the mass before the last tokens reach 1.
     kept &= (before < top_p.astype(jnp.float64)[:, None] * mass.sum(axis=-1, keepdims=True)) | (top_p >= 1)[:, None]
     ordered = jnp.where(kept, ordered, -jnp.inf)
     ordered = ordered - jax.nn.logsumexp(ordered, axis=-1, keepdims=True)
@@ -121,7 +124,7 @@ def _truncated(logprobs: Array, top_k: Array, top_p: Array, min_p: Array) -> Arr
 
 
 def _inverse_cdf(logprobs: Array, noise: Array) -> Array:
-    """For each row the first token whose cumulative probability exceeds `noise` times the total. Sums are fp64."""
+    """Return each row's first token whose cumulative probability exceeds `noise` times the total. Sums are fp64."""
     batch, vocab = logprobs.shape
     width = min(_BLOCK, vocab)
     probs = jnp.pad(jnp.exp(logprobs), ((0, 0), (0, -vocab % width))).reshape(batch, -1, width)
@@ -130,6 +133,6 @@ def _inverse_cdf(logprobs: Array, noise: Array) -> Array:
     block = jnp.sum(ends <= target, axis=-1, keepdims=True)
     before = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0), axis=1), 0.0)
     inner = jnp.take_along_axis(probs, block[:, :, None], axis=1)[:, 0].astype(jnp.float64).cumsum(axis=-1)
-    # The two sums may round apart at a block's end: stay within the tokens that have a probability.
+    # The two sums may round differently at a block's end: stay within the tokens of non-zero probability.
     rest = jnp.minimum(target - before, jnp.nextafter(inner[:, -1:], jnp.zeros_like(before)))
     return block[:, 0] * width + jnp.sum(inner <= rest, axis=-1)

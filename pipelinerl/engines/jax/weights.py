@@ -1,9 +1,8 @@
-"""`JaxWeights`: a decoder's weights on the device, and host memory in which the next ones arrive.
+"""`JaxWeights`: a decoder's weights on the device, and a host buffer in which the next ones arrive.
 
-Promises: `staging` has exactly the bytes of the layout, back to back, under Hugging Face's names and in the order in
-which a JAX trainer gathers and torch names them; `finish_staging` makes device arrays of them beside decoding, one
-parameter at a time; `swap` re-points and copies nothing. Shapes and shardings never change, so nothing is compiled
-again.
+`staging` has exactly the bytes of the layout, back to back. Names are Hugging Face's, and the order is the one of JAX
+and torch trainers. `finish_staging` copies the parameters to the device one at a time, while decoding continues; `swap`
+re-points and copies nothing. Shapes and shardings never change, so updates compile nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pipelinerl.models.jax.checkpoint import export_order
 
 
 def layout_of(config: DecoderConfig, dtype: np.dtype[Any]) -> WeightLayout:
-    """The parameters of `config` in `dtype`, each layer's by itself."""
+    """Return the layout of the parameters of `config` in `dtype`, with each layer's listed separately."""
     return WeightLayout(
         parameters=tuple(
             ParameterSpec(name=parameter.name_at(layer or 0), shape=parameter.shape, dtype=DType(dtype.name))
@@ -35,7 +34,12 @@ def layout_of(config: DecoderConfig, dtype: np.dtype[Any]) -> WeightLayout:
 
 @final
 class JaxWeights:
-    """Args: `current` are the weights to begin with, stacked over layers, of one dtype; `place` is their sharding."""
+    """The serving and the staged weights of a decoder.
+
+    Args:
+        current: the initial weights, stacked over layers, of one dtype.
+        place: returns the sharding of a parameter.
+    """
 
     def __init__(
         self, config: DecoderConfig, current: Mapping[str, Array], *, place: Callable[[Parameter], Sharding]
@@ -55,22 +59,22 @@ class JaxWeights:
         self._staged: Mapping[str, Array] | None = None
 
     def staging(self) -> NDArray[np.uint8]:
-        """[layout.num_bytes] in host memory; allocated when first asked for."""
+        """Return uint8 [layout.num_bytes] in host memory, allocated at the first call."""
         if self._bytes is None:
             self._bytes = np.empty(self.layout.num_bytes, np.uint8)
         return self._bytes
 
     def finish_staging(self) -> None:
-        """Make device arrays of the staged bytes; returns when they are there."""
+        """Copy the staged bytes to device arrays; returns when the copies are complete."""
         staged = {}
         for parameter in self._config.parameters:
             parts = [self._array(name, parameter.shape) for name in parameter.names]
-            stacked = parts[0].copy() if parameter.layers is None else np.stack(parts)  # on a CPU jax keeps this memory
+            stacked = parts[0].copy() if parameter.layers is None else np.stack(parts)  # JAX on a CPU keeps this memory
             staged[parameter.name] = jax.block_until_ready(jax.device_put(stacked, self._place(parameter)))
         self._staged = staged
 
     def swap(self) -> None:
-        """Serve what was staged; the old arrays are freed when the step that reads them has ended."""
+        """Serve the staged weights; the old arrays are freed when the step that reads them has ended."""
         assert self._staged is not None, "finish_staging comes before each swap"
         self.current, self._staged = self._staged, None
 

@@ -1,8 +1,7 @@
 """Attention over `RowCache`, registered with transformers, so that any model's own modules run on it unchanged.
 
-transformers builds no mask for an implementation it does not know, which is what we want: masks are made once per step
-from the cache's plan. What an architecture asks for beyond scaling, sliding windows and soft caps is refused, not
-dropped.
+transformers builds no mask for an unknown implementation, which suits this one: masks are made once per step from the
+cache's plan. Supported are scaling, sliding windows and soft caps. An architecture that needs more is rejected.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pipelinerl.errors import ModelError
 
 NAME: Final = "pipelinerl_rows"
 
-#: Arguments that change the result and are not understood here.
+#: Unsupported arguments that would change the result.
 _REFUSED: Final = ("s_aux", "position_bias", "head_mask")
 
 
@@ -36,7 +35,7 @@ def attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [B, Hq, T, D], key and value [B, H, L, D] → [B, T, Hq, D].
+    """Compute attention by transformers' interface: query [B, Hq, T, D], key and value [B, H, L, D] → [B, T, Hq, D].
 
     Raises:
         ModelError: the architecture needs a term that is not implemented here.
@@ -63,7 +62,7 @@ def attend_decode(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """One query per fed row [K, Hq, 1, D] over what the rows hold [B, H, L, D] → [K, 1, Hq, D]."""
+    """Attend with one query per fed row [K, Hq, 1, D] over the rows' cache [B, H, L, D] → [K, 1, Hq, D]."""
     mask = plan.mask(window, query.dtype)
     if plan.gathers_fed:
         key, value, mask = (plan.to_fed(tensor) for tensor in (key, value, mask))
@@ -71,7 +70,7 @@ def attend_decode(
         query = plan.to_rows(query)
     batch, q_heads, _, head_dim = query.shape
     heads, common = key.shape[1], plan.common_length
-    # The queries that share a key head are the rows of one product.
+    # The queries that share a key head form the rows of one product.
     grouped = query.reshape(batch, heads, q_heads // heads, head_dim)
     out = _attend_rows(grouped, key[:, :, :common], value[:, :, :common], mask[..., :common], scale, softcap)
     if plan.long_rows is not None:
@@ -85,10 +84,10 @@ def attend_decode(
 def _attend_rows(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
-    """Queries [B, H, G, D] over keys and values [B, H, L, D] with additive mask [B, 1, 1, L] → [B, H, G, D]."""
-    if query.dtype != torch.float32 and softcap is None:  # sums in fp32 whatever the dtype
+    """Attend with queries [B, H, G, D] over keys, values [B, H, L, D], additive mask [B, 1, 1, L] → [B, H, G, D]."""
+    if query.dtype != torch.float32 and softcap is None:  # sums in fp32 for every dtype
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    # For one query per row two plain products beat the fused kernel on a CPU.
+    # With one query per row, two plain products are faster than the fused kernel on a CPU.
     scores = _capped(torch.matmul(query * scale, key.transpose(2, 3)).float(), softcap).add_(mask)
     return torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
 
@@ -96,7 +95,7 @@ def _attend_rows(
 def attend_prefill(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Causal attention of prompts: the last T of L tokens, query [P, Hq, T, D], over key and value [P, H, L, D].
+    """Compute causal attention of prompts: the last T of L tokens [P, Hq, T, D] over key and value [P, H, L, D].
 
     Returns:
         [P, T, Hq, D].

@@ -1,11 +1,12 @@
-"""A straight-line forward of the Llama family (Llama, Qwen2, Qwen3) over the model's own parameters.
+"""A module-free forward of the Llama family (Llama, Qwen2, Qwen3) over the model's own parameters.
 
-transformers' modules spend more time in Python than in arithmetic when a step has few rows. This forward calls the same
-operations in a row, without modules, on tokens that are flat from one end to the other. It reads the parameters where
-they are, so a swap of weights reaches it as it reaches the modules; tests hold both to the same log-probs.
+With few rows in a step, transformers' modules spend more time in Python than in arithmetic. This forward calls the same
+operations directly, on tokens that stay flat throughout. It reads the parameters in place, so a swap of weights reaches
+it as it reaches the modules; tests hold both to the same log-probs.
 
-In half precision it rounds where a trainer under autocast rounds, and nowhere else: linear layers and attention are in
-the model's dtype, the residual stream, norms and rotations in fp32. Modules in half precision round after each of them.
+In half precision it rounds exactly where a trainer under autocast rounds. Linear layers and attention are in the
+model's dtype; the residual stream, norms and rotations are in fp32. transformers' modules in half precision round after
+each of them.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from pipelinerl.engines.torch.row_cache import DecodePlan, PrefillPlan, RowCache
 from pipelinerl.numerics.torch_head import Fp32Head
 
 _FAMILY: Final = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-#: Rotary embeddings that are a function of the position alone, so that a table can hold them.
+#: Rotary embeddings that depend on the position alone, so that a table can hold them.
 _STATIC_ROPE: Final = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 class _Linear(NamedTuple):
-    """Weight [out, in] and bias."""
+    """Weight [out, in] and bias of a linear layer."""
 
     weight: Tensor
     bias: Tensor | None
@@ -42,7 +43,7 @@ _Product = _Linear | QuantizedLinear | Fp32Head  # [B, in] → [B, out]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's parameters: the objects themselves, whose data a swap re-points."""
+    """One layer's parameter objects, whose data a swap re-points."""
 
     input_norm: Tensor
     query: _Product
@@ -76,13 +77,13 @@ class LlamaForward:
         positions = torch.arange(context_length, device=self._embedding.device)[None]
         cos, sin = backbone.rotary_emb(self._embedding[:1].float(), positions)
         half = self._head_dim // 2
-        # rotate_half(x) · sin = roll(x, D/2) · (−sin, sin): the sign lives in the table.
+        # rotate_half(x) · sin = roll(x, D/2) · (−sin, sin): the table includes the sign.
         self._cos: Tensor = cos[0]
         self._sin: Tensor = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Returns whether `model` is of the family, with nothing in it that this forward does not compute."""
+        """Return whether `model` belongs to the family and uses only what this forward computes."""
         if type(model).__name__ not in _FAMILY or model.config.hidden_act != "silu":
             return False
         rope = getattr(model.config, "rope_parameters", None) or {}
@@ -93,7 +94,7 @@ class LlamaForward:
         self._hidden(token_ids, positions, cache, plan)
 
     def logits(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: DecodePlan) -> Tensor:
-        """Logits [K, V] after one token for each row that is fed [K, 1]."""
+        """Return logits [K, V] after one token for each fed row [K, 1]."""
         x = self._hidden(token_ids, positions, cache, plan)
         hidden = rms_norm(x, (x.shape[1],), self._norm.float(), self._eps)
         return self._head(hidden if isinstance(self._head, Fp32Head) else hidden.to(self._norm.dtype))

@@ -20,10 +20,10 @@ from trainer_contract.types import Device, HeadPrecision
 
 
 def from_options(options: EngineOptions) -> Engine:
-    """The engine that a recipe describes, which `start` loads.
+    """Return the engine that a recipe describes; its `start` loads the model.
 
     Raises:
-        ModelError: it is to have several devices or options of its own, or no usable tokenizer is there.
+        ModelError: several devices or library options are set, or the model has no usable tokenizer.
     """
     options.check_one_device("the torch engine")
     options.check_no_options("the torch engine")
@@ -36,21 +36,21 @@ def from_options(options: EngineOptions) -> Engine:
 def load_runner(
     options: EngineOptions, *, forward: ForwardKind = ForwardKind.AUTO, cache_bytes: int | None = None
 ) -> TorchRunner:
-    """The model with its cache; called on the thread that will run it.
+    """Return the model with its cache; called on the thread that runs it.
 
     Args:
-        forward: a straight line where the model fits it, or always transformers' modules.
-        cache_bytes: most memory for keys and values where no share of a GPU bounds them; None bounds nothing.
+        forward: the module-free forward where the model fits it, or always transformers' modules.
+        cache_bytes: most memory for keys and values, unless a share of a GPU bounds them; None sets no bound.
 
     Raises:
-        ModelError: there is no usable model or device, the model's context is shorter than asked for, the cache exceeds
-            its budget, or its weights cannot be kept in the format asked for.
+        ModelError: there is no usable model or device, the model's context is too short, the cache exceeds its
+            budget, or the weights do not support the requested format.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device, dtype = _device(options.device), getattr(torch, options.dtype.value)
     share = options.memory_share if device.type == "cuda" else None
-    if share is not None:  # the process fails before a neighbour on the GPU does
+    if share is not None:  # this process then fails before others on the GPU do
         torch.cuda.set_per_process_memory_fraction(share)
     model = load_for_decoding(options.model_path, dtype=options.dtype, device=device)
     config: Any = model.config
@@ -74,5 +74,5 @@ def _device(device: Device) -> torch.device:
 
 
 def _bytes_left(share: float) -> int:
-    """What the share leaves beside the model."""
+    """Return the bytes of the share that the model leaves free."""
     return int(share * torch.cuda.get_device_properties(0).total_memory) - torch.cuda.memory_allocated()

@@ -1,7 +1,7 @@
-"""The model's forward pass over `RowCache`: loading, and the choice between two forwards that give the same numbers.
+"""The model's forward pass over `RowCache`: loading, and the choice between two forwards with the same results.
 
-`ModuleForward` runs transformers' own modules and serves any architecture; `LlamaForward` (in `torch_decoder`) is a
-straight line for the most common family.
+`ModuleForward` runs transformers' own modules and serves any architecture; `LlamaForward` (in `decoder`) is a faster,
+module-free forward for the most common family.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from trainer_contract.types import WeightDType
 
 
 class Forward(Protocol):
-    """What a runner needs of a model."""
+    """Model interface of a runner."""
 
     def fill(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: PrefillPlan) -> None:
         """Store keys and values of prompts [P, T] as planned."""
         ...
 
     def logits(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: DecodePlan) -> Tensor:
-        """Logits [K, V] after one token for each row that is fed [K, 1]."""
+        """Return logits [K, V] after one token for each fed row [K, 1]."""
         ...
 
 
 class ForwardKind(StrEnum):
-    """`auto` takes the straight line where the model fits it; `modules` always runs transformers' modules."""
+    """`auto` uses the module-free forward where the model fits it; `modules` always runs transformers' modules."""
 
     AUTO = "auto"
     MODULES = "modules"
 
 
 def forward_of(model: nn.Module, kind: ForwardKind, *, context_length: int) -> Forward:
-    """The forward of `model` for sequences of at most `context_length` tokens."""
+    """Return the forward of `model` for sequences of at most `context_length` tokens."""
     if kind is ForwardKind.AUTO and LlamaForward.fits(model):
         return LlamaForward(model, context_length=context_length)
     return ModuleForward(model)
@@ -49,7 +49,7 @@ def forward_of(model: nn.Module, kind: ForwardKind, *, context_length: int) -> F
 
 @final
 class ModuleForward:
-    """transformers' own modules, with our attention and cache."""
+    """transformers' own modules, with this project's attention and cache."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -60,7 +60,7 @@ class ModuleForward:
         self._backbone(input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan)
 
     def logits(self, token_ids: Tensor, positions: Tensor, cache: RowCache, plan: DecodePlan) -> Tensor:
-        """Logits [K, V] after one token for each row that is fed [K, 1]."""
+        """Return logits [K, V] after one token for each fed row [K, 1]."""
         output: Any = self._model(
             input_ids=token_ids, position_ids=positions, past_key_values=cache, use_cache=True, plan=plan
         )
@@ -68,14 +68,14 @@ class ModuleForward:
 
 
 def load_for_decoding(path: Path, *, dtype: WeightDType, device: torch.device) -> nn.Module:
-    """The causal language model in the directory `path`, ready for `TorchRunner`.
+    """Load the causal language model in the directory `path`, ready for `TorchRunner`.
 
     Raises:
-        ModelError: nothing usable lies there, or the architecture has attention that cannot be replaced.
+        ModelError: there is no usable model, or the architecture has attention that cannot be replaced.
     """
     try:
         model = load_model(path, dtype=dtype, attention=torch_attention.NAME)
-    except KeyError as error:  # how transformers says that a model has no place for our attention
+    except KeyError as error:  # transformers' error for models whose attention is not replaceable
         raise _unsupported(f"the attention of the model in {path} cannot be replaced") from error
     text = model.config.get_text_config()
     if getattr(text, "kv_lora_rank", None):

@@ -1,20 +1,24 @@
-"""Linear layers served in whole numbers, quantised from what the trainer sends: weights once, activations as they come.
+"""Linear layers in integer arithmetic: weights are quantised once per update, activations at each call.
 
     y = (x̂ Ŵᵀ) · s_x · s_w + b      x̂ = round(x / s_x), s_x = max|x| / 127 for each token,
                                     Ŵ = round(W / s_w), s_w = max|W| / levels for each output channel
 
-Symmetric and dynamic (W8A8, the INT8 rollout of the TIS note, Yao et al. 2025). Both factors are i8 and their product
-is exact in i32, so a token's result does not depend on what else is in the batch. Embeddings, norms, biases and the
-output head keep the model's dtype: the head is often the embedding, and its error would go straight into the logits.
+The scheme is symmetric and dynamic (W8A8, the INT8 rollout of the TIS note, Yao et al. 2025). Both factors are i8 and
+their product is exact in i32, so a token's result does not depend on the rest of the batch. Embeddings, norms, biases
+and the output head keep the model's dtype: the head is often the embedding, and its error would directly affect the
+logits.
 
-Why not keep the activations exact: torch's weight-only product is a plain loop for float32 on a CPU (up to 40 times
-slower than a float32 product), and dequantising before each product is slower than not quantising at all; the dynamic
-one is 2 to 4 times faster from a width of about 512 on. Narrower models pay for the calls.
+Activations are quantised for speed. torch's weight-only product is a plain loop for float32 on a CPU, up to 40 times
+slower than a float32 product, and dequantising before each product is slower than not quantising at all. The dynamic
+product is 2 to 4 times faster than float32 from a width of about 512 on. Narrower models are slowed down by the
+overhead of the calls.
 
-Promises: the wire's layout and digest are the model's own; `swap` re-points and copies nothing, since `finish_staging`
-has quantised what came, beside decoding. Memory: with L bytes of linear layers in the model's dtype and R bytes of all
-else, L/4 + R serve (float32; L/2 + R for bfloat16). From the first update on there are two such sets and a staging
-buffer of L + R: in float32 1.5 L + 3 R in all, where unquantised weights hold 2 L + 2 R.
+The layout and the digest of an update are those of the unquantised model. `finish_staging` quantises the received
+weights while decoding continues, so `swap` re-points and copies nothing.
+
+Memory: let the linear layers have L bytes in the model's dtype, and all other parameters R bytes. The served weights
+take L/4 + R in float32, or L/2 + R in bfloat16. From the first update on there are two such sets and a staging buffer
+of L + R: in float32 1.5 L + 3 R in all, where unquantised weights take 2 L + 2 R.
 """
 
 from __future__ import annotations
@@ -31,19 +35,19 @@ from pipelinerl.engines.torch.weights import layout_of, parameters_in
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 
-#: Greatest weight of each format; activations always go up to that of eight bits.
+#: Largest quantised weight of each format; activations always use eight bits.
 _LEVELS: Final[Mapping[WeightFormat, int]] = {WeightFormat.INT8: 127, WeightFormat.INT4: 7}
-#: CUDA multiplies whole numbers from this many rows on, and in sizes that are multiples of eight.
+#: CUDA's integer product needs at least this many rows, and sizes that are multiples of eight.
 _CUDA_ROWS: Final = 17
 _CUDA_MULTIPLE: Final = 8
-#: Weights that are quantised at once: what is made on the way stays small, and most of it in the cache.
+#: The number of weights quantised at once: small enough that the intermediates mostly stay in the cache.
 _BLOCK: Final = 1 << 20
 
 
 def quantize(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Values i8 [R, C] within ±levels and steps f32 [R, 1], such that `x` [R, C] ≈ values · steps.
+    """Return values i8 [R, C] within ±levels and steps f32 [R, 1], such that `x` [R, C] ≈ values · steps.
 
-    A row with a NaN or an infinity has a step that is none either, so that it cannot pass for a number.
+    A row with a NaN or an infinity has a non-finite step, so the result is non-finite too.
     """
     step = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=torch.float32)
     step = step.div_(levels).clamp_min_(torch.finfo(torch.float32).tiny)
@@ -60,7 +64,7 @@ class QuantizedLinear:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[…, in] → […, out], in the dtype of `x`."""
+        """Return […, out] for `x` […, in], in the dtype of `x`."""
         values, step = quantize(x.reshape(-1, x.shape[-1]), _LEVELS[WeightFormat.INT8])
         y = (self._product(values) * step).mul_(self.scale).to(x.dtype)
         if self.bias is not None:
@@ -68,7 +72,7 @@ class QuantizedLinear:
         return y.view(*x.shape[:-1], -1)
 
     def _product(self, values: Tensor) -> Tensor:
-        """i8 [B, in] → i32 [B, out]."""
+        """Return the product i32 [B, out] of i8 [B, in]."""
         rows = values.shape[0]
         if values.is_cuda and rows < _CUDA_ROWS:
             return torch._int_mm(pad(values, (0, 0, 0, _CUDA_ROWS - rows)), self.weight.t())[:rows]
@@ -77,7 +81,9 @@ class QuantizedLinear:
 
 @final
 class QuantizedWeights:
-    """Owns `model`'s parameters, like `TorchWeights`, and has quantised its linear layers where they stand.
+    """The serving and the staged parameters of a model whose linear layers it quantises in place.
+
+    It owns the model's parameters, like `TorchWeights`.
 
     Raises:
         ModelError: there is no linear layer but the head, linear layers share their weights, or CUDA has no product of
@@ -96,7 +102,7 @@ class QuantizedWeights:
         for name, module in linears.items():
             _check_sizes(name, module)
             _replace(module, self._levels)
-        #: The name of a quantised parameter's scale, by its own name.
+        #: The name of each quantised parameter's scale.
         self._scales = {name: f"{name.removesuffix('weight')}scale" for name in linears}
         self._served = dict(model.named_parameters())
         unknown = self._served.keys() - {spec.name for spec in self.layout.parameters} - set(self._scales.values())
@@ -110,13 +116,13 @@ class QuantizedWeights:
         self._spare: dict[str, Tensor] = {}
 
     def staging(self) -> Tensor:
-        """uint8 [layout.num_bytes], not read by the model; allocated when first asked for."""
+        """Return uint8 [layout.num_bytes], which the model does not read; allocated at the first call."""
         if self._staged is None:
             self._staged = torch.empty(self.layout.num_bytes, dtype=torch.uint8, device=self._device)
         return self._staged
 
     def finish_staging(self) -> None:
-        """Quantise what `staging` holds into the set that does not serve."""
+        """Quantise the staged weights into the set that does not serve."""
         if not self._spare:
             self._spare = {name: torch.empty_like(parameter.data) for name, parameter in self._served.items()}
         for name, sent in parameters_in(self.staging(), self.layout):
@@ -137,7 +143,7 @@ class QuantizedWeights:
 
 
 def _linears(model: Any, names: list[str]) -> Iterator[tuple[str, nn.Linear]]:
-    """The parameters in `names` that are a linear layer's weight, and the layer; the head is left out."""
+    """Yield the name and layer of those `names` that are a linear layer's weight, except the head."""
     head = model.get_output_embeddings()
     for name in names:
         owner, _, attribute = name.rpartition(".")
@@ -155,7 +161,7 @@ def _check_sizes(name: str, module: nn.Linear) -> None:
 
 
 def _replace(module: Any, levels: int) -> None:
-    """Give a linear layer whole numbers for weights, and the forward that goes with them."""
+    """Replace a linear layer's weights by integers, and its forward to match."""
     values, step = quantize(module.weight.detach(), levels)
     module.weight = nn.Parameter(values, requires_grad=False)
     module.scale = nn.Parameter(step[:, 0], requires_grad=False)

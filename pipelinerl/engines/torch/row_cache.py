@@ -1,23 +1,23 @@
 """`RowCache`: keys and values of every row, behind the two methods that transformers' models call.
 
-A model calls `update` per layer and gets back what to attend to; `torch_attention` then attends. What a forward does
-with the cache is said beforehand by a plan:
+A model calls `update` per layer and gets back the keys and values to attend to; `attention` then attends. A plan, set
+before each forward, says how the forward uses the cache:
 
-    PrefillPlan   prompts [P, T], padded on the right, from a position on before which their rows have them already;
-                  each one's keys and values go to its rows; attention is causal
+    PrefillPlan   prompts [P, T], padded on the right, which start after a position up to which their rows are filled;
+                  each prompt's keys and values go to its rows; attention is causal
     DecodePlan    rows 0..B-1, one token each, at their own positions; attention sees a row's first position+1 entries;
-                  of rows that are alike the model computes one, and all keep what it makes of its token
+                  of duplicate rows the model computes one, and the result is stored for all of them
 
-Rows in use are the first ones, so what a decode step attends to is a view. Only when a few rows are much longer than
-the others are those few gathered, so that the many do not read as far as the longest.
+Rows in use are the first ones, so a decode step attends to a view. Only if a few rows are much longer than the others
+are those few gathered, so that the others do not read up to the longest length.
 
-`RowBeginnings` knows which tokens the caches of rows begin with, so that a prompt need not be computed again where it
-begins as another did: few-shot examples and system prompts, the questions of an evaluation, answers that go on.
+`RowBeginnings` records the tokens with which each row's cache begins. A prompt that begins like another one reuses its
+cache: few-shot examples and system prompts, the questions of an evaluation, continued answers.
 
-`AlikeRows` knows which rows hold the same tokens, so that a decode step computes the next one once. The answers of a
-group begin alike more often than not, and the more so the surer a policy is. Each row keeps a cache of its own, so that
-nothing is to be done where answers part; only linear layers, most of a step on a processor, see fewer tokens. The
-trainer does the same to a micro-batch (`trainers.torch.packed.shared_beginnings`).
+`AlikeRows` records which rows hold the same tokens, so that a decode step computes their next token once. The answers
+of a group often begin alike, especially under a confident policy. Each row keeps its own cache, so nothing needs to be
+done where answers diverge. Only the linear layers, most of a step on a CPU, see fewer tokens. The trainer does the same
+to a micro-batch (`trainers.torch.packed.shared_beginnings`).
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from torch import Tensor
 from pipelinerl.engines.batching.model_runner import Prefill
 from pipelinerl.engines.options import EngineOptions
 
-#: Attended lengths are rounded up to a multiple of it, so that masks and kernels see few different shapes.
+#: Attended lengths are rounded up to a multiple of this, so that masks and kernels see few different shapes.
 _LENGTH_STEP = 16
-#: No shorter length is attended to: on a CPU the products of a shorter one take another, slower way.
+#: The shortest attended length: on a CPU, shorter products take a slower path.
 _LEAST_LENGTH = 32
-#: Reading a gathered entry costs about as much as reading this many in place: it is read, written, and read again.
+#: The cost of a gathered entry relative to reading one in place: it is read, written, and read again.
 _GATHER_COST = 3
-#: Gathering must save this part of what is read, or it is not worth its calls.
+#: The fraction of reads that gathering must save to be worth its calls.
 _GATHER_GAIN = 0.25
-#: Beginnings are shared by whole steps of so many tokens: shorter ones cost as much to look up and copy as to compute,
-#: and prompts of like beginnings are computed together only where they go on from one position.
+#: Beginnings are shared in multiples of this many tokens. Shorter ones cost as much to look up and copy as to compute,
+#: and prompts can only be computed together if they continue from the same position.
 STEP: Final = 32
 
 _NOTHING: Final = np.zeros(0, dtype=np.int32)
 
-#: Of the rows that decode so many at most may be left for it to be worth its copies.
+#: The largest fraction of decoding rows left after deduplication at which its copies are worthwhile.
 _MOST_LEFT: Final = 7 / 8
-#: Beginnings of rows that are told apart at one time: many more than begin between two steps.
+#: The number of distinguishable new beginnings, far more than begin between two steps.
 _BEGINNINGS: Final = 2**20
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """`rows` take the keys and values of prompts `sources` i64 [R]; `length` T is the padded one.
+    """Plan that stores prompts `sources` i64 [R] in `rows`; `length` T includes padding.
 
-    Tokens come after `start` others, which a prompt reads in a row of its own, `own_rows` i64 [P].
+    The tokens follow `start` earlier ones, which each prompt reads from its row in `own_rows` i64 [P].
     """
 
     rows: slice | Tensor
@@ -72,11 +72,11 @@ class PrefillPlan:
 @final
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """One token for each of B rows, at `positions` i64 [B, 1]; `length` bounds what any of them sees.
+    """One token for each of B rows, at `positions` i64 [B, 1]; no row attends beyond `length`.
 
-    `entries` i64 [B · H] addresses what this step writes, in a layer's cache seen as [rows · H · capacity, D]. Rows in
-    `long_rows` i64 [R] see more than `common_length` entries; the others do not. The model is fed the K rows `first`
-    i64 [K], and `of_row` i64 [B] says which of these each row is; both None: all B are fed.
+    `entries` i64 [B · H] addresses the entries that this step writes, in a layer's cache viewed as [rows · H ·
+    capacity, D]. Rows in `long_rows` i64 [R] attend to more than `common_length` entries; the others do not. The model
+    is fed the K rows `first` i64 [K], and `of_row` i64 [B] maps each row to one of these; both None: all B are fed.
     """
 
     positions: Tensor
@@ -90,25 +90,25 @@ class DecodePlan:
 
     @property
     def gathers_fed(self) -> bool:
-        """Are the caches of the rows that are fed gathered to be attended to, rather than those of all rows read?"""
+        """True if attention gathers the caches of the fed rows, rather than reading those of all rows."""
         few = self.first is not None and _GATHER_COST * len(self.first) <= len(self.positions)
         return few and self.long_rows is None
 
     @property
     def fed_positions(self) -> Tensor:
-        """i64 [K, 1], of the rows that the model is fed."""
+        """The positions i64 [K, 1] of the rows that the model is fed."""
         return self.positions if self.first is None else self.positions.index_select(0, self.first)
 
     def to_rows(self, fed: Tensor) -> Tensor:
-        """[K, …] → [B, …]."""
+        """Expand fed rows [K, …] to all rows [B, …]."""
         return fed if self.of_row is None else fed.index_select(0, self.of_row)
 
     def to_fed(self, rows: Tensor) -> Tensor:
-        """[B, …] → [K, …]."""
+        """Select the fed rows [K, …] of all rows [B, …]."""
         return rows if self.first is None else rows.index_select(0, self.first)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [B, 1, 1, length]: -inf on what comes after a row's position or before its window."""
+        """Return an additive mask [B, 1, 1, length]: -inf after a row's position and before its window."""
         known = self._masks.get(window)
         if known is None:
             seen = torch.arange(self.length, device=self.positions.device)
@@ -134,7 +134,7 @@ class CacheShape:
 
     @classmethod
     def of(cls, config: Any, options: EngineOptions) -> CacheShape:
-        """The cache of a model with the text configuration `config`, for as many sequences as may run at once."""
+        """Return the cache shape of a model with the text configuration `config`, with a row for each slot."""
         return cls(
             layers=config.num_hidden_layers,
             rows=options.slots,
@@ -144,7 +144,7 @@ class CacheShape:
         )
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values together."""
+        """Return the bytes of keys and values together."""
         return 2 * self.layers * self.rows * self.heads * self.context * self.head_dim * dtype.itemsize
 
 
@@ -152,11 +152,11 @@ class CacheShape:
 class RowCache:
     """Keys and values [rows, heads, capacity, head_dim] of each layer.
 
-    The capacity doubles up to the context as sequences grow: entries that lie close together are read faster than the
-    same ones spread over a long context's rows.
+    The capacity doubles up to the context as sequences grow, because compact entries are read faster than entries
+    spread over rows of the full context.
     """
 
-    #: transformers asks; shapes here change from step to step.
+    #: Read by transformers; False because shapes change from step to step.
     is_compileable = False
 
     def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -169,7 +169,7 @@ class RowCache:
         self.plan: PrefillPlan | DecodePlan
 
     def plan_prefill(self, rows: Sequence[Sequence[int]], start: int, length: int) -> PrefillPlan:
-        """The next forward runs `length` tokens of prompts from position `start` on; of each, its `rows` keep them."""
+        """Plan a forward of `length` tokens of prompts from position `start` on; each is stored in its `rows`."""
         self._reserve(start + length)
         pairs = sorted((row, source) for source, of in enumerate(rows) for row in of)
         ordered = [row for row, _ in pairs]
@@ -187,7 +187,7 @@ class RowCache:
         return self.plan
 
     def plan_decode(self, positions: NDArray[np.int64], alike: DuplicateRows | None = None) -> DecodePlan:
-        """The next forward feeds rows 0..B-1 at `positions` [B], one of those that are `alike`."""
+        """Plan a forward of rows 0..B-1 at `positions` [B], which computes each set of `alike` rows once."""
         device = self._row_heads.device
         rounded = (int(positions.max()) // _LENGTH_STEP + 1) * _LENGTH_STEP
         length = min(self._shape.context, max(_LEAST_LENGTH, rounded))
@@ -208,7 +208,7 @@ class RowCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values [.., H, T, D] as planned; returns those to attend to, of all rows."""
+        """Store a layer's new keys and values [.., H, T, D] as planned; return those to attend to, of all rows."""
         keys, values, plan = self._keys[layer_idx], self._values[layer_idx], self.plan
         if isinstance(plan, PrefillPlan):
             end = plan.start + plan.length
@@ -223,11 +223,11 @@ class RowCache:
         return keys[:batch, :, : plan.length], values[:batch, :, : plan.length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """transformers asks for a default position; positions are always given here."""
+        """Return 0; transformers only uses it for default positions, and positions are always given here."""
         return 0
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Rows `targets` become the first `length` entries of rows `sources`, pairwise."""
+        """Copy the first `length` entries of rows `sources` to rows `targets`, pairwise."""
         device = self._row_heads.device
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
         for tensor in (*self._keys, *self._values):
@@ -244,11 +244,11 @@ class RowCache:
             for layer, tensor in enumerate(tensors):
                 grown = tensor.new_zeros((*tensor.shape[:2], self._capacity, tensor.shape[3]))
                 grown[:, :, :old] = tensor
-                tensors[layer] = grown  # one layer at a time: the old one is freed before the next is grown
+                tensors[layer] = grown  # layer by layer: the old tensor is freed before the next grows
 
 
 def _split(positions: NDArray[np.int64], length: int) -> tuple[int, NDArray[np.int64] | None]:
-    """The length that most rows should read, and the rows to gather since they need more; (length, None): no split."""
+    """Return the length that most rows read and the rows to gather beyond it, or (length, None) for no split."""
     if length <= _LEAST_LENGTH:
         return length, None
     candidates = np.arange(_LEAST_LENGTH, length, _LENGTH_STEP)
@@ -261,7 +261,7 @@ def _split(positions: NDArray[np.int64], length: int) -> tuple[int, NDArray[np.i
 
 
 class Continued(NamedTuple):
-    """Prompts that go on after their first `start` tokens, which `sources` have, a row for each; unused at 0."""
+    """Prompts that continue after `start` tokens, copied from one row of `sources` each; `sources` is unused at 0."""
 
     start: int
     prefills: list[Prefill]
@@ -270,34 +270,34 @@ class Continued(NamedTuple):
 
 @final
 class RowBeginnings:
-    """Of each row the tokens that its cache begins with.
+    """The tokens with which each row's cache begins.
 
-    Only what the weights that serve have computed counts; whoever swaps them forgets all.
+    Only entries computed by the serving weights count, so `forget` must be called at a swap.
     """
 
     def __init__(self, rows: int) -> None:
         self._of: list[NDArray[np.int32]] = [_NOTHING] * rows
 
     def forget(self) -> None:
-        """Other weights serve."""
+        """Forget all beginnings, because other weights serve."""
         self._of = [_NOTHING] * len(self._of)
 
     def note(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """The cache of these `rows` has been computed for `tokens`."""
+        """Record that the cache of `rows` has been computed for `tokens`."""
         beginning = np.asarray(tokens, dtype=np.int32)
         for row in rows:
             self._of[row] = beginning
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Rows `targets` have become the first `length` entries of rows `sources`, pairwise."""
+        """Record that the first `length` entries of rows `sources` were copied to rows `targets`, pairwise."""
         for target, beginning in zip(targets, [self._of[source][:length] for source in sources], strict=True):
             self._of[target] = beginning
 
     def next_of(self, waiting: list[Prefill]) -> Continued:
-        """Take from `waiting`, which is not empty, those to compute next, all after the same beginning.
+        """Remove from `waiting`, which is not empty, the prompts to compute next, all after the same number of tokens.
 
-        Those with the longest beginnings go first, before what they share is overwritten. Of several that would share
-        what none of them finds yet one goes ahead.
+        Prompts with the longest cached beginnings go first, before that cache is overwritten. If several prompts share
+        a beginning that is not yet cached, only one of them is returned, so that the others can reuse its cache.
         """
         tokens = [np.asarray(prefill.token_ids, dtype=np.int32) for prefill in waiting]
         found = [self._longest(each) for each in tokens]
@@ -311,7 +311,9 @@ class RowBeginnings:
         return chosen
 
     def _longest(self, tokens: NDArray[np.int32]) -> tuple[int, int]:
-        """(a row, how many of its tokens `tokens` begin with, in whole steps and short of the last)."""
+        """Return the row with the longest shared beginning and its length, in whole steps and without the last
+        token.
+        """
         most = (0, 0)
         seen: set[int] = set()
         for row, beginning in enumerate(self._of):
@@ -322,7 +324,7 @@ class RowBeginnings:
 
 
 def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens both begin with, in whole steps, and at least one is left of `other`."""
+    """Return the number of tokens that both begin with, in whole steps, leaving at least one of `other`."""
     shorter = min(len(one), len(other) - 1)
     if shorter < STEP:
         return 0
@@ -331,7 +333,7 @@ def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 
 
 class DuplicateRows(NamedTuple):
-    """B rows that stand for K different ones: `first` i64 [K] are these, `of_row` i64 [B] which of them each row is."""
+    """Map of B rows to K distinct ones: `first` i64 [K] are these rows, `of_row` i64 [B] each row's index in it."""
 
     first: NDArray[np.int64]
     of_row: NDArray[np.int64]
@@ -339,9 +341,9 @@ class DuplicateRows(NamedTuple):
 
 @final
 class AlikeRows:
-    """Of each row, which others hold what it holds.
+    """Tracker of rows that hold the same tokens.
 
-    A lineage is the number of the first row that has it, or, before its first step, one beyond all rows.
+    A lineage is the number of the first row that has it, or, before its first step, a number beyond all rows.
     """
 
     def __init__(self, rows: int) -> None:
@@ -349,16 +351,16 @@ class AlikeRows:
         self._begun = 0
 
     def begin(self, rows: Sequence[int]) -> None:
-        """These rows hold the same, and what no other row is known to hold."""
+        """Mark these rows as equal to one another, and different from all others."""
         self._lineage[list(rows)] = len(self._lineage) + self._begun
         self._begun = (self._begun + 1) % _BEGINNINGS
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Rows `targets` become rows `sources`, pairwise."""
+        """Move rows `sources` to rows `targets`, pairwise."""
         self._lineage[list(targets)] = self._lineage[list(sources)]
 
     def step(self, feeds: NDArray[Any], positions: NDArray[Any]) -> DuplicateRows | None:
-        """Rows 0..B-1 are fed the tokens `feeds` [B] at `positions` [B]; None where too few of them are alike."""
+        """Record that rows 0..B-1 are fed `feeds` [B] at `positions` [B]; return the duplicates, or None if too few."""
         count = len(feeds)
         order = np.lexsort((positions, feeds, self._lineage[:count]))
         columns = np.stack((self._lineage[:count], feeds, positions))[:, order]

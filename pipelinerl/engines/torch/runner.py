@@ -1,7 +1,7 @@
 """`TorchRunner`: a `ModelRunner` for any Hugging Face causal language model, on CPU or CUDA.
 
-The model's forward is that of `engines.torch.forward`, attention and cache are ours. What a row feeds and how it
-samples stands in a `RowTable` on the host; on the CPU the model reads it in place.
+The model's forward comes from `engines.torch.forward`; attention and cache are this project's. Each row's next token
+and sampling parameters are in a `RowTable` on the host; on the CPU the model reads it in place.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class TorchRunner:
     """A model with its cache and sampler.
 
     Args:
-        model: from `load_model`; its parameters belong to the runner from here on.
-        options: say how many rows there are, how long each is, and how linear layers are kept.
+        model: from `load_for_decoding`; its parameters belong to the runner from now on.
+        options: the number of rows, their length, and the storage format of linear layers.
         prefill_tokens: most padded tokens of one prefill forward; a longer prompt runs alone.
     """
 
@@ -68,25 +68,25 @@ class TorchRunner:
         self._rows = RowTable(options.slots)
         self.top_logprobs = _NO_TOP
         self._beginnings = RowBeginnings(options.slots)
-        # An accelerator reads its weights as long for one row as for all.
+        # Only on CPU: an accelerator takes as long to read its weights for one row as for all.
         self._alike = AlikeRows(options.slots) if self._device.type == "cpu" else None
 
     @property
     def layout(self) -> WeightLayout:
-        """The parameters in the order in which their bytes lie in `staging`."""
+        """The parameters in the order of their bytes in `staging`."""
         return self._weights.layout
 
     @property
     def cache_bytes(self) -> int:
-        """Size of the cache of all rows at their full length."""
+        """The size of the cache of all rows at their full length."""
         return self._cache_bytes
 
     # --- rows ----------------------------------------------------------------------------------------------------
 
     def place(self, states: Sequence[RowState]) -> None:
-        """Set what the named rows feed next and how they sample."""
+        """Set the next token and the sampling parameters of the named rows."""
         self._rows.place(states)
-        self._begin([state.row for state in states if state.position == 0])  # of these nothing was prefilled
+        self._begin([state.row for state in states if state.position == 0])  # nothing of them was prefilled
 
     @torch.inference_mode()
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -99,7 +99,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
-        """Give each of `rows` the first `num_tokens` of the cache of row `source`."""
+        """Copy the first `num_tokens` of the cache of row `source` to each of `rows`."""
         sources = [source] * len(rows)
         self._cache.copy(sources, rows, num_tokens)
         self._beginnings.copy(sources, rows, num_tokens)
@@ -109,8 +109,8 @@ class TorchRunner:
 
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
-        """Fill the cache of the named rows: prompts of like length together, each from where no row has it yet."""
-        if self.route_log is not None and self.route_log.is_on:  # of every token, so every token is computed
+        """Fill the cache of the named rows, batching prompts of similar length after their cached beginnings."""
+        if self.route_log is not None and self.route_log.is_on:  # needs every token: no cache reuse
             self._prefill_told(prefills, self.route_log)
             return
         waiting = list(prefills)
@@ -125,7 +125,7 @@ class TorchRunner:
                 self._fill(batch, after.start)
 
     def _prefill_told(self, prefills: Sequence[Prefill], log: torch_routers.TorchRouteLog) -> None:
-        """As `prefill`, and what the log says of each prompt."""
+        """Prefill without reusing the cache, and log the routing of each prompt."""
         routed: dict[int, Experts] = {}
         for batch in _batches(prefills, self._prefill_tokens):
             length = self._fill(batch)
@@ -134,7 +134,7 @@ class TorchRunner:
         log.prefilled = [routed[id(each)] for each in prefills]
 
     def _fill(self, batch: Sequence[Prefill], start: int = 0) -> int:
-        """Compute the prompts together, from position `start`; returns how many tokens of each, padding included."""
+        """Compute the prompts together from position `start`; return the number of tokens of each, with padding."""
         length = max(len(prefill.token_ids) for prefill in batch) - start
         token_ids = np.zeros((len(batch), length), dtype=np.int64)
         for index, prefill in enumerate(batch):
@@ -147,10 +147,10 @@ class TorchRunner:
         return length
 
     def warm_up(self) -> None:
-        """Run each kind of forward once, so that a model that does not fit fails when it is loaded, not when it serves.
+        """Run each kind of forward once, so that an unsupported model fails at load time and not in service.
 
         Raises:
-            ModelError: the architecture asks for something that attention or cache do not have.
+            ModelError: the architecture needs a feature that the attention or the cache does not support.
         """
         self.prefill([Prefill([0, 0], [0])])
         self.place([RowState(0, 0, 2, 0, temperature=1.0, top_p=1.0, top_k=0)])
@@ -158,7 +158,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        """One step of rows 0..num_rows-1."""
+        """Run one step of rows 0..num_rows-1."""
         rows, used = self._rows, slice(0, num_rows)
         feeds, positions = rows.feeds[used], rows.positions[used]
         alike = None if self._alike is None else self._alike.step(feeds, positions)
@@ -187,7 +187,7 @@ class TorchRunner:
         return sampled.tolist(), logprobs.tolist()
 
     def _begin(self, rows: Sequence[int]) -> None:
-        """These rows hold one beginning."""
+        """Record that these rows hold the same tokens."""
         if self._alike is not None:
             self._alike.begin(rows)
 
@@ -197,11 +197,11 @@ class TorchRunner:
     # --- weights -------------------------------------------------------------------------------------------------
 
     def staging(self) -> Tensor:
-        """The buffer for the next weights: uint8 [layout.num_bytes], on the model's device."""
+        """Return the buffer for the next weights: uint8 [layout.num_bytes], on the model's device."""
         return self._weights.staging()
 
     def finish_staging(self) -> None:
-        """Quantise what is staged, where weights are served quantised."""
+        """Quantise the staged weights, if weights are served quantised."""
         self._weights.finish_staging()
 
     def swap(self) -> None:
@@ -211,7 +211,7 @@ class TorchRunner:
 
 
 def _batches(prefills: Sequence[Prefill], limit: int, start: int = 0) -> Iterator[list[Prefill]]:
-    """Prefills of like length together, of at most `limit` padded tokens after position `start` each."""
+    """Yield batches of prefills of similar length, each of at most `limit` padded tokens after position `start`."""
     batch: list[Prefill] = []
     for prefill in sorted(prefills, key=lambda each: len(each.token_ids)):
         if batch and (len(prefill.token_ids) - start) * (len(batch) + 1) > limit:

@@ -1,9 +1,10 @@
-"""Sampling a batch of logits in torch: temperature, top-k, top-p, inverse-CDF, and the log-probs of what was sampled.
+"""Sampling of a batch of logits in torch: temperature, top-k, top-p, inverse CDF, and the log-probs of sampled tokens.
 
-Promises: a row's token is a function of its logits, parameters and noise alone; its log-prob is fp32 and that of the
-distribution sampled from. Rows that keep every token pay nothing for the others. A row whose logits hold NaN or +inf,
-or nothing above -inf, has no distribution: its log-prob is NaN and its token is any of the vocabulary; the other rows
-are not touched by it.
+A row's token depends only on its logits, parameters and noise. Its log-prob is fp32 and that of the distribution
+sampled from. Rows that keep every token cost nothing extra if others truncate.
+
+A row whose logits hold NaN or +inf, or nothing above -inf, has no distribution: its log-prob is NaN and its token is
+any of the vocabulary; the other rows are unaffected.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from torch import Tensor
 
 from pipelinerl.engines.batching.logit_changes import LogitChanges
 
-#: Width of the blocks in which the cumulative distribution of a large vocabulary is built: the block is found first.
+#: Width of the blocks of the cumulative distribution; the search finds the block first, then the token in it.
 _BLOCK = 1024
 
 
 class Sample(NamedTuple):
-    """Token ids i64 [B] and log-probs f32 [B]; where wanted, the likeliest ids i64 [B, K] and theirs f32 [B, K]."""
+    """Token ids i64 [B] and log-probs f32 [B]; optionally the likeliest ids i64 [B, K] and their log-probs f32 [B,
+    K].
+    """
 
     token_ids: Tensor
     logprobs: Tensor
@@ -40,17 +43,17 @@ def sample(
 ) -> Sample:
     """Sample a token of each row.
 
-    Temperature first, then the `top_k` likeliest and those of at least `min_p` of the likeliest one's probability, then
-    of these, renormalised, the fewest that reach `top_p`.
+    Temperature applies first. Then only the `top_k` likeliest tokens and those of at least `min_p` times the highest
+    probability are kept. Of these, renormalised, the fewest that reach `top_p` are kept.
 
     Args:
         logits: [B, V], any float dtype.
         temperature: f32 [B], 0 is greedy, which reports the whole distribution at temperature 1.
         top_k: i64 [B], 0 keeps every token. top_p: f32 [B], 1 keeps every token.
         noise: f64 [B] in [0, 1).
-        min_p: f32 [B], 0 keeps every token; None where it does so in every row. All lie on the CPU or on the device of
-            the logits.
-        most_top: how many of the likeliest tokens are reported.
+        min_p: f32 [B], 0 keeps every token; None if it does so in every row. All of these are on the CPU or on the
+            device of the logits.
+        most_top: the number of likeliest tokens to report.
     """
     greedy = temperature == 0
     any_greedy = bool(greedy.any())
@@ -72,7 +75,7 @@ def sample(
             top_p[rows].to(logits.device),
             None if min_p is None else min_p[rows].to(logits.device),
         )
-    # In a row without a distribution the search finds nothing and ends beyond the last token.
+    # In a row without a distribution the search ends beyond the last token.
     token_ids = _inverse_cdf(logprobs, noise.to(logits.device)).clamp_max_(logprobs.shape[1] - 1)
     if any_greedy:
         token_ids = torch.where(greedy.to(logits.device), logprobs.argmax(dim=-1), token_ids)
@@ -84,13 +87,13 @@ def sample(
 
 
 def add_to_logits(logits: Tensor, changes: LogitChanges) -> Tensor:
-    """Logits f32 [B, V] with what the rows add to them."""
+    """Return logits f32 [B, V] with the changes of the rows."""
     rows, token_ids, values = (torch.from_numpy(part).to(logits.device) for part in changes.of(len(logits)))
     return logits.float().index_put((rows, token_ids), values, accumulate=True)
 
 
 def _truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Tensor:
-    """Log-probs [R, V] of what top-k, min-p and top-p keep, renormalised, else -inf; ties go to the lower id."""
+    """Return log-probs [R, V] after top-k, min-p and top-p, renormalised, -inf if dropped; ties go to the lower id."""
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logprobs.shape[1], device=logprobs.device)
     kept = (rank < top_k[:, None]) | (top_k == 0)[:, None]
@@ -98,7 +101,7 @@ def _truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | No
         kept &= ordered >= ordered[:, :1] + min_p.log()[:, None]
     mass = torch.where(kept, ordered.double().exp(), 0.0)
     before = mass.cumsum(dim=-1) - mass
-    # A top-p of 1 keeps all, also where rounding lets the mass before the last tokens reach 1.
+    # A top-p of 1 keeps all tokens, even if rounding lets the mass before the last tokens reach 1.
     kept &= (before < top_p.double()[:, None] * mass.sum(dim=-1, keepdim=True)) | (top_p >= 1)[:, None]
     ordered = ordered.masked_fill(~kept, -torch.inf)
     ordered = ordered - ordered.logsumexp(dim=-1, keepdim=True)
@@ -106,9 +109,9 @@ def _truncate(logprobs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | No
 
 
 def _inverse_cdf(logprobs: Tensor, noise: Tensor) -> Tensor:
-    """For each row the first token whose cumulative probability exceeds `noise` times the total. Sums are fp64.
+    """Return each row's first token whose cumulative probability exceeds `noise` times the total. Sums are fp64.
 
-    It may lie beyond the last token where the total is NaN.
+    It may be beyond the last token if the total is NaN.
     """
     probs = logprobs.exp()
     batch, vocab = probs.shape
@@ -121,6 +124,6 @@ def _inverse_cdf(logprobs: Tensor, noise: Tensor) -> Tensor:
     block = torch.searchsorted(ends, target, right=True).clamp_max_(ends.shape[1] - 1)
     rest = target - torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
     inner = probs.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].cumsum(dim=-1, dtype=torch.float64)
-    # The two sums may round apart at a block's end: stay within the tokens that have a probability.
+    # The two sums may round differently at a block's end: stay within the tokens of non-zero probability.
     within = torch.searchsorted(inner, torch.minimum(rest, inner[:, -1:].nextafter(inner.new_zeros(1))), right=True)
     return (block * _BLOCK + within)[:, 0]

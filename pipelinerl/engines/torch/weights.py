@@ -1,7 +1,7 @@
-"""`TorchWeights`: a model's parameters as views of one flat byte buffer, with a second one for the next version.
+"""`TorchWeights`: a model's parameters as views of one flat byte buffer, with a second buffer for the next version.
 
-Promises: `staging` has exactly the bytes of the layout, back to back; `swap` re-points every parameter and copies
-nothing, so its cost depends on their number and not on their size; there are never more than two copies.
+`staging` has exactly the bytes of the layout, back to back. `swap` re-points every parameter and copies nothing, so its
+cost depends on their number and not on their size. There are never more than two copies of the weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from inference_contract.weights import DType, ParameterSpec, WeightLayout
 
 
 def layout_of(model: nn.Module) -> WeightLayout:
-    """The model's parameters; tied ones once, under their first name: what a trainer sends."""
+    """Return the layout of the model's parameters, with tied ones once, under their first name, as trainers send
+    them.
+    """
     return WeightLayout(
         parameters=tuple(
             ParameterSpec(name=name, shape=tuple(p.shape), dtype=DType(str(p.dtype).removeprefix("torch.")))
@@ -26,11 +28,11 @@ def layout_of(model: nn.Module) -> WeightLayout:
 
 
 def parameters_in(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
-    """The parameters whose bytes lie back to back in `buffer` u8 [layout.num_bytes], by name, in order: views of it."""
+    """Yield the names and views of the parameters that lie back to back in `buffer` u8 [layout.num_bytes]."""
     offset = 0
     for spec in layout.parameters:
         part = buffer[offset : offset + spec.num_bytes]
-        # Only a layout of mixed dtypes can leave a parameter off its element's boundary: that one is copied.
+        # A layout of mixed dtypes may leave a parameter misaligned; a misaligned parameter is copied.
         part = part if offset % spec.dtype.itemsize == 0 else part.clone()
         dtype: torch.dtype = getattr(torch, spec.dtype.value)
         yield spec.name, part.view(dtype).view(spec.shape)
@@ -39,7 +41,7 @@ def parameters_in(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[str, T
 
 @final
 class TorchWeights:
-    """Owns the memory of `model`'s parameters from its construction on."""
+    """The serving and the staged parameters of `model`, whose memory it owns from construction on."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layout = layout_of(model)
@@ -56,16 +58,16 @@ class TorchWeights:
         self._point_at(self._current)
 
     def staging(self) -> Tensor:
-        """uint8 [layout.num_bytes], not read by the model; allocated when first asked for."""
+        """Return uint8 [layout.num_bytes], which the model does not read; allocated at the first call."""
         if self._staged is None:
             self._staged = self._buffer()
         return self._staged
 
     def finish_staging(self) -> None:
-        """Nothing to do: the bytes are served as they came."""
+        """Do nothing: the bytes are served as they arrived."""
 
     def swap(self) -> None:
-        """Make `staging` current; what was current becomes `staging`."""
+        """Make `staging` current; the previous weights become `staging`."""
         staged = self.staging()
         self._point_at(staged)
         self._current, self._staged = staged, self._current

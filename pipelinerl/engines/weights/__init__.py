@@ -1,1 +1,1 @@
-"""An engine's side of a weight update, whatever computes with the weights afterwards."""
+"""The engine's side of a weight update, for any engine."""

@@ -1,10 +1,10 @@
-"""`AnnouncedUpdates`: an engine's end of the announcements: it reads them, takes each version, and says that it has.
+"""`AnnouncedUpdates`: follows the trainer's announcements of new weights, pulls each version, and reports the result.
 
     trainer ── `announcements`: PREPARE, once for all ──▶ engine: PREPARE, pull, COMMIT ── `taken` ──▶ trainer
 
-Promises: what an announced version does to the engine is what the same two requests would do, by the contract's own
-verbs; of several announcements that have come meanwhile the newest alone is taken; what cannot be read is passed over.
-Who follows says so in `taken` as it begins, and with each answer.
+An announced version runs through the same two requests, PREPARE and COMMIT, that a trainer could send to the engine. If
+several announcements have arrived, only the newest is taken. Unreadable ones are skipped. The follower reports in
+`taken` when it starts, and after each version.
 
 | waits for | unblocked by |
 |---|---|
@@ -33,16 +33,16 @@ _BLOCK_S: Final = 10.0
 
 
 class TakesUpdates(Protocol):
-    """What is needed of an `Engine`."""
+    """The part of an `Engine` that updates need."""
 
     async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        """One phase of an update; raises `ContractError` and nothing else."""
+        """Run one phase of an update; raises only `ContractError`."""
         ...
 
 
 @final
 class AnnouncedUpdates:
-    """Of the engine that others reach at the base URL `url`."""
+    """Follower of announcements for the engine at the base URL `url`."""
 
     def __init__(self, engine: TakesUpdates, stream: Stream, *, url: str) -> None:
         self._engine = engine
@@ -50,7 +50,7 @@ class AnnouncedUpdates:
         self._url = url
 
     async def run(self) -> None:
-        """Follow until cancelled.
+        """Follow announcements until cancelled.
 
         Raises:
             AddressError: the stream server cannot be reached.
@@ -65,7 +65,7 @@ class AnnouncedUpdates:
                     await self._say(await self._taken(prepare))
 
     def _newest(self, entries: list[Entry]) -> WeightUpdateRequest | None:
-        """The last of them that can be read, if this engine is not left out."""
+        """Return the PREPARE of the last readable announcement, unless it excludes this engine."""
         for entry in reversed(entries):
             try:
                 announced = decode_announcement(entry.payload)
@@ -99,7 +99,7 @@ class AnnouncedUpdates:
         )
 
     def _turned(self, prepare: WeightUpdateRequest) -> WeightUpdateRequest:
-        """Each engine asks another replica first, so that they are spread over them."""
+        """Rotate the order of replicas by engine, which spreads the engines over the replicas."""
         turn = rng.key(0, self._url)
 
         def turned(urls: tuple[str, ...]) -> tuple[str, ...]:

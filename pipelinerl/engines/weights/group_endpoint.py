@@ -1,6 +1,6 @@
-"""`EndpointFactory`: how an engine joins a weight group, in its own process unless it brings another way.
+"""`EndpointFactory`: joins weight groups for an engine, by default in the engine's own process.
 
-`worker_endpoint` is the other way: the model is in other processes, and the endpoint is where the device is.
+`worker_endpoint` is the alternative for models in other processes: the endpoint is then in the process with the device.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from inference_contract.weights import Backend, InitProcessGroupRequest
 
 
 class GroupEndpoint(Protocol):
-    """A rank's place in a group that has formed; `pipelinerl.weights.broadcast.collective.Collective` is one.
+    """A rank's endpoint in a group that has formed, such as `pipelinerl.weights.broadcast.collective.Collective`.
 
-    Used by one thread at a time; `close` may come from another.
+    One thread at a time uses it; `close` may be called from another.
     """
 
     def expect(self, key: str, *, deadline: float) -> str:
-        """What rank 0 announces as `key`, until `deadline` (monotonic seconds).
+        """Return the text that rank 0 announces as `key`, until `deadline` (monotonic seconds).
 
         Raises:
             DeadlineError, UpdateError: as `Collective.expect`.
@@ -30,7 +30,7 @@ class GroupEndpoint(Protocol):
         """Receive into `tensor`, a flat part of the engine's staging buffer, until `deadline` (monotonic seconds).
 
         Raises:
-            DeadlineError, UpdateError: as `Collective.broadcast`; this rank has left the group then.
+            DeadlineError, UpdateError: as `Collective.broadcast`; this rank has then left the group.
         """
         ...
 
@@ -40,22 +40,22 @@ class GroupEndpoint(Protocol):
 
 
 class EndpointFactory(Protocol):
-    """Makes an engine's endpoints, where its staged weights can be reached."""
+    """Factory of an engine's endpoints, in a process that can reach its staged weights."""
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """Returns whether groups of `backend` can bring bytes into `staging`."""
+        """True if groups of `backend` can deliver bytes into `staging`."""
         ...
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """Flat uint8 [num_bytes] beside `staging`, for bytes that are no weights of the model's yet.
+        """Return a flat uint8 [num_bytes] buffer next to `staging`, for bytes that need conversion.
 
         Raises:
-            InvalidRequest: there is no room for so many.
+            InvalidRequest: there is not enough memory.
         """
         ...
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
-        """Take the endpoint; blocks until every rank has come.
+        """Join a group; blocks until every rank has joined.
 
         Raises:
             DeadlineError, UpdateError: as `Collective.join`.
@@ -65,14 +65,14 @@ class EndpointFactory(Protocol):
 
 @final
 class _InProcess:
-    """The endpoint is in the engine's process, and bytes go straight into its staging buffer."""
+    """Factory of endpoints in the engine's process, which receive straight into its staging buffer."""
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """Returns whether `staging` lies where the backend carries bytes to: NCCL goes from GPU to GPU."""
+        """True if the backend can deliver into `staging`: NCCL goes from GPU to GPU."""
         return backend is not Backend.NCCL or str(getattr(staging, "device", "cpu")).startswith("cuda")
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """A fresh array of the same kind, on the same device."""
+        """Return a new array of the same kind, on the same device."""
         if isinstance(staging, np.ndarray):
             return np.empty(num_bytes, np.uint8)
         return staging.new_empty(num_bytes)
@@ -86,8 +86,8 @@ IN_PROCESS: Final[EndpointFactory] = _InProcess()
 
 
 def joined(request: InitProcessGroupRequest) -> Any:
-    """The `Collective` of this process, once every rank has come."""
-    # Torch is needed here and not before: an engine without it serves until somebody wants to update it.
+    """Return this process's `Collective` once every rank has joined."""
+    # Imported late, because an engine without torch can serve until its first update.
     from pipelinerl.weights.broadcast.collective import Collective
 
     return Collective.join(

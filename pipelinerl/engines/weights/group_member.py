@@ -1,8 +1,8 @@
 """`GroupMember`: an engine's endpoint in the weight group, as a sequence of memberships ordered by generation.
 
-Promises: at most one membership is usable; joining happens on threads, never on the event loop; a membership takes the
-place of the one before when it has formed, so that a join that fails changes nothing; one that failed or was left is
-never used again (its prefix in the store is spent), so the way on is a higher generation.
+At most one membership is usable. Joins run on threads, never on the event loop. A membership replaces the previous one
+only when it has formed, so a failed join changes nothing. A generation that failed or was left is never used again,
+because its prefix in the store is used up; the remedy is a higher generation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipelinerl.engines.weights.group_endpoint import EndpointFactory, GroupEndp
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.system.background import in_background_soon, settled, tell
 
-#: Joins that may wait for their peers at once: each has a thread.
+#: The most joins that may wait for their peers at once; each has a thread.
 _MOST_JOINING: Final = 16
 
 
@@ -44,12 +44,12 @@ class _Membership:
         return self.joining.done() and self.joining.exception() is None
 
     def leave(self) -> None:
-        """A join cannot be interrupted: one that was given up meanwhile is closed when it turns up."""
+        """Leave the membership. A join cannot be interrupted, so an unfinished one is closed when it has formed."""
         self.usable = False
         self.close_if_left()
 
     def leave_soon(self) -> None:
-        """`leave`, of which the event loop does not wait for the end: gloo's threads take 10 ms to end."""
+        """Leave on another thread, because gloo's threads take 10 ms to end and would block the event loop."""
         self.usable = False
         in_background_soon(f"leave-{self.request.generation}", self.close_if_left)
 
@@ -60,7 +60,10 @@ class _Membership:
 
 @final
 class GroupMember:
-    """Used from one event loop. `on_replaced` is called before a membership that another replaces is left."""
+    """The engine's current membership, used from one event loop.
+
+    `on_replaced` is called before a replaced membership is left.
+    """
 
     def __init__(self, endpoints: EndpointFactory, *, on_replaced: Callable[[], None] = lambda: None) -> None:
         self._endpoints = endpoints
@@ -70,19 +73,19 @@ class GroupMember:
         self._spent: deque[int] = deque(maxlen=_MOST_JOINING)
 
     def would_begin(self, request: InitProcessGroupRequest) -> bool:
-        """Returns whether `request` begins a new membership."""
+        """Return whether `request` begins a new membership."""
         self._promote()
         begun = {*self._joining, *([] if self._membership is None else [self._membership.request.generation])}
         return request.generation not in self._spent and request.generation > max(begun, default=-1)
 
     async def join(self, request: InitProcessGroupRequest, *, epoch: int = 0) -> ProcessGroupStatus:
-        """Join, or wait for the join that the same request has begun; `epoch` is the latest that the engine knows of.
+        """Join, or wait for the join that the same request has begun; `epoch` is the latest known to the engine.
 
         Raises:
             StaleGeneration: a later membership has formed, or this one has failed or was left.
-            InvalidRequest: the generation is further above the one joined than any trainer's.
+            InvalidRequest: the generation is implausibly far above the one joined.
             Overloaded: too many joins wait for their peers.
-            DeadlineExceeded, PeerLost: another rank did not come, or broke off.
+            DeadlineExceeded, PeerLost: another rank did not join, or broke off.
         """
         self._promote()
         known, generation = self._membership, request.generation
@@ -121,7 +124,7 @@ class GroupMember:
         return made
 
     def _promote(self) -> None:
-        """Of the joins that have ended: the one with the highest generation is the membership from now on."""
+        """Make the join with the highest generation, of those that have ended, the current membership."""
         ended = [joining for joining in self._joining.values() if joining.joining.done()]
         for candidate in sorted(ended, key=lambda one: one.request.generation):
             generation, before = candidate.request.generation, self._membership
@@ -172,12 +175,12 @@ class GroupMember:
             )
 
     def endpoint(self) -> tuple[GroupEndpoint, Callable[[], None]]:
-        """The endpoint that is joined, and what leaves that membership for good; `check` must have passed."""
+        """Return the joined endpoint, and the function that leaves it for good; `check` must have passed."""
         assert self._membership is not None
         return self._membership.joining.result(), self._membership.leave
 
     def leave(self) -> None:
-        """Leave the membership for good, and those that are being joined; without one, nothing happens."""
+        """Leave the membership and all joins for good, if there are any."""
         self._promote()
         for membership in (self._membership, *self._joining.values()):
             if membership is not None:
@@ -185,7 +188,7 @@ class GroupMember:
 
 
 def _ended(membership: _Membership, loop: asyncio.AbstractEventLoop, promote: Callable[[], None], _: object) -> None:
-    """On the joining thread; whether anybody still waits for the join or not."""
+    """Finish a join on its thread, whether or not a caller still waits for it."""
     membership.close_if_left()
     tell(loop, promote)
 
@@ -201,7 +204,7 @@ def _status(request: InitProcessGroupRequest) -> ProcessGroupStatus:
 
 
 def as_contract(error: BaseException) -> ContractError:
-    """What a thread ended with, as an answer."""
+    """Convert the exception of a thread to a contract error."""
     if isinstance(error, ContractError):
         return error
     if isinstance(error, DeadlineError):

@@ -1,8 +1,8 @@
-"""`IncomingUpdate`: the bytes of one update on their way into a buffer of an engine's, broadcast to it or pulled by it.
+"""`IncomingUpdate`: the transfer of one update into an engine's buffer, broadcast to it or pulled by it.
 
-They come on a thread of their own, are hashed as they come, and end whatever the other side does: a pull by the
-deadline of its PREPARE, a broadcast once no piece has come for as long. `give_up` ends them earlier: a pull within
-moments, a broadcast as soon as rank 0 sends or leaves. The buffer is free for the next update once `received` is done.
+The bytes are received and hashed on a separate thread, which always ends: a pull by the deadline of its PREPARE, a
+broadcast after the same time without a piece. `give_up` ends the transfer earlier: a pull within moments, a broadcast
+as soon as rank 0 sends or leaves. The buffer is free for the next update once `received` is done.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipelinerl.weights.pull import PullOrder, PullSource, Shard
 
 @dataclass(frozen=True, slots=True)
 class WeightSink:
-    """Where the bytes of an update arrive, what they are, and what is called once all of them have come."""
+    """The layout and the buffer of incoming weights, and the function to call when all bytes have arrived."""
 
     layout: WeightLayout
     buffer: Any
@@ -36,7 +36,7 @@ class WeightSink:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What came: the digest of all bytes, and the seconds that they took."""
+    """The digest of all received bytes, and the duration of the transfer."""
 
     digest: str
     seconds: float
@@ -44,7 +44,7 @@ class Received:
 
 @dataclass(slots=True)
 class _ByteCount:
-    """How much has come, and when the last of it did; written by the receiving thread."""
+    """The number of bytes received, and the time of the last piece; written by the receiving thread."""
 
     all_bytes: int
     num_bytes: int = 0
@@ -60,10 +60,11 @@ class IncomingUpdate:
     """One update that is being received.
 
     Attributes:
-        request: the PREPARE that asked for it.
-        sender: who sends, and `unblock` what ends a wait for them, as errors name them.
+        request: the PREPARE that requested it.
+        sender: the sender, for error messages.
+        unblock: the event that ends a wait for the sender, for error messages.
         received: the outcome.
-        give_up: end it as soon as can be; called when nobody wants it any more, and after a failure.
+        give_up: ends the transfer as early as possible; called when it is no longer needed, and after a failure.
     """
 
     request: WeightUpdateRequest
@@ -74,27 +75,27 @@ class IncomingUpdate:
     _progress: _ByteCount
 
     def is_of(self, request: WeightUpdateRequest) -> bool:
-        """Returns whether `request` asks for this very one again: the same bytes, in the same pieces, the same way."""
+        """Return whether `request` repeats this update: the same bytes, in the same pieces, over the same transport."""
         return _manifest(self.request) == _manifest(request)
 
     @property
     def progress(self) -> str:
-        """How far it has come, in words."""
+        """The progress in words."""
         return f"{self._progress.num_bytes} of {self._progress.all_bytes} bytes"
 
     @property
     def silent(self) -> bool:
-        """Returns whether nothing has come for as long as its PREPARE allows."""
+        """True if no bytes have arrived for as long as its PREPARE allows."""
         return time.monotonic() - self._progress.at > self.request.timeout_s
 
     @property
     def failed(self) -> bool:
-        """Returns whether it has ended without all bytes."""
+        """True if the transfer has ended without all bytes."""
         return self.received.done() and self.received.exception() is not None
 
     @classmethod
     def by_broadcast(cls, request: WeightUpdateRequest, inlet: WeightSink, member: GroupMember) -> Self:
-        """Receive from rank 0 of the group that is joined."""
+        """Receive from rank 0 of the joined group."""
         (endpoint, leave), progress = member.endpoint(), _ByteCount(inlet.layout.num_bytes)
         bring = partial(_broadcast, endpoint, request, inlet.layout, inlet.buffer, progress)
         received = in_background_soon(_named(request), _and_finish(inlet, bring))
@@ -141,10 +142,10 @@ def _and_finish(inlet: WeightSink, bring: Callable[[], Received]) -> Callable[[]
 def _broadcast(
     endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout, staging: Any, progress: _ByteCount
 ) -> Received:
-    """Receive piece after piece; the time is counted from the first on, since the trainer may come later.
+    """Receive piece by piece; the duration counts from the first piece, since the trainer may start later.
 
-    Each may take the request's timeout, which is what a rank may be silent: one that stands still between rank 0 and
-    this one keeps it waiting no longer than that, and it is free for the next generation of the group.
+    Each piece may take the request's timeout. A rank that stalls between rank 0 and this one therefore delays it by no
+    more than that, and this rank is free for the next generation of the group.
     """
     from pipelinerl.weights.broadcast.collective import shared_tensor
 
@@ -167,7 +168,7 @@ def _broadcast(
 
 
 def _agree(endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout) -> None:
-    """Wait until rank 0 is about to send, and compare what: a piece that is too long would end this process."""
+    """Compare rank 0's announced pieces with the request first: an oversized piece would end this process."""
     if request.pieces_key is None:
         return
     announced = endpoint.expect(request.pieces_key, deadline=time.monotonic() + request.timeout_s)

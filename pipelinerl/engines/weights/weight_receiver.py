@@ -1,18 +1,17 @@
 """`WeightReceiver`: the engine's side of a weight update, for any engine that offers a `WeightTarget`.
 
-    PREPARE ─ check manifest ─▶ armed: a thread receives into the staging buffer and finishes it, decode goes on
-              (other dtypes than the engine's come into a buffer of their own first, and are converted there)
+    PREPARE ─ check manifest ─▶ armed: a thread receives into the staging buffer and finishes it, decoding continues
+              (other dtypes than the engine's arrive in a separate buffer first, and are converted there)
     COMMIT  ─ wait for the bytes ─ compare digests ─▶ target.commit: the swap, between two decode steps
-    ABORT   ─▶ what was staged is dropped
+    ABORT   ─▶ the staged weights are dropped
 
-Promises: nothing is refused after a collective was entered that could have been refused before it; the weights that
-serve are not touched until every byte has come and the digest, which is of the bytes that travel, agrees; a failed
-update leaves the old weights serving and the next one works. The engine is *dirty* only if `target.commit` itself broke
-off with an unknown error.
+All checks that can reject an update run before the engine enters a collective. The serving weights are untouched until
+every byte has arrived and the digest of the transferred bytes matches. After a failed update the old weights keep
+serving, and the next update works. The engine is *dirty* only if `target.commit` itself failed with an unknown error.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
-| every rank to join | the ranks | the request's timeout; the group before serves on meanwhile |
+| every rank to join | the ranks | the request's timeout; the previous group stays usable meanwhile |
 | the bytes | rank 0, or a parameter server, sends, leaves or dies | PREPARE's timeout, for a bucket or a pull |
 | COMMIT for the bytes | the receiving thread | COMMIT's timeout |
 | the next PREPARE for a dropped receive | rank 0 leaves the group; a pull stops | its own timeout |
@@ -60,7 +59,7 @@ from pipelinerl.weights.pull import PullSource
 
 
 class WeightTarget(Protocol):
-    """The weights of an engine: a buffer that serves, one that is filled meanwhile, and a swap."""
+    """The weights of an engine: a serving buffer, a staging buffer, and a swap."""
 
     @property
     def layout(self) -> WeightLayout:
@@ -68,28 +67,28 @@ class WeightTarget(Protocol):
         ...
 
     def staging(self) -> Any:
-        """Flat uint8 [layout.num_bytes], numpy or torch, that the model does not read until `commit`."""
+        """Return flat uint8 [layout.num_bytes], numpy or torch, which the model does not read until `commit`."""
         ...
 
     def finish_staging(self) -> None:
-        """Do with the filled `staging` whatever makes `commit` quick. Called on the receiving thread."""
+        """Process the filled `staging` to make `commit` quick. Called on the receiving thread."""
         ...
 
     async def commit(self, *, version: int, epoch: int, digest: str, on_update: OnUpdate) -> float:
-        """Serve what `staging` holds from the next decode step on; returns the pause in seconds.
+        """Serve the weights in `staging` from the next decode step on; return the pause in seconds.
 
-        A `ContractError` says that the old weights still serve; any other error leaves the engine dirty.
+        A `ContractError` means that the old weights still serve; any other error leaves the engine dirty.
         """
         ...
 
     def serving(self) -> tuple[int, int]:
-        """(epoch, version) of the weights that serve."""
+        """Return the (epoch, version) of the serving weights."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverTotals:
-    """What `EngineMetrics` reports of updates."""
+    """Counts of updates and their durations, for `EngineMetrics`."""
 
     updates: int = 0
     failures: int = 0
@@ -123,20 +122,20 @@ class _Update:
 
     @property
     def replaceable(self) -> bool:
-        """Returns whether nobody waits for it any more: dropped, broken, or received and never committed."""
+        """True if a new PREPARE may replace this update: dropped, failed, or without new bytes for its timeout."""
         if self.stage is _Stage.COMMITTING:
             return False
         return self.dropped or self.incoming.failed or self.incoming.silent
 
     def given_up_for(self, request: WeightUpdateRequest) -> bool:
-        """Returns whether a later one is asked for and this can end at once; a broadcast ends when its group does."""
+        """Return whether this pull can end now in favour of a later one; a broadcast ends only with its group."""
         pulled = self.request.transport is request.transport is Transport.PULL
         return pulled and self.stage is _Stage.RECEIVING and self.key < (request.epoch, request.version)
 
 
 @final
 class WeightReceiver:
-    """Satisfies the contract's two weight routes; every method runs on one event loop."""
+    """The contract's two weight routes; every method runs on one event loop."""
 
     def __init__(
         self, target: WeightTarget, *, pull: PullSource | None = None, endpoints: EndpointFactory = IN_PROCESS
@@ -149,7 +148,7 @@ class WeightReceiver:
         self._epoch = 0
         self._arming = asyncio.Lock()
         self._digest: str | None = None
-        #: What the trainer sends, once it has said so; of it alone a bare `layout_id` may remind this engine.
+        #: The layout that the trainer sends, once received in full; a bare `layout_id` may refer to it alone.
         self._wire: WeightLayout | None = None
         self._unconverted: Any = None
         self._dirty: str | None = None
@@ -157,26 +156,26 @@ class WeightReceiver:
 
     @property
     def dirty(self) -> str | None:
-        """Why the served weights cannot be trusted; None when they can."""
+        """The reason why the serving weights cannot be trusted; None if they can."""
         return self._dirty
 
     @property
     def digest(self) -> str | None:
-        """Digest of the weights that serve; None for those the engine started with."""
+        """The digest of the serving weights; None for those the engine started with."""
         return self._digest
 
     @property
     def totals(self) -> ReceiverTotals:
-        """Updates and failures so far, and what the last update cost."""
+        """Updates and failures so far, and the durations of the last update."""
         return self._totals
 
     def close(self) -> None:
-        """Leave the group and drop what is staged."""
+        """Leave the group and drop the staged weights."""
         self._member.leave()
         self._drop()
 
     def _drop(self) -> None:
-        """From here on nobody can commit it; its group is left, unless all of it has come."""
+        """Make the update impossible to commit; give up its transfer unless all bytes have arrived."""
         update = self._update
         if update is not None and update.stage is _Stage.RECEIVING:
             update.stage = _Stage.DROPPED
@@ -184,10 +183,10 @@ class WeightReceiver:
                 update.incoming.give_up()
 
     async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        """Join the weight group; a new membership drops what the one before had staged, once it has formed.
+        """Join the weight group; once formed, a new membership drops the update staged by the previous one.
 
         Raises:
-            InvalidRequest: groups of that backend do not reach this engine, or no trainer is at that generation.
+            InvalidRequest: the backend does not reach this engine, or the generation is implausible.
             StaleGeneration, Overloaded, DeadlineExceeded, PeerLost: see `GroupMember.join`.
         """
         if not self._endpoints.reaches(request.backend, self._target.staging()):
@@ -196,12 +195,12 @@ class WeightReceiver:
                 param="backend",
             )
         if request.backend is Backend.NCCL and self._member.would_begin(request):
-            # A device that still receives for the group before cannot form another: that one is left first.
+            # A device that still receives for the previous group cannot form another, so that group is left first.
             self.close()
         return await self._member.join(request, epoch=max(self._epoch, self._target.serving()[0]))
 
     async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        """Run one phase; raises the `ContractError` that the phase is refused or has failed with."""
+        """Run one phase of an update; raises the `ContractError` with which it fails."""
         match request.phase:
             case UpdatePhase.PREPARE:
                 async with self._arming:
@@ -227,16 +226,16 @@ class WeightReceiver:
         if update is not None:
             self._drop()
             await self._end_of_receive(update, request.timeout_s)
-            self._check_transport(request)  # the group may have been left with what was dropped, or meanwhile
+            self._check_transport(request)  # the group may have been left with the dropped update, or meanwhile
         self._update = self._armed(request, self._inlet(wire))
         return self._answer(UpdateStatus.PREPARED)
 
     def _take_over(self, request: WeightUpdateRequest) -> None:
-        """A trainer of a later epoch ends what one before has under way, and shuts it out from then on.
+        """Drop the update of an earlier epoch's trainer, and reject that trainer from then on.
 
         Raises:
-            StaleVersion: a later epoch has prepared an update here, whether or not it was committed.
-            InvalidRequest: no trainer is at that epoch or version, seen from what is known here.
+            StaleVersion: a later epoch has prepared an update here, committed or not.
+            InvalidRequest: the epoch or version is implausibly far above the known one.
         """
         if request.epoch < self._epoch:
             raise StaleVersion(
@@ -258,7 +257,7 @@ class WeightReceiver:
         self._epoch = request.epoch
 
     def _checked_layout(self, request: WeightUpdateRequest) -> WeightLayout:
-        """What the update carries: the model's parameters, in dtypes that can be converted into the model's."""
+        """Return the layout of the update: the model's parameters, in dtypes that convert to the model's."""
         ours, sent = self._target.layout, request.layout
         if sent is None:
             known = {layout.layout_id: layout for layout in (ours, self._wire) if layout is not None}
@@ -274,7 +273,7 @@ class WeightReceiver:
         return _in_pieces(sent, request.bucket_bytes)
 
     def _inlet(self, wire: WeightLayout) -> WeightSink:
-        """The buffer it arrives in: the staging buffer itself, unless its dtypes are others than the model's."""
+        """Return the buffer for the update: the staging buffer itself, or a separate one for other dtypes."""
         target, ours = self._target, self._target.layout
         if wire.layout_id == ours.layout_id:
             return WeightSink(ours, target.staging(), target.finish_staging)
@@ -297,10 +296,10 @@ class WeightReceiver:
             raise InvalidRequest("transport pull is not offered by this engine; use broadcast", param="transport")
 
     def _serves(self, request: WeightUpdateRequest) -> bool:
-        """Returns whether this version is served already. A dirty engine takes even the same version again.
+        """Return whether this version already serves. A dirty engine takes even the same version again.
 
         Raises:
-            StaleVersion: it serves a later one.
+            StaleVersion: a later version serves.
         """
         serving, asked = self._target.serving(), (request.epoch, request.version)
         if asked < serving:
@@ -313,7 +312,7 @@ class WeightReceiver:
         return asked == serving and self._dirty is None
 
     async def _end_of_receive(self, update: _Update, timeout_s: float) -> None:
-        """The staging buffer has one writer: a dropped receive must have ended before the next begins."""
+        """Wait until a dropped receive has ended, because the staging buffer may have only one writer."""
         if not await settled(update.incoming.received, timeout_s=timeout_s):
             raise UpdateInProgress(
                 f"the dropped update {_named(update.request)} still waits for {update.incoming.unblock}"
@@ -426,7 +425,7 @@ def _named(request: WeightUpdateRequest) -> str:
 
 
 def _in_pieces(layout: WeightLayout, bucket_bytes: int) -> WeightLayout:
-    """The layout. Raises `InvalidRequest` for buckets in which it would not end to come."""
+    """Return the layout. Raises `InvalidRequest` for buckets so small that the number of pieces exceeds the limit."""
     if layout.num_bytes // bucket_bytes > MAX_PIECES:
         least = -(-layout.num_bytes // MAX_PIECES)
         raise InvalidRequest(f"bucket_bytes must be at least {least} for these weights, got {bucket_bytes}")

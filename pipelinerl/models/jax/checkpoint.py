@@ -1,8 +1,8 @@
 """Weights of a Hugging Face directory as sharded JAX arrays, and back, one parameter at a time.
 
-Promises: each device's part is read from the files by itself, so the host never holds more than one part of one
-parameter beside what the operating system caches; a tensor that is missing, misshapen or unknown is named in one
-sentence; what is exported has the names, shapes and order of `config.parameters`.
+Each device's part is read from the files separately, so the host never holds more than one part of one parameter,
+besides the page cache. An error names the missing, misshapen or unknown tensor. Exported weights have the names, shapes
+and order of `config.parameters`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _VALUE_HEAD: Final = {VALUE_WEIGHT: "weight", VALUE_BIAS: "bias"}
 
 
 def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: Any = np.float32) -> dict[str, jax.Array]:
-    """Every parameter, stacked over layers, divided as `place` says.
+    """Load every parameter, stacked over layers and divided by `place`.
 
     Args:
         path: a directory with `*.safetensors`, whole or in shards.
         place: the sharding of `parameter.stacked_shape`.
         dtype: of the arrays; the files' own is converted.
 
-    A value model's head comes from a file of its own; where there is none it is zero, and so is every value.
+    A value model's head comes from a separate file; without it the head is zero, and so is every value.
 
     Raises:
-        ModelError: a file is damaged, or a tensor is missing, of another shape, not the decoder's, or not of numbers.
+        ModelError: a file is damaged, or a tensor is missing, misshapen, unknown to the decoder or not finite.
     """
     trunk = [parameter for parameter in config.parameters if parameter.name not in _VALUE_HEAD]
     try:
@@ -64,9 +64,10 @@ def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: An
 def export_weight(
     weights: Mapping[str, jax.Array], parameter: Parameter, layer: int | None, *, dtype: Any
 ) -> jax.Array:
-    """A parameter, of the layer if it is stacked, in `dtype`, whole on every device: no device holds more than one.
+    """Return a parameter (of `layer`, if stacked) in `dtype`, whole on every device.
 
-    Where the devices are of several processes each must call, since gathering is collective.
+    Each device holds only one whole parameter at a time. With devices of several processes, every process must call
+    this, because gathering is collective.
     """
     array = weights[parameter.name]
     sharding = array.sharding
@@ -77,11 +78,11 @@ def export_weight(
 def place_weights(
     config: DecoderConfig, read: Callable[[str], NDArray[np.uint8]], *, like: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Inverse of gathering: host bytes in `config.dtype`, stacked, as arrays like `like`.
+    """Return weights from host bytes in `config.dtype`, stacked and placed like `like`: the inverse of gathering.
 
-    Each device is given its own part; dtype and sharding are those of `like`, so that programs compiled for it serve.
-    `read` gives a parameter's bytes by its name in a layer. It is called once for each, in one order, and the host
-    holds one such beside the parts of its own devices.
+    Each device gets its own part. Dtype and sharding are those of `like`, so programs compiled for it can be reused.
+    `read` returns a parameter's bytes by its name in a layer. It is called once for each name, always in the same
+    order. The host holds one such parameter, besides the parts of its own devices.
     """
     dtype = jax.numpy.dtype(config.dtype)
 
@@ -104,12 +105,12 @@ def place_weights(
 
 
 def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
-    """A part's place as a key: Python 3.11 cannot hash slices."""
+    """Return a part's place as a key, because Python 3.11 cannot hash slices."""
     return tuple((part.start, part.stop) for part in index)
 
 
 def export_order(config: DecoderConfig) -> Iterator[tuple[Parameter, int | None]]:
-    """Every parameter with its layer, in the order of `weight_layout`: embedding, layer by layer, norm, head."""
+    """Yield every parameter with its layer, in the order of `weight_layout`: embedding, layer by layer, norm, head."""
     first, *rest = (parameter for parameter in config.parameters if parameter.layers is None)
     stacked = [parameter for parameter in config.parameters if parameter.layers is not None]
     yield first, None
@@ -119,13 +120,13 @@ def export_order(config: DecoderConfig) -> Iterator[tuple[Parameter, int | None]
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _gathered(array: jax.Array, layer: int, stacked: bool, dtype: np.dtype[Any], everywhere: Sharding) -> jax.Array:
-    """One layer's part, or all, in `dtype` on every device."""
+    """Return one layer's parameter, or an unstacked one, in `dtype` on every device."""
     one = lax.dynamic_index_in_dim(array, layer, keepdims=False) if stacked else array
     return lax.with_sharding_constraint(one.astype(dtype), everywhere)
 
 
 def _value_head(path: Path, config: DecoderConfig, place: Storage, dtype: np.dtype[Any]) -> dict[str, jax.Array]:
-    """The parameters of a value model's head; none of a language model's."""
+    """Return the parameters of a value model's head; none for a language model."""
     heads = [parameter for parameter in config.parameters if parameter.name in _VALUE_HEAD]
     file = path / VALUE_HEAD_FILE
     saved = load_file(file) if heads and file.is_file() else {}
@@ -139,7 +140,7 @@ def _value_head(path: Path, config: DecoderConfig, place: Storage, dtype: np.dty
 
 
 def _whole_name(name: str) -> str:
-    """A tensor's name in a language model; files that hold the layers alone, as value models do, leave `model.` out."""
+    """Return a tensor's name in a language model; files of value models leave out the prefix `model.`."""
     return name if name == HEAD or name.startswith(_PREFIX) else _PREFIX + name
 
 
@@ -151,7 +152,7 @@ def _check(tensors: Mapping[str, Any], trunk: Sequence[Parameter], config: Decod
         found = tuple(tensors[name].get_shape())
         if found != shape:
             raise ModelError(f"{path}: the tensor {name!r} must have the shape {shape} by config.json, got {found}")
-    # A tied head may be stored again, and old files store the rotary table; anything else would go unused.
+    # Files may also hold a tied head or the rotary table; any other extra tensor would be ignored silently.
     extra = sorted(
         name for name in tensors.keys() - shapes if name != HEAD and not name.endswith("rotary_emb.inv_freq")
     )

@@ -1,13 +1,13 @@
 """The Llama family (Llama, Mistral, Qwen2, Qwen3) in plain JAX: pure functions of a mapping from names to arrays.
 
-Names and layouts are Hugging Face's, so nothing is renamed or transposed on the way in or out; a parameter that every
-layer has is one array with a leading dimension of layers, named with a `*`, over which `lax.scan` runs.
+Names and layouts are Hugging Face's, so nothing is renamed or transposed. A parameter of every layer is one array with
+a leading dimension of layers and a `*` in its name, over which `lax.scan` runs.
 
     weights["model.layers.*.self_attn.q_proj.weight"]      [L, H·d, D]
 
-What differs between training and decoding is how attention sees other tokens and where weights lie. Both are arguments
-of `hidden_states`: `attend` takes a layer's queries, keys, values and state (a cache, or nothing), `fetch` a layer's
-weights before they are used (cast, gathered from shards). Everything else is here once.
+Training and decoding differ in how attention sees other tokens and where weights are stored. Both are arguments of
+`hidden_states`: `attend` takes a layer's queries, keys, values and state (a cache, or nothing), `fetch` takes a layer's
+weights before they are used (cast, gathered from shards). Everything else is shared.
 
 Letters in shapes: … any leading dimensions, D hidden size, H heads, K key-value heads, d head size, L layers, V tokens.
 """
@@ -47,8 +47,8 @@ def hidden_states(
     Args:
         weights: every parameter of `config.parameters`.
         token_ids, positions: i32 […].
-        attend: attention itself; everything around it is done here.
-        state: a pytree whose arrays have a leading dimension L; each layer gets its slice and gives it back changed.
+        attend: computes attention alone, after projection and rotation.
+        state: a pytree whose arrays have a leading dimension L; each layer takes its slice and returns it changed.
         fetch: applied to a layer's weights inside the loop, and to the others where they are used.
         wrap: applied to the function of one layer, for rematerialisation.
 
@@ -72,42 +72,42 @@ def hidden_states(
 
 
 def layer_weights(weights: Weights) -> dict[str, Array]:
-    """The stacked parameters, named within their layer."""
+    """Return the stacked parameters by their names within a layer."""
     return {name.removeprefix(LAYER): array for name, array in weights.items() if name.startswith(LAYER)}
 
 
 def embed(weights: Weights, token_ids: Array, *, fetch: Fetch = lambda layer: layer) -> Array:
-    """Embeddings […, D] of tokens […]."""
+    """Return embeddings […, D] of tokens […]."""
     return jnp.take(fetch({EMBEDDING: weights[EMBEDDING]})[EMBEDDING], token_ids, axis=0)
 
 
 def output_embedding(weights: Weights, *, fetch: Fetch = lambda layer: layer) -> Array:
-    """The output layer's weight [V, D]; the input embedding's where they are tied."""
+    """Return the output layer's weight [V, D], which is the input embedding's if they are tied."""
     name = HEAD if HEAD in weights else EMBEDDING
     return fetch({name: weights[name]})[name]
 
 
 def rotary(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
-    """cos and sin f32 […, 1, d/2] of positions […], ready to be spread over heads (Su et al. 2021)."""
+    """Return cos and sin f32 […, 1, d/2] of positions […], ready to broadcast over heads (Su et al. 2021)."""
     angles = positions[..., None, None].astype(jnp.float32) * config.rotary.frequencies(config.head_dim)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotated(x: Array, cos: Array, sin: Array) -> Array:
-    """Turn the pairs (x_i, x_{i + d/2}) of each head of x […, H, d]; in fp32, back to x's dtype."""
+    """Rotate the pairs (x_i, x_{i + d/2}) of each head of x […, H, d], in fp32, and return x's dtype."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1).astype(x.dtype)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """x / rms(x) · weight over the last dimension; the mean of squares in fp32 (Zhang and Sennrich 2019)."""
+    """Return x / rms(x) · weight over the last dimension; the mean of squares is fp32 (Zhang and Sennrich 2019)."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale).astype(x.dtype) * weight.astype(x.dtype)
 
 
 def linear(layer: Weights, name: str, x: Array) -> Array:
-    """x […, in] · weightᵀ + bias, where there is one: […, out]."""
+    """Return x […, in] · weightᵀ + bias, if there is one: […, out]."""
     weight = layer[f"{name}.weight"]
     y = jnp.einsum("...i,oi->...o", x, weight)
     bias = layer.get(f"{name}.bias")
@@ -117,7 +117,7 @@ def linear(layer: Weights, name: str, x: Array) -> Array:
 def attention_inputs(
     config: DecoderConfig, layer: Weights, h: Array, cos: Array, sin: Array
 ) -> tuple[Array, Array, Array]:
-    """Queries […, H, d] and keys […, K, d], normed where the model does and rotated, and values […, K, d]."""
+    """Return queries […, H, d] and keys […, K, d], rotated and optionally normed, and values […, K, d]."""
     query, key, value = (
         linear(layer, f"self_attn.{name}_proj", h).reshape(*h.shape[:-1], heads, config.head_dim)
         for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads))
@@ -129,18 +129,18 @@ def attention_inputs(
 
 
 def gated_mlp(layer: Weights, h: Array) -> Array:
-    """down(silu(gate(h)) · up(h)), […, D]."""
+    """Return down(silu(gate(h)) · up(h)), […, D]."""
     return linear(
         layer, "mlp.down_proj", jax.nn.silu(linear(layer, "mlp.gate_proj", h)) * linear(layer, "mlp.up_proj", h)
     )
 
 
 def grouped_attention(query: Array, key: Array, value: Array, visible: Array) -> Array:
-    """softmax(q·kᵀ / √d)·v in which each key-value head serves H / K query heads; softmax in fp32.
+    """Return softmax(q·kᵀ / √d)·v, in which each key-value head serves H / K query heads; softmax in fp32.
 
     Args:
         query: [B, Q, H, d]; key, value: [B, T, K, d].
-        visible: bool, broadcast to [B, Q, T]; every query must see something.
+        visible: bool, broadcast to [B, Q, T]; every query must see at least one position.
 
     Returns:
         [B, Q, H, d].

@@ -1,6 +1,6 @@
-"""How much of each GPU's memory a JAX process takes: it reserves all that it may take when it first looks for devices.
+"""The share of each GPU's memory that a JAX process may take; it is reserved at the first look for devices.
 
-Bounds nothing on CPUs and TPUs. What the user has set in the environment stays.
+It has no effect on CPUs and TPUs. The user's own environment variables take precedence.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from typing import Final
 
-#: JAX knows both names, the second being the older, and refuses to be given both.
+#: JAX knows both names, of which the second is older, and rejects both at once.
 _VARIABLES: Final = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def bound(share: float | None) -> None:
-    """Let this process reserve no more than `share` of each GPU; None leaves JAX's own, three quarters.
+    """Limit this process to `share` of each GPU; None leaves JAX's default, three quarters.
 
-    Called before the first look for devices: after it JAX does not read this any more.
+    Must be called before the first look for devices; JAX ignores later changes.
     """
     if share is not None and not any(name in os.environ for name in _VARIABLES):
         os.environ[_VARIABLES[0]] = f"{share:g}"

@@ -1,1 +1,1 @@
-"""What the live page shows of a run: read from its files alone, in bounded memory. The server is `commands/watch`."""
+"""Data of the live page, read only from a run's files, in bounded memory. The server is `commands/watch`."""

@@ -1,7 +1,7 @@
-"""`EventTail`: reads an event log on from where it was, a bounded piece at a time, while it grows or is replaced.
+"""`EventTail`: incremental reader of an event log that grows or is replaced, in bounded pieces.
 
-It never writes, locks or waits. A line without its end is left for the next time; a line that nobody here wrote is
-skipped and counted. A file that is another one now, or shorter than what was read of it, is read from its beginning.
+It never writes, locks or blocks. An incomplete line is left for the next call; a malformed line is skipped and counted.
+If the file was replaced, or is shorter than what was read, reading starts again at its beginning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from pipelinerl.observability.events import Event
 
 _PIECE_BYTES: Final = 2**20
-#: A longer line is no event of ours.
+#: A longer line cannot be an event.
 _MOST_BYTES: Final = 2**25
 
 _DECODER: Final = msgspec.json.Decoder(dict)
@@ -23,7 +23,7 @@ _DECODER: Final = msgspec.json.Decoder(dict)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventPiece:
-    """Events in the order of the log; `anew` when they are the first of a file that took the place of another."""
+    """Events in log order; `anew` is True if they start a file that replaced another."""
 
     events: list[Event]
     anew: bool = False
@@ -31,7 +31,7 @@ class EventPiece:
 
 @final
 class EventTail:
-    """One reader of one log."""
+    """Reader of one log."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,23 +40,23 @@ class EventTail:
         self.offset = 0
         self.size = 0
         self.unreadable = 0
-        """Lines that were skipped."""
+        """Number of skipped lines."""
 
     @property
     def is_behind(self) -> bool:
-        """Was there more than has been read?"""
+        """True if the log had more bytes than have been read."""
         return self.offset < self.size
 
     @property
     def share(self) -> float:
-        """How much of the log has been read, 0 to 1."""
+        """Share of the log that has been read, 0 to 1."""
         return self.offset / self.size if self.size else 1.0
 
     def read(self) -> EventPiece:
-        """The next events, at most about 1 MiB of them; none where nothing came, or there is no log.
+        """Return the next events, about 1 MiB at most; empty if there is no log or nothing new.
 
         Raises:
-            OSError: the log is there and cannot be read.
+            OSError: the log exists and cannot be read.
         """
         try:
             found = self._path.stat()
@@ -77,7 +77,7 @@ class EventTail:
             data = file.read(self._piece)
         whole = data.rfind(b"\n") + 1
         if not whole:
-            if len(data) < self._piece:  # a line that is being written, or was torn: it is not there yet
+            if len(data) < self._piece:  # the line is still being written, or torn
                 self.size = self.offset
             elif self._piece < _MOST_BYTES:
                 self._piece *= 2
@@ -88,7 +88,7 @@ class EventTail:
         self._piece = _PIECE_BYTES
         self.offset += whole
         if self.offset + len(data) - whole >= self.size:
-            self.size = self.offset  # what is left is no whole line
+            self.size = self.offset  # only an incomplete line is left
         return [event for line in data[: whole - 1].split(b"\n") if (event := self._event(line)) is not None]
 
     def _event(self, line: bytes) -> Event | None:

@@ -1,8 +1,8 @@
-"""What a run is at: means of its last steps with intervals, ages, mismatch by cause, waits by culprit. Pure.
+"""The current state of a run: means of recent steps with intervals, ages, mismatch by cause, waits by cause. Pure.
 
-An interval is that of the mean over the window's steps: 1.96 standard errors, each step weighed by its rollouts. The
-steps of a window are not independent where the model learns fast; it is then too wide rather than too narrow, since
-what it learns is part of the deviation. Of a share of right answers it is never beyond 0 or 1.
+An interval is that of the mean over the window's steps: 1.96 standard errors, with each step weighted by its rollouts.
+The steps of a window are not independent while the model learns fast. The interval is then too wide rather than too
+narrow, because the trend adds to the deviation. Intervals of accuracies are clipped to [0, 1].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipelinerl.observability.events import Event
 from pipelinerl.observability.page.run_view import RunView, sentence
 
 _Z: Final = 1.959964
-#: Of a domain, figures that are means over its rollouts.
+#: Figures of a domain that are averaged over its rollouts.
 _MEANS: Final = ("length_mean", "length_p95", "truncated", "all_right", "all_wrong", "unjudged")
 _SUMS: Final = ("stale_groups", "verifier_errors", "resting", "passed_over")
 _CAUSES: Final = ("numerics", "cache", "staleness")
@@ -29,7 +29,7 @@ Figures = Mapping[str, Any]
 
 
 def overview(view: RunView, *, window: int) -> dict[str, Any]:
-    """Figures of the last `window` steps, and what stands now."""
+    """Return figures of the last `window` steps and the current state of the run."""
     steps = list(islice(reversed(view.recent), window))[::-1]
     ended = sum(islice(reversed(view.sampled_by), window), Counter[str]())
     return {
@@ -98,7 +98,7 @@ def _group(name: str, figures: Sequence[Figures]) -> dict[str, Any]:
 
 
 def _ages(steps: Sequence[Event]) -> list[dict[str, Any]]:
-    """Shares of the trained tokens by age, as `causes.figures` names them."""
+    """Return the shares of trained tokens by age, named as in `causes.figures`."""
     shares: dict[str, float] = {}
     for step in steps:
         tokens = number(step, "sampled_tokens") or 1.0
@@ -115,7 +115,7 @@ def _of_cause(steps: Sequence[Event], cause: str) -> dict[str, Any]:
     told: dict[str, Any] = {"cause": cause}
     for figure in _OF_CAUSE:
         name = f"mismatch_{cause}_{figure}"
-        if figure == "share":  # a step without such tokens says nothing, which is none of them
+        if figure == "share":  # a step without this figure has a share of zero
             weights = [number(step, "sampled_tokens") or 0.0 for step in steps]
             total = sum(weights)
             parts = zip(steps, weights, strict=True)
@@ -141,7 +141,7 @@ def _stale(steps: Sequence[Event], ended: Counter[str]) -> dict[str, Any]:
 
 
 def _waits(steps: Sequence[Event], view: RunView) -> list[dict[str, Any]]:
-    """Seconds of the window, and whom they were spent on; verifiers and pauses run beside what waits for them."""
+    """Return the window's seconds by activity; verifiers and pauses overlap with the others."""
     stepping = sum(number(step, "step_s") or 0.0 for step in steps)
     waited = sum(number(step, "wait_s") or 0.0 for step in steps)
     wall = stepping + waited
@@ -173,9 +173,9 @@ def _held_out(name: str, event: Event) -> dict[str, Any]:
 
 
 def estimate(figures: Sequence[Figures], name: str, *, share: bool = False) -> dict[str, float | None] | None:
-    """Mean over steps, each by its rollouts, and its 95 % interval; None where no step has it.
+    """Return the mean over steps, weighted by rollouts, with its 95 % interval; None if no step has the figure.
 
-    A single step has no interval, unless it is of a share.
+    A single step has no interval unless the figure is a share.
     """
     pairs = [
         (value, weight)
@@ -187,7 +187,7 @@ def estimate(figures: Sequence[Figures], name: str, *, share: bool = False) -> d
         return None
     mean = math.fsum(value * weight for value, weight in pairs) / total
     half = 0.0
-    if share:  # the deviation of answers of one step is known: they are right or wrong
+    if share:  # answers are right or wrong, so even one step has a known deviation
         half = _Z * math.sqrt(max(0.0, mean * (1.0 - mean)) / total)
     elif len(pairs) == 1:
         return {"mean": mean, "low": None, "high": None}
@@ -199,7 +199,7 @@ def estimate(figures: Sequence[Figures], name: str, *, share: bool = False) -> d
 
 
 def number(figures: Figures, name: str) -> float | None:
-    """A field that is a finite number."""
+    """Return a field as float; None unless it is a finite number."""
     value = figures.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not -1e300 < value < 1e300:
         return None

@@ -1,7 +1,7 @@
-"""`RunView`: what the events of a run come to for somebody who watches it, in bounded memory, event by event.
+"""`RunView`: a run's current state for a viewer, built from its events one by one in bounded memory.
 
-It is given every event once, in order. All steps are in `steps`; of everything else the newest is kept: what stands in
-a chart's margin (`marks`), changes of knobs, evaluations, alarms that stand, engines as the log last told of them.
+Feed it every event once, in order. `steps` holds all steps. Of everything else only the newest is kept: chart marks,
+knob changes, evaluations, active alarms, and the latest state of each engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipelinerl.observability.page.step_table import StepTable
 from pipelinerl.observability.run_history import HELD_OUT
 from pipelinerl.observability.timeline.run_timeline import RunTimeline
 
-#: Of the last steps so many are kept whole: 10 MB.
+#: Number of last steps kept in full: 10 MB.
 MOST_RECENT: Final = 500
 _MOST_MARKS: Final = 2000
 _MOST_CHANGES: Final = 1000
@@ -57,21 +57,21 @@ _LIFECYCLES: Final = {
     "engine_left": "left",
     "engine_canary_failed": "unverified",
 }
-#: Of what happens often only how often is told, since the last step.
+#: Frequent events, of which only the count since the last step is kept.
 _COUNTED: Final = {"group_outdated": "given up by an actor"}
 
 
 @final
 @dataclass(slots=True)
 class RunView:
-    """One run as its log tells it.
+    """The state of one run according to its log.
 
     Attributes:
-        started, ended: the first `run_started`; the last event that ends the run, None while it goes on.
+        started, ended: the first `run_started`; the last event that ends the run, or None while it is live.
         recent: the last `step` events. pauses_s: engines' pauses for the last updates.
-        marks, mark_count: the last marks, and how many there were in all.
-        evaluations: the newest of each set. alarms: those that stand. engines: by URL.
-        ended_groups: orders that ended without a step, by cause.
+        marks, mark_count: the last marks, and their total number.
+        evaluations: the newest of each set. alarms: the active ones. engines: by URL.
+        ended_groups: orders that ended without a step since the last one, by cause.
     """
 
     steps: StepTable = field(default_factory=StepTable)
@@ -96,16 +96,16 @@ class RunView:
 
     @property
     def step(self) -> int:
-        """The last one taken."""
+        """The last step taken."""
         return self.steps.bounds[1]
 
     @property
     def state(self) -> str:
-        """`finished`, `suspended`, `failed`, or nothing where the log does not say that the run is over."""
+        """`finished`, `suspended` or `failed`; empty if the log does not say that the run is over."""
         return _ENDS[str(self.ended["kind"])] if self.ended is not None else ""
 
     def take(self, event: Event) -> bool:
-        """Take the next event in; True where it undoes steps: the run was resumed below its last one."""
+        """Add the next event; return True if it undoes steps because the run resumed from an earlier one."""
         kind = kind_of(event)
         self.newest = event
         self.timeline.feed(event)
@@ -136,7 +136,7 @@ class RunView:
         return rewound
 
     def marks_after(self, number: int) -> list[dict[str, Any]]:
-        """The marks after the first so many that there were; all that are held where there were not so many."""
+        """Return the marks after the first `number`; all kept marks if there were fewer than `number`."""
         new = self.mark_count - number
         kept = len(self.marks)
         return list(islice(self.marks, kept - min(kept, new) if new >= 0 else 0, None))
@@ -224,13 +224,13 @@ class RunView:
 
 
 def whole(event: Event, name: str, otherwise: int | None = None) -> int | None:
-    """A field that is a count."""
+    """Return a field as a count; `otherwise` unless it is a non-negative integer."""
     value = event.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else otherwise
 
 
 def sentence(event: Event) -> str:
-    """An event in a few words."""
+    """Describe an event in a few words."""
     changes = event.get("changes")
     if isinstance(changes, Mapping):
         made = ", ".join(f"{name} = {value}" for name, value in changes.items())
@@ -246,6 +246,6 @@ def sentence(event: Event) -> str:
 
 
 def cut(text: object) -> str:
-    """A text of a bounded length."""
+    """Return the value as text of bounded length."""
     told = str(text)
     return told if len(told) <= _MOST_TEXT else told[: _MOST_TEXT - 1] + "…"

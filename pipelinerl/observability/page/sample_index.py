@@ -1,8 +1,10 @@
-"""`SampleIndex`: where each sample of a run lies, and what one sorts and filters by, in bounded memory.
+"""`SampleIndex`: an index of a run's samples by location, with the columns for sorting and filtering, in bounded
+memory.
 
-Texts and tokens stay in the files and are read when they are looked at. The newest file is read first, so that what
-people look at first is there at once. A sample has a permanent name: a digest of its group's kind, step and id, which a
-copy of the run gives it too. Of a step that was taken twice the later samples count; what the log has dropped is gone.
+Texts and tokens stay in the files and are read on demand. The newest file is indexed first, so recent samples are
+available at once. A group has a permanent name: a digest of its kind, step, evaluation set and id, which is the
+same in copies of the run. Later samples of a repeated step replace earlier ones; samples removed from the log
+disappear.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ Bool = NDArray[np.bool_]
 MOST_SAMPLES: Final = 2**21
 _PIECE_BYTES: Final = 2**20
 _MOST_LINE: Final = 2**25
-#: Of names (domains, tags, reasons) so many are told apart.
+#: Limit of distinct names (domains, tags, reasons).
 _MOST_NAMES: Final = 2**16
 _LARGEST: Final = 2**31 - 1
 _UNKNOWN: Final = -(2**31)
@@ -42,7 +44,7 @@ class _AnswerPart(msgspec.Struct):
 
 
 class _GroupPart(msgspec.Struct):
-    """What is indexed of a group; its texts are skipped and never built."""
+    """The indexed fields of a group; its texts are skipped without being decoded."""
 
     kind: SampleKind
     step: int
@@ -68,7 +70,7 @@ _SAMPLE: Final = np.dtype(
 
 @final
 class _Rows:
-    """Records of one type, that grow."""
+    """A growing array of records of one type."""
 
     def __init__(self, kind: np.dtype[Any]) -> None:
         self._array = np.zeros(256, kind)
@@ -76,11 +78,10 @@ class _Rows:
 
     @property
     def all(self) -> NDArray[Any]:
-        """[count], a view."""
+        """A view of the records, [count]."""
         return self._array[: self.count]
 
     def add(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Append."""
         if self.count + len(rows) > len(self._array):
             grown = np.zeros(max(2 * len(self._array), self.count + len(rows)), self._array.dtype)
             grown[: self.count] = self.all
@@ -89,20 +90,20 @@ class _Rows:
         self.count += len(rows)
 
     def keep(self, kept: NDArray[Any]) -> None:
-        """Only these."""
+        """Replace all records by these."""
         self._array, self.count = kept.copy(), len(kept)
 
 
 @final
 class _Names:
-    """Numbers for names, and back."""
+    """Two-way mapping between names and numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self.names: list[Any] = []
 
     def number(self, name: Any) -> int:
-        """The name's, a new one if need be; -1 where there are too many."""
+        """Return the number of a name, assigning one if needed; -1 if there are too many."""
         number = self._numbers.get(name)
         if number is None:
             if len(self.names) >= _MOST_NAMES:
@@ -112,13 +113,13 @@ class _Names:
         return number
 
     def known(self, name: Any) -> int:
-        """Its number, or -2, which nothing has."""
+        """Return the number of a name; -2, which no name has, if it is unknown."""
         return self._numbers.get(name, -2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFilter:
-    """Which samples are wanted, and in which order; None stands for any."""
+    """Criteria and order of samples; None matches any."""
 
     kind: SampleKind | None = None
     domain: str | None = None
@@ -133,12 +134,12 @@ class SampleFilter:
     descending: bool = True
     limit: int = 50
     after: tuple[float, int, int] | None = None
-    """The value, group key and number of the last sample that was shown."""
+    """The value, group key and number of the last sample on the previous page."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlace:
-    """One sample: its group's permanent name, its number in there, whether the group has a signal."""
+    """One sample: its group's key, its number in the group, and whether the group has a signal."""
 
     key: int
     number: int
@@ -146,13 +147,13 @@ class SamplePlace:
 
     @property
     def name(self) -> str:
-        """The group's, as it stands in links."""
+        """The group's permanent name, as used in links."""
         return f"{self.key:016x}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleChoice:
-    """Some of the samples that are `matched`; `after` goes on from there, None where there is no more."""
+    """One page of the `matched` samples; `after` starts the next page, or is None at the end."""
 
     matched: int
     places: list[SamplePlace]
@@ -162,12 +163,12 @@ class SampleChoice:
 @final
 @dataclass(slots=True)
 class SampleIndex:
-    """Of one run's directory."""
+    """Index of the samples in one run's directory."""
 
     run_dir: Path
     most: int = MOST_SAMPLES
     left_out: int = 0
-    """Samples that are too old to be indexed, though the log has them."""
+    """Number of samples in the log that are too old to be indexed."""
     unread_bytes: int = 0
     total_bytes: int = 0
     _groups: _Rows = field(default_factory=lambda: _Rows(_GROUP))
@@ -181,17 +182,17 @@ class SampleIndex:
 
     @property
     def share(self) -> float:
-        """How much of the log has been read, 0 to 1."""
+        """Share of the log that has been read, 0 to 1."""
         return 1.0 - self.unread_bytes / self.total_bytes if self.total_bytes else 1.0
 
     @property
     def count(self) -> int:
-        """Samples that are there."""
+        """Number of indexed samples."""
         return int(self._groups.all["there"][self._samples.all["group"]].sum())
 
     @property
     def names(self) -> dict[str, list[str]]:
-        """Domains, tags and kinds that came."""
+        """Names of domains, tags and kinds that have occurred."""
         kinds = np.unique(self._groups.all["kind"]).tolist()
         return {
             "domains": sorted(self._domains.names),
@@ -200,10 +201,10 @@ class SampleIndex:
         }
 
     def read(self) -> int:
-        """Index about 1 MiB more of what is new, the newest file first; returns how many samples came.
+        """Index about 1 MiB of new data, newest file first; return the number of new samples.
 
         Raises:
-            OSError: the log is there and cannot be read.
+            OSError: the log exists and cannot be read.
         """
         self.unread_bytes = self.total_bytes = came = 0
         there = set()
@@ -231,7 +232,7 @@ class SampleIndex:
         return came
 
     def choose(self, wanted: SampleFilter) -> SampleChoice:
-        """The samples that are wanted, as ranked; those without the value that they are ranked by come last."""
+        """Return the matching samples in order; those without a value to sort by come last."""
         groups, samples = self._groups.all, self._samples.all
         rows = np.flatnonzero(self._fitting(wanted, groups)[samples["group"]] & self._suiting(wanted, samples))
         owners = samples["group"][rows]
@@ -255,7 +256,7 @@ class SampleIndex:
         return SampleChoice(matched=matched, places=places, after=after)
 
     def group(self, name: str) -> SampleGroup | None:
-        """The group of that permanent name, read from its file; None where the log has none, or no more."""
+        """Read the group of a permanent name from its file; None if the log does not contain it, or no longer does."""
         try:
             place = self._by_key.get(int(name, 16)) if len(name) == 16 else None
         except ValueError:
@@ -273,7 +274,7 @@ class SampleIndex:
         return found if found is not None and _key(found) == int(row["key"]) else None
 
     def has_signal(self, name: str) -> bool:
-        """Do the rewards of the group of that name differ?"""
+        """Return True if the rewards in the named group differ."""
         place = self._by_key.get(int(name, 16))
         return place is not None and bool(self._groups.all["signal"][place])
 
@@ -306,7 +307,7 @@ class SampleIndex:
         return suits
 
     def _read_piece(self, path: Path, offset: int, size: int) -> tuple[int, int, int]:
-        """The offset after what was read, how many samples it was, and the bytes of a line that is not whole yet."""
+        """Index one piece; return the next offset, the number of samples, and the bytes of an incomplete last line."""
         piece, data = _PIECE_BYTES, b""
         with path.open("rb") as file:
             while piece <= _MOST_LINE:
@@ -320,7 +321,7 @@ class SampleIndex:
         for line in data[:whole].split(b"\n")[:-1]:
             came += self._add(line, number, at)
             at += len(line) + 1
-        if not whole and piece > _MOST_LINE:  # no line of ours
+        if not whole and piece > _MOST_LINE:  # too long for one of our lines
             return size, 0, 0
         rest = len(data) - whole
         return at, came, rest if offset + len(data) >= size else 0
@@ -361,7 +362,7 @@ class SampleIndex:
         groups["there"] &= groups["file"] != self._files.known(file)
 
     def _make_room(self) -> None:
-        """Once there are twice as many as may stay, or half are gone, only the newest stay."""
+        """Keep only the newest samples once there are twice the limit, or half of the groups are gone."""
         samples, groups = self._samples.all, self._groups.all
         gone = len(groups) > 4096 and int(groups["there"].sum()) < len(groups) // 2
         if len(samples) < 2 * self.most and not gone:
@@ -413,7 +414,7 @@ def _whole(number: int) -> int:
 
 
 def answers_of(choice: SampleChoice, index: SampleIndex) -> Iterator[tuple[SamplePlace, SampleGroup]]:
-    """The groups of the samples that were chosen, each read once; those that went meanwhile are left out."""
+    """Yield the chosen samples with their groups, reading each group once; removed groups are left out."""
     held: dict[str, SampleGroup | None] = {}
     for place in choice.places:
         if place.name not in held:

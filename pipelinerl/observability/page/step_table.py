@@ -1,8 +1,8 @@
-"""`StepTable`: every figure of every step, as columns, in bounded memory; and rows of it that fit a screen.
+"""`StepTable`: every figure of every step, in columns and bounded memory, and rows merged to fit a screen.
 
-Numbers are kept in single precision. Of a run so long that they come to more than `MOST_NUMBERS`, the older half is
-thinned: of four rows two stay, which hold the least and the greatest of each figure, in the order in which they came.
-So an outlier is seen however long the run is and however few points are asked for.
+Numbers are stored in single precision. If a run exceeds `MOST_NUMBERS`, the older half is thinned: of every four rows
+two remain, with the minimum and maximum of each figure in their original order. Outliers therefore stay visible for any
+length of run and any number of points.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Float32 = NDArray[np.float32]
 
 #: Figures times rows: 128 MiB.
 MOST_NUMBERS: Final = 2**25
-#: More figures than that are not told apart; a recipe has a dozen for each domain and tag.
+#: Limit of distinct figures; a recipe has a dozen per domain and tag.
 MOST_FIGURES: Final = 2048
 _MOST_NAME: Final = 200
 _ROWS: Final = 4096
-#: Fields of a step that are no figures of it.
+#: Fields of a step that are not figures.
 _PLACES: Final = frozenset({"time", "elapsed_s", "step", "model_version", "decision", "epoch"})
 _LARGEST: Final = 1e300
 _PLACE: Final = ("step", "elapsed_s", "samples", "tokens")
@@ -33,7 +33,7 @@ _PLACE: Final = ("step", "elapsed_s", "samples", "tokens")
 
 @dataclass(slots=True)
 class _Chunk:
-    """Up to `_ROWS` rows: `places` [4, rows], where they stand; `figures` [columns, rows], NaN where there is none."""
+    """Up to `_ROWS` rows: `places` [4, rows] are positions; `figures` [columns, rows] are values, NaN if missing."""
 
     places: Float64
     figures: Float32
@@ -44,18 +44,18 @@ class _Chunk:
         return cls(np.zeros((len(_PLACE), _ROWS)), np.full((max(64, columns), _ROWS), np.nan, np.float32), 0)
 
     def widen(self, columns: int) -> None:
-        """Make room for figures that came later."""
+        """Add columns for new figures."""
         more = np.full((columns + 32 - len(self.figures), self.figures.shape[1]), np.nan, np.float32)
         self.figures = np.concatenate([self.figures, more])
 
     def between(self, first: int, last: int) -> _Chunk:
-        """The rows of these steps, as a view."""
+        """Return the rows of steps `first` to `last` as a view."""
         start = int(np.searchsorted(self.places[0, : self.count], first))
         end = max(start, int(np.searchsorted(self.places[0, : self.count], last, side="right")))
         return _Chunk(self.places[:, start:end], self.figures[:, start:end], end - start)
 
     def column(self, index: int) -> Float32:
-        """[count]"""
+        """Return a figure [count], NaN where missing."""
         if index >= len(self.figures):
             return np.full(self.count, np.nan, np.float32)
         return self.figures[index, : self.count]
@@ -63,11 +63,11 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Rows of a table, each of `each` steps in a row, the last of which it stands at.
+    """Rows of a table, each merged from `each` consecutive steps and placed at the last of them.
 
     Attributes:
-        places: `step`, `elapsed_s`, and the `samples` and `tokens` trained on until then; [n] each.
-        means, lows, highs: by figure, [n]; NaN where no step of the row has one.
+        places: `step`, `elapsed_s`, and the cumulative `samples` and `tokens` trained on; [n] each.
+        means, lows, highs: by figure, [n]; NaN if no step of the row has the figure.
     """
 
     each: int
@@ -79,7 +79,7 @@ class StepRows:
 
 @final
 class StepTable:
-    """Grows by steps, in the order of the log; a step that is taken again takes what followed it away."""
+    """Table that grows by steps in log order; a repeated step removes all that followed it."""
 
     def __init__(self, *, most_numbers: int = MOST_NUMBERS) -> None:
         self._most_numbers = most_numbers
@@ -89,23 +89,23 @@ class StepTable:
 
     @property
     def figures(self) -> list[str]:
-        """Names of what the steps have: `reward`, `domain/<name>/accuracy`, `tag/<name>/accuracy`."""
+        """Names of the steps' figures: `reward`, `domain/<name>/accuracy`, `tag/<name>/accuracy`."""
         return sorted(self._columns)
 
     @property
     def count(self) -> int:
-        """Rows that are held."""
+        """Number of rows held."""
         return sum(chunk.count for chunk in self._chunks)
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The first and the last step; (0, 0) without any."""
+        """The first and the last step; (0, 0) if empty."""
         if not self.count:
             return 0, 0
         return int(self._chunks[0].places[0, 0]), int(self._chunks[-1].places[0, self._chunks[-1].count - 1])
 
     def add(self, event: Event) -> bool:
-        """Take a `step` event in; True where it takes an earlier one's place, so that what came after that is gone."""
+        """Add a `step` event; return True if it repeats an earlier step, so that later rows were removed."""
         step = event.get("step")
         if type(step) is not int or not 0 <= step < 2**53:
             return False
@@ -136,7 +136,10 @@ class StepTable:
     def rows(
         self, figures: Sequence[str], *, points: int, first: int = 0, last: int = 2**53, since: int = -1
     ) -> StepRows:
-        """At most `points` rows of the steps `first` to `last`, of those above `since`; earlier ones cost nothing."""
+        """Return at most `points` rows of the steps `first` to `last` that are above `since`.
+
+        The cost does not depend on earlier steps.
+        """
         lowest = max(first, since + 1)
         parts = [part for chunk in self._chunks if (part := chunk.between(lowest, last)).count]
         count = sum(part.count for part in parts)
@@ -146,7 +149,7 @@ class StepTable:
         ends = np.minimum(starts + each, count) - 1
         told = {name: places[number][ends] for number, name in enumerate(_PLACE)}
         known = {name: index for name in figures if (index := self._columns.get(name)) is not None}
-        if each == 1:  # few rows, of all figures at once
+        if each == 1:  # few rows: all figures at once
             means = dict(zip(known, _columns_of(parts, list(known.values())), strict=True))
             return StepRows(each=each, places=told, means=means, lows=means, highs=means)
         merged = {name: _merged(_columns_of(parts, [index])[0], starts) for name, index in known.items()}
@@ -201,14 +204,14 @@ class StepTable:
             self._chunks.pop()
 
     def _thin(self) -> None:
-        """Halve the older half of the rows, two chunks into one."""
+        """Halve the older half of the rows by merging pairs of chunks."""
         half = len(self._chunks) // 4 * 2
         pairs = zip(self._chunks[0:half:2], self._chunks[1:half:2], strict=True)
         self._chunks[:half] = [_thinned(first, second, len(self._columns)) for first, second in pairs]
 
 
 def _columns_of(parts: Sequence[_Chunk], indexes: Sequence[int]) -> Float64:
-    """[indexes, rows]; NaN for what is not a finite number."""
+    """Return columns [indexes, rows], NaN where a value is not finite."""
     columns = np.full((len(indexes), sum(part.count for part in parts)), np.nan)
     end = 0
     for part in parts:
@@ -220,7 +223,7 @@ def _columns_of(parts: Sequence[_Chunk], indexes: Sequence[int]) -> Float64:
 
 
 def _thinned(first: _Chunk, second: _Chunk, columns: int) -> _Chunk:
-    """Both in one chunk: of four rows two."""
+    """Merge both into one chunk, keeping two of every four rows."""
     places = np.concatenate([chunk.places[:, : chunk.count] for chunk in (first, second)], axis=1)
     thin = _Chunk.empty(columns)
     starts = np.arange(0, places.shape[1], 4)
@@ -238,14 +241,14 @@ def _thinned(first: _Chunk, second: _Chunk, columns: int) -> _Chunk:
 
 
 def _first_place(column: Float32, starts: NDArray[np.int64], wanted: Float32) -> NDArray[np.int64]:
-    """Where in each part its `wanted` value stands first."""
+    """Return the first index at which each part has its `wanted` value."""
     parts = np.diff(starts, append=len(column))
     there = np.where(column == np.repeat(wanted, parts), np.arange(len(column)), len(column))
     return np.minimum.reduceat(there, starts)
 
 
 def _merged(column: Float64, starts: NDArray[np.int64]) -> tuple[Float64, Float64, Float64]:
-    """Mean, least and greatest of each part that begins at `starts`, leaving out what is NaN."""
+    """Return mean, minimum and maximum of each part that begins at `starts`, ignoring NaN."""
     known = np.isfinite(column)
     sums = np.add.reduceat(np.where(known, column, 0.0), starts)
     counts = np.add.reduceat(known.astype(np.float64), starts)
@@ -259,7 +262,7 @@ def _number(value: Any) -> float:
 
 
 def plain(values: Float64, digits: int = 6) -> list[float | None]:
-    """Numbers for JSON, to so many significant digits; None for what is not known."""
+    """Return numbers for JSON, rounded to `digits` significant digits; None if not finite."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(values))))
         scale = np.where(np.isfinite(scale) & (scale > 0), scale, 1.0)
@@ -268,7 +271,7 @@ def plain(values: Float64, digits: int = 6) -> list[float | None]:
 
 
 def plain_columns(columns: Mapping[str, Float64]) -> dict[str, list[float | None]]:
-    """`plain` of several columns of one length: in one go, which costs a short one a tenth."""
+    """Apply `plain` to several columns of one length at once, a tenth of the cost for short columns."""
     if not columns:
         return {}
     values = plain(np.concatenate(list(columns.values())))

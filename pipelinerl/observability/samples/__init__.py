@@ -1,1 +1,1 @@
-"""Samples that one can read: a few answers of every step, in files of a bounded size in the run's directory."""
+"""Readable samples: a few answers of every step, in size-limited files in the run's directory."""

@@ -1,7 +1,7 @@
-"""The samples in the report: of the last steps the best and the worst answers, and what the last evaluation got wrong.
+"""Samples in the report: the best and worst answers of the last steps, and the worst of the last evaluation.
 
-Everything that a model, a verifier or a data set wrote is cut, made visible and escaped, in this order; it stands in
-elements that hold text and nothing else.
+Texts of models, verifiers and data sets are shortened, made visible and escaped, in this order, and placed only in
+elements that hold text.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pipelinerl.observability.samples.reading import ChosenSample, Ranking, Samp
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind, shortened
 from pipelinerl.observability.samples.visible import visible
 
-#: So many of the last steps that have samples are looked at.
+#: Number of last steps with samples that are considered.
 _STEPS: Final = 5
 _SHOWN: Final = 4
 _MOST: Final = 1500
 
 
 def samples_section(groups: Sequence[SampleGroup]) -> str:
-    """The markup."""
+    """Return the section's markup."""
     trained = _last_steps(groups, SampleKind.TRAINED, _STEPS)
     filtered = _last_steps(groups, SampleKind.FILTERED, 1)
     parts = [
@@ -34,7 +34,7 @@ def samples_section(groups: Sequence[SampleGroup]) -> str:
 
 
 def _evaluations(groups: Sequence[SampleGroup]) -> Iterator[str]:
-    """The worst of the last evaluation, of each set where there are several."""
+    """Yield the worst answers of the last evaluation, per set if there are several."""
     sets = sorted({group.evaluation for group in groups if group.kind is SampleKind.EVALUATION})
     for name in sets:
         of_set = _last_steps([group for group in groups if group.evaluation == name], SampleKind.EVALUATION, 1)

@@ -1,7 +1,7 @@
-"""Reads the sample log of a run, live, finished or crashed, and chooses from it.
+"""Reader of a run's sample log, whether the run is live, finished or crashed, and selection of samples.
 
-A step that was taken twice, since the run was resumed, counts as it was taken last. Lines that are torn are skipped,
-and a file that the writer removes meanwhile is none.
+If a step was taken twice because the run was resumed, only its last samples count. Torn lines are skipped, and files
+that the writer removes while reading are ignored.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Final, NamedTuple, final
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind, decode
 
 FOLDER: Final = "samples"
-#: What an engine calls an answer that ended for want of tokens.
+#: The finish reason of an answer that hit the token limit.
 LENGTH: Final = "length"
 
 
 class Ranking(StrEnum):
-    """Which samples come first where not all are shown."""
+    """The order of samples, which decides what is shown if not all are."""
 
     NEWEST = "newest"
     WORST = "worst"
-    """The lowest reward."""
+    """Lowest reward first."""
     BEST = "best"
-    """The highest reward. What was not judged is neither best nor worst."""
+    """Highest reward first. Unjudged answers are neither best nor worst."""
 
 
 class ChosenSample(NamedTuple):
-    """An answer, and the group that it is of."""
+    """An answer and its group."""
 
     group: SampleGroup
     answer: AnswerRecord
@@ -40,7 +40,7 @@ class ChosenSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleQuery:
-    """Which samples are wanted; None stands for any. `limit` bounds how many answers."""
+    """Criteria for samples; None matches any. `limit` bounds the number of answers."""
 
     kinds: frozenset[SampleKind] = frozenset((SampleKind.TRAINED,))
     step: int | None = None
@@ -52,7 +52,7 @@ class SampleQuery:
     limit: int | None = None
 
     def choose(self, groups: Iterable[SampleGroup]) -> list[ChosenSample]:
-        """The samples; ranked ones as ranked, others in the order in which they were written."""
+        """Return matching samples: by rank if a ranking is set, else in the order of writing."""
         found = [
             ChosenSample(group, answer)
             for group in groups
@@ -81,13 +81,13 @@ class SampleQuery:
 @final
 @dataclass(slots=True)
 class SampleReader:
-    """Reads the files of a run's samples on from where it was; one may look again and again while they grow."""
+    """Incremental reader of a run's sample files; each call continues at the last position."""
 
     run_dir: Path
     _offsets: dict[str, int] = field(default_factory=dict)
 
     def new(self) -> list[SampleGroup]:
-        """Groups that were written since the last call, by time."""
+        """Return groups written since the last call, sorted by time."""
         groups = [group for path in sorted(sample_files(self.run_dir)) for group in self._rest_of(path)]
         return sorted(groups, key=lambda group: group.time)
 
@@ -108,9 +108,9 @@ class SampleReader:
 
 
 def sample_files(run_dir: Path) -> list[Path]:
-    """The files of a run's sample log; of each kind of samples the newest comes last."""
+    """Return the run's sample files, oldest first within each kind."""
     try:
-        names = os.listdir(run_dir / FOLDER)  # whoever follows a run asks again and again: `glob` takes five times this
+        names = os.listdir(run_dir / FOLDER)  # called often by followers; `glob` takes five times as long
     except OSError:
         return []
     kept = [name for name in names if name.endswith(".jsonl")]
@@ -118,6 +118,6 @@ def sample_files(run_dir: Path) -> list[Path]:
 
 
 def read_samples(run_dir: Path) -> list[SampleGroup]:
-    """All groups that the log still has, by time; of a step that was taken twice, those of the last time."""
+    """Return all groups still in the log, sorted by time; for repeated steps, only the last version."""
     latest = {(group.kind, group.step, group.group_id): group for group in SampleReader(run_dir).new()}
     return sorted(latest.values(), key=lambda group: group.time)

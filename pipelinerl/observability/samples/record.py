@@ -1,7 +1,7 @@
-"""What the sample log holds: groups of answers to one problem, each a line of JSON of a bounded length.
+"""Records of the sample log: groups of answers to one problem, each a JSON line of bounded length.
 
-A text that is too long keeps its beginning and its end, between them a note of how much is missing; `length` counts the
-tokens all the same. What a model wrote is kept as it is: `visible` makes it harmless to look at.
+A text that is too long keeps its beginning and end, with a note in between of how much is missing; `length` still
+counts all tokens. Model output is stored unchanged; `visible` makes it safe to display.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-#: Most characters of a text that are kept.
+#: Maximum characters kept of a text.
 MOST_CHARACTERS: Final = 8000
-#: Most tokens of a prompt, and of an answer, that are kept beside their texts: a quarter of that many.
+#: Tokens of a prompt or an answer are kept up to a quarter of the character limit.
 _CHARACTERS_OF_TOKEN: Final = 4
 
 
 class SampleKind(StrEnum):
-    """Where a group of answers belongs."""
+    """The origin of a group of answers."""
 
     TRAINED = "trained"
-    """It was part of a step."""
+    """Part of a training step."""
     FILTERED = "filtered"
-    """It was not, for the reason that `why` gives; one stands for all that were filtered since the step before."""
+    """Not trained, for the reason in `why`; one group stands for all filtered since the previous step."""
     EVALUATION = "evaluation"
-    """It answers a held-out problem."""
+    """Answers to a held-out problem."""
 
 
 class TokenTexts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Tokens as they were recorded, never tokenised again: ids and the text of each, [T].
+    """Tokens as recorded, never re-tokenized: the id and text of each, [T].
 
-    Of more than are kept, `left_out` are missing from place `at` on.
+    If there are more than the limit, `left_out` tokens are missing from index `at` on.
     """
 
     ids: tuple[int, ...] = ()
@@ -41,14 +41,16 @@ class TokenTexts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AnswerTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The tokens of an answer, and of each what is known; columns [T], None where it has no meaning.
+    """The tokens of an answer and their figures, in columns [T]; None where a figure does not apply.
 
     Attributes:
-        tokens: all after the prompt: what was sampled and, of several turns, what the environment wrote between.
-        versions: of the weights that sampled each; None for what the environment wrote.
-        logprobs: the sampler's. deltas: the trainer's at the step, less the sampler's; empty where it had no gradient.
-        advantages: likewise. entropies: of the trainer's distribution that each was chosen from, at the step, in nats;
-            empty of most answers, since few are measured.
+        tokens: all after the prompt: sampled tokens and, in several turns, the environment's messages in between.
+        versions: version of the weights that sampled each token; None for the environment's tokens.
+        logprobs: the sampler's.
+        deltas: the trainer's log-prob at the step minus the sampler's; empty if the answer had no gradient.
+        advantages: likewise.
+        entropies: entropy in nats of the trainer's distribution of each token, at the step; empty for most answers
+            because only few are measured.
     """
 
     tokens: TokenTexts
@@ -60,16 +62,16 @@ class AnswerTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One answer and what became of it.
+    """One answer and its results.
 
     Attributes:
-        text: what the model wrote, special tokens included where the trainer knows them.
-        outcome, reason, reward, parts: the verifier's; `parts` are named rewards before their weights. The reward of an
-            answer that was not judged, and one that is no finite number, is None.
-        shaped: the reward that advantages are computed from. advantage: mean over its tokens.
-        length: tokens sampled. spans: (model version, tokens), in order. staleness: in versions.
-        trained: did it have a gradient in its step?
-        tokens: None where they are not recorded: an evaluation's, and those of older runs.
+        text: the model's output, including special tokens if the trainer knows them.
+        outcome, reason, reward, parts: the verifier's. `parts` are named rewards before weighting. `reward` is None for
+            unjudged answers and for non-finite numbers.
+        shaped: the reward from which advantages are computed. advantage: mean over its tokens.
+        length: sampled tokens. spans: (model version, tokens), in order. staleness: in versions.
+        trained: True if it had a gradient in its step.
+        tokens: None if not recorded, as in evaluations and older runs.
     """
 
     text: str
@@ -93,9 +95,9 @@ class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     Attributes:
         step: the version that its step made, or that was evaluated.
         time: in Unix seconds.
-        evaluation: the name of the evaluation set that asks the problem.
-        filtered: of a filtered group, how many groups were filtered since the step before, by reason.
-        prompt_tokens: None where they are not recorded.
+        evaluation: name of the evaluation set with the problem.
+        filtered: for a filtered group, the number of groups filtered since the previous step, by reason.
+        prompt_tokens: None if not recorded.
     """
 
     kind: SampleKind
@@ -116,7 +118,7 @@ class SampleGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 T = TypeVar("T")
 
-#: What stays as it is.
+#: Types that are written unchanged.
 _NUMBERS: Final = frozenset({int, float, bool, type(None)})
 
 _ENCODER: Final = msgspec.json.Encoder()
@@ -124,7 +126,7 @@ _DECODER: Final = msgspec.json.Decoder(SampleGroup)
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, or of a longer one three quarters of `most` from its beginning and a quarter from its end."""
+    """Return the text; if it is too long, three quarters of `most` from its start and a quarter from its end."""
     if len(text) <= most:
         return text
     end = most // 4
@@ -133,7 +135,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def encode(group: SampleGroup, *, most_bytes: int) -> bytes | None:
-    """A line of at most `most_bytes`, its end included; None where no shortening makes it fit."""
+    """Return a line of at most `most_bytes` with its newline; None if no shortening makes it fit."""
     most = MOST_CHARACTERS
     while True:
         line = _ENCODER.encode(_written(group, most)) + b"\n"
@@ -145,7 +147,7 @@ def encode(group: SampleGroup, *, most_bytes: int) -> bytes | None:
 
 
 def decode(line: bytes) -> SampleGroup | None:
-    """The group of a line; None of one that was torn, or that nobody here wrote."""
+    """Return the group of a line; None if the line is torn or in another format."""
     try:
         return _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -153,7 +155,7 @@ def decode(line: bytes) -> SampleGroup | None:
 
 
 def _written(group: SampleGroup, most: int) -> dict[str, Any]:
-    """The group as it is written, its texts cut to `most` characters and its tokens to a quarter as many."""
+    """Return the group as written: texts cut to `most` characters, tokens to a quarter as many."""
     replace, tokens = msgspec.structs.replace, most // _CHARACTERS_OF_TOKEN
     bare = replace(group, prompt_tokens=None, answers=tuple(replace(each, tokens=None) for each in group.answers))
     written: dict[str, Any] = _shortened(msgspec.to_builtins(bare), most)
@@ -168,7 +170,7 @@ def _written(group: SampleGroup, most: int) -> dict[str, Any]:
 
 
 def _cut_tokens(tokens: TokenTexts, most: int) -> TokenTexts:
-    """Three quarters of `most` from the beginning and a quarter from the end, as of texts."""
+    """Keep three quarters of `most` from the start and a quarter from the end, as for texts."""
     return TokenTexts(
         ids=_cut(tokens.ids, most),
         texts=_cut(tokens.texts, most),
@@ -194,11 +196,11 @@ def _cut(column: tuple[T, ...], most: int) -> tuple[T, ...]:
 
 
 def _shortened(value: Any, most: int) -> Any:
-    """Plain values with every text cut; numbers that JSON cannot say become null."""
+    """Cut every text in plain values; numbers that JSON cannot represent become null."""
     kind = type(value)
     if kind is str:
         cut = shortened(value, most)
-        return cut if cut.isascii() else cut.encode(errors="replace").decode()  # half of a surrogate pair is no text
+        return cut if cut.isascii() else cut.encode(errors="replace").decode()  # lone surrogates cannot be encoded
     if kind is dict:
         return {
             key if len(key) <= most and key.isascii() else _shortened(key, most): (

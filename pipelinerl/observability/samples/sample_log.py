@@ -1,11 +1,14 @@
-"""`SampleLog`: lines of JSON in rotating files, written by a thread of its own, within a stated number of bytes.
+"""`SampleLog`: JSON lines in rotating files, written by a background thread, within a byte limit.
 
     <run>/samples/  training-000001.jsonl, training-000002.jsonl, … · evaluation-000001.jsonl, …
 
-Promises: `put` never waits, not for the disk either; what comes faster than it is written is left out and counted. All
-files of one name together never exceed `max_bytes`: the oldest goes before the next begins. A line is written at once
-and never changed; a writer that was killed in the middle of one leaves a torn tail, which readers skip, and whoever
-comes after begins a file of its own. A full disk, or a text that cannot be made, costs samples and nothing else.
+Guarantees:
+
+- `put` never blocks, not even on the disk. Samples that arrive faster than they are written are dropped and counted.
+- All files of one name together never exceed `max_bytes`: the oldest is removed before a new one begins.
+- A line is written in one piece and never changed. A killed writer leaves a torn tail, which readers skip; its
+  successor starts a new file.
+- A full disk, or a sample that cannot be built, costs samples and nothing else.
 """
 
 from __future__ import annotations
@@ -23,24 +26,24 @@ from pipelinerl.observability.samples.record import SampleGroup, encode
 
 log = logging.getLogger("pipelinerl")
 
-#: Into so many files the bytes are divided.
+#: The byte limit is divided among this many files.
 _FILES: Final = 8
-#: So many puts may wait to be written.
+#: Maximum number of puts in the queue.
 _WAITING: Final = 256
 
-#: What a tokenizer raises, whosever it is; pyo3's, that it is borrowed, too.
+#: Exceptions that tokenizers raise, including pyo3's "already borrowed".
 _CANNOT_BE_TOLD: Final = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
-#: Makes what is to be written; called on the log's thread.
+#: Builds the groups to write; called on the log's thread.
 Make = Callable[[], Iterable[SampleGroup]]
 
 
 @final
 class SampleLog:
-    """One writer of the files `<name>-*.jsonl` of a directory, which it makes when there is something to write."""
+    """One writer of the files `<name>-*.jsonl` in a directory, which it creates when needed."""
 
     def __init__(self, directory: Path, name: str, *, max_bytes: int) -> None:
-        """`max_bytes` is what the files may come to together."""
+        """Start the writer thread; `max_bytes` limits the total size of the files."""
         self._directory = directory
         self._name = name
         self._max_bytes = max_bytes
@@ -51,18 +54,18 @@ class SampleLog:
         self._thread = threading.Thread(target=self._write_all, name=f"samples-{name}", daemon=True)
         self._warned = False
         self.left_out = 0
-        """Puts that came too fast, and groups that did not fit."""
+        """Number of puts that came too fast, and of groups that did not fit."""
         self._thread.start()
 
     def put(self, make: Make) -> None:
-        """Have `make` called on another thread and write what it gives, in order, some time soon."""
+        """Queue `make` for the writer thread, which calls it and writes its groups in order."""
         if self._queue.qsize() >= _WAITING:
             self.left_out += 1
         else:
             self._queue.put(make)
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """Write what waits, for at most `timeout_s`."""
+        """Write the queued samples, for at most `timeout_s`."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -90,12 +93,12 @@ class SampleLog:
             return
         if self._file < 0 or self._written + len(line) > self._file_bytes:
             self._begin_file()
-        self._written += len(line)  # first: of a line that was cut by a full disk a part may lie there
+        self._written += len(line)  # counted first: a full disk may leave part of the line in the file
         if os.write(self._file, line) < len(line):
             self._close_file()
 
     def _begin_file(self) -> None:
-        """Make room by removing the oldest files, then begin the next."""
+        """Remove the oldest files to make room, then begin the next."""
         self._close_file()
         self._directory.mkdir(parents=True, exist_ok=True)
         files = sorted(self._directory.glob(f"{self._name}-*.jsonl"))

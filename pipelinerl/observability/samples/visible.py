@@ -1,8 +1,8 @@
-"""`visible`: text that a model wrote, as it may be shown on a terminal and in a page.
+"""`visible`: makes model output safe to display on a terminal and in a page.
 
-What a model writes is hostile: escape sequences that move the cursor or rename the window, marks that turn the order of
-characters round so that a wrong answer reads as the right one, characters without width that make two texts look alike.
-All of them come out as the escapes that Python writes for them, and nothing of them works.
+Model output is untrusted. Escape sequences can move the cursor or rename the window, direction marks can make a wrong
+answer read as the right one, and zero-width characters can make two texts look alike. All of these are shown as
+Python's escapes and have no effect.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 import unicodedata
 from typing import Final
 
-#: Stay as they are: what lays out ordinary text.
+#: Ordinary layout characters, which stay unchanged.
 _LAYOUT: Final = frozenset("\n\t")
-#: Control and format characters, halves of surrogate pairs, private and unassigned ones, separators of lines.
+#: Categories: control, format, surrogates, private, unassigned, and line separators.
 _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 
 
 def visible(text: str) -> str:
-    """The text with every character that is not seen written as an escape, such as `\\x1b` or `\\u202e`."""
+    r"""Replace every invisible character by an escape such as `\x1b` or `\u202e`."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_shown(character) for character in text)
 
 
 def one_line(text: str) -> str:
-    """The same in one line, for a name that stands among others."""
+    """Return the same on one line, for names in a list."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

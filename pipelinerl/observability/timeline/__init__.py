@@ -1,1 +1,1 @@
-"""A run over time: what each of its parts did when, to be drawn and to be traced."""
+"""The timeline of a run: what each process did and when, for the live page and for traces."""

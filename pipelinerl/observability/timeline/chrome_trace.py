@@ -1,14 +1,19 @@
-"""A run's events as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) opens. Written as it is read.
+"""Export of a run's events as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) opens.
 
-A track for each role and engine, complete events (`ph` X), instants (i) for knobs, alarms and restarts, and flows:
+There is a track for each role and engine, complete events (`ph` X), instants (i) for knobs, alarms and restarts, and
+flows:
 
     order N      sampling ▶ verification ▶ the step that trained the group     (groups drawn by seed)
-    version V    the step that made it ▶ its publication ▶ what each engine serves
+    version V    the step that made it ▶ its publication ▶ each engine that serves it
 
-Promises: memory is bounded whatever the run's length; times (µs) of one track never fall and its spans never overlap;
-each flow has one beginning and one end, which lies later and in a span; of a run that goes on, or died, the file is
-whole, too.
-Format: "Trace Event Format", Google, 2016; flows bind to the span that encloses them (`bp` e).
+Guarantees:
+
+- The trace is written in one pass, and memory is bounded for any length of run.
+- Within a track, times (µs) never decrease and spans never overlap.
+- Each flow has one start and one later end, both inside spans.
+- The file is complete even if the run is live or has crashed.
+
+Format: "Trace Event Format", Google, 2016; flows bind to the enclosing span (`bp` e).
 """
 
 from __future__ import annotations
@@ -30,15 +35,15 @@ from pipelinerl.observability.timeline.spans import (
     SpanReader,
 )
 
-#: Rows among which groups that overlap are dealt; a group that finds none free is left out, and counted.
+#: Rows for overlapping groups; a group that finds no free row is left out and counted.
 _ROWS: Final = 32
-#: Steps whose versions may still be published.
+#: Number of recent versions kept in memory to connect them with their publication.
 _STEPS: Final = 1024
 _EVENTS: Final = "events"
 _GROUPS: Final = "groups"
-#: The processes of the trace, in the order in which Perfetto shows them; those of engines come after.
+#: Processes of the trace, in Perfetto's display order; engines follow.
 _PROCESSES: Final = ("run", TRAINER, PUBLICATION, EVALUATION, CHECKPOINT, _GROUPS)
-#: Tracks that lie within another of the same lane, as its parts.
+#: Tracks that are drawn nested in another track of the same lane.
 _WITHIN: Final = {"pause": "pauses", "publish_wait": "publish_wait", "stall": "stall", "away": "away"}
 
 TraceEvent = dict[str, Any]
@@ -47,20 +52,20 @@ TraceEvent = dict[str, Any]
 @final
 @dataclass(slots=True)
 class ChromeTrace:
-    """Makes the trace events of one run from its events, in their order."""
+    """Converter from the events of one run, in log order, to trace events."""
 
     left_out: int = 0
-    """Groups for which there was no row."""
+    """Number of groups that found no free row."""
     _reader: SpanReader = field(default_factory=SpanReader)
     _ids: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     _processes: dict[str, int] = field(default_factory=dict)
     _rows: list[float] = field(default_factory=lambda: [0.0] * _ROWS)
-    _ends: dict[tuple[int, int], int] = field(default_factory=dict)  # of each track's last span, in µs
-    _steps: dict[int, int] = field(default_factory=dict)  # by version, a moment in the span, in µs
-    _published: dict[int, list[int]] = field(default_factory=dict)  # likewise; a version may be published again
+    _ends: dict[tuple[int, int], int] = field(default_factory=dict)  # end of each track's last span, in µs
+    _steps: dict[int, int] = field(default_factory=dict)  # by version, a time inside the span, in µs
+    _published: dict[int, list[int]] = field(default_factory=dict)  # likewise; versions may be republished
 
     def events(self, events: Iterable[Event]) -> Iterator[TraceEvent]:
-        """All of the trace."""
+        """Yield the whole trace."""
         for process in _PROCESSES:
             yield from self._named(process)
         for event in events:
@@ -121,7 +126,7 @@ class ChromeTrace:
             yield _flow("f", name, flow, _us(group.ended) - 1, step)
 
     def _version_flow(self, span: Span, began: int) -> Iterator[TraceEvent]:
-        """From a step to its version's publication, and from there to each engine that serves it."""
+        """Connect a step to the publication of its version, and the publication to each engine that serves it."""
         version, last, name = span.value, _us(span.end) - 1, f"v{span.value}"
         if span.track == "step":
             self._steps[version] = last
@@ -144,7 +149,7 @@ class ChromeTrace:
     def _complete(
         self, track: tuple[str, str], name: str, start: float, end: float, **rest: Any
     ) -> Iterator[TraceEvent]:
-        """A span of at least a microsecond that does not reach into the one before it; nothing where none is left."""
+        """Yield a span of at least 1 µs, trimmed to start after the previous one; nothing if none of it remains."""
         yield from self._track(*track)
         pid, tid = self._ids[track]
         ts, until = max(_us(start), self._ends.get((pid, tid), 0)), _us(end)
@@ -168,7 +173,7 @@ class ChromeTrace:
 
 
 def write_trace(trace: ChromeTrace, events: Iterable[Event], file: IO[str], *, run: str) -> int:
-    """Write the whole trace as JSON; returns how many trace events it has."""
+    """Write the whole trace as JSON and return the number of trace events."""
     count = 0
     file.write('{"displayTimeUnit":"ms","otherData":' + json.dumps({"run": run}) + ',"traceEvents":[\n')
     for count, event in enumerate(trace.events(events), start=1):
@@ -189,7 +194,7 @@ def _name_of(span: Span) -> str:
 
 
 def _forget(held: dict[int, Any]) -> None:
-    """The oldest version, where there are too many."""
+    """Drop the oldest version if there are too many."""
     if len(held) > _STEPS:
         del held[next(iter(held))]
 

@@ -1,11 +1,11 @@
-"""What became of a few groups of each step: claimed by an actor, sampled, verified, trained.
+"""Traced groups: when a few groups of each step were claimed by an actor, sampled, verified and trained.
 
-Actors say of groups that were drawn by seed when each stage ended (`ActorAlive.stages`), and the controller puts these
-into the next `step` event, a few at most:
+Actors report the end of each stage (`ActorAlive.stages`) for groups chosen by seed. The controller adds a few of them
+to the next `step` event:
 
     "stages": [[order, claimed, sampled, verified, engine, [[version, tokens], …]], …]      times in Unix seconds
 
-That may be before the step which trains the group, or after it; `GroupJoiner` finds the step either way.
+Stages may arrive before or after the step that trains the group; `GroupJoiner` matches them in either order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from pipelinerl.observability.events import Event
 
-#: Groups whose step has not come yet, orders whose stages have not: the oldest are given up.
+#: Limits on groups without a step yet and on orders without stages yet; the oldest are dropped.
 _PENDING: Final = 1024
 _ORDERS: Final = 1 << 14
 
@@ -28,9 +28,10 @@ _Stages = tuple[int, float, float, float, str, list[tuple[int, int]]]
 
 
 class TracedGroup(NamedTuple):
-    """The stages of one group, in seconds since the run began; `trained` is when its step began to compute.
+    """The stages of one group, in seconds since the run began.
 
-    `spans` are (version, tokens) of its longest answer, `ended` is when its step was taken.
+    `trained` is the start of its step's computation, `ended` the time at which the step was taken. `spans` are
+    (version, tokens) of its longest answer.
     """
 
     order: int
@@ -47,13 +48,15 @@ class TracedGroup(NamedTuple):
 @final
 @dataclass(slots=True)
 class GroupJoiner:
-    """Brings stages and steps together; holds a bounded number of both."""
+    """Join of stages and steps; it holds a bounded number of both."""
 
     _waiting: OrderedDict[int, TracedGroup] = field(default_factory=OrderedDict)
     _trained: OrderedDict[int, tuple[int, float, float]] = field(default_factory=OrderedDict)
 
     def stepped(self, event: Event, *, step: int, began: float, now: float) -> Iterator[TracedGroup]:
-        """Groups whose step and stages are both known with this `step` event, which began to compute at `began`."""
+        """Yield groups whose step and stages are both known after this `step` event, whose computation began at
+        `began`.
+        """
         for order in entries(event, "orders"):
             if isinstance(order, int):
                 self._trained[order] = (step, began, now)
@@ -63,7 +66,7 @@ class GroupJoiner:
         for order in [order for order in self._waiting if order in self._trained]:
             step, trained, ended = self._trained[order]
             group = self._waiting.pop(order)
-            # The actor's clock may be another machine's: a stage does not end after what follows from it.
+            # The actor's clock may be another machine's, so each stage is limited to the start of the next.
             verified = min(group.verified, trained)
             sampled = min(group.sampled, verified)
             claimed = min(group.claimed, sampled)
@@ -75,7 +78,7 @@ class GroupJoiner:
 
 
 def _group(stages: Any, began_at: float) -> TracedGroup | None:
-    """As an actor said it; None where that is not of this form."""
+    """Parse the stages from an actor; None if they are malformed."""
     try:
         order, claimed, sampled, verified, engine, spans = msgspec.convert(stages, _Stages)
     except msgspec.ValidationError:
@@ -85,17 +88,17 @@ def _group(stages: Any, began_at: float) -> TracedGroup | None:
 
 
 def number(value: Any) -> float:
-    """A finite number; 0 for whatever else stands in an event."""
+    """Return a finite number as float, and 0 for any other value."""
     return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else 0.0
 
 
 def entries(event: Event, field: str) -> Sequence[Any]:
-    """The entries of a list; none where the field is no list."""
+    """Return the items of a list field; empty if the field is no list."""
     value = event.get(field)
     return value if isinstance(value, list | tuple) else ()
 
 
 def _forget(held: OrderedDict[int, Any], most: int) -> None:
-    """The oldest, where there are too many."""
+    """Drop the oldest entries beyond `most`."""
     while len(held) > most:
         held.popitem(last=False)

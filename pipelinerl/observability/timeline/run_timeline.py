@@ -1,12 +1,12 @@
-"""`RunTimeline`: a run as lanes over time, of which any window can be asked for while the run goes on.
+"""`RunTimeline`: a run as lanes over time; any window can be queried while the run is live.
 
     timeline = RunTimeline()
     for event in log: timeline.feed(event)
-    timeline.window(0.0, 3600.0, points=1500)       # plain values; `GET /api/timeline` of the page answers them
+    timeline.window(0.0, 3600.0, points=1500)       # plain values, as returned by `GET /api/timeline`
 
-An event costs microseconds, a window milliseconds, however long the run (`benchmarks/timeline.py`). Memory: 26 bytes
-for each span, about 300 for each traced group; a step has three spans, one more where it is published, and two for each
-engine that takes its weights. Whoever feeds and asks from several threads holds a lock.
+Feeding an event takes microseconds and a window milliseconds, for any length of run (`benchmarks/timeline.py`). Memory:
+26 bytes per span and about 300 per traced group. A step has three spans, one more if it is published, and two for each
+engine that receives its weights. Callers that use several threads must hold a lock.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pipelinerl.observability.timeline.spans import (
 )
 from pipelinerl.observability.timeline.tracks import Track
 
-#: At most so many marks are kept, and so many groups and marks drawn in one window.
+#: Limits on marks kept, and on marks and groups drawn in one window.
 _MARKS: Final = 20_000
 MOST_MARKS: Final = 500
 MOST_GROUPS: Final = 256
 MOST_POINTS: Final = 8000
 
-#: The tracks of each kind of lane, in the order in which they are drawn; engines' lanes come first, by URL.
+#: The tracks of each kind of lane, in display order; engines' lanes come first, sorted by URL.
 _TRACKS: Final = {
     ENGINE: ("serves", "pause", "away"),
     TRAINER: ("step", "wait", "publish_wait"),
@@ -72,14 +72,14 @@ class _Groups:
         self.claimed.append(group.claimed)
         self.sampled.append(group.sampled)
         self.verified.append(group.verified)
-        # Stages may come after a later step's: the column rises all the same, so that it can be searched.
+        # Stages may arrive after those of a later step. The column is kept non-decreasing, so that it can be bisected.
         trained = max(group.trained, self.trained[-1]) if self.trained else group.trained
         self.trained.append(trained)
         self.spans.append(group.spans)
         self.longest_s = max(self.longest_s, trained - group.claimed)
 
     def window(self, start: float, end: float) -> dict[str, Any]:
-        """Those that were under way then, evenly thinned to `MOST_GROUPS`."""
+        """Return the groups in progress between `start` and `end`, evenly thinned to `MOST_GROUPS`."""
         first, last = bisect_left(self.trained, start), bisect_right(self.trained, end + self.longest_s)
         touching = first + np.flatnonzero(np.array(self.claimed[first:last]) <= end)
         each = max(1, -(-touching.size // MOST_GROUPS))
@@ -92,7 +92,7 @@ class _Groups:
 @final
 @dataclass(slots=True)
 class RunTimeline:
-    """Feed it the events of one run in the order of its log."""
+    """The timeline of one run, built from its events in log order."""
 
     _reader: SpanReader = field(default_factory=SpanReader)
     _tracks: dict[tuple[str, str], Track] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class RunTimeline:
     _groups: _Groups = field(default_factory=_Groups)
 
     def feed(self, event: Event) -> None:
-        """The next event."""
+        """Add the next event."""
         for drawn in self._reader.read(event):
             if isinstance(drawn, Span):
                 self._tracks.setdefault((drawn.lane, drawn.track), Track()).add(drawn)
@@ -110,7 +110,9 @@ class RunTimeline:
                 self._groups.add(drawn)
 
     def window(self, start: float | None = None, end: float | None = None, *, points: int = 1500) -> dict[str, Any]:
-        """What is to be drawn of [start, end] (seconds; the run's ends where None) on a drawing `points` wide."""
+        """Return what to draw of [start, end] (seconds; None means the run's start or end) on a drawing `points`
+        wide.
+        """
         start = max(0.0, start or 0.0)
         end = self._reader.now if end is None else end
         end = max(end, start + 1e-6)
@@ -144,7 +146,7 @@ class RunTimeline:
         }
 
     def _lanes(self, unended: set[tuple[str, str]]) -> list[tuple[str, str]]:
-        """(kind, lane) in the order in which they are drawn."""
+        """Return (kind, lane) in display order."""
         named = {lane for lane, _ in [*self._tracks, *unended]}
         ours = [kind for kind in _TRACKS if kind != ENGINE]
         return [(ENGINE, lane) for lane in sorted(named.difference(ours))] + [(kind, kind) for kind in ours]

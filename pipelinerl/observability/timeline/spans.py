@@ -1,25 +1,25 @@
-"""From a run's events, in their order, to spans: what each part of the run did from when to when.
+"""Conversion of a run's events, in log order, to spans: what each part of the run did, from when to when.
 
     for event in log:
-        for span in reader.read(event):     # each as soon as it has ended; those of one track rise and never overlap
+        for span in reader.read(event):     # finished spans; those of one track rise and never overlap
             ...
-    for span in reader.open():              # those that have not
+    for span in reader.open():              # spans still in progress
 
 | lane          | track          | value   | from                                                                     |
 |---------------|----------------|---------|--------------------------------------------------------------------------|
 | an engine     | `serves`       | version | one publication to the next, or to its loss; −1 before the first         |
 |               | `pause`        | version | measured by the engine; drawn at the end of the publication              |
-|               | `away`         | –       | suspect until it is back, lost until it joins anew; the note says why;   |
+|               | `away`         | –       | from suspect to back, or from lost to rejoined; the note says why;       |
 |               |                |         | an engine that left as planned is not away                               |
-| `trainer`     | `step`, `wait` | step    | measured by the trainer; the note of a wait is its culprit               |
-|               | `publish_wait` | step    | weights could not change yet; measured, and drawn at the end of the step |
+| `trainer`     | `step`, `wait` | step    | measured by the trainer; the note of a wait is its cause                 |
+|               | `publish_wait` | step    | time blocked by a publication; measured, drawn at the end of the step    |
 | `publication` | `publish`      | version | measured by the trainer                                                  |
-| `evaluation`  | `evaluation`   | version | `evaluation_began` to its result; the note says why one was begun again  |
-| `checkpoint`  | `checkpoint`   | step    | its step to the word that it is durable                                  |
-|               | `stall`        | step    | training stood still for it; measured, drawn at the beginning            |
+| `evaluation`  | `evaluation`   | version | `evaluation_began` to its result; the note says why it was restarted     |
+| `checkpoint`  | `checkpoint`   | step    | from its step until it is durable                                        |
+|               | `stall`        | step    | training was stopped for it; measured, drawn at the beginning            |
 
-Times are seconds since the run began, without those for which it was not running. A log whose writer was killed and
-that goes on says so by another `run_started`: what was open then ends with the last event before it.
+Times are seconds since the run began, without periods in which it was not running. If the log's writer was killed and
+the run resumed, another `run_started` follows; open spans then end with the last event before it.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ TRAINER: Final = "trainer"
 PUBLICATION: Final = "publication"
 EVALUATION: Final = "evaluation"
 CHECKPOINT: Final = "checkpoint"
-#: The kind of the lanes that are named by an engine's URL.
+#: The kind of lanes that are named by an engine's URL.
 ENGINE: Final = "engine"
 
-#: Of what the trainer may wait for; sampling where nothing else explains at least half of the wait.
+#: Cause of a wait, if no other cause explains at least half of the wait.
 SAMPLING: Final = "sampling"
 _EXPLAINS: Final = 0.5
-#: So many steps back may a checkpoint have begun; so many evaluations and verifications may have held a wait up.
+#: Number of recent steps in which a checkpoint may have begun, and of evaluations and verifications that may explain a
+#: wait.
 _REMEMBERED: Final = 64
 
 
 class Span(NamedTuple):
-    """One thing that one part did, from `start` to `end` in seconds."""
+    """One activity of one part of the run, from `start` to `end` in seconds."""
 
     lane: str
     track: str
@@ -59,7 +60,7 @@ class Span(NamedTuple):
 
 
 class RunMark(NamedTuple):
-    """Something that happened at one moment, in words."""
+    """An event at one moment, in words."""
 
     at: float
     kind: str
@@ -78,7 +79,7 @@ class _Begun(NamedTuple):
 @final
 @dataclass(slots=True)
 class SpanReader:
-    """Reads the events of one run in the order of its log; memory is bounded whatever the run's length."""
+    """Reader of one run's events in log order; memory is bounded for any length of run."""
 
     now: float = 0.0
     """Time of the newest event."""
@@ -86,15 +87,15 @@ class SpanReader:
     _away: dict[str, _Begun] = field(default_factory=dict)
     _engineless: _Begun | None = None
     _evaluation: _Begun | None = None
-    _ends: dict[tuple[str, str], float] = field(default_factory=dict)  # of the last span of each track
+    _ends: dict[tuple[str, str], float] = field(default_factory=dict)  # end of the last span of each track
     _steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _held: deque[tuple[float, float, str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _groups: GroupJoiner = field(default_factory=GroupJoiner)
 
     def read(self, event: Event) -> Iterator[Drawn]:
-        """What has ended with this event."""
+        """Yield the spans and groups that end with this event, and its mark."""
         kind, before = kind_of(event), self.now
-        self.now = max(self.now, number(event.get("elapsed_s")))  # a clock that was set back draws nothing backwards
+        self.now = max(self.now, number(event.get("elapsed_s")))  # stays monotonic if the clock is set back
         if kind == "run_started":
             yield from self._cut(before)
         yield from _marks(kind, event, self.now)
@@ -103,7 +104,7 @@ class SpanReader:
             yield from reading(self, event)
 
     def open(self) -> Iterator[Span]:
-        """What has begun and not ended, as far as it is known."""
+        """Yield spans that are still in progress, up to now."""
         for url, begun in self._serves.items():
             yield Span(url, "serves", begun.start, self.now, begun.value, begun.note)
         for url, begun in self._away.items():
@@ -131,7 +132,7 @@ class SpanReader:
         version = _whole(event, "model_version")
         yield from self._span(PUBLICATION, "publish", self.now - number(event.get("total_s")), self.now, version)
         pauses = event.get("pauses_s")
-        if not isinstance(pauses, Mapping):  # a log of before engines were told apart: all that serve took it
+        if not isinstance(pauses, Mapping):  # older logs have no pause per engine: assume that all took the update
             pauses = dict.fromkeys(self._serves, number(event.get("pause_s")))
         for url, pause_s in pauses.items():
             yield from self._span(url, "pause", self.now - number(pause_s), self.now, version)
@@ -179,7 +180,7 @@ class SpanReader:
         return iter(())
 
     def _evaluated(self, event: Event) -> Iterator[Drawn]:
-        if (begun := self._evaluation) is not None:  # of several sets, one event each: the first ends it for all
+        if (begun := self._evaluation) is not None:  # each set has its own event; the first ends the span for all
             self._evaluation = None
             self._held.append((begun.start, self.now, EVALUATION))
             note = str(event.get("reason") or event.get("name") or "")
@@ -195,7 +196,7 @@ class SpanReader:
         yield from self._cut(self.now)
 
     def _cut(self, at: float) -> Iterator[Drawn]:
-        """The processes ended at `at`: so did whatever they were doing."""
+        """End all open spans at `at`, because the processes ended then."""
         now, self.now = self.now, at
         for span in list(self.open()):
             yield from self._span(*span)
@@ -205,14 +206,14 @@ class SpanReader:
     # --- details ---------------------------------------------------------------------------------------------------
 
     def _span(self, lane: str, track: str, start: float, end: float, value: int, note: str = "") -> Iterator[Span]:
-        """What was measured by another clock is kept from reaching into the span before it."""
+        """Yield a span, trimmed to start after the previous one, since another clock may have measured it."""
         start = max(0.0, start, self._ends.get((lane, track), 0.0))
         if end > start:
             self._ends[lane, track] = end
             yield Span(lane, track, start, end, value, note)
 
     def _culprit(self, start: float, end: float) -> str:
-        """What was under way for most of a wait: the longest overlap wins, sampling if none has half of it."""
+        """Return the cause that overlaps a wait most; sampling if none covers half of it."""
         known = [each for each in self._held if each[1] > start and each[0] < end]
         known += [(each.start, end, EVALUATION) for each in (self._evaluation,) if each is not None]
         known += [(each.start, end, "engines") for each in (self._engineless,) if each is not None]
@@ -224,7 +225,7 @@ class SpanReader:
         return culprit
 
 
-#: What a mark is said in, by the kind of its event; its fields are filled in, one that it lacks is an empty word.
+#: Texts of marks by event kind; missing fields become empty.
 _WORDS: Final[Mapping[str, str]] = {
     "alarm": "{what}",
     "alarm_cleared": "alarm over: {alarm} {domain}",
@@ -275,7 +276,7 @@ _READINGS: Final = {
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Length of their union."""
+    """Return the length of the intervals' union."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

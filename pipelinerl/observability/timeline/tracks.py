@@ -1,8 +1,8 @@
-"""`Track`: spans of one kind of one lane, in columns, from which any window is drawn at any resolution in a moment.
+"""`Track`: spans of one kind in one lane, stored in columns; any window can be drawn quickly at any resolution.
 
-The spans of a track rise and do not overlap, so that a window is found by bisection. What is shorter than a cell of the
-drawing comes merged with its neighbours in the cell: a drawing has at most two spans for each cell, however many there
-are. 26 bytes for each span.
+The spans of a track rise and do not overlap, so a window is found by bisection. Spans shorter than a cell of the
+drawing are merged with their neighbours in the cell, so a drawing has at most two spans per cell. A span takes 26
+bytes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from pipelinerl.observability.timeline.spans import Span
 
-#: Different notes that a track keeps; those that come later are left out.
+#: Limit of distinct notes per track; later ones are dropped.
 _NOTES: Final = 4096
 
 
 @final
 @dataclass(slots=True)
 class Track:
-    """Grows at its end."""
+    """Append-only columns of spans."""
 
     _start: array[float] = field(default_factory=lambda: array("d"))
     _end: array[float] = field(default_factory=lambda: array("d"))
@@ -35,7 +35,7 @@ class Track:
         return len(self._start)
 
     def add(self, span: Span) -> None:
-        """Append a span, which must not begin before the one before it has ended."""
+        """Append a span, which must not start before the previous one has ended."""
         if len(self._notes) < _NOTES:
             self._notes.setdefault(span.note, len(self._notes))
         self._start.append(span.start)
@@ -44,10 +44,10 @@ class Track:
         self._note.append(self._notes.get(span.note, 0))
 
     def window(self, start: float, end: float, *, cell: float, unended: Span | None = None) -> dict[str, list[Any]]:
-        """The spans that touch [start, end], in columns; those shorter than `cell` seconds are merged by cell.
+        """Return the spans that touch [start, end], in columns; those shorter than `cell` seconds are merged by cell.
 
-        Columns: start, end, value, count, busy, note; `value` and `note` are of the longest of `count` spans, which
-        take `busy` seconds of it. `unended` comes last, if it is of the window.
+        Columns: start, end, value, count, busy, note. A row merges `count` spans that cover `busy` seconds of it;
+        `value` and `note` are those of the longest. `unended` is appended if it lies in the window.
         """
         starts, ends = np.array(self._start), np.array(self._end)
         first, last = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(starts, end, "left"))
@@ -65,18 +65,18 @@ class Track:
 def _merged(
     starts: NDArray[np.float64], ends: NDArray[np.float64], *, start: float, cell: float
 ) -> dict[str, NDArray[Any]]:
-    """Columns start, end, count, busy; and `longest`, the place of the longest span of each row."""
+    """Return the columns start, end, count, busy, and `longest`, the index of each row's longest span."""
     lengths = ends - starts
     if starts.size == 0:
         empty = np.zeros(0, np.int64)
         return {"start": starts, "end": ends, "count": empty, "busy": lengths, "longest": empty}
     cells = np.floor((starts - start) / cell)
     short = lengths < cell
-    alone = np.ones(starts.size, bool)  # does a row begin here?
+    alone = np.ones(starts.size, bool)  # True at the first span of a row
     alone[1:] = ~(short[1:] & short[:-1] & (cells[1:] == cells[:-1]))
     rows = np.flatnonzero(alone)
     lasts = np.append(rows[1:], starts.size) - 1
-    # The longest of each row comes last in an order by (row, length).
+    # Sorted by (row, length), the longest span of each row comes last.
     order = np.lexsort((lengths, np.cumsum(alone)))
     return {
         "start": starts[rows],

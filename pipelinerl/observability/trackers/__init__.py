@@ -1,1 +1,1 @@
-"""Users' trackers, fed from a run's events by a process of their own: TensorBoard, W&B, trackio."""
+"""Experiment trackers (TensorBoard, W&B, trackio), fed from a run's events by a separate process."""

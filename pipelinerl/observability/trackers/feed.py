@@ -1,10 +1,10 @@
-"""`TrackerFeed`: takes a run's events to one tracker, each once, across the deaths of its own process.
+"""`TrackerFeed`: sends a run's events to one tracker exactly once, even if the feeding process is killed.
 
-    <run>/trackers/<name>.json   how far it is: a place in events.jsonl, the reader's state, the tracker's bookmark
+    <run>/trackers/<name>.json   position: the offset in events.jsonl, the reader's state, the tracker's bookmark
     <run>/trackers/<name>.lock   held while a process feeds this tracker
 
-A piece of the log is logged, flushed, and then the position is written, whole or not at all. Whoever is killed in
-between begins again at the position before, where the tracker's bookmark lets it forget what came after.
+A piece of the log is logged and flushed; then the position is written atomically. A process killed in between starts
+again at the previous position. The tracker's bookmark lets it discard what was logged after that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAST: Final = ("run_finished", "run_suspended", "run_failed")
 
 
 class FeedPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a tracker was fed. `over` says that the last event was the run's end, for now."""
+    """The position up to which a tracker was fed. `over` is True if the last event was an end of the run."""
 
     offset: int = 0
     reader: ReaderState = msgspec.field(default_factory=ReaderState)
@@ -34,15 +34,15 @@ class FeedPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class TrackerFeed:
-    """Feeds one tracker while it is open; used from one thread.
+    """Feed of one tracker while it is open; use it from one thread.
 
     Raises:
-        BlockingIOError: another process feeds it.
-        OSError: the tracker or the position cannot be written: open another feed, later.
+        BlockingIOError: another process feeds the tracker.
+        OSError: the tracker or the position cannot be written; open another feed later.
     """
 
     def __init__(self, run_dir: Path, name: str, open_tracker: OpenTracker) -> None:
-        """`name` tells the trackers of a run apart."""
+        """Open the tracker at the recorded position; `name` distinguishes the trackers of a run."""
         folder = run_dir / FOLDER
         folder.mkdir(exist_ok=True)
         self._place = folder / f"{name}.json"
@@ -63,7 +63,7 @@ class TrackerFeed:
             raise
 
     def advance(self) -> bool:
-        """Take the next piece of the log to the tracker; False when there is nothing new."""
+        """Send the next piece of the log to the tracker; return False if there is nothing new."""
         events = self._follower.new()
         if not events or self._tracker is None:
             return False
@@ -86,7 +86,7 @@ class TrackerFeed:
         return True
 
     def close(self) -> None:
-        """Let go of the tracker, and let others feed it."""
+        """Close the tracker and release the lock."""
         try:
             if self._tracker is not None:
                 self._tracker.close()
@@ -96,7 +96,7 @@ class TrackerFeed:
 
 
 def _read(place: Path) -> FeedPosition:
-    """Raises ValueError when the file is damaged: to begin anew would log everything twice."""
+    """Read the position. Raises ValueError if the file is damaged: starting over would log everything twice."""
     try:
         return msgspec.json.decode(place.read_bytes(), type=FeedPosition)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Which figures of a run's events a tracker is given, by the names that its users know. docs/trackers.md has the table.
+"""Names under which trackers receive the figures of a run's events; docs/reference/trackers.md has the table.
 
-`MetricReader` turns events into rows. Rows are by step; an evaluation's step is the version that it asked. Figures of
-the engines, which are measured every second, come with the next step as means.
+`MetricReader` turns events into rows by step. The step of an evaluation is the evaluated version. Engines' figures,
+measured every second, come with the next step as means.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ STEP_METRICS: Final[Mapping[str, str]] = {
     "step_s": "perf/step_s",
     "publish_wait_s": "perf/publish_wait_s",
 }
-#: Fields of `engines` events, as means since the step before, and of the `publish` event before the step.
+#: Fields of `engines` events, as means since the previous step, and of the `publish` event before the step.
 ENGINE_METRICS: Final[Mapping[str, str]] = {
     "tokens_per_s": "perf/tokens_per_s",
     "occupancy": "perf/engine_occupancy",
@@ -61,17 +61,17 @@ ENGINE_METRICS: Final[Mapping[str, str]] = {
     "waiting": "perf/waiting_sequences",
 }
 PUBLISH_METRICS: Final[Mapping[str, str]] = {"pause_s": "perf/update_pause_s", "total_s": "perf/publish_s"}
-#: Fields of an `evaluation` event, below `eval/<set>/`; k in pass@k and maj@k is the recipe's.
+#: Fields of an `evaluation` event, below `eval/<set>/`; the k of pass@k and maj@k come from the recipe.
 EVALUATION_METRICS: Final = ("accuracy", "low", "high", "length_mean", "truncated", "unjudged")
 _CURVES: Final = {"pass_at": "pass", "majority_at": "maj"}
-#: Computed here: tokens that a step trained, by its time with the wait.
+#: Computed here: trained tokens of a step divided by its time, including the wait.
 TRAINED: Final = "perf/trained_tokens_per_s"
-#: `mismatch_<cause>_<figure>` and `old_mismatch_…` are `mismatch/<cause>_<figure>`, `old_mismatch/…`.
+#: `mismatch_<cause>_<figure>` and `old_mismatch_…` become `mismatch/<cause>_<figure>` and `old_mismatch/…`.
 _MISMATCH: Final = ("mismatch_", "old_mismatch_")
 
 
 class MetricRow(NamedTuple):
-    """Figures by name of one step, at a time in Unix seconds."""
+    """Figures of one step by name, at a time in Unix seconds."""
 
     step: int
     time: float
@@ -79,32 +79,32 @@ class MetricRow(NamedTuple):
 
 
 class HistoryRewind(NamedTuple):
-    """The run goes on from a checkpoint: of this step and later ones nothing counts."""
+    """A resume from a checkpoint, which invalidates this step and later ones."""
 
     step: int
 
 
 class ReaderState(msgspec.Struct):
-    """What a reader remembers between two events."""
+    """State of a reader between two events."""
 
     last_step: int = 0
     looks: int = 0
-    """`engines` events since the last step."""
+    """Number of `engines` events since the last step."""
     sums: dict[str, float] = {}
-    """Of their figures, by the metric's name."""
+    """Sums of their figures, by metric name."""
     published: dict[str, float] = {}
-    """The last publication's."""
+    """Figures of the last publication."""
 
 
 @final
 class MetricReader:
-    """Reads the events of one run in order. `state` is all that it knows, and what another goes on with."""
+    """Reader of one run's events in order. `state` holds everything that another reader needs to continue."""
 
     def __init__(self, state: ReaderState | None = None) -> None:
         self.state = state or ReaderState()
 
     def read(self, event: Event) -> Iterator[MetricRow | HistoryRewind]:
-        """What follows for a tracker."""
+        """Yield the rows and rewinds that follow from an event."""
         match event["kind"]:
             case "trainer_ready":
                 version = int(event.get("model_version") or 0)
@@ -146,7 +146,7 @@ def _mismatch(event: Event) -> dict[str, float]:
 
 
 def _by_domain(event: Event) -> dict[str, float]:
-    """`domain/<name>/<figure>`; figures by tag are left out: there may be hundreds."""
+    """Return `domain/<name>/<figure>`; figures by tag are left out because there may be hundreds."""
     return {
         f"domain/{domain}/{name}": float(value)
         for domain, figures in (event.get("by_domain") or {}).items()

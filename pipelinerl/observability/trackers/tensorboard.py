@@ -1,13 +1,12 @@
-"""`TensorBoardTracker`: event files that TensorBoard reads, written with tensorboardX, each figure in them once.
+"""`TensorBoardTracker`: event files for TensorBoard, written with tensorboardX, with each figure exactly once.
 
-Each life of the process begins a file of its own. Its bookmark says which files there were, and how long each was: what
-lies beyond was logged by a life that was killed before it could say so, comes again, and is cut off. Of a run that goes
-on from a checkpoint, the steps that are taken again are taken out of the files (`rewind`), and the next file begins
-with the mark by which a TensorBoard that is open forgets them, too (`SessionLog.START`).
+Each process writes a new file. The bookmark records all files and their lengths. Bytes beyond those lengths come from a
+process that was killed before it saved the bookmark; they are cut off and logged again. After a resume from a
+checkpoint, `rewind` removes the repeated steps from all files. The next file then starts with `SessionLog.START`, which
+makes an open TensorBoard discard them, too.
 
-Written with the package's record writer, not with its `SummaryWriter`: that one writes on a thread of its own, where a
-disk that is full is an exception which nobody sees. The package is imported when a tracker is opened: it takes torch
-with it, where there is one.
+The package's record writer is used instead of its `SummaryWriter`, which writes on its own thread, where the exception
+of a full disk is lost. The package is imported when a tracker is opened because it imports torch if installed.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _PATTERN: Final = "events.out.tfevents.*.pipelinerl"
 
 @final
 class TensorBoardTracker:
-    """Writes into one directory, which it makes; other files there are left alone."""
+    """Writer into one directory, which it creates; other files there are left alone."""
 
     def __init__(self, directory: Path, bookmark: Bookmark | None = None) -> None:
-        """Raises OSError."""
+        """Discard what the bookmark does not cover. Raises OSError."""
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         known: dict[str, int] = dict((bookmark or {}).get("files", {}))
@@ -48,15 +47,15 @@ class TensorBoardTracker:
         self._restart_at: int | None = None
 
     def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
-        """One record for all of them. Raises OSError."""
+        """Write all figures as one record. Raises OSError."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
         self._write(self._event(wall_time=time, step=step, summary=self._summary(value=values)), time)
 
     def rewind(self, step: int) -> None:
-        """Take that step and later ones out of all files, each whole or not at all. Raises OSError."""
+        """Remove this step and later ones from all files, each atomically. Raises OSError."""
         self._end_file()
         for path in _files(self._directory):
-            draft = path.with_name(f"{path.name}.draft")  # no name that TensorBoard would read
+            draft = path.with_name(f"{path.name}.draft")  # TensorBoard does not read this name
             with path.open("rb") as old, draft.open("wb") as new:
                 for record, content in _records(old.read()):
                     event = self._event.FromString(content)
@@ -66,13 +65,13 @@ class TensorBoardTracker:
         self._restart_at = step
 
     def flush(self) -> Bookmark:
-        """What was logged is on the disk. Raises OSError."""
+        """Make the logged figures durable and return the bookmark. Raises OSError."""
         if self._writer is not None:
             self._writer.flush()
         return {"files": {path.name: path.stat().st_size for path in _files(self._directory)}}
 
     def close(self) -> None:
-        """Close the file; what was not flushed may be lost, and comes again."""
+        """Close the file; figures that were not flushed may be lost, and are logged again."""
         self._end_file()
 
     def _write(self, event: Any, time: float) -> None:
@@ -100,7 +99,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Each whole record, and its event: length (u64), its checksum (u32), event, checksum (u32), as TFRecord has."""
+    """Yield each complete TFRecord and its event: length (u64), checksum (u32), event, checksum (u32)."""
     at = 0
     while at + 12 <= len(data):
         (length,) = struct.unpack_from("<Q", data, at)

@@ -1,7 +1,7 @@
-"""`Tracker`: where figures of a run go, as the feed needs it; and which trackers there are.
+"""`Tracker`: the interface of trackers to the feed; and the packages that each tracker needs.
 
-A tracker is opened with what its `flush` returned last, in whatever earlier process that was, and goes on in the same
-run of its own. What was logged after that flush may come again: a tracker that can takes care that it is there once.
+A tracker is opened with the bookmark of its last `flush`, possibly in another process, and continues the same tracker
+run. Rows logged after that flush may be logged again; a tracker should avoid duplicates if it can.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-#: What a tracker needs to go on; plain JSON, kept by the feed with its position.
+#: State from which a tracker can continue: plain JSON, stored by the feed with its position.
 Bookmark = dict[str, Any]
 
 
 class Tracker(Protocol):
-    """A run in some tracker. Every method may block, and may raise OSError: then it is opened anew, later."""
+    """A run in a tracker. Every method may block, or raise OSError; the feed then reopens the tracker later."""
 
     def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
-        """Figures of a step, by the names of `metric_names`, at `time` (Unix seconds)."""
+        """Log figures of a step, named as in `metric_names`, at `time` (Unix seconds)."""
         ...
 
     def rewind(self, step: int) -> None:
-        """The run begins again with `step`: of that step and later ones nothing that was logged counts."""
+        """Discard this step and later ones; the run repeats them."""
         ...
 
     def flush(self) -> Bookmark:
-        """Make durable what was logged; with what this returns a later process goes on from here."""
+        """Make logged rows durable, and return a bookmark from which a later process can continue."""
         ...
 
     def close(self) -> None:
-        """Free its files and threads; closing twice is harmless."""
+        """Free files and threads; closing twice is harmless."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of the run: its name, its directory, and its recipe without secrets."""
+    """Information on the run for a tracker: its name, its directory, and its recipe without secrets."""
 
     name: str
     directory: Path
     recipe: Mapping[str, Any]
 
 
-#: Opens a tracker, anew or at a bookmark.
+#: Opens a tracker, new or at a bookmark.
 OpenTracker = Callable[[Bookmark | None], Tracker]
 
-#: The package that a tracker needs, and how to install it, by the tracker's key in `[trackers]`.
+#: The package that each tracker needs and how to install it, by the tracker's key in `[trackers]`.
 PACKAGES: Final = {
     "tensorboard": ("tensorboardX", "pip install 'pipelinerl[track]'"),
     "wandb": ("wandb", "pip install wandb"),
@@ -57,6 +57,6 @@ PACKAGES: Final = {
 
 
 def missing_package(tracker: str) -> str:
-    """A sentence when the tracker's package is not installed, else nothing."""
+    """Return an error message if the tracker's package is not installed, else an empty string."""
     package, install = PACKAGES[tracker]
     return "" if find_spec(package) is not None else f"trackers.{tracker} needs the package {package}: {install}"

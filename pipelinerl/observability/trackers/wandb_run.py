@@ -1,10 +1,11 @@
-"""`WandbTracker`: a run of Weights & Biases, online or offline, through its own package.
+"""`WandbTracker`: a run of Weights & Biases, online or offline, through W&B's own package.
 
-W&B takes steps in rising order alone: of a run that goes on from a checkpoint it keeps what it was told first of the
-steps that are taken again. What comes again after a kill it drops for the same reason. An evaluation tells of a version
-that training has passed, so it stands in the newest row, with `eval/version` as the axis of its charts. A process of
-its package sends and writes, in pieces of 32 KiB: where that is killed, too, the piece is lost. A server that cannot be
-reached is tried again by it, and nothing here waits.
+- W&B accepts steps in rising order only. After a resume from a checkpoint it keeps the first rows of repeated steps;
+  repeated rows after a kill are dropped likewise.
+- An evaluation covers a version that training has already passed, so it goes into the newest row. `eval/version` is the
+  axis of its charts.
+- The package sends and writes in a process of its own, in pieces of 32 KiB. If that process is killed, a piece is lost.
+- The package retries an unreachable server; nothing here waits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _VERSION: Final = "eval/version"
 
 @final
 class WandbTracker:
-    """One run of W&B, whose id is in the bookmark, with the newest step that it was told."""
+    """One run of W&B. The bookmark holds its id and the newest logged step."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class WandbTracker:
         mode: Literal["online", "offline"],
         wandb: Any,
     ) -> None:
-        """`wandb` is the package. Raises OSError where it cannot begin."""
+        """Start or resume the run; `wandb` is the package. Raises OSError if that fails."""
         self._run = wandb.init(
             project=project,
             entity=entity,
@@ -48,7 +49,7 @@ class WandbTracker:
         self._run.define_metric(f"{_EVALUATIONS}*", step_metric=_VERSION)
 
     def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
-        """W&B has one row for a step, and takes none for one that it has passed."""
+        """Log a row. W&B has one row per step and rejects steps that it has passed."""
         if any(name.startswith(_EVALUATIONS) for name in figures):
             self._run.log({**figures, _VERSION: float(step)}, step=max(step, self._newest))
         elif step > self._newest:
@@ -56,12 +57,12 @@ class WandbTracker:
             self._newest = step
 
     def rewind(self, step: int) -> None:
-        """Nothing: W&B keeps the first of two rows of a step."""
+        """Do nothing: W&B keeps the first of two rows of a step."""
 
     def flush(self) -> Bookmark:
-        """Its package writes on a thread of its own, and has taken everything."""
+        """Return the bookmark; the package has taken all rows and writes on its own thread."""
         return {"id": self._run.id, "step": self._newest}
 
     def close(self) -> None:
-        """Wait for what is to be sent, as long as W&B does."""
+        """Wait until W&B has sent everything, as long as its own timeout allows."""
         self._run.finish()

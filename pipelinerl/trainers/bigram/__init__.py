@@ -1,1 +1,1 @@
-"""The trainer of the numpy bigram model, every gradient in closed form."""
+"""The trainer of the numpy bigram model, with closed-form gradients."""

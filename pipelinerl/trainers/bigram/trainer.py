@@ -1,7 +1,7 @@
-"""`BigramTrainer`: the trainer contract on a table of logits, or of values, in numpy, every gradient in closed form.
+"""`BigramTrainer`, the trainer contract for a table of logits, or of values, in numpy with closed-form gradients.
 
-It stands in for real trainers in the tests above it, and is a second opinion on them: nothing here differentiates
-automatically. Weights and optimizer state are float64; weights are gathered as float32.
+It replaces real trainers in tests of higher layers, and serves as an independent reference for them, since it uses no
+automatic differentiation. Weights and optimizer state are float64; weights are gathered as float32.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class BigramWorker:
 
 @final
 class BigramTrainer:
-    """Satisfies `trainer_contract.trainer.Trainer`, where the verbs are described."""
+    """Implements `trainer_contract.trainer.Trainer`, which documents the methods."""
 
     def __init__(self) -> None:
         self._state: BigramWorker | None = None
 
     @property
     def model_version(self) -> int:
-        """Number of optimizer steps behind the weights."""
+        """The number of optimizer steps applied to the weights."""
         return self._worker.model_version
 
     @property
@@ -87,7 +87,7 @@ class BigramTrainer:
         if spec.options:
             raise SpecError(f"the bigram trainer knows no options, got {', '.join(spec.options)}; remove them")
         if spec.memory_share is not None:
-            raise SpecError("memory_share is of a GPU's memory, and the bigram trainer uses none; leave it out")
+            raise SpecError("memory_share limits GPU memory, which the bigram trainer does not use; leave it out")
         try:
             logits = BigramModel.load(spec.model_path).logits.astype(np.float64)
         except ModelError as error:
@@ -98,32 +98,33 @@ class BigramTrainer:
 
     @property
     def width(self) -> int:
-        """One after the other."""
+        """Always 1: micro-batches are computed one after the other."""
         return 1
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Log-probs or values f32 [T] of each; 0 at segment starts."""
+        """Return log-probs or values f32 [T] of each micro-batch; 0 at segment starts."""
         return [_forward(self._worker, micro_batch) for micro_batch in micro_batches]
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """`forward` on another table."""
+        """Run `forward` with another table."""
         check_weights(weights, self.weight_layout())
         table = weights[self._name].view(np.float32).reshape(self._worker.table.shape)
         other = replace(self._worker, table=table.astype(np.float64))
         return [_forward(other, micro_batch) for micro_batch in micro_batches]
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """One after the other, in closed form."""
+        """Accumulate the closed-form gradient of each micro-batch."""
         check_measures(objective, self._worker.head)
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=len(self._worker.table), needs=objective.needs)
         return [self._backward(number, each, objective) for number, each in enumerate(micro_batches)]
 
     def _backward(self, number: int, micro_batch: MicroBatch, objective: Objective) -> LossStats:
-        """d loss/d logits[previous] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t, g = d loss/d predictions.
+        """Add d loss/d logits[previous] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t, with g = d loss/d
+        predictions.
 
-        To which each measure m of the distribution adds Σ_t d loss/d m_t · dm_t/dz_t / temperature_t. With a value head
-        d loss/d values[previous] = Σ_t g_t.
+        Each measure m of the distribution adds Σ_t d loss/d m_t · dm_t/dz_t / temperature_t. With a value head, d
+        loss/d values[previous] = Σ_t g_t.
         """
         worker, tokens = self._worker, micro_batch.token_ids
         where = np.flatnonzero(micro_batch.loss_mask)
@@ -139,7 +140,7 @@ class BigramTrainer:
             )
         if worker.gradient is None:
             worker.gradient = np.zeros_like(worker.table)
-        with np.errstate(invalid="ignore", over="ignore"):  # what overflows here is refused by `optimizer_step`
+        with np.errstate(invalid="ignore", over="ignore"):  # `optimizer_step` rejects overflow
             gradient = objective.prediction_gradient(predictions, columns)
             if distributions is not None:
                 temperatures = micro_batch.temperatures[where]
@@ -155,14 +156,14 @@ class BigramTrainer:
         return LossStats(loss, evaluated)
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
-        """AdamW (Loshchilov and Hutter 2019, Algorithm 2) on the clipped gradient."""
+        """Apply AdamW (Loshchilov and Hutter 2019, Algorithm 2) to the clipped gradient."""
         worker, spec = self._worker, self._worker.spec
         if worker.gradient is None:
             raise ProtocolError("optimizer_step needs a gradient: call backward first")
         gradient, worker.gradient = worker.gradient, None
         norm = float(np.linalg.norm(gradient))
         if not math.isfinite(norm):
-            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are as before")
+            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are unchanged")
         if spec.grad_clip and norm > spec.grad_clip:
             gradient *= spec.grad_clip / norm
         (beta1, beta2), step = spec.betas, worker.model_version + 1
@@ -175,19 +176,19 @@ class BigramTrainer:
         return StepStats(step, norm, learning_rate)
 
     def discard_gradient(self) -> None:
-        """Forget what was accumulated."""
+        """Discard the accumulated gradient."""
         self._worker.gradient = None
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """The one parameter."""
+        """Return the single parameter."""
         return (ParameterInfo(self._name, self._worker.table.shape, "float32"),)
 
     def gather_weights(self) -> Iterator[tuple[str, Float32]]:
-        """The table as f32."""
+        """Yield the table as f32."""
         yield self._name, self._worker.table.astype(np.float32)
 
     def save_state(self, path: Path) -> None:
-        """Write one file below the directory `path`."""
+        """Write one file into the directory `path`."""
         worker = self._worker
         tensors = {"table": worker.table, "exp_avg": worker.exp_avg, "exp_avg_sq": worker.exp_avg_sq}
         save_file({**tensors, "model_version": np.array([worker.model_version])}, path / _STATE)
@@ -212,7 +213,7 @@ def _forward(worker: BigramWorker, batch: MicroBatch) -> Float32:
 
 
 def _predict(worker: BigramWorker, batch: MicroBatch, where: NDArray[np.intp]) -> tuple[Float64, Float64 | None]:
-    """Predictions [N] of the tokens at `where`, and the log-probs [N, V] of the distributions they were taken from."""
+    """Return predictions [N] of the tokens at `where`, and the log-probs [N, V] of their distributions."""
     rows = worker.table[batch.token_ids[where - 1]]
     if worker.head is Head.VALUE:
         return rows, None
@@ -221,7 +222,7 @@ def _predict(worker: BigramWorker, batch: MicroBatch, where: NDArray[np.intp]) -
 
 
 def _measures(objective: Objective, distributions: Float64 | None) -> dict[str, Float64]:
-    """What the objective asks of the distributions with these log-probs [N, V]; a value head has none."""
+    """Return the measures that the objective needs, from log-probs [N, V]; empty for a value head."""
     if distributions is None:
         return {}
     asked = measures_of(objective)
@@ -241,7 +242,7 @@ def _restored(fresh: BigramWorker, path: Path) -> BigramWorker:
 
 
 def _columns(batch: MicroBatch, where: NDArray[np.intp]) -> Mapping[str, Any]:
-    """What an objective reads, of the tokens at `where` only; floats in float64."""
+    """Return the objective's columns for the tokens at `where`; floats become float64."""
     names = ("advantages", "weights", "behavior_logprobs", "temperatures")
     optional = ("old_logprobs", "ref_logprobs", "values", "returns", "kl_coefficients")
     columns = {name: column for name in (*names, *optional) if (column := getattr(batch, name)) is not None}

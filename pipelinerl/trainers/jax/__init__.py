@@ -1,1 +1,1 @@
-"""The JAX trainer: Llama-family decoders on a mesh of any devices that XLA knows."""
+"""The JAX trainer: Llama-family decoders on a mesh of any devices that XLA supports."""

@@ -1,12 +1,12 @@
-"""Attention inside the segments of packed rows: a kernel of JAX's own library on TPUs, masked products elsewhere.
+"""Attention within the segments of packed rows: a kernel from JAX's library on TPUs, masked matmuls elsewhere.
 
-    dense     the scores of all pairs of a row, [R, H, C, C] in fp32, a block of queries at a time; those of other
-              segments are masked
-    flash     `jax.experimental.pallas.ops.tpu.flash_attention`, which is told the segments: blocks of scores in on-chip
+    dense     the scores of all pairs of a row, [R, H, C, C] in fp32, for one block of queries at a time; scores
+              across segments are masked
+    flash     `jax.experimental.pallas.ops.tpu.flash_attention` with segment ids: blocks of scores stay in on-chip
               memory, forward and backward
 
-The kernel multiplies in bf16 whatever it is given, so fp32 computes densely. It has been run in Pallas's TPU
-interpreter on a CPU, where it agrees with `dense`, its gradient included; it has not run on a TPU.
+The kernel always multiplies in bf16, so fp32 uses `dense`. The kernel was tested in Pallas's TPU interpreter on a CPU,
+where outputs and gradients agree with `dense`. It has not been run on a TPU.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ from jax.sharding import Mesh, PartitionSpec as P
 from pipelinerl.models.jax.decoder import Attend, grouped_attention
 from pipelinerl.trainers.jax import mesh as jax_mesh
 
-#: Queries whose scores are held at once; longer rows are worked off in blocks, each seeing only what is before it.
+#: Queries whose scores are held at once. Longer rows are processed in blocks, each of which sees only earlier tokens.
 _QUERIES_AT_ONCE: Final = 1024
 
 
 class PackedAttention(StrEnum):
-    """How the tokens of packed rows attend to those before them in their own segment."""
+    """Attention implementations for packed rows: each token attends to earlier tokens of its own segment."""
 
     DENSE = "dense"
     FLASH = "flash"
 
     @classmethod
     def on(cls, platform: str, *, compute: Any) -> PackedAttention:
-        """What suits a platform and the dtype that it computes in."""
+        """Return the implementation that suits a platform and compute dtype."""
         return cls.FLASH if platform == "tpu" and compute == jnp.bfloat16 else cls.DENSE
 
     @property
     def least_columns(self) -> int:
-        """Rows have this many columns, times a power of two; the kernel's blocks are of 128."""
+        """The smallest number of columns; rows have this many times a power of two. The kernel's blocks have 128."""
         return 128 if self is PackedAttention.FLASH else 64
 
     def within(self, segment_ids: Array, mesh: Mesh) -> Attend:
-        """What `hidden_states` calls `attend`, for rows [R, C] with these segments, divided over the mesh."""
+        """Return the `attend` argument of `hidden_states` for rows [R, C] with these segments, sharded over the
+        mesh.
+        """
         return _dense(segment_ids) if self is PackedAttention.DENSE else _flash(segment_ids, mesh)
 
 
@@ -59,7 +61,7 @@ def _dense(segment_ids: Array) -> Attend:
     def attend(query: Array, key: Array, value: Array, state: Any) -> tuple[Array, Any]:
         if columns <= _QUERIES_AT_ONCE:
             return block(0, columns, query, key, value), state
-        # A block's scores are computed again in the backward pass: never more than one block's are held.
+        # The backward pass recomputes a block's scores, so that the scores of only one block are held at a time.
         replayed = jax.checkpoint(block, static_argnums=(0, 1), policy=jax.checkpoint_policies.nothing_saveable)
         starts = range(0, columns, _QUERIES_AT_ONCE)
         parts = [replayed(start, start + _QUERIES_AT_ONCE, query, key, value) for start in starts]
@@ -72,7 +74,7 @@ def _flash(segment_ids: Array, mesh: Mesh) -> Attend:
     heads = P(jax_mesh.ROWS, "tensor")
 
     def own(query: Array, key: Array, value: Array, segments: Array) -> Array:
-        """One device's rows and heads, [R, H, C, d]."""
+        """Compute one device's rows and heads, [R, H, C, d]."""
         scale = query.shape[-1] ** -0.5
         return flash_attention(
             query, key, value, segment_ids=SegmentIds(segments, segments), causal=True, sm_scale=scale
@@ -83,7 +85,7 @@ def _flash(segment_ids: Array, mesh: Mesh) -> Attend:
     )
 
     def attend(query: Array, key: Array, value: Array, state: Any) -> tuple[Array, Any]:
-        # The kernel knows no groups: keys and values are repeated for the queries that share them.
+        # The kernel has no grouped-query attention, so repeat keys and values for the queries that share them.
         count = query.shape[2]
         query, key, value = (
             jnp.repeat(jnp.moveaxis(array, 1, 2), count // array.shape[2], axis=1) for array in (query, key, value)

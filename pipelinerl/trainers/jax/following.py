@@ -1,4 +1,4 @@
-"""What a rank above 0 of a JAX trainer does with each command."""
+"""Command execution on ranks above 0 of a JAX trainer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from trainer_contract.types import TrainerSpec
 
 @final
 class JaxFollower:
-    """Satisfies `ranks.follower.RankWorker`; rank 0 computes every result itself."""
+    """Implements `ranks.follower.RankWorker`. Its results are not used: rank 0 computes every result itself."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         options, config = read_spec(spec)
         self._worker = JaxWorker.started(spec, options, config)
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Call the worker as rank 0 does."""
+        """Run the same worker method as rank 0."""
         worker = self._worker
         match command:
             case ForwardCommand():
@@ -57,6 +57,7 @@ class JaxFollower:
 def _save(worker: JaxWorker, path: Path) -> None:
     if not path.is_dir():
         raise StateError(
-            f"{path} is not there on this host; put the run's directory on a file system that every host mounts alike"
+            f"{path} does not exist on this host; put the run's directory on a file system that every host mounts at "
+            "the same path"
         )
     worker.save_parts(path)

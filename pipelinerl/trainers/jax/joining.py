@@ -1,4 +1,4 @@
-"""How several processes become one JAX, once all of them are known to be there."""
+"""Initialisation of multi-process JAX, once all processes have connected."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import jax
 from pipelinerl.trainers.ranks.distributed import Distributed
 from trainer_contract.errors import SpecError
 
-#: JAX's own limits end the process with a trace: they are longer than ours, which end it with a sentence.
+#: JAX's own timeouts end the process with a trace. They are longer than ours, which end it with a clear message.
 _JAX_PATIENCE: Final = 4
 _JAX_SHUTDOWN_S: Final = 10
 
 
 def join(distributed: Distributed, port: int) -> None:
-    """Meet at this port of the coordinator's host. Raises SpecError."""
+    """Join the other processes at this port of the coordinator's host. Raises SpecError."""
     if jax.distributed.is_initialized():
         raise SpecError("options.distributed: this process is one of several already; start another process")
     host = distributed.coordinator.rpartition(":")[0]
-    # A rank that died is found by the channels: JAX itself shall wait for none when a process ends.
+    # Our channels detect dead ranks, so JAX should not wait for any rank when a process ends.
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:

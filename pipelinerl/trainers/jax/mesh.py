@@ -1,11 +1,11 @@
-"""The mesh of a JAX trainer: `data`, `fsdp` and `tensor`, and what lies where on it.
+"""The mesh of a JAX trainer, with axes `data`, `fsdp` and `tensor`, and the shardings on it.
 
-    data      rows of the micro-batch are divided; weights are whole on each
-    fsdp      rows are divided, and so are weights, which are gathered layer by layer where they are used
-    tensor    heads, intermediate features and vocabulary are divided (Megatron's split); rows are whole on each
+    data      rows of the micro-batch are sharded; each device holds whole weights
+    fsdp      rows are sharded, and weights too; weights are gathered layer by layer where they are used
+    tensor    heads, intermediate features and vocabulary are sharded (Megatron's split); each device sees whole rows
 
-How a parameter is divided stands in the decoder's table (`Parameter.axes`). Promises: a mesh that does not divide the
-devices or the model is refused in one sentence, before anything is loaded.
+The decoder's table gives each parameter's sharding (`Parameter.axes`). A mesh that does not divide the devices or the
+model is rejected before anything is loaded.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from pipelinerl.models.decoder_config import DecoderConfig, Parameter
 from trainer_contract.errors import SpecError
 
-#: Axes over which the rows of a micro-batch are divided.
+#: Axes over which the rows of a micro-batch are sharded.
 ROWS: Final = ("data", "fsdp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshShape:
-    """Devices along each axis."""
+    """The number of devices along each axis."""
 
     data: int = 1
     fsdp: int = 1
@@ -35,7 +35,7 @@ class MeshShape:
 
     @property
     def num_devices(self) -> int:
-        """Their product."""
+        """The product of the axes."""
         return self.data * self.fsdp * self.tensor
 
     def __str__(self) -> str:
@@ -43,10 +43,10 @@ class MeshShape:
 
 
 def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """A mesh over the first devices; with several processes it must take all of theirs.
+    """Build a mesh over the first devices; with several processes it must use all devices.
 
     Raises:
-        SpecError: there are not enough, or they are not divided without rest.
+        SpecError: there are too few devices, or the mesh does not divide their number.
     """
     wanted = shape.num_devices
     if len(devices) % wanted or (jax.process_count() > 1 and wanted != len(devices)):
@@ -59,7 +59,7 @@ def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
 
 
 def check_divides(shape: MeshShape, config: DecoderConfig) -> None:
-    """Raise SpecError when an axis does not divide what it would split."""
+    """Raise SpecError if an axis does not divide the dimension it would shard."""
     for what, count in (("attention heads", config.heads), ("key-value heads", config.kv_heads)):
         if count % shape.tensor:
             raise SpecError(f"options.mesh: tensor={shape.tensor} does not divide the model's {count} {what}; lower it")
@@ -74,20 +74,20 @@ def check_divides(shape: MeshShape, config: DecoderConfig) -> None:
 
 
 def of_parameter(mesh: Mesh, parameter: Parameter) -> NamedSharding:
-    """Where the parts of a parameter (stacked over layers) lie."""
+    """Return the sharding of a parameter, stacked over layers."""
     return NamedSharding(mesh, P(*parameter.stacked_axes))
 
 
 def gathered(mesh: Mesh, parameter: Parameter) -> NamedSharding:
-    """The sharding of one layer's parameter where it is used: whole along `fsdp`, divided along `tensor`."""
+    """Return the sharding of one layer's parameter at its use: whole along `fsdp`, sharded along `tensor`."""
     return NamedSharding(mesh, P(*(axis if axis == "tensor" else None for axis in parameter.axes)))
 
 
 def everywhere(mesh: Mesh, value: np.ndarray[Any, Any]) -> jax.Array:
-    """The same value on every device of every process."""
+    """Replicate a value on every device of every process."""
     return jax.make_array_from_callback(value.shape, NamedSharding(mesh, P()), value.__getitem__)
 
 
 def of_rows(mesh: Mesh) -> NamedSharding:
-    """The sharding of [R, …]: rows over `data` and `fsdp`."""
+    """Return the sharding of [R, …]: rows over `data` and `fsdp`."""
     return NamedSharding(mesh, P(ROWS))

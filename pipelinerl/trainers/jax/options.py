@@ -1,11 +1,8 @@
-"""`JaxOptions`: what a recipe's `trainer.options` may say to the JAX trainer, read without guessing.
+"""`JaxOptions`, the recipe's `trainer.options` for the JAX trainer.
 
-[trainer]
-type = "jax"
-options.mesh = { data = 2, fsdp = 4, tensor = 2 }
-options.remat = "inference_matched"
-options.attention = "dense"
-options.distributed = { coordinator = "10.0.0.1:8476", processes = 4, token_file = "/shared/token" }
+[trainer] type = "jax" options.mesh = { data = 2, fsdp = 4, tensor = 2 } options.remat = "inference_matched"
+options.attention = "dense" options.distributed = { coordinator = "10.0.0.1:8476", processes = 4, token_file =
+"/shared/token" }
 """
 
 from __future__ import annotations
@@ -25,20 +22,20 @@ _NAME: Final = "JAX"
 
 
 class Remat(StrEnum):
-    """What the forward pass keeps for the backward pass; the rest is computed again."""
+    """Activations that the forward pass keeps for the backward pass; the others are recomputed."""
 
     NONE = "none"
-    """Everything is kept: fastest where it fits."""
+    """Keep all activations: fastest if they fit into memory."""
     MATMULS = "matmuls"
-    """Results of the linear layers are kept, those of attention and of pointwise operations are not."""
+    """Keep the results of linear layers, recompute attention and pointwise operations."""
     INFERENCE_MATCHED = "inference_matched"
-    """Only each layer's output is kept ("nothing saveable", RLAX §5.1): the forward pass emits no residuals that would
-    keep XLA from fusing it as it fuses an inference forward, so that its log-probs are those of `forward`."""
+    """Keep only each layer's output ("nothing saveable", RLAX §5.1). Without residuals, XLA fuses the forward pass as
+    in inference, so that its log-probs equal those of `forward`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JaxOptions:
-    """`distributed` None is one process; `attention` None is what suits the devices."""
+    """Options of the JAX trainer; `distributed` None means one process, `attention` None chooses by device."""
 
     mesh: MeshShape
     remat: Remat = Remat.NONE
@@ -47,10 +44,10 @@ class JaxOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *, gradient_checkpointing: bool) -> JaxOptions:
-        """Read `TrainerSpec.options`; `gradient_checkpointing` chooses `inference_matched` unless `remat` is given.
+        """Parse `TrainerSpec.options`; `gradient_checkpointing` selects `inference_matched` unless `remat` is given.
 
         Raises:
-            SpecError: an unknown key, or a value of another kind than expected.
+            SpecError: an unknown key, or a value of the wrong type.
         """
         refuse_lora(options)
         refuse_unknown(options, [field.name for field in fields(cls)], "options", trainer=_NAME)

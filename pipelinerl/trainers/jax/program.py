@@ -1,7 +1,7 @@
-"""What a JAX trainer computes: log-probs, the accumulated gradient and AdamW's step, as pure functions.
+"""The computations of a JAX trainer as pure functions: log-probs, gradient accumulation and AdamW's step.
 
-Each is compiled once for each program and shape of rows, whatever the number of trainers. Buffers that are replaced
-(weights, moments, the gradient) are donated, so nothing is held twice.
+Each function is compiled once per program and shape of rows, whatever the number of trainers. Buffers that are replaced
+(weights, moments, the gradient) are donated, so none is held twice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _POLICIES: Final = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerProgram:
-    """One decoder on one mesh: what is compiled. `compute` is the dtype of forward and backward; masters are fp32."""
+    """The static configuration of one decoder on one mesh.
+
+    `compute` is the dtype of forward and backward; master weights are fp32.
+    """
 
     config: DecoderConfig
     mesh: Mesh
@@ -50,7 +53,7 @@ class TrainerProgram:
     logits_at_once: int = LOGITS_AT_ONCE
 
     def fetch(self, own: dict[str, Array]) -> dict[str, Array]:
-        """Cast weights where they are used, then gather them from the `fsdp` axis: half the bytes travel in bf16."""
+        """Cast weights before gathering them along the `fsdp` axis, so that bf16 halves the traffic."""
         table = {parameter.name: parameter for parameter in self.config.parameters}
         fetched = {}
         for name, array in own.items():
@@ -59,7 +62,10 @@ class TrainerProgram:
         return fetched
 
     def output_layer(self, weights: Weights) -> Array:
-        """[V, D]; with `HeadPrecision.FP32` in fp32, rounded to what engines hold, as if rounding had no gradient."""
+        """Return the output layer [V, D].
+
+        With `HeadPrecision.FP32` it is fp32, rounded to the engines' values, with a straight-through gradient.
+        """
         if self.head is HeadPrecision.MODEL:
             return output_embedding(weights, fetch=self.fetch)
         exact = output_embedding(weights, fetch=replace(self, compute=jnp.float32).fetch)
@@ -67,16 +73,16 @@ class TrainerProgram:
         return exact + lax.stop_gradient(lax.reduce_precision(exact, served.nexp, served.nmant) - exact)
 
     def values(self, weights: Weights, hidden: Array) -> Array:
-        """f32 [R, C] of the states of hidden [R, C, D]; computed in fp32 always, as the torch trainer does."""
+        """Return values f32 [R, C] of hidden states [R, C, D]; always computed in fp32, as in the torch trainer."""
         head = replace(self, compute=jnp.float32).fetch({name: weights[name] for name in (VALUE_WEIGHT, VALUE_BIAS)})
         return jnp.einsum("rcd,od->rc", hidden.astype(jnp.float32), head[VALUE_WEIGHT]) + head[VALUE_BIAS]
 
     def replayed(self, part: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function; what the backward pass keeps of it is the policy's to say."""
+        """Wrap a function so that the backward pass keeps only the activations that the remat policy allows."""
         return part if self.remat is Remat.NONE else jax.checkpoint(part, policy=_POLICIES[self.remat])
 
     def wrap(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """A layer whose rows stay divided as they were given, replayed."""
+        """Wrap a layer with rematerialisation and keep its rows sharded as given."""
         rows = jax_mesh.of_rows(self.mesh)
         replayed = self.replayed(layer)
 
@@ -87,26 +93,28 @@ class TrainerProgram:
         return wrapped
 
     def divided(self, arrays: Weights) -> Weights:
-        """Each array as its parameter is."""
+        """Constrain each array to its parameter's sharding."""
         shardings = {p.name: jax_mesh.of_parameter(self.mesh, p) for p in self.config.parameters}
         return {name: lax.with_sharding_constraint(array, shardings[name]) for name, array in arrays.items()}
 
 
 @partial(jax.jit, static_argnums=0)
 def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Array:
-    """Log-probs f32 [R, C] of the tokens at their temperatures, or values; 0 at segment starts and on padding."""
+    """Return log-probs f32 [R, C] of the tokens at their temperatures, or values; 0 at segment starts and on
+    padding.
+    """
     return predictions(program, (), weights, columns)[0]
 
 
 def predictions(
     program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, columns: Columns
 ) -> Array:
-    """f32 [1 + M, R, C]: `logprobs`, and the M measures of the distributions they are of; 0 in the same places.
+    """Return f32 [1 + M, R, C]: `logprobs` and M measures of their distributions; 0 at the same positions.
 
-    Of a value model the values of the states in which the tokens came next, and no measures.
+    For a value model, the values of the states before the tokens, and no measures.
     """
     tokens, positions, segments = (columns[name] for name in ("token_ids", "position_ids", "segment_ids"))
-    with jax.default_matmul_precision("float32"):  # on a TPU fp32 would else be multiplied in bf16; bf16 stays bf16
+    with jax.default_matmul_precision("float32"):  # otherwise a TPU multiplies fp32 in bf16; bf16 stays bf16
         hidden, _ = hidden_states(
             program.config,
             weights,
@@ -127,7 +135,7 @@ def predictions(
 def _ahead(
     program: TrainerProgram, measures: tuple[HeadMeasure, ...], weights: Weights, hidden: Array, columns: Columns
 ) -> Array:
-    """f32 [1 + M, R, C] of the token after each."""
+    """Return predictions f32 [1 + M, R, C] at each position for the token after it."""
     head = partial(token_predictions, measures=measures, logits_at_once=program.logits_at_once * program.mesh.size)
     following, temperatures = (jnp.roll(columns[name], -1, axis=1) for name in ("token_ids", "temperatures"))
     return program.replayed(head)(hidden, program.output_layer(weights), following, temperatures)
@@ -137,9 +145,9 @@ def _ahead(
 def accumulate(
     program: TrainerProgram, objective: Objective, weights: Weights, gradient: Weights, columns: Columns
 ) -> tuple[Weights, Array, Array]:
-    """The gradient with this micro-batch's added, its loss, and its log-probs [R, C], 0 outside the loss mask.
+    """Add this micro-batch's gradient; return the sum, the loss, and the predictions [R, C], 0 outside the loss mask.
 
-    A loss that is not finite adds nothing.
+    A non-finite loss adds nothing.
     """
 
     inside, measures = columns["loss_mask"], measures_of(objective)
@@ -147,8 +155,8 @@ def accumulate(
     def loss_of(weights: Weights) -> tuple[Array, Array]:
         current, *measured = jnp.where(inside, predictions(program, measures, weights, columns), 0.0)
         flat = {name: jnp.where(inside, column, 0).reshape(-1) for name, column in columns.items()}
-        # What lies outside the mask, padding included, counts as zeros in segment 0. There are never more segments than
-        # tokens, and one number for each shape keeps it from being compiled once for each number of segments.
+        # Tokens outside the mask, padding included, become zeros in segment 0. The number of segments is set to the
+        # number of tokens, its upper bound: a constant per shape avoids a compilation for each number of segments.
         flat["loss_mask"] = inside.reshape(-1)
         flat |= {name: column.reshape(-1) for name, column in zip(measures, measured, strict=True)}
         return objective.evaluate(current.reshape(-1), flat | {"num_segments": current.size}), current
@@ -160,7 +168,7 @@ def accumulate(
 
 
 class Stepped(NamedTuple):
-    """After one optimizer step: new weights and moments, and the gradient's norm before clipping."""
+    """The result of one optimizer step: new weights and moments, and the gradient's norm before clipping."""
 
     weights: Weights
     moments: Any
@@ -176,7 +184,7 @@ def step(
     gradient: Weights,
     learning_rate: Array,
 ) -> Stepped:
-    """Clip as torch does, then AdamW; where the norm is not finite, everything stays."""
+    """Clip as torch does, then apply AdamW; if the norm is not finite, change nothing."""
     norm = optax.tree.norm(gradient)
     scale = jnp.minimum(1.0, spec.grad_clip / (norm + 1e-6)) if spec.grad_clip else 1.0
     clipped = {name: part * scale for name, part in gradient.items()}
@@ -187,7 +195,7 @@ def step(
 
 
 def adamw(config: DecoderConfig, spec: OptimizerSpec) -> optax.GradientTransformation:
-    """AdamW without its learning rate, which changes from step to step; decay spares vectors: biases and norms."""
+    """Return AdamW without the learning rate, which varies by step; vectors (biases and norms) are not decayed."""
     matrices = {parameter.name: len(parameter.shape) >= 2 for parameter in config.parameters}
     return optax.chain(
         optax.scale_by_adam(b1=spec.betas[0], b2=spec.betas[1], eps=spec.eps),
@@ -197,7 +205,7 @@ def adamw(config: DecoderConfig, spec: OptimizerSpec) -> optax.GradientTransform
 
 @partial(jax.jit, static_argnums=(0, 1))
 def new_moments(program: TrainerProgram, spec: OptimizerSpec, weights: Weights) -> Any:
-    """Adam's state before the first step, divided as the weights are."""
+    """Return Adam's initial state, sharded like the weights."""
     fresh = adamw(program.config, spec).init(weights)
     adam = fresh[0]
     return (adam._replace(mu=program.divided(adam.mu), nu=program.divided(adam.nu)), *fresh[1:])
@@ -205,5 +213,5 @@ def new_moments(program: TrainerProgram, spec: OptimizerSpec, weights: Weights) 
 
 @jax.jit
 def zeros(weights: Weights) -> Weights:
-    """A gradient to which nothing was added."""
+    """Return a zero gradient."""
     return jax.tree.map(jnp.zeros_like, weights)

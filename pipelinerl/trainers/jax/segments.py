@@ -1,10 +1,10 @@
-"""Packed segments as rows of a few fixed shapes.
+"""Packing of segments into rows of a few fixed shapes.
 
-XLA compiles one program for each shape, so a micro-batch of any length is laid out in R rows of C columns, where R and
-C come from short lists: C a power of two that holds the longest segment, R the least of 1, 2, 3, 4, 6, 8, 12, … times
-the devices that share the rows. Each segment lies whole in one row, so attention costs R·C² instead of T², and rows can
-be divided over devices. A run over ragged batches meets as many programs as it meets shapes (R, C), never one per
-length; at most a third of the rows and the rest of the last ones is padding.
+XLA compiles one program per shape. So a micro-batch of any length is laid out in R rows of C columns, and R and C come
+from short lists. C is a power of two that holds the longest segment. R is the least of 1, 2, 3, 4, 6, 8, 12, … times
+the number of devices that share the rows. Each segment lies within one row, so attention costs R·C² instead of T², and
+rows can be sharded. A run with ragged batches compiles one program per shape (R, C), not one per length. Padding is at
+most a third of the rows, plus the unused ends of rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-#: Segment id of padding: it attends to padding alone.
+#: Segment id of padding, which attends only to padding.
 PADDING: Final = -1
 _LEAST_COLUMNS: Final = 64
 
@@ -23,7 +23,7 @@ _LEAST_COLUMNS: Final = 64
 @final
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the T tokens of a micro-batch lie in [R, C].
+    """Positions of the T tokens of a micro-batch in [R, C].
 
     Attributes:
         shape: (R, C).
@@ -39,7 +39,7 @@ class Rows:
         starts = np.flatnonzero(position_ids == 0)
         lengths = np.diff(starts, append=len(position_ids))
         columns = max(least_columns, 1 << int(lengths.max() - 1).bit_length())
-        # First-fit decreasing: at most 22 % more rows than the best packing.
+        # First-fit decreasing: at most 22 % more rows than the optimum.
         room = np.full(len(lengths), columns)
         offset = np.empty(len(lengths), dtype=np.int64)
         for i in np.argsort(-lengths, kind="stable"):
@@ -51,17 +51,17 @@ class Rows:
         return cls((rows, columns), np.repeat(offset, lengths) + position_ids)
 
     def spread(self, column: NDArray[Any], *, fill: Any = 0) -> NDArray[Any]:
-        """A column [T] as [R, C], `fill` where there is no token."""
+        """Spread a column [T] to [R, C], with `fill` where there is no token."""
         rows = np.full(self.shape[0] * self.shape[1], fill, dtype=column.dtype)
         rows[self.place] = column
         return rows.reshape(self.shape)
 
     def collect(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """The tokens [T] of [R, C]."""
+        """Collect the tokens [T] from [R, C]."""
         return rows.reshape(-1)[self.place]
 
 
 def _bucket(count: int) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12, 16, … that is not below `count`."""
+    """Return the least of 1, 2, 3, 4, 6, 8, 12, 16, … that is not below `count`."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power

@@ -1,11 +1,11 @@
-"""State of a `JaxTrainer` on disk: sharded arrays through TensorStore, exact to the bit, restored onto any mesh.
+"""Checkpoint state of a `JaxTrainer`: sharded arrays in TensorStore, bit-exact, restorable onto any mesh.
 
     trainer.json                          format, model_version, architecture, mesh
-    arrays/<weights|mean|square>/<name>/  zarr 3: one file for each part of the array, with a CRC-32C of its own
+    arrays/<weights|mean|square>/<name>/  zarr 3: one file for each part of the array, with its own CRC-32C
 
-Each process writes the parts that lie on its devices and reads the parts that it needs, so nothing is ever whole on one
-host, and the mesh that restores need not be the one that saved. A part that is missing, cut short or altered is an
-error, never zeros. Durability, and the rename that makes a checkpoint appear, are the caller's.
+Each process writes the parts on its devices and reads the parts it needs, so no host holds a whole array. The restoring
+mesh may differ from the saving mesh. A part that is missing, truncated or altered raises an error and never reads as
+zeros. The caller ensures durability, and renames the directory to publish the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ KINDS: Final = ("weights", "mean", "square")
 @final
 @dataclass(frozen=True, slots=True)
 class JaxSavedState:
-    """A state whose record was read and checked; its arrays are read by `restore`."""
+    """A state whose record has been read and checked; `restore` reads its arrays."""
 
     path: Path
     model_version: int
 
     def restore(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, dict[str, jax.Array]]:
-        """The arrays of every kind, placed as `like` (name → shape, dtype, sharding) says.
+        """Read the arrays of every kind, placed according to `like` (name → shape, dtype, sharding).
 
         Raises:
             StateError: an array is missing, damaged or of another shape.
@@ -66,7 +66,7 @@ class JaxSavedState:
 
 
 def save_parts(path: Path, arrays: Kinds) -> None:
-    """Write the parts that lie on this process below the existing directory `path`, which several share."""
+    """Write this process's parts into the existing directory `path`, which all processes share."""
     writing = [
         write
         for kind, named in arrays.items()
@@ -78,10 +78,10 @@ def save_parts(path: Path, arrays: Kinds) -> None:
 
 
 def save_record(path: Path, arrays: Kinds, *, config: DecoderConfig, model_version: int) -> None:
-    """Say what the state is, once every process has written its parts: without the record there is no state.
+    """Write the record after every process has written its parts; a state without a record does not count.
 
     Raises:
-        StateError: not all parts are seen here: the processes do not write to one file system.
+        StateError: some parts are not visible here, so the processes do not write to one file system.
     """
     for kind, named in arrays.items():
         for name, array in named.items():
@@ -92,7 +92,7 @@ def save_record(path: Path, arrays: Kinds, *, config: DecoderConfig, model_versi
 
 
 def load(path: Path, *, expected: DecoderConfig) -> JaxSavedState:
-    """Read the record of a state and check that it is of the model `expected`.
+    """Read the record of a state and check that it belongs to the model `expected`.
 
     Raises:
         StateError: it is missing, damaged, or of another model.
@@ -102,7 +102,7 @@ def load(path: Path, *, expected: DecoderConfig) -> JaxSavedState:
 
 
 def _write(spec: dict[str, Any], array: jax.Array) -> list[tensorstore.WriteFutures]:
-    """Begin to write the parts that lie on this host, each once; a part is a file."""
+    """Start writing the parts on this host, each once; a part is one file."""
     store = tensorstore.open(
         spec,
         create=True,
@@ -116,13 +116,13 @@ def _write(spec: dict[str, Any], array: jax.Array) -> list[tensorstore.WriteFutu
 
 def _raise_if_parts_lack(path: Path, kind: str, name: str, array: jax.Array) -> None:
     if array.is_fully_addressable:
-        return  # this process wrote them itself
+        return  # this process wrote all parts itself
     expected = prod(array.shape) // prod(array.sharding.shard_shape(array.shape))
     found = sum(1 for file in (_folder(path, kind, name) / "c").rglob("*") if file.is_file())
     if found != expected:
         raise StateError(
             f"the trainer state in {path} must have {expected} parts of {kind}/{name}, and rank 0 sees {found}; "
-            "put the run's directory on a file system that every host mounts alike"
+            "put the run's directory on a file system that every host mounts at the same path"
         )
 
 
@@ -131,7 +131,7 @@ def _folder(path: Path, kind: str, name: str) -> Path:
 
 
 def _spec(path: Path, kind: str, name: str) -> dict[str, Any]:
-    # Whoever makes a checkpoint durable syncs the files of its own host: another must do so with its parts itself.
+    # The code that makes a checkpoint durable syncs only rank 0's files; other hosts must sync their parts themselves.
     synced = jax.process_index() != 0
     return {
         "driver": "zarr3",
@@ -144,6 +144,6 @@ def _spec(path: Path, kind: str, name: str) -> dict[str, Any]:
 
 
 def _architecture(config: DecoderConfig) -> str:
-    """Return the digest of the model, whatever the dtype of its directory; a policy's says nothing of a head."""
+    """Return the model's digest, independent of the directory's dtype; for a policy it omits `scalar_head`."""
     left_out = {"dtype"} if config.scalar_head else {"dtype", "scalar_head"}
     return architecture_of({name: value for name, value in asdict(config).items() if name not in left_out})

@@ -1,10 +1,11 @@
-"""`JaxTrainer`: Llama-family decoders behind the trainer contract, in JAX, on a mesh of any devices that XLA knows.
+"""`JaxTrainer`, the trainer contract for Llama-family decoders in JAX, on a mesh of any devices that XLA supports.
 
-Weights and optimizer state are fp32 and divided over the mesh; `Precision.BF16` computes in bf16. Segments are packed
-into rows of a few fixed shapes and never see one another. On CPU and TPU equal calls give equal bits on the same mesh.
+Weights and optimizer state are fp32 and sharded over the mesh; `Precision.BF16` computes in bf16. Segments are packed
+into rows of a few fixed shapes and never attend to each other. On CPU and TPU, equal calls give equal bits on the same
+mesh.
 
-With several processes (`options.distributed`) this is rank 0: the verbs are called here alone, on any thread, and the
-other ranks follow (`following`). Each verb checks its arguments here, before anybody else hears of it.
+With several processes (`options.distributed`) this class runs on rank 0. Only rank 0 calls the verbs, on any thread;
+the other ranks follow (`following`). Each verb checks its arguments here before it is sent to the other ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ T = TypeVar("T")
 
 @final
 class JaxTrainer:
-    """Satisfies `trainer_contract.trainer.Trainer`, where the verbs are described."""
+    """Implements `trainer_contract.trainer.Trainer`, which documents the methods."""
 
     def __init__(self) -> None:
         self._state: JaxWorker | None = None
@@ -70,7 +71,7 @@ class JaxTrainer:
 
     @property
     def model_version(self) -> int:
-        """Number of optimizer steps behind the weights."""
+        """The number of optimizer steps applied to the weights."""
         return self._worker.model_version
 
     @property
@@ -79,7 +80,7 @@ class JaxTrainer:
 
     @property
     def width(self) -> int:
-        """One after the other: the rows of each are divided over the mesh."""
+        """Always 1: micro-batches are computed one after the other, each sharded over the mesh by rows."""
         return 1
 
     def init_worker(self, spec: TrainerSpec) -> None:
@@ -99,7 +100,7 @@ class JaxTrainer:
             raise
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Log-probs, or values, f32 [T] of every token of each; 0 at segment starts."""
+        """Return log-probs, or values, f32 [T] of every token of each micro-batch; 0 at segment starts."""
         worker = self._worker
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=worker.config.vocab)
@@ -109,7 +110,7 @@ class JaxTrainer:
         )
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """`forward` through the same programs: weights are an argument of theirs, so nothing is compiled anew."""
+        """Run `forward` with other weights; weights are an argument of the programs, so none is recompiled."""
         worker = self._worker
         check_weights(weights, self.weight_layout())
         for micro_batch in micro_batches:
@@ -120,7 +121,9 @@ class JaxTrainer:
         )
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Evaluate and add the gradients; with several processes, of an objective that `commands` can tell them."""
+        """Evaluate the objective and accumulate gradients; with several processes, `commands` must be able to encode
+        it.
+        """
         worker = self._worker
         check_measures(objective, Head.VALUE if worker.config.scalar_head else Head.POLICY)
         for micro_batch in micro_batches:
@@ -136,14 +139,14 @@ class JaxTrainer:
         )
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
-        """Clip, apply, clear; refuses a gradient that is not finite."""
+        """Clip, apply and clear the gradient; reject one that is not finite."""
         worker = self._worker
         if worker.gradient is None:
             raise ProtocolError("optimizer_step needs a gradient: call backward first")
         return self._together(StepCommand(self._number, learning_rate), lambda: worker.optimizer_step(learning_rate))
 
     def discard_gradient(self) -> None:
-        """Forget what was accumulated."""
+        """Discard the accumulated gradient."""
         worker = self._worker
 
         def discard() -> None:
@@ -152,11 +155,11 @@ class JaxTrainer:
         self._together(Discard(self._number), discard)
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Parameters layer by layer, in the dtype of the model directory unless the spec asks for another."""
+        """Return parameters layer by layer, in the dtype of the model directory unless the spec overrides it."""
         return self._worker.layout()
 
     def gather_weights(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-        """Host arrays, each gathered from the mesh when it is asked for."""
+        """Yield host arrays, each gathered from the mesh on demand."""
         worker = self._worker
         for place, info in enumerate(worker.layout()):
             array = self._together(Gather(self._number, place), partial(worker.gathered, place))
@@ -166,32 +169,34 @@ class JaxTrainer:
             yield info.name, value
 
     def save_state(self, path: Path) -> None:
-        """Write weights and moments, each process its parts, below the directory `path`, which all of them see."""
+        """Write weights and moments into the directory `path`; each process writes its parts, so all must see
+        `path`.
+        """
         worker = self._worker
         self._together(Save(self._number, str(path.absolute())), lambda: worker.save_parts(path))
         worker.save_record(path)
 
     def close(self) -> None:
-        """Drop weights and programs, on every rank; the other ranks stay, for what else this process trains."""
+        """Drop weights and programs on every rank; the other ranks stay up for this process's other trainers."""
         self._state = None
         if self._ranks is not None:
             ranks, self._ranks = self._ranks, None
             ranks.drop(self._number)
 
     def _together(self, command: Command | Callable[[], Command], own: Callable[[], T]) -> T:
-        """Do `own` here and what `command` says on every other rank; one process needs no command, nor makes one."""
+        """Run `own` here and `command` on every other rank; with one process, no command is created."""
         if self._ranks is None:
             return own()
         told = command() if callable(command) else command
-        lane = Lane.READS if isinstance(told, Save) else Lane.PASSES  # gathering runs programs on the devices
+        lane = Lane.READS if isinstance(told, Save) else Lane.PASSES  # gathering runs device programs
         return self._ranks.together(lambda _: told, own, lane=lane).own
 
 
 def read_spec(spec: TrainerSpec) -> tuple[JaxOptions, DecoderConfig]:
-    """What can be refused before anything is loaded.
+    """Parse the spec and reject everything that can be rejected before loading.
 
     Raises:
-        SpecError: an option, the head or the model is none that this trainer has.
+        SpecError: this trainer does not support an option, the head or the model.
     """
     options = JaxOptions.of(spec.options, gradient_checkpointing=spec.gradient_checkpointing)
     try:

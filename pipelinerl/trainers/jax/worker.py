@@ -1,8 +1,8 @@
-"""`JaxWorker`: one process' part of a JAX trainer, the same code on every rank: its shards, and the programs over them.
+"""`JaxWorker`, one process's part of a JAX trainer: its shards and the programs on them, the same on every rank.
 
-Every method but `save_parts` and `save_record` runs programs on the whole mesh: where it spans processes, each must
-call the same methods with the same arguments in the same order. What a method returns, and whether it raises, is then
-the same on every rank, since it is computed from arrays that all of them hold whole. `JaxTrainer` checks arguments.
+Every method except `save_parts` and `save_record` runs programs on the whole mesh. If the mesh spans processes, each
+process must call the same methods with the same arguments in the same order. Results and errors are then the same on
+every rank, since they are computed from arrays that every rank holds whole. `JaxTrainer` checks arguments.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PLATFORMS: Final = {Device.AUTO: None, Device.CPU: "cpu", Device.CUDA: "cuda", 
 @final
 @dataclass(slots=True)
 class JaxWorker:
-    """`moments` is optax's state; `gradient` is None when nothing was accumulated."""
+    """Weights, moments (optax's state) and the gradient, which is None when nothing was accumulated."""
 
     program: TrainerProgram
     optimizer: OptimizerSpec
@@ -65,7 +65,7 @@ class JaxWorker:
 
     @classmethod
     def started(cls, spec: TrainerSpec, options: JaxOptions, config: DecoderConfig) -> JaxWorker:
-        """Load this process' shards of weights, or of weights and moments, as `Trainer.init_worker` says."""
+        """Load this process's shards of weights, or of weights and moments; see `Trainer.init_worker`."""
         devices, compute = _devices(spec), jnp.bfloat16 if spec.precision is Precision.BF16 else jnp.float32
         program = TrainerProgram(
             config=config,
@@ -77,30 +77,30 @@ class JaxWorker:
         )
         load = _loaded if spec.restore_from is None else _restored
         worker = load(program, spec)
-        if spec.head_precision is not HeadPrecision.FP32:  # whose program rounds the head to the nearest
+        if spec.head_precision is not HeadPrecision.FP32:  # with FP32 the program itself rounds the head to nearest
             worker.rounding = spec.rounding
         return worker
 
     @property
     def config(self) -> DecoderConfig:
-        """The model's."""
+        """The model's configuration."""
         return self.program.config
 
     def layout(self) -> tuple[ParameterInfo, ...]:
-        """Parameters layer by layer, in the dtype of the model directory: what an engine loaded from it holds."""
+        """Return parameters layer by layer, in the dtype of the model directory, as engines load them."""
         return tuple(
             ParameterInfo(parameter.name_at(layer or 0), parameter.shape, self.config.dtype)
             for parameter, layer in export_order(self.config)
         )
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """`Trainer.forward`."""
+        """See `Trainer.forward`."""
         return [_forward(self.program, self.weights, batch) for batch in batches]
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights | None) -> list[Float32]:
-        """`Trainer.forward_at` through the same programs: weights are their argument, so nothing is compiled anew.
+        """See `Trainer.forward_at`; weights are an argument of the programs, so none is recompiled.
 
-        `weights` is None on every rank but 0, which sends them over the mesh, one parameter of a layer at a time.
+        `weights` is None on every rank but 0, which sends them over the mesh, one parameter of one layer at a time.
         """
         sizes = {info.name: num_bytes(info) for info in self.layout()}
 
@@ -115,7 +115,7 @@ class JaxWorker:
         return [_forward(self.program, other, batch) for batch in batches]
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Evaluate on the whole rows, in which padding counts as tokens outside the mask, and add the gradients."""
+        """Accumulate gradients on whole rows; padding counts as tokens outside the mask."""
         return [self._backward(number, batch, objective) for number, batch in enumerate(batches)]
 
     def _backward(self, number: int, batch: MicroBatch, objective: Objective) -> LossStats:
@@ -123,7 +123,7 @@ class JaxWorker:
         so_far = jax_program.zeros(self.weights) if self.gradient is None else self.gradient
         gradient, device_loss, logprobs = jax_program.accumulate(self.program, objective, self.weights, so_far, columns)
         loss = float(device_loss)
-        self.gradient = gradient  # the buffers of the one before are gone, whatever the loss
+        self.gradient = gradient  # the old buffers were donated, so keep the new ones whatever the loss
         if not math.isfinite(loss):
             self.gradient = None
             raise NonFiniteError(
@@ -134,35 +134,35 @@ class JaxWorker:
         return LossStats(loss, rows.collect(_whole(logprobs)))
 
     def optimizer_step(self, learning_rate: float) -> StepStats:
-        """Clip, apply, clear; refuses a gradient that is not finite."""
+        """Clip, apply and clear the gradient; reject one that is not finite."""
         assert self.gradient is not None, "the trainer has checked that there is a gradient"
         gradient, self.gradient = self.gradient, None
         rate = np.float32(learning_rate)
         stepped = jax_program.step(self.program, self.optimizer, self.weights, self.moments, gradient, rate)
         self.weights, self.moments, norm = stepped.weights, stepped.moments, float(stepped.norm)
         if not math.isfinite(norm):
-            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are as before")
+            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are unchanged")
         self.model_version += 1
         return StepStats(self.model_version, norm, learning_rate)
 
     @property
     def dithers(self) -> bool:
-        """Whether rank 0 rounds what is gathered, which then comes in fp32."""
+        """True if rank 0 rounds gathered weights, which then arrive in fp32."""
         return self.rounding is Rounding.DITHERED and self.config.dtype == "bfloat16"
 
     def gathered(self, place: int) -> jax.Array:
-        """The parameter at this place of the layout, whole on each device; of a layer, that layer's alone."""
+        """Return the parameter at this position of the layout, whole on each device, for one layer."""
         parameter, layer = list(export_order(self.config))[place]
         dtype = jnp.float32 if self.dithers else jnp.dtype(self.config.dtype)
         gathered = export_weight(self.weights, parameter, layer, dtype=dtype)
         return gathered.block_until_ready()
 
     def save_parts(self, path: Path) -> None:
-        """Write the shards of weights and moments that lie on this process. There is no random state."""
+        """Write this process's shards of weights and moments. There is no random state."""
         jax_state.save_parts(path, self._arrays())
 
     def save_record(self, path: Path) -> None:
-        """Say what was saved, once every process has written its parts."""
+        """Write the record after every process has written its parts."""
         jax_state.save_record(path, self._arrays(), config=self.config, model_version=self.model_version)
 
     def _arrays(self) -> jax_state.Kinds:
@@ -171,7 +171,7 @@ class JaxWorker:
 
 
 def laid_out(program: TrainerProgram, batch: MicroBatch) -> tuple[Rows, dict[str, jax.Array]]:
-    """The micro-batch as rows on the mesh, of which each process places its own."""
+    """Lay out the micro-batch as rows on the mesh; each process places its own rows."""
     mesh = program.mesh
     least = program.attention.least_columns
     rows = Rows.of(batch.position_ids, multiple=mesh.shape["data"] * mesh.shape["fsdp"], least_columns=least)
@@ -188,7 +188,7 @@ def laid_out(program: TrainerProgram, batch: MicroBatch) -> tuple[Rows, dict[str
 
 
 def _whole(array: jax.Array) -> NDArray[Any]:
-    """The whole array on this host, wherever its parts lie; where it spans processes every one must call."""
+    """Return the whole array on this host; if it spans processes, every process must call this."""
     if array.is_fully_addressable:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
@@ -203,7 +203,7 @@ def _forward(program: TrainerProgram, weights: Weights, batch: MicroBatch) -> Fl
 
 
 def _devices(spec: TrainerSpec) -> list[Any]:
-    """The devices of all processes."""
+    """Return the devices of all processes."""
     jax_memory.bound(spec.memory_share)
     try:
         return list(jax.devices(_PLATFORMS[spec.device]))
@@ -212,7 +212,9 @@ def _devices(spec: TrainerSpec) -> list[Any]:
 
 
 def _attention(asked: PackedAttention | None, platform: str, compute: Any) -> PackedAttention:
-    """What the options ask for, or what suits. Raises SpecError where there is no such kernel."""
+    """Return the requested attention, or the default for the platform. Raises SpecError if the kernel is
+    unavailable.
+    """
     if asked is PackedAttention.FLASH and platform != "tpu":
         raise SpecError(f'options.attention = "flash" is a kernel for TPUs, got {platform}; leave it out')
     return PackedAttention.on(platform, compute=compute) if asked is None else asked

@@ -1,1 +1,1 @@
-"""One trainer of several processes, for every array library: rank 0 has the verbs, the others obey it."""
+"""Multi-process trainers for every array library: rank 0 has the verbs, the other ranks execute its commands."""

@@ -1,10 +1,10 @@
-"""`Channel`: a connection between rank 0 of a trainer and another rank: whole messages, a beat, and silence found.
+"""`Channel`, a connection between rank 0 of a trainer and another rank, with whole messages and heartbeats.
 
-    frame:  length u64 little-endian, then so many bytes; of length 0 it is a beat
+    frame:  length u64 little-endian, then that many bytes; length 0 is a heartbeat
 
-Each side beats from a thread of its own, whatever it computes meanwhile, so a peer that lives is heard within
-`silence_s`. Promises: a peer that died is found at once (its connection ends), one that hangs, or a network that
-swallows, within `silence_s`; either is a `RankError` that names the peer.
+Each side sends heartbeats from its own thread, whatever else it computes, so a live peer sends something within
+`silence_s`. A dead peer is detected at once (its connection closes). A hanging peer, or a network that drops packets,
+is detected within `silence_s`. Both raise a `RankError` that names the peer.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Final, final
 from trainer_contract.errors import RankError
 
 _LENGTH: Final = struct.Struct("<Q")
-#: No message is larger; what claims to be is not ours.
+#: Upper bound of a message's size; a larger one is not from our ranks.
 _MOST_BYTES: Final = 1 << 32
-#: Beats sent within the silence after which a peer is lost.
+#: Heartbeats sent within the silence after which a peer counts as lost.
 _BEATS: Final = 6
 
 
 @final
 class Channel:
-    """One end. `receive` is for one thread; `send` for any."""
+    """One end of the connection. One thread may call `receive`; any thread may call `send`."""
 
     def __init__(self, connection: socket.socket, *, peer: str, silence_s: float) -> None:
         connection.settimeout(silence_s)
@@ -38,15 +38,15 @@ class Channel:
         self._closed = threading.Event()
 
     def beat(self) -> None:
-        """Begin to beat, until `close`."""
+        """Start sending heartbeats, until `close`."""
         threading.Thread(target=self._beat, name=f"beat-{self.peer}", daemon=True).start()
 
     def send(self, message: bytes) -> None:
-        """Send a message. Raises RankError when the peer does not take it."""
+        """Send a message. Raises RankError if the peer does not accept it."""
         self._write(_LENGTH.pack(len(message)) + message)
 
     def receive(self, *, most_bytes: int = _MOST_BYTES) -> bytes:
-        """The next message, beats left out. Raises RankError when the peer is gone, or silent for too long."""
+        """Return the next message, skipping heartbeats. Raises RankError if the peer is gone or silent for too long."""
         while True:
             (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
             if length > most_bytes:
@@ -55,9 +55,9 @@ class Channel:
                 return self._read(length)
 
     def close(self) -> None:
-        """End the connection, which the peer sees at once."""
+        """Close the connection; the peer notices at once."""
         self._closed.set()
-        with suppress(OSError):  # it has ended already
+        with suppress(OSError):  # already closed
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
@@ -66,14 +66,14 @@ class Channel:
             try:
                 self._write(_LENGTH.pack(0))
             except RankError:
-                return  # whoever receives or sends next meets it, too
+                return  # the next send or receive raises the same error
 
     def _write(self, data: bytes) -> None:
         with self._sending:
             try:
                 self._connection.sendall(data)
             except TimeoutError:
-                raise RankError(f"{self.peer} took nothing for {self._silence_s:g} s: it hangs") from None
+                raise RankError(f"{self.peer} accepted no data for {self._silence_s:g} s: it hangs") from None
             except OSError as error:
                 raise RankError(f"{self.peer} is gone: {error}") from error
 
@@ -85,7 +85,7 @@ class Channel:
                 received = self._connection.recv_into(view[filled:])
             except TimeoutError:
                 raise RankError(
-                    f"{self.peer} was not heard for {self._silence_s:g} s: it hangs, or the network to it is gone"
+                    f"{self.peer} sent nothing for {self._silence_s:g} s: it hangs, or the network to it is down"
                 ) from None
             except OSError as error:
                 raise RankError(f"{self.peer} is gone: {error}") from error

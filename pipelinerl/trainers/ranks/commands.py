@@ -1,8 +1,8 @@
-"""What rank 0 of a trainer tells the others: the verbs of the trainer contract as msgpack, and the answers.
+"""Messages between rank 0 and the other ranks: the verbs of the trainer contract as msgpack, and the answers.
 
-Every value is plain data. What stands for a class (an objective and its slots) is named `module:Class`, and is made
-again only when it is a dataclass or an enum of the objective or of the trainer contract: nothing else can be named, and
-nothing in a command is ever run.
+All values are plain data. A class (an objective and its slots) is sent as `module:Class`. It is reconstructed only if
+it is a dataclass or an enum of the objective or of the trainer contract. No other class can be named, and nothing in a
+command is executed.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from pipelinerl.trainers.ranks.shared_block import Place
 from trainer_contract.errors import RankError, SpecError
 from trainer_contract.types import MicroBatch, Objective, TrainerSpec
 
-#: Where the classes of objectives may come from.
+#: Packages from which classes of objectives may come.
 _OBJECTIVES: Final = ("pipelinerl.objective.", "pipelinerl.numerics.", "trainer_contract.")
 
 
 class Lane(StrEnum):
-    """Commands of one lane are executed in the order they were given, on every rank; lanes run beside each other."""
+    """A sequence of commands that every rank executes in the same order; lanes run concurrently."""
 
     PASSES = "passes"
-    """Whatever computes on all processes at once: the order must be the same everywhere."""
+    """Commands that compute on all processes at once; their order must be the same on every rank."""
     READS = "reads"
-    """What only reads the weights, beside the passes: it takes no time from them."""
+    """Commands that only read the weights; they run concurrently with the passes and do not delay them."""
 
 
 class Columns(msgspec.Struct, frozen=True):
-    """A micro-batch: of each column its dtype, shape and bytes."""
+    """A micro-batch: dtype, shape and bytes of each column."""
 
     arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
     num_segments: int
 
 
 class StartCommand(msgspec.Struct, frozen=True, tag=True):
-    """`init_worker` of the trainer `trainer`; one process may lead several (policy, reference)."""
+    """`init_worker` of the trainer with the number `trainer`; one process may lead several (policy, reference)."""
 
     trainer: int
     spec: dict[str, Any]
 
 
 class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
-    """`forward` of the micro-batches that are this rank's; all ranks make `rounds` passes, at least as many."""
+    """`forward` of this rank's micro-batches; all ranks make `rounds` passes, which is at least their number."""
 
     trainer: int
     batches: list[Columns]
@@ -57,7 +57,7 @@ class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardAt(msgspec.Struct, frozen=True, tag=True):
-    """`forward_at`; the weights follow by the way that passes take."""
+    """`forward_at`; the weights follow over the collectives of the passes."""
 
     trainer: int
     batches: list[Columns]
@@ -65,7 +65,7 @@ class ForwardAt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Backward(msgspec.Struct, frozen=True, tag=True):
-    """`backward` of the micro-batches that are this rank's; all ranks make `rounds` passes, at least as many."""
+    """`backward` of this rank's micro-batches; all ranks make `rounds` passes, which is at least their number."""
 
     trainer: int
     batches: list[Columns]
@@ -87,20 +87,20 @@ class Discard(msgspec.Struct, frozen=True, tag=True):
 
 
 class GatheredKind(StrEnum):
-    """What is gathered of a parameter."""
+    """The quantity to gather for a parameter."""
 
     WEIGHTS = "weights"
-    """Itself, as engines are sent it."""
+    """Its value as engines receive it."""
     MASTER = "master"
-    """Itself, as it is trained."""
+    """Its value as it is trained."""
     MEAN = "exp_avg"
     SQUARE = "exp_avg_sq"
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Parameters of `gather_weights`, `count` of them from a place in the order of `weight_layout`, one by one.
+    """Gather `count` parameters for `gather_weights`, from position `place` of `weight_layout`, one by one.
 
-    Ranks that share memory with rank 0 write their rows `into` it, where it has said so; the others send them.
+    If `into` is set, ranks that share memory with rank 0 write their rows there; the others send them.
     """
 
     trainer: int
@@ -111,7 +111,7 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """`save_state`: write the parts that lie on this rank below a directory that all ranks see."""
+    """`save_state`: write this rank's shards into a directory that all ranks can access."""
 
     trainer: int
     path: str
@@ -135,13 +135,13 @@ class Numbered(msgspec.Struct, frozen=True, tag=True):
 
 
 class RanksEnd(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 ends: because its work is done, or for the `reason` given."""
+    """Rank 0 ends, because its work is done or for `reason`."""
 
     reason: str = ""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """What a rank says when it has connected."""
+    """The first message of a rank after it has connected."""
 
     rank: int
     processes: int
@@ -149,27 +149,29 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """All ranks are there; `port`, on the coordinator's host, is where the array library's own meeting will be."""
+    """All ranks have connected; `port`, on the coordinator's host, is for the array library's own rendezvous."""
 
     port: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """This rank may not join."""
+    """Rank 0 rejects this rank."""
 
     reason: str
 
 
 class RankResult(msgspec.Struct, frozen=True):
-    """What a pass over a rank's micro-batch gave: its loss, and the predictions f32 [T] as bytes."""
+    """The result of a pass over one micro-batch: its loss, and the predictions f32 [T] as bytes."""
 
     predictions: bytes
     loss: float = 0.0
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag=True):
-    """A rank is done with a command, with `results` where it has any; or `error`, a class of `trainer_contract.errors`,
-    and its sentence."""
+    """A rank has finished a command, with its `results` or an error.
+
+    `error` is the name of a class of `trainer_contract.errors`, `sentence` its message.
+    """
 
     number: int
     results: list[RankResult] = []
@@ -182,33 +184,33 @@ _DECODER: Final = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """Return the command as msgpack."""
+    """Encode a message as msgpack."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes) -> Message:
-    """Inverse of `encode`.
+    """Decode a message, the inverse of `encode`.
 
     Raises:
-        RankError: it is no message of ours: the ranks run different versions of this program.
+        RankError: the message is unknown, so the ranks run different versions of this program.
     """
     try:
         return _DECODER.decode(data)
     except msgspec.MsgspecError as error:
         raise RankError(
-            f"a message between the trainer's ranks is not understood: {error}; install one version"
+            f"a message between the trainer's ranks cannot be decoded: {error}; install the same version everywhere"
         ) from error
 
 
 def encode_batch(batch: MicroBatch) -> Columns:
-    """The columns that are there."""
+    """Encode the columns that are not None."""
     columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
     arrays = {name: (c.dtype.str, c.shape, c.tobytes()) for name, c in columns.items() if isinstance(c, np.ndarray)}
     return Columns(arrays, batch.num_segments)
 
 
 def decode_batch(columns: Columns) -> MicroBatch:
-    """Inverse of `encode_batch`; its arrays are read-only."""
+    """Decode a micro-batch, the inverse of `encode_batch`; its arrays are read-only."""
     arrays: dict[str, Any] = {
         name: np.frombuffer(data, dtype).reshape(shape) for name, (dtype, shape, data) in columns.arrays.items()
     }
@@ -216,14 +218,14 @@ def decode_batch(columns: Columns) -> MicroBatch:
 
 
 def encode_spec(spec: TrainerSpec) -> dict[str, Any]:
-    """Return the spec as plain values, with its options but for `distributed`, of which each rank has its own."""
+    """Convert the spec to plain values, without the option `distributed`, which differs between ranks."""
     options = {name: value for name, value in spec.options.items() if name != "distributed"}
     plain: dict[str, Any] = msgspec.to_builtins(spec, enc_hook=_plain_path)
     return plain | {"options": options}
 
 
 def decode_spec(plain: Mapping[str, Any]) -> TrainerSpec:
-    """Inverse of `encode_spec`."""
+    """Rebuild the spec, the inverse of `encode_spec`."""
     return msgspec.convert(plain, TrainerSpec, dec_hook=lambda kind, value: kind(value))
 
 
@@ -234,10 +236,10 @@ def _plain_path(value: Any) -> str:
 
 
 def encode_objective(value: Any) -> Any:
-    """An objective, or a part of one, as plain values.
+    """Convert an objective, or a part of one, to plain values.
 
     Raises:
-        SpecError: it is not made of frozen dataclasses and enums of the objective or the contract.
+        SpecError: it is not made of dataclasses and enums of the objective or the contract.
     """
     kind = type(value)
     if isinstance(value, Enum) and _is_known(kind.__module__):
@@ -258,10 +260,10 @@ def encode_objective(value: Any) -> Any:
 
 
 def decode_objective(plain: Any) -> Objective:
-    """Inverse of `encode_objective`.
+    """Rebuild an objective, the inverse of `encode_objective`.
 
     Raises:
-        RankError: it names what is no part of an objective.
+        RankError: it names a class that is not part of an objective.
     """
     decoded: Objective = _decoded(plain)
     return decoded
@@ -280,7 +282,9 @@ def _decoded(plain: Any) -> Any:
         return kind(plain["value"])
     if isinstance(kind, type) and is_dataclass(kind) and "fields" in plain:
         return kind(**{part: _decoded(value) for part, value in plain["fields"].items()})
-    raise RankError(f"rank 0 names {plain['class']!r}, which is no part of an objective here; install one version")
+    raise RankError(
+        f"rank 0 names {plain['class']!r}, which is not part of an objective here; install the same version everywhere"
+    )
 
 
 def _is_known(module: str) -> bool:

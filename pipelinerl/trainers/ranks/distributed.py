@@ -1,4 +1,4 @@
-"""`Distributed`: how the processes of one trainer find each other, as a recipe's `trainer.options.distributed` says.
+"""`Distributed`, the recipe's `trainer.options.distributed`: the processes of one trainer and their meeting point.
 
 options.distributed = { coordinator = "10.0.0.1:8476", processes = 4, token_file = "/shared/token" }
 """
@@ -12,22 +12,22 @@ from typing import Any, Final
 from pipelinerl.trainers.option_table import table, whole
 from trainer_contract.errors import SpecError
 
-#: Hosts at which nobody from elsewhere can connect.
+#: Hosts that other machines cannot connect to.
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 _WHERE: Final = "options.distributed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distributed:
-    """Several processes behind one trainer. The recipe is the same for all; `process` is each one's own.
+    """The processes of one trainer. All use the same recipe; only `process` differs.
 
     Attributes:
         coordinator: host:port at which process 0 listens for the others; the host is an address of process 0.
-        processes: how many, process 0 included.
+        processes: the number of processes, including process 0.
         process: 0 for `pipelinerl trainer`, 1 and above for `pipelinerl trainer-rank`.
-        token_file: {"token": …}, the same for all; must be given unless the coordinator's host is loopback.
-        timeout_s: a verb, compilation included, or the meeting at the start may take so long.
-        silence_s: a process of which nothing is heard for so long is lost.
+        token_file: {"token": …}, the same for all; required unless the coordinator's host is loopback.
+        timeout_s: the longest duration of a verb, compilation included, and of the initial rendezvous.
+        silence_s: a process that sends nothing for this long counts as lost.
     """
 
     coordinator: str
@@ -45,15 +45,15 @@ class Distributed:
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Can nobody from another machine connect?"""
+        """True if no other machine can connect."""
         return self.coordinator.rpartition(":")[0] in _LOOPBACK
 
 
 def read_distributed(value: Any, *, trainer: str, processes: int | None = None) -> Distributed:
-    """The table; `processes` need not be said in it where it is known.
+    """Parse the table; `processes` may be omitted from the table if it is passed here.
 
     Raises:
-        SpecError: an unknown key, a value of another kind than expected, or more processes or fewer than are known.
+        SpecError: an unknown key, a value of the wrong type, or a number of processes that contradicts `processes`.
     """
     said: Mapping[str, Any] = table(value, Distributed, _WHERE, trainer=trainer)
     if processes is not None:

@@ -1,11 +1,11 @@
-"""What a rank above 0 of a trainer does: hold its shards, and execute what rank 0 says, until rank 0 ends.
+"""The loop of a rank above 0: hold its shards and execute rank 0's commands until rank 0 ends.
 
-    who waits           for what                           until         unblocked by
+    who waits           for                                until         unblocked by
     the main thread     rank 0's next message or beat      silence_s     rank 0
     a lane's thread     the next command of its lane       —             the main thread
 
-It knows no stream, no controller and no checkpoint. Promises: it ends when rank 0 does, and with a sentence, within
-`silence_s`, when rank 0 dies or hangs, also while a collective of its own waits for rank 0 for ever.
+Such a rank uses no stream, controller or checkpoint. It ends when rank 0 ends. If rank 0 dies or hangs, it ends with an
+error message within `silence_s`, even while one of its collectives waits forever for rank 0.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from trainer_contract.types import TrainerSpec
 
 
 class RankWorker(Protocol):
-    """One process' part of a trainer: its shards, and what it does with them."""
+    """One process's part of a trainer: its shards, and the verbs on them."""
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Do this rank's part of a verb; every rank does, in one order. Raises TrainerError."""
+        """Execute this rank's part of a verb; all ranks execute verbs in the same order. Raises TrainerError."""
         ...
 
 
@@ -49,11 +49,11 @@ Start = Callable[[TrainerSpec], RankWorker]
 
 
 def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[[str], None]) -> None:
-    """Join rank 0 and obey it, with the workers that `start` makes; returns when it says that its work is done.
+    """Join rank 0 and execute its commands with workers from `start`; return when rank 0 reports that its work is done.
 
     Raises:
-        SpecError: rank 0 does not answer, or refuses this rank.
-        RankError: rank 0 died, hangs or has given up; or this rank failed, which rank 0 was told.
+        SpecError: rank 0 does not answer, or rejects this rank.
+        RankError: rank 0 died, hangs or gave up; or this rank failed, which it reported to rank 0.
     """
     channel = join_rank0(distributed, join)
     say(f"rank {distributed.process} of {distributed.processes} follows {distributed.coordinator}")
@@ -65,7 +65,9 @@ def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[
                 raise RankError(message.reason)
             return
         if not isinstance(message, Numbered):
-            raise RankError(f"rank 0 said {type(message).__name__}, expected a command; install one version")
+            raise RankError(
+                f"rank 0 sent {type(message).__name__}, expected a command; install the same version everywhere"
+            )
         rank.take(message)
 
 
@@ -82,7 +84,7 @@ class _Rank:
             threading.Thread(target=self._work, args=(lane,), name=f"rank-{lane}", daemon=True).start()
 
     def take(self, numbered: Numbered) -> None:
-        """Hand a command to its lane."""
+        """Queue a command in its lane."""
         self._lanes[numbered.lane].put(numbered)
 
     def _work(self, lane: Lane) -> None:
@@ -94,10 +96,10 @@ class _Rank:
                 results = self._execute(numbered.command)
             except TrainerError as refusal:
                 error = refusal
-            except (RuntimeError, ValueError, OSError) as failed:  # the array library's, a file format's, the disk's
+            except (RuntimeError, ValueError, OSError) as failed:  # from the array library, a file format or the disk
                 files = isinstance(numbered.command, Save)
                 error = StateError(str(failed)) if files else RankError(f"{type(failed).__name__}: {failed}")
-            except BaseException:  # a mistake of ours: both ranks end at once
+            except BaseException:  # a bug: close the channel so that both ranks end at once
                 self._channel.close()
                 raise
             said = (type(error).__name__, str(error)) if error else ("", "")
@@ -105,7 +107,7 @@ class _Rank:
             try:
                 self._channel.send(encode(answer))
             except RankError:
-                return  # the main thread meets it, too
+                return  # the main thread gets the same error
 
     def _execute(self, command: Command) -> list[RankResult]:
         if isinstance(command, StartCommand):

@@ -1,15 +1,17 @@
-"""`Ranks`: how rank 0 of a trainer makes all ranks execute a verb, and what becomes of it when one is lost.
+"""`Ranks`, rank 0's side of a multi-process trainer: it runs each verb on all ranks and handles lost ranks.
 
-    who waits                     for what                      until                    unblocked by
+    who waits                     for                           until                    unblocked by
     the caller of a verb          rank 0's part, and answers    timeout_s                the ranks; a rank lost
     a lane's thread               the next command              the process ends         the callers
     the reader of a rank          its next message or beat      silence_s                that rank
 
-A command is sent when a verb begins, and rank 0's part of it executed by the one thread of its lane, both in the order
-in which callers came, so the programs of all threads reach the devices of every rank in one order; a verb that is begun
-before the last has ended finds the other ranks at work. Promises: a verb ends when every rank has done its part; a rank
-that dies, hangs or fails is named in a `RankError`, which every later verb raises too, and the others are told to end.
-A computation that hangs in a collective is left to its daemon thread.
+A command is sent when a verb begins, and the lane's single thread executes rank 0's part. Both happen in the order of
+the calls, so programs from all threads reach every rank's devices in the same order. The next verb may begin before the
+previous one has ended; the other ranks then have no gap.
+
+A verb ends when every rank has finished its part. If a rank dies, hangs or fails, a `RankError` names it, every later
+verb raises the same error, and the other ranks are ended. A computation that hangs in a collective is left to its
+daemon thread.
 """
 
 from __future__ import annotations
@@ -45,18 +47,18 @@ from pipelinerl.trainers.ranks.rendezvous import Join, gather_ranks
 from trainer_contract.errors import RankError, SpecError, StateError, TrainerError
 
 T = TypeVar("T")
-#: Each trainer of this process has a number, by which the other ranks know it.
+#: Numbers for the trainers of this process; the other ranks identify trainers by them.
 TRAINER_NUMBERS: Final = itertools.count(1)
-#: A collective fails as soon as a peer is gone: so long it is waited for the reader that can name it.
+#: A collective fails as soon as a peer is gone. Wait this long for the reader, which can name the peer.
 _NAMING_S: Final = 2.0
-#: After a rank was lost this process ends within so long, though a collective may hold JAX's own clean-up for ever.
+#: After the loss of a rank, this process ends within this time, even if a collective blocks JAX's cleanup forever.
 _LAST_S: Final = 60.0
-#: What another rank may find that rank 0 does not: files that are only there.
+#: Errors that another rank may raise alone, because they concern files on its host.
 _OTHERS_FIND: Final = {"SpecError": SpecError, "StateError": StateError}
 
 
 class RankResults(NamedTuple, Generic[T]):
-    """What rank 0's part gave, and the results of the others by rank."""
+    """The result of rank 0's part, and the results of the other ranks by rank."""
 
     own: T
     others: Mapping[int, list[RankResult]]
@@ -65,7 +67,7 @@ class RankResults(NamedTuple, Generic[T]):
 @final
 @dataclass(slots=True)
 class _Pending:
-    """A command under way: rank 0's part, and the answers of the others."""
+    """A running command: rank 0's part, and the answers of the others."""
 
     number: int
     verb: str
@@ -75,26 +77,28 @@ class _Pending:
 
     @property
     def is_of_all(self) -> bool:
-        """Returns whether no rank can go on where one has failed: not so of files, which each writes for itself."""
+        """True if one rank's failure blocks all others; false for Save, since each rank writes its own files."""
         return self.verb != Save.__name__
 
     @property
     def has_failed(self) -> bool:
-        """Returns whether rank 0's part ended with what is no finding of the verb."""
+        """True if rank 0's part failed with anything but a TrainerError, which would be a regular result of the
+        verb.
+        """
         return self.result.done() and not isinstance(self.result.exception(), TrainerError | None)
 
 
 def _end_process(error: RankError) -> None:
-    print(f"pipelinerl: the trainer ends without its ranks: {error}", file=sys.stderr, flush=True)
+    print(f"pipelinerl: the trainer exits without its ranks: {error}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 @final
 class Ranks:
-    """The ranks above 0, as rank 0 has them.
+    """Rank 0's view of the other ranks.
 
     Args:
-        end_process: called if this process has not ended by itself `_LAST_S` after a rank was lost.
+        end_process: called if this process has not ended by itself `_LAST_S` after the loss of a rank.
     """
 
     def __init__(
@@ -120,16 +124,16 @@ class Ranks:
             threading.Thread(target=self._read, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
 
     def together(self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane) -> RankResults[T]:
-        """`begin`, and wait for its end. Raises as what it gives does."""
+        """Run `begin` and wait for the result; raises the same errors."""
         return self.begin(command, own, lane=lane)()
 
     def begin(
         self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane
     ) -> Callable[[], RankResults[T]]:
-        """Have `command` of its rank executed on every other rank and `own`, rank 0's part of it, here.
+        """Execute `command(rank)` on every other rank and `own`, rank 0's part, here.
 
-        What it gives waits until that is done, and is to be called once. It raises:
-            TrainerError: as `own` does, and every other rank with it; or as another rank, on whose host a file is not.
+        Returns a function that waits for the result; call it once. It raises:
+            TrainerError: raised by `own` and so by every rank, or by another rank whose host lacks a file.
             RankError: a rank was lost, now or before.
         """
         with self._order[lane]:
@@ -143,7 +147,7 @@ class Ranks:
             try:
                 for rank, channel in self._channels.items():
                     channel.send(encode(Numbered(number, lane, commands[rank])))
-            except RankError as error:  # whoever reads from that rank says why
+            except RankError as error:  # the reader of that rank reports the reason
                 pending.result.set_exception(error)
             else:
                 self._lanes[lane].put(pending)
@@ -161,18 +165,18 @@ class Ranks:
         return RankResults(self._outcome(pending), {rank: answer.results for rank, answer in pending.answers.items()})
 
     def drop(self, trainer: int) -> None:
-        """Have the other ranks drop what they hold of a trainer; they stay, for what else this process trains."""
-        with suppress(RankError):  # lost ranks hold nothing
+        """Drop a trainer's state on the other ranks; the ranks stay up for this process's other trainers."""
+        with suppress(RankError):  # lost ranks hold no state
             self.together(lambda _: Close(trainer), lambda: None, lane=Lane.PASSES)
 
     def leave(self, reason: str) -> None:
-        """This process is about to end before its work is done: `end` says so."""
+        """Record that this process will end before its work is done; `end` sends `reason` to the ranks."""
         self._left_for = reason
 
     def end(self) -> None:
-        """Tell the others that the work is done; where it is left undone they end as failed, to be begun again."""
+        """End the other ranks. After `leave` they exit with its reason as a failure, so that they are started again."""
         with self._changed:
-            lost, self._lost = self._lost, self._lost or RankError("the ranks of this trainer have been sent home")
+            lost, self._lost = self._lost, self._lost or RankError("the ranks of this trainer have been ended")
         if lost is None:
             self._dismiss(RanksEnd(reason=self._left_for))
 
@@ -202,7 +206,7 @@ class Ranks:
         waits_for = [*([] if pending.result.done() else [0]), *missing]
         return (
             f"{pending.verb} took more than options.distributed.timeout_s = "
-            f"{self._timeout_s:g} s: it waits for rank {', '.join(map(str, waits_for))}; start all ranks again"
+            f"{self._timeout_s:g} s: still waiting for rank {', '.join(map(str, waits_for))}; start all ranks again"
         )
 
     def _raise_if_lost(self) -> None:
@@ -210,7 +214,7 @@ class Ranks:
             raise RankError(str(self._lost)) from self._lost
 
     def _lose(self, error: RankError) -> RankError:
-        """The first loss is the one that is told; what comes after follows from it."""
+        """Record the first loss, end the other ranks and arm the watchdog; return the first loss."""
         with self._changed:
             if self._lost is not None:
                 return self._lost
@@ -224,7 +228,7 @@ class Ranks:
 
     def _dismiss(self, end: RanksEnd) -> None:
         for channel in self._channels.values():
-            with suppress(RankError):  # it is the one that was lost, or it goes, too
+            with suppress(RankError):  # this rank was lost, or is ending as well
                 channel.send(encode(end))
             channel.close()
 
@@ -233,7 +237,7 @@ class Ranks:
             pending = self._lanes[lane].get()
             try:
                 result = pending.own()
-            except BaseException as error:  # handed to the caller, whatever it is
+            except BaseException as error:  # passed to the caller
                 pending.result.set_exception(error)
             else:
                 pending.result.set_result(result)
@@ -245,7 +249,10 @@ class Ranks:
             while True:
                 answer = decode(channel.receive())
                 if not isinstance(answer, RankAnswer):
-                    raise RankError(f"rank {rank} said {type(answer).__name__}, not RankAnswer; install one version")
+                    raise RankError(
+                        f"rank {rank} sent {type(answer).__name__} instead of RankAnswer; install the same version "
+                        "everywhere"
+                    )
                 with self._changed:
                     pending = self._pending.get(answer.number)
                     if pending is not None:
@@ -253,12 +260,12 @@ class Ranks:
                         self._changed.notify_all()
         except RankError as error:
             self._lose(
-                RankError(f"{error}; see its log, and start all ranks again: the run goes on from its checkpoint")
+                RankError(f"{error}; see its log, and start all ranks again: the run resumes from its checkpoint")
             )
 
 
 def one_ahead(begun: Iterable[Callable[[], T]]) -> Generator[T]:
-    """What each verb ends with; the next has been begun by then, and whoever leaves early has waited for that one."""
+    """Yield the result of each verb after starting the next one; on early exit, wait for the verb in progress."""
     ended: Callable[[], T] | None = None
     try:
         for following in begun:
@@ -270,7 +277,7 @@ def one_ahead(begun: Iterable[Callable[[], T]]) -> Generator[T]:
             yield now()
     finally:
         if ended is not None:
-            with suppress(TrainerError):  # what was raised before, or nothing: nobody has asked for this one
+            with suppress(TrainerError):  # the caller did not request this result, or an earlier error is being raised
                 ended()
 
 
@@ -278,10 +285,10 @@ _led: tuple[Distributed, Ranks] | None = None
 
 
 def lead(distributed: Distributed, join: Join) -> Ranks:
-    """The ranks of this process, which is rank 0 for as long as it lives; the first call waits for them.
+    """Return the ranks of this process, which stays rank 0 for its lifetime; the first call waits for them.
 
     Raises:
-        SpecError: they do not come; this process is another rank; or it leads others already.
+        SpecError: ranks are missing, this process is another rank, or it already leads other ranks.
     """
     global _led
     if distributed.process != 0:
@@ -291,14 +298,14 @@ def lead(distributed: Distributed, join: Join) -> Ranks:
         )
     if _led is None:
         ranks = Ranks(gather_ranks(distributed, join), timeout_s=distributed.timeout_s)
-        atexit.register(ranks.end)  # after the array library's own hook, so that it is called before it
+        atexit.register(ranks.end)  # registered after the array library's hook, so that it runs before that hook
         _led = (distributed, ranks)
     if _led[0] != distributed:
-        raise SpecError("options.distributed must be the same for every trainer of a process; give them one recipe")
+        raise SpecError("options.distributed must be the same for every trainer of a process; use the same recipe")
     return _led[1]
 
 
 def leave_undone() -> None:
-    """This process ends before its work is done, and its ranks with it, which whoever started them begins again."""
+    """Mark this process as ending before its work is done, so that its ranks exit as failures and are restarted."""
     if _led is not None:
         _led[1].leave("rank 0 has ended before its work was done; see its log")

@@ -1,7 +1,7 @@
-"""`RecycledMemory`: a few blocks of the host's memory, each used again as soon as nobody holds a part of it.
+"""`RecycledMemory`, a few blocks of host memory that are reused once nothing refers to them.
 
-Memory that is new to a process costs more than what is copied into it: the kernel clears each page when it is first
-written. Promise: a block that anything still refers to, an array or a tensor over it, is not handed out.
+Memory that is new to a process costs more than the copy into it: the kernel clears each page at the first write. A
+block is never handed out while an array or tensor refers to any part of it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from pipelinerl.trainers.ranks.shared_block import Place, shared_block
 
-#: What refers to a block that nobody holds: its tuple, and the call that counts.
+#: References to a free block: its tuple, and the call that counts references.
 _UNHELD: Final = 2
-#: One is read, the next is filled already, and one is being filled.
+#: One block is read, one is filled already, and one is being filled.
 _BLOCKS: Final = 3
 
 
 class Block(NamedTuple):
-    """Bytes, with whatever is in them, and where other ranks of this host may write into them; None: nowhere."""
+    """A byte buffer with arbitrary content; `place` lets other ranks of this host write into it (None: not shared)."""
 
     memory: NDArray[np.uint8]
     place: Place | None = None
@@ -30,10 +30,10 @@ class Block(NamedTuple):
 
 @final
 class RecycledMemory:
-    """Blocks of `size` bytes, shared with ranks of this host where that can be.
+    """Blocks of `size` bytes, shared with ranks of this host if possible.
 
-    Who keeps what it is given has memory of its own in the end, as from `numpy.empty`: each that is shared is an open
-    file. What is larger than `size` is not used again.
+    The number of blocks is limited, since each shared block is an open file. A caller that keeps its blocks eventually
+    gets plain memory, as from `numpy.empty`. Requests larger than `size` are not recycled.
     """
 
     def __init__(self, size: int) -> None:
@@ -41,7 +41,7 @@ class RecycledMemory:
         self._blocks: list[Block] = []
 
     def take(self, size: int) -> Block:
-        """So many bytes."""
+        """Return a block of `size` bytes."""
         if size > self._size:
             return _new(size)
         for block in self._blocks:
@@ -55,6 +55,6 @@ class RecycledMemory:
 
 def _new(size: int) -> Block:
     if size:
-        with suppress(OSError):  # not here, or too many files are open
+        with suppress(OSError):  # not supported here, or too many open files
             return Block(*shared_block(size))
     return Block(np.empty(size, np.uint8))

@@ -1,14 +1,14 @@
-"""How the processes of a trainer find one another: by our own connections first, then as their array library has it.
+"""The rendezvous of a trainer's processes: first over our own connections, then with their array library.
 
     rank 0                                          rank r
-    listens at options.distributed.coordinator      connects, again and again, until the deadline
+    listens at options.distributed.coordinator      connects, with retries, until the deadline
                                                     Hello(rank, processes, token)
-    has heard all: Welcome(port)  ───────────────▶
+    after all Hellos: Welcome(port)  ────────────▶
     join                                            join
 
-JAX ends the process with a C++ trace when a process is missing at its own rendezvous, and torch waits for it without a
-word, so nobody enters that before all are known to be there. Whoever does not come, or may not, is named in one
-sentence within `timeout_s`.
+When a process is missing at JAX's own rendezvous, JAX ends the process with a C++ trace; torch waits silently. So no
+rank calls `join` before all ranks have connected. A missing or rejected rank is named in one sentence within
+`timeout_s`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from trainer_contract.errors import RankError, SpecError
 
 log = logging.getLogger("pipelinerl")
 
-#: Of a message from somebody who has not shown the token yet.
+#: Largest message from a peer that has not sent the token yet.
 _MOST_BYTES: Final = 4096
 _RETRY_S: Final = 0.1
 
-#: Makes this process one with the others, by the array library's own means: called on all of them, with what is agreed
-#: on and the port of rank 0's host at which they meet. Raises SpecError.
+#: Joins this process with the others through the array library. Every process calls it with the shared options and the
+#: port on rank 0's host at which they meet. Raises SpecError.
 Join = Callable[[Distributed, int], None]
 
 
@@ -43,7 +43,7 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
     """Wait for all other ranks and join them; called by rank 0.
 
     Raises:
-        SpecError: the address cannot be listened at, ranks are missing, or they cannot be joined.
+        SpecError: rank 0 cannot listen at the address, ranks are missing, or joining them fails.
     """
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     host, port = distributed.address
@@ -64,7 +64,7 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
             except TimeoutError:
                 raise _missing(distributed, channels) from None
             _admit(connection, channels, distributed, token)
-    (meeting,) = free_ports(1, host)  # one of the system's choice may be an outgoing connection's by then
+    (meeting,) = free_ports(1, host)  # chosen late: an outgoing connection might take a port that was chosen earlier
     for channel in channels.values():
         channel.send(encode(Welcome(meeting)))
         channel.beat()
@@ -73,14 +73,14 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
 
 
 def join_rank0(distributed: Distributed, join: Join) -> Channel:
-    """Connect to rank 0 and join all; called by the other ranks.
+    """Connect to rank 0 and join all ranks; called by the other ranks.
 
     Raises:
-        SpecError: rank 0 does not answer, or refuses this rank, or they cannot be joined.
+        SpecError: rank 0 does not answer or rejects this rank, or joining the ranks fails.
     """
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     connection = _connected(distributed, deadline)
-    left_s = max(deadline - time.monotonic(), 1.0)  # the others may come later: there is no beat yet
+    left_s = max(deadline - time.monotonic(), 1.0)  # no heartbeats yet: the other ranks may arrive later
     waiting = Channel(connection, peer="rank 0", silence_s=left_s)
     waiting.send(encode(Hello(distributed.process, distributed.processes, token)))
     try:
@@ -88,12 +88,12 @@ def join_rank0(distributed: Distributed, join: Join) -> Channel:
     except RankError as error:
         waiting.close()
         raise SpecError(
-            f"options.distributed: rank 0 has not let rank {distributed.process} join: {error}; see its log"
+            f"options.distributed: rank 0 did not admit rank {distributed.process}: {error}; see its log"
         ) from error
     if not isinstance(answer, Welcome):
         waiting.close()
-        reason = answer.reason if isinstance(answer, Refused) else f"it said {type(answer).__name__}"
-        raise SpecError(f"options.distributed: rank 0 refuses rank {distributed.process}: {reason}")
+        reason = answer.reason if isinstance(answer, Refused) else f"it sent {type(answer).__name__}"
+        raise SpecError(f"options.distributed: rank 0 rejects rank {distributed.process}: {reason}")
     channel = Channel(connection, peer="rank 0", silence_s=distributed.silence_s)
     channel.beat()
     join(distributed, answer.port)
@@ -114,17 +114,17 @@ def _connected(distributed: Distributed, deadline: float) -> socket.socket:
 
 
 def _admit(connection: socket.socket, channels: dict[int, Channel], distributed: Distributed, token: str) -> None:
-    """Take a rank in, or refuse it and go on: whoever it is, it must not keep the others waiting."""
+    """Accept a rank, or reject it; a rejected peer must not delay the others."""
     channel = Channel(connection, peer="a rank that connects", silence_s=distributed.silence_s)
     try:
         hello = decode(channel.receive(most_bytes=_MOST_BYTES))
         if not isinstance(hello, Hello):
-            raise RankError(f"it said {type(hello).__name__}, expected Hello")
+            raise RankError(f"it sent {type(hello).__name__}, expected Hello")
         if (reason := _objection(hello, channels, distributed, token)) is not None:
             channel.send(encode(Refused(reason)))
             raise RankError(reason)
     except RankError as error:
-        log.warning("refused a process that would be a rank of the trainer: %s", error)
+        log.warning("rejected a process that tried to join as a rank of the trainer: %s", error)
         channel.close()
         return
     channels[hello.rank] = Channel(connection, peer=f"rank {hello.rank}", silence_s=distributed.silence_s)
@@ -132,14 +132,14 @@ def _admit(connection: socket.socket, channels: dict[int, Channel], distributed:
 
 def _objection(hello: Hello, channels: dict[int, Channel], distributed: Distributed, token: str) -> str | None:
     if not hmac.compare_digest(hello.token.encode(), token.encode()):
-        return "its token is another than that of token_file here; give all ranks the same file"
+        return "its token differs from the one in token_file here; give all ranks the same file"
     if hello.processes != distributed.processes or not 0 < hello.rank < distributed.processes:
         return (
             f"it is rank {hello.rank} of {hello.processes}, expected one of 1..{distributed.processes - 1} of "
             f"{distributed.processes}; give all ranks the same recipe"
         )
     if hello.rank in channels:
-        return f"there is a rank {hello.rank} already; give each its own --rank"
+        return f"rank {hello.rank} has joined already; give each process its own --rank"
     return None
 
 
@@ -147,7 +147,7 @@ def _missing(distributed: Distributed, channels: dict[int, Channel]) -> SpecErro
     missing = sorted(set(range(1, distributed.processes)) - channels.keys())
     named = ", ".join(map(str, missing))
     sentence = (
-        f"options.distributed: rank {named} did not come to {distributed.coordinator} within "
+        f"options.distributed: rank {named} did not connect to {distributed.coordinator} within "
         f"{distributed.timeout_s} s; start `pipelinerl trainer-rank --rank {missing[0]}` on its host"
     )
     for channel in channels.values():

@@ -1,8 +1,8 @@
-"""Memory of rank 0's that other ranks of its host write into: a file without a name, opened by its number in /proc.
+"""Memory of rank 0 that other ranks on its host can write to: an anonymous file, opened through /proc.
 
-They write through the kernel and map nothing, so they hold none of it, and what they write costs a fifth of what it
-costs through a connection of this machine. Linux alone has such files; ranks of other hosts, users or containers
-cannot open them, which `is_here` finds out.
+The other ranks write through the kernel without mapping the memory, so they hold none of it. This costs a fifth of a
+local connection. Only Linux has such files. Ranks of other hosts, users or containers cannot open them; `is_here` tests
+this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A block, as processes of this host know it: who has it open, by what number, and what is there."""
+    """A block as seen by other processes of this host: owning process, file descriptor, and file identity."""
 
     process: int
     number: int
@@ -29,7 +29,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def shared_block(size: int) -> tuple[NDArray[np.uint8], Place]:
-    """So many bytes, which are given back when nobody here holds them. Raises OSError where that cannot be."""
+    """Create a block of `size` bytes that is freed when it is unreferenced here. Raises OSError if unsupported."""
     if not hasattr(os, "memfd_create"):
         raise OSError("only Linux has files without a name")
     file = os.memfd_create("pipelinerl gathering")
@@ -45,7 +45,7 @@ def shared_block(size: int) -> tuple[NDArray[np.uint8], Place]:
 
 @contextmanager
 def opened(place: Place) -> Iterator[int]:
-    """The file, to be written with `write_at`. Raises OSError: it is not there, or another is."""
+    """Open the file for `write_at`. Raises OSError if it is missing or is a different file."""
     path = Path("/proc") / str(place.process) / "fd" / str(place.number)
     file = os.open(path, os.O_RDWR)
     try:
@@ -58,7 +58,7 @@ def opened(place: Place) -> Iterator[int]:
 
 
 def write_at(file: int, start: int, data: NDArray[np.uint8]) -> None:
-    """Write these bytes from `start` on."""
+    """Write bytes from offset `start`."""
     left = data.data
     while left:
         written = os.pwrite(file, left, start)
@@ -66,7 +66,7 @@ def write_at(file: int, start: int, data: NDArray[np.uint8]) -> None:
 
 
 def is_here(place: Place, content: bytes) -> bool:
-    """Returns whether this process can write there, and finds there what was put there."""
+    """Return True if this process can open the block and reads the expected content."""
     try:
         with opened(place) as file:
             return os.pread(file, len(content), 0) == content

@@ -1,4 +1,4 @@
-"""What a rank above 0 of a torch trainer does with each command."""
+"""Command execution on ranks above 0 of a torch trainer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from trainer_contract.types import Float32, LossStats, MicroBatch, TrainerSpec
 
 @final
 class MeshFollower:
-    """Satisfies `ranks.follower.RankWorker`: what it computes of its own micro-batches goes back to rank 0."""
+    """Implements `ranks.follower.RankWorker`; it returns the results of its own micro-batches to rank 0."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._worker = MeshWorker.started(spec, mesh_of(spec.options))
 
     def execute(self, command: Command) -> list[RankResult]:
-        """Call the worker as rank 0 does."""
+        """Run the same worker method as rank 0."""
         worker = self._worker
         match command:
             case ForwardCommand():

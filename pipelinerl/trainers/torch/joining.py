@@ -1,10 +1,10 @@
-"""How several processes become one torch world, once all of them are known to be there.
+"""Initialisation of multi-process torch, once all processes have connected.
 
     default group   the passes: gloo on CPU tensors, NCCL on CUDA tensors
-    reads           gloo, point to point, beside the passes
+    reads           gloo, point to point, concurrent with the passes
 
-Which of the default group's backends runs is the tensor's to say, so the code that gloo tests is the code that NCCL
-runs. Promise: the store at which they meet listens on the coordinator's host alone.
+The tensor's device selects the backend of the default group, so tests with gloo run the same code as NCCL. The store at
+which the processes meet listens only on the coordinator's host.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from pipelinerl.trainers.ranks.distributed import Distributed
 from pipelinerl.trainers.ranks.shared_block import Place, is_here, shared_block
 from trainer_contract.errors import SpecError, StateError
 
-#: Torch's stubs leave out most of what is made in C++.
+#: Torch's stubs omit most functions that are implemented in C++.
 dist: Any = torch.distributed
-#: What a process tells the others of why it cannot start, and of which of these kinds it is.
+#: Length of the error message that a process shares with the others at startup, and the classes it can have.
 _SENTENCE_BYTES: Final = 1000
 _KINDS: Final = (SpecError, StateError)
-#: By which ranks know that memory is rank 0's.
+#: Content by which ranks verify that shared memory belongs to rank 0.
 _CONTENT: Final = struct.Struct("<q")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TorchWorld:
-    """This process among the others; `reads` is the group of what is read beside the passes.
+    """This process among the others; `reads` is the process group for reads that run concurrently with the passes.
 
-    Those `beside` rank 0 are on its host, and can write into what it shares.
+    The ranks in `beside` share rank 0's host and can write into its shared memory.
     """
 
     rank: int
@@ -55,13 +55,13 @@ _world: TorchWorld | None = None
 
 
 def world() -> TorchWorld:
-    """The world that this process has joined."""
+    """Return the world that this process has joined."""
     assert _world is not None, "the processes have not met yet"
     return _world
 
 
 def join(distributed: Distributed, port: int) -> None:
-    """Meet at this port of the coordinator's host. Raises SpecError."""
+    """Join the other processes at this port of the coordinator's host. Raises SpecError."""
     global _world
     if dist.is_initialized():
         raise SpecError("options.distributed: this process is one of several already; start another process")
@@ -85,16 +85,16 @@ def join(distributed: Distributed, port: int) -> None:
 def _store(host: str, port: int, distributed: Distributed, patience: timedelta) -> Any:
     if distributed.process:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
-    listener = socket.create_server((host, port), family=family_of(host))  # a bare TCPStore listens everywhere
+    listener = socket.create_server((host, port), family=family_of(host))  # a TCPStore listens on every address
     return dist.TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=patience, master_listen_fd=listener.detach()
     )
 
 
 def _beside_rank0(rank: int, processes: int) -> frozenset[int]:
-    """The ranks that can write into memory of rank 0: each tries, and all hear of it."""
-    now, said = time.time_ns(), torch.zeros(5, dtype=torch.int64)  # no other host has this at its place
-    with suppress(OSError):  # nobody can
+    """Return the ranks that can write into rank 0's memory; each rank tries, and all learn the results."""
+    now, said = time.time_ns(), torch.zeros(5, dtype=torch.int64)  # unique to this host and call
+    with suppress(OSError):  # shared memory is not supported here
         if rank == 0:
             block, place = shared_block(_CONTENT.size)
             block[:] = np.frombuffer(_CONTENT.pack(now), np.uint8)
@@ -108,7 +108,7 @@ def _beside_rank0(rank: int, processes: int) -> frozenset[int]:
 
 
 def _bind_gloo_to_loopback() -> None:
-    """Gloo listens at the address of the host's name otherwise, which others may reach."""
+    """Make gloo listen on loopback; by default it listens on the address of the host name, which others may reach."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
@@ -116,10 +116,10 @@ def _bind_gloo_to_loopback() -> None:
 
 @contextmanager
 def in_agreement() -> Iterator[None]:
-    """What one process finds here all of them raise, so that none waits for one that has given up.
+    """Raise an error on all processes if any of them raises one in this block, so that none waits for a failed one.
 
     Raises:
-        SpecError, StateError: this process' own, or else that of the first that has one.
+        SpecError, StateError: this process's own error, else that of the first process with one.
     """
     own: SpecError | StateError | None = None
     try:

@@ -1,6 +1,6 @@
-"""`MeshLeader`: rank 0 of a torch trainer of several processes: deals micro-batches, tells the others, puts together.
+"""`MeshLeader`, rank 0 of a multi-process torch trainer: it distributes micro-batches and combines the results.
 
-Arguments are checked by `TorchTrainer` before they come here.
+`TorchTrainer` checks the arguments.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 @final
 class MeshLeader:
-    """Rank 0's shards, and the ranks above."""
+    """Rank 0's shards and its connection to the other ranks."""
 
     def __init__(self, ranks: Ranks, number: int, worker: MeshWorker) -> None:
         self._ranks = ranks
@@ -70,7 +70,7 @@ class MeshLeader:
 
     @classmethod
     def started(cls, spec: TrainerSpec, options: TorchOptions) -> MeshLeader:
-        """Wait for the other ranks, if this process does not have them yet, and load the model on all."""
+        """Wait for the other ranks if they have not joined yet, then load the model on all ranks."""
         assert options.distributed is not None, "one process needs no leader"
         ranks, number, plain = lead(options.distributed, join), next(TRAINER_NUMBERS), encode_spec(spec)
         begin = partial(MeshWorker.started, spec, options.mesh)
@@ -85,31 +85,31 @@ class MeshLeader:
 
     @property
     def spec(self) -> TrainerSpec:
-        """What it was started with."""
+        """The spec that the trainer was started with."""
         return self._worker.spec
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model knows."""
+        """The size of the model's vocabulary."""
         return int(self._worker.loaded.config.get_text_config().vocab_size)
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Of the routers that replay what they are given."""
+        """The shape of routers that can replay given experts, if the model has any."""
         return self._worker.model.model.routing
 
     @property
     def model_version(self) -> int:
-        """Number of optimizer steps behind the weights."""
+        """The number of optimizer steps applied to the weights."""
         return self._worker.model_version
 
     @property
     def width(self) -> int:
-        """A micro-batch for each process, or for those that compute one together."""
+        """One micro-batch per process, or per group of processes that share one."""
         return self._worker.mesh.width
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """`Trainer.forward`."""
+        """See `Trainer.forward`."""
         return self._predictions(
             batches,
             lambda mine, rounds: ForwardCommand(self._number, mine, rounds),
@@ -117,7 +117,7 @@ class MeshLeader:
         )
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """`forward` while every rank holds its rows of these weights."""
+        """Run `forward` while every rank holds its rows of these weights."""
         return self._predictions(
             batches,
             lambda mine, rounds: ForwardAt(self._number, mine, rounds),
@@ -125,7 +125,7 @@ class MeshLeader:
         )
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """The gradients are brought together in the backward of the last round."""
+        """Accumulate gradients; ranks reduce them in the backward pass of the last round."""
         losses = [LossStats(0.0, np.zeros(batch.num_tokens, np.float32)) for batch in batches]
         numbers = [number for number, batch in enumerate(batches) if batch.loss_mask.any()]
         told = encode_objective(objective)
@@ -147,21 +147,21 @@ class MeshLeader:
         return losses
 
     def optimizer_step(self, learning_rate: float) -> StepStats:
-        """Clip by the norm of all shards, apply, clear."""
+        """Clip by the norm of all shards, then apply and clear the gradient."""
         self.has_gradient = False
         return self._all(StepCommand(self._number, learning_rate), lambda: self._worker.optimizer_step(learning_rate))
 
     def discard_gradient(self) -> None:
-        """Forget what was accumulated."""
+        """Discard the accumulated gradient."""
         self.has_gradient = False
         self._all(Discard(self._number), self._worker.model.discard_gradient)
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Parameters in the model's order."""
+        """Return parameters in the model's order."""
         return self._worker.layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Host tensors, gathered from the ranks as they are asked for, the next part of a layer while one is read."""
+        """Yield host tensors gathered on demand; the next part of a layer is gathered while one is read."""
         layout, adapters = self._worker.layout(), self._worker.loaded.adapters
         if adapters is not None:
             for info in layout:
@@ -177,7 +177,7 @@ class MeshLeader:
                     yield name, found.pop(0)
 
     def save_state(self, path: Path) -> None:
-        """Every rank writes its own rows; of adapters rank 0 writes what one process does."""
+        """Save the state: every rank writes its own rows; with adapters, rank 0 writes everything."""
         worker, adapters = self._worker, self._worker.loaded.adapters
         if adapters is not None:
             self._save_adapters(path, adapters)
@@ -196,7 +196,7 @@ class MeshLeader:
         )
 
     def _save_adapters(self, path: Path, adapters: Adapters) -> None:
-        """They are small: all of them are gathered on rank 0's host first."""
+        """Gather all adapters on rank 0's host and write them; they are small."""
         worker = self._worker
         moments: dict[str, dict[str, Tensor]] = {}
         for name in worker.model.trained if worker.has_moments else ():
@@ -220,7 +220,7 @@ class MeshLeader:
         )
 
     def close(self) -> None:
-        """Drop the shards, on every rank; the other ranks stay, for what else this process trains."""
+        """Drop the shards on every rank; the other ranks stay up for this process's other trainers."""
         self._ranks.drop(self._number)
 
     def _predictions(
@@ -245,7 +245,7 @@ class MeshLeader:
         command: Callable[[list[Columns], int], Command],
         own: Callable[[list[MicroBatch], int], T],
     ) -> RankResults[T]:
-        """Deal the micro-batches out, one to each part of the mesh in turn, in as many rounds as it takes."""
+        """Distribute the micro-batches round-robin over the parts of the mesh, in as many rounds as needed."""
         width, cp, rounds = self.width, self._worker.mesh.cp, -(-len(batches) // self.width)
         return self._ranks.together(
             lambda rank: command([encode_batch(batch) for batch in batches[rank // cp :: width]], rounds),
@@ -256,7 +256,7 @@ class MeshLeader:
     def _by_part(
         self, own: list[T], others: Mapping[int, list[RankResult]], decoded: Callable[[RankResult], T]
     ) -> Iterator[tuple[int, list[T]]]:
-        """What each part of the mesh found: of the processes that computed it together the first is heard."""
+        """Yield the results of each part of the mesh, taken from the first process of the part."""
         yield 0, own
         for rank, results in others.items():
             if rank % self._worker.mesh.cp == 0:
@@ -266,7 +266,7 @@ class MeshLeader:
         return self._ranks.together(lambda _: command, own, lane=Lane.PASSES).own
 
     def _merged(self, name: str, adapters: Adapters) -> Tensor:
-        """A parameter as engines are sent it: with its adapter, if it has one."""
+        """Return a parameter as engines receive it, merged with its adapter if it has one."""
         pair = adapters.pair_of(name)
         if pair is None:
             return self._gathered([name], GatheredKind.WEIGHTS)[0]
@@ -275,7 +275,7 @@ class MeshLeader:
         return rounded(merged, self._worker.loaded.gather_dtype, self._worker.spec.rounding, name=name)
 
     def _gathered(self, names: Sequence[str], kind: GatheredKind) -> list[Tensor]:
-        """Whole parameters, or moments of them, which are neighbours in the model's order."""
+        """Gather whole parameters, or their moments; `names` are adjacent in the model's order."""
         return self._begun(names, kind, RecycledMemory(0))()
 
     def _begun(self, names: Sequence[str], kind: GatheredKind, memory: RecycledMemory) -> Callable[[], list[Tensor]]:
@@ -290,7 +290,7 @@ class MeshLeader:
 
 
 def bunches_of(layout: Sequence[ParameterInfo], most: int) -> Iterator[list[ParameterInfo]]:
-    """Neighbours of together at most so many numbers, or one alone, so that few commands gather many small ones."""
+    """Group adjacent parameters up to `most` elements in total, so that few commands gather many small ones."""
     bunch: list[ParameterInfo] = []
     held = 0
     for info in layout:

@@ -1,4 +1,4 @@
-"""From a trainer's spec to its model and optimizer, the same for one process and for each of several."""
+"""Construction of model and optimizer state from a trainer's spec, for single- and multi-process trainers."""
 
 from __future__ import annotations
 
@@ -40,59 +40,59 @@ from trainer_contract.types import (
 
 @final
 class LoadedModel(NamedTuple):
-    """A model, the state that it is from if it is from one, and the dtype that engines are sent it in.
+    """A model, the saved state it comes from (if any), and the dtype of the weights sent to engines.
 
-    Its parameters are on the meta device until there is somewhere to put them: so that of a model which processes
-    divide among them none ever holds more than its own rows and a layer. Where they cannot be read one by one, they are
-    there already, on the CPU.
+    Its parameters stay on the meta device until they have a target. A process of a sharded model thus never holds
+    more than its own rows and one layer. If parameters cannot be read one by one, they are already loaded on the CPU.
     """
 
     model: PackedModel | PackedValueModel
     config: PreTrainedConfig
     saved: torch_state.TorchSavedState | None
-    #: Of the directory that parameters are from; None where they are there.
+    #: Reads parameters from the model directory; None if they are already loaded.
     reader: WeightReader | None
     gather_dtype: torch.dtype
     adapters: Adapters | None
-    #: Of the directory that a frozen base is from; "" without adapters.
+    #: Digest of the directory of a frozen base; "" without adapters.
     base_digest: str
-    #: A frozen base is kept as it is in the directory, where products are of bf16 anyhow.
+    #: True if a frozen base keeps the directory's bf16, because matmuls are in bf16 anyway.
     keeps_base_in_bf16: bool
 
     @property
     def trained(self) -> dict[str, Parameter]:
-        """What the optimizer holds, by name, in the model's order."""
+        """Parameters of the optimizer by name, in the model's order."""
         if self.adapters is not None:
             return self.adapters.trained
         return {name: parameter for name, parameter in self.model.named_weights() if parameter.requires_grad}
 
     @property
     def weights(self) -> dict[str, Parameter]:
-        """What engines are sent, by name, in the model's order: of adapters and their base, the base."""
+        """Parameters sent to engines by name, in the model's order; with adapters, those of the base."""
         return dict(self.model.named_weights()) if self.adapters is None else self.adapters.base
 
     @property
     def products(self) -> torch.dtype:
-        """Of what a divided model can be tried in, with its base as it is kept."""
+        """The dtype in which a sharded model is probed, given the dtype of its base."""
         return torch.bfloat16 if self.adapters is not None and self.keeps_base_in_bf16 else torch.float32
 
     def _compact(self) -> None:
-        """Keep a frozen base as it is in the directory, where that changes nothing; before parameters are read."""
+        """Keep a frozen base in the directory's bf16 if results do not change; call before parameters are read."""
         if self.adapters is not None and self.keeps_base_in_bf16:
             self.adapters.compact()
 
     def move_to(self, device: torch.device, *, masters: StatePlace = StatePlace.DEVICE) -> dict[str, Tensor]:
-        """Read the parameters to the device, whole, and find out whether the model can be packed.
+        """Load whole parameters onto the device, and check that the model supports packing.
 
         Args:
-            masters: where fp32 values are of what passes in bf16 compute with; on the host, the device has them in bf16
-                and accumulates their gradients in fp32.
+            masters: place of the fp32 values of parameters that passes use in bf16. With HOST, the device holds bf16
+                parameters and accumulates their gradients in fp32.
 
         Returns:
             The masters on the host, by name.
 
         Raises:
-            SpecError: it cannot, or a file cannot be read. StateError: the same of a saved state.
+            SpecError: the model cannot be packed, or a file cannot be read.
+            StateError: a saved state cannot be read.
         """
         self._compact()
         if self.adapters is not None:
@@ -117,10 +117,11 @@ class LoadedModel(NamedTuple):
         compute: torch.dtype,
         experts: ExpertWeights = ExpertWeights.GATHERED,
     ) -> ShardedModel:
-        """The model divided on the mesh, with the rows that are this process'; it is yet to be probed.
+        """Shard the model over the mesh and load this process's rows; the result has not been probed yet.
 
         Raises:
-            SpecError: a file cannot be read, or experts not divided. StateError: a saved state cannot be read.
+            SpecError: a file cannot be read, or the experts cannot be divided.
+            StateError: a saved state cannot be read.
         """
         self._compact()
         unread, named = self._unread, self.weights | self.trained
@@ -133,15 +134,16 @@ class LoadedModel(NamedTuple):
 
     @property
     def _unread(self) -> list[str]:
-        """Names of the parameters that have no values yet, or others than those of a state that was saved divided."""
+        """Names of the parameters without values, or whose values come from a sharded state."""
         is_divided = self.saved is not None and self.saved.shards is not None
         return [name for name, parameter in self.weights.items() if is_divided or parameter.is_meta]
 
     def _values_of(self, name: str, rows: slice) -> Tensor:
-        """These rows of a parameter of the directory, or of the state that was saved divided.
+        """Read rows of a parameter from the model directory, or from a sharded state.
 
         Raises:
-            SpecError: the file cannot be read. StateError: the same of a saved state.
+            SpecError: the file cannot be read.
+            StateError: a file of a saved state cannot be read.
         """
         if self.saved is not None and self.saved.shards is not None:
             return self.saved.shards.rows(name, VALUE, rows)
@@ -154,7 +156,7 @@ class LoadedModel(NamedTuple):
                 raise SpecError(f"model_path: {error}") from error
 
     def _read_to(self, device: torch.device, masters: Mapping[str, Tensor] = MappingProxyType({})) -> None:
-        """Give each parameter that has no values yet its own, on this device, and its master if it has one."""
+        """Load each parameter that has no values yet, and its master if it has one, onto this device."""
         weights = self.weights
         for name in self._unread:
             parameter = weights[name]
@@ -167,17 +169,18 @@ class LoadedModel(NamedTuple):
 
 
 def load(spec: TrainerSpec) -> LoadedModel:
-    """The model of `spec.model_path` or `spec.restore_from`; torch's generators begin as the spec's seed says.
+    """Load the model of `spec.model_path` or `spec.restore_from`, and seed torch's generators with the spec's seed.
 
     Raises:
-        SpecError: it cannot be had. StateError: the saved state is damaged, or of another model.
+        SpecError: the model is not available.
+        StateError: the saved state is damaged, or of another model.
     """
     config, lora = load_config(spec.model_path), lora_of(spec.options)
     torch.manual_seed(rng.key(spec.seed, "torch_trainer"))
     saved = None if spec.restore_from is None else torch_state.load(spec.restore_from, expected=config, head=spec.head)
     if saved is not None:
         saved.check_kind(has_adapters=lora is not None)
-    # Of a state that processes have divided among them, values are read once there is somewhere to put them.
+    # The values of a sharded state are read later, once parameters have a target.
     is_whole = saved is not None and lora is None and saved.shards is None
     source = saved.model_path if saved is not None and is_whole else spec.model_path
     gather_dtype = _gather_dtype(spec)
@@ -198,12 +201,12 @@ def load(spec: TrainerSpec) -> LoadedModel:
 
 
 def seed_dropout(spec: TrainerSpec, *, model_version: int, rank: int) -> None:
-    """What adapters drop hangs on the step and the rank alone, so it is the same where several processes go on."""
+    """Seed adapters' dropout by step and rank only, so that resumed multi-process runs drop the same inputs."""
     torch.manual_seed(rng.key(spec.seed, "adapter_dropout", model_version, rank))
 
 
 def refuse_device(device: Device) -> None:
-    """Raise SpecError for a device that torch does not have here."""
+    """Raise SpecError for a device that torch does not support here."""
     if device is Device.TPU:
         raise SpecError("the torch trainer runs on auto, cpu or cuda, got the device tpu; use trainer.type jax")
     if device is Device.CUDA and not torch.cuda.is_available():
@@ -211,7 +214,7 @@ def refuse_device(device: Device) -> None:
 
 
 def _gather_dtype(spec: TrainerSpec) -> torch.dtype:
-    """The spec's, or the model directory's. Raises SpecError for a directory that says neither."""
+    """Return the gather dtype of the spec, else that of the model directory. Raises SpecError if neither has one."""
     try:
         named = spec.gather_dtype or model_dtype(spec.model_path)
     except ModelError as error:
@@ -222,7 +225,7 @@ def _gather_dtype(spec: TrainerSpec) -> torch.dtype:
 def _load(
     source: Path, spec: TrainerSpec, *, served: torch.dtype
 ) -> tuple[PackedModel | PackedValueModel, WeightReader | None]:
-    """The model in a directory under the head that the spec asks for, and what reads it. Raises SpecError."""
+    """Load the model of a directory with the spec's head, and the reader of its weights. Raises SpecError."""
     if spec.head is Head.VALUE:
         return PackedValueModel.load(source, gradient_checkpointing=spec.gradient_checkpointing)
     model, reader = load_for_training(source, gradient_checkpointing=spec.gradient_checkpointing)
@@ -232,14 +235,13 @@ def _load(
 
 
 def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
-    """Weights that nothing but autocast's linear layers computes with: a device need hold them in bf16 alone.
+    """Return the weights that only autocast's linear layers use, which the device can hold in bf16.
 
-    Where products are of bf16 (autocast), a linear layer multiplies by its weight rounded to bf16, and the gradient of
-    that product is bf16 made fp32. A parameter that is bf16 itself, whose gradient is accumulated in fp32, gives the
-    same bits of both, and no rounded copy of it is made beside it. Embeddings and vectors are not rounded in a pass, so
-    these stay fp32.
+    Under autocast, a linear layer multiplies by its weight rounded to bf16, and the gradient of that product is bf16
+    converted to fp32. A bf16 parameter whose gradient is accumulated in fp32 gives the same bits for both, without a
+    second, rounded copy. Passes do not round embeddings and vectors, so these stay fp32.
 
-    An output layer whose forward is ours (`torch_head`) reads its weight in fp32, and is none of them.
+    An output layer with our own forward (`torch_head`) reads its weight in fp32, so it is excluded.
     """
     linear = [each for each in model.modules() if isinstance(each, nn.Linear | Conv1D) and "forward" not in vars(each)]
     embedded: set[Tensor] = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
@@ -247,14 +249,14 @@ def rounded_in_passes(model: PreTrainedModel) -> set[Tensor]:
 
 
 def with_masters(parameters: dict[str, nn.Parameter], device: torch.device) -> dict[str, Tensor]:
-    """Make parameters bf16, and give each fp32 memory on the host, by name: with its values, if it has any yet.
+    """Make parameters bf16 and allocate their fp32 masters on the host, by name, with the current values if loaded.
 
     Args:
-        device: where the parameters will be.
+        device: the future device of the parameters.
     """
     masters = {}
     for name, parameter in parameters.items():
-        pinned = device.type == "cuda"  # which CUDA copies from beside its kernels
+        pinned = device.type == "cuda"  # pinned, so that CUDA copies run concurrently with kernels
         masters[name] = torch.empty(parameter.shape, dtype=torch.float32, pin_memory=pinned)
         if not parameter.is_meta:
             masters[name].copy_(parameter.detach())

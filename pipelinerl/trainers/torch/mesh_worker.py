@@ -1,10 +1,10 @@
-"""`MeshWorker`: one process' part of a torch trainer of several, the same code on every rank.
+"""`MeshWorker`, one process's part of a multi-process torch trainer, the same on every rank.
 
-Every rank makes the same passes in the same order: a rank without a micro-batch in a round computes two tokens for
-nothing, since the others wait for its part of each layer. Before each backward the ranks agree, with 4 bytes, that no
-loss is broken: one that left the round alone would leave the others waiting.
+Every rank makes the same passes in the same order, because the others wait for its part of each layer. A rank without a
+micro-batch in a round computes two dummy tokens. Before each backward the ranks check, with a 4-byte all-reduce, that
+no loss is broken. A rank that skipped the round alone would leave the others waiting.
 
-`received` and `deliver` are for the thread of reads, everything else for that of passes.
+`received` and `deliver` belong to the thread of reads, all other methods to the thread of passes.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from trainer_contract.types import (
 
 log = logging.getLogger("pipelinerl")
 dist: Any = torch.distributed
-#: Parameters whose rows are on their way to rank 0.
+#: The number of parameters whose rows are in transit to rank 0.
 _SENT_AT_ONCE: Final = 2
-#: What a rank whose loss is sound says before a backward: more than the number of any micro-batch.
+#: Value that a rank with a finite loss sends before a backward; larger than the number of any micro-batch.
 _SOUND: Final = torch.iinfo(torch.int32).max
 
 
@@ -81,7 +81,7 @@ class MeshWorker:
 
     @classmethod
     def started(cls, spec: TrainerSpec, mesh: ProcessMesh) -> MeshWorker:
-        """Load the model, keep this rank's rows of it; of a saved state the rows of the optimizer, too."""
+        """Load the model and keep this rank's rows; from a saved state, also the optimizer's rows."""
         rank, compute = world().rank, torch.bfloat16 if spec.precision is Precision.BF16 else torch.float32
         with in_agreement():
             refuse_device(spec.device)
@@ -107,7 +107,7 @@ class MeshWorker:
         return worker
 
     def forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
-        """The predictions of this rank's micro-batches, finite or not; those that share one find the same."""
+        """Return the predictions of this rank's micro-batches, finite or not; ranks that share one return the same."""
         try:
             found = [predicted(self.model, self.setting, batch) for batch in batches]
             for _ in range(rounds - len(batches)):
@@ -117,17 +117,17 @@ class MeshWorker:
         return found
 
     def forward_at(self, batches: Sequence[MicroBatch], rounds: int, weights: HostWeights | None) -> list[Float32]:
-        """`forward` with these weights, which rank 0 has and sends to the others; None on those."""
+        """Run `forward` with these weights, which rank 0 sends to the other ranks; they pass None."""
         adapters = self.loaded.adapters
-        off = nullcontext() if adapters is None else adapters.off()  # what is lent has them in it
+        off = nullcontext() if adapters is None else adapters.off()  # lent weights include merged adapters
         with off, self.model.lent(self.base_names, self._sent(weights)):
             return self.forward(batches, rounds)
 
     def backward(self, batches: Sequence[MicroBatch], rounds: int, objective: Objective) -> list[LossStats]:
-        """The losses of this rank's micro-batches, each with a token in its loss mask; the gradients are accumulated.
+        """Accumulate gradients of this rank's micro-batches, each with a token in its loss mask; return the losses.
 
         Raises:
-            NonFiniteError: on every rank; its `number` is of the first of the round, dealt one to each rank in turn.
+            NonFiniteError: raised on every rank; `number` is the first of the round, in round-robin order over ranks.
         """
         if self.loaded.adapters is None:
             return self._backward(batches, rounds, objective)
@@ -147,7 +147,7 @@ class MeshWorker:
                 else:
                     loss, stats = _nothing(self.model, self.setting), LossStats(0.0, np.zeros(0, np.float32))
                 said = _SOUND if math.isfinite(stats.loss) else number
-            finally:  # whatever was raised, the others are waiting for this
+            finally:  # the other ranks wait for this all-reduce, whatever was raised
                 broken = self._least(said)
                 if broken != _SOUND:
                     self._forget(is_first=turn == 0)
@@ -157,13 +157,13 @@ class MeshWorker:
         return found
 
     def optimizer_step(self, learning_rate: float) -> StepStats:
-        """Clip by the norm of all shards, apply, clear; every rank finds the same norm."""
+        """Clip by the norm of all shards, then apply and clear the gradient; the norm is the same on every rank."""
         shards = self.model.collect_gradient()
         own = float(torch.nn.utils.get_total_norm(shard.grad for shard in shards if shard.grad is not None))
         norm = math.sqrt(self.model.summed_over_shards(own**2))
         if not math.isfinite(norm):
             self.model.discard_gradient()
-            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are as before")
+            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are unchanged")
         clip = self.spec.optimizer.grad_clip or math.inf
         torch.nn.utils.clip_grads_with_norm_(shards, clip, torch.tensor(norm, device=self.setting.device))
         for group in self.optimizer.param_groups:
@@ -176,38 +176,40 @@ class MeshWorker:
 
     @property
     def base_names(self) -> list[str]:
-        """Parameters in the model's order, without adapters: what engines know, and the first of all places."""
+        """Parameters in the model's order without adapters: those that engines know. They come first in all
+        positions.
+        """
         pairs = set() if self.loaded.adapters is None else self.loaded.adapters.trained.keys()
         return [name for name in self.model.shapes if name not in pairs or name in self.loaded.weights]
 
     def layout(self) -> tuple[ParameterInfo, ...]:
-        """What engines are sent."""
+        """Return the parameters as engines receive them."""
         dtype = str(self.loaded.gather_dtype).removeprefix("torch.")
         return tuple(ParameterInfo(name, tuple(self.model.shapes[name]), dtype) for name in self.base_names)
 
     def place_of(self, name: str) -> int:
-        """By which `gathered` knows a parameter."""
+        """Return the position of a parameter, as used by `received`."""
         return list(self.model.shapes).index(name)
 
     @property
     def has_moments(self) -> bool:
-        """Was there a step with a gradient?"""
+        """True if there was a step with a gradient."""
         return bool(self.optimizer.state)
 
     def steps_of(self, name: str) -> Tensor:
-        """AdamW's count of this parameter's steps; rank 0 has rows of each."""
+        """Return AdamW's step count of this parameter; rank 0 has rows of every parameter."""
         count: Tensor = self.optimizer.state[self.model.shards[name]]["step"]
         return count
 
     def bytes_of(self, places: range, kind: GatheredKind) -> int:
-        """What `received` needs for these parameters."""
+        """Return the bytes that `received` needs for these parameters."""
         return sum(shape.numel() for shape in self._shapes(places).values()) * self._dtype_of(kind).itemsize
 
     def received(self, places: range, kind: GatheredKind, block: Block) -> list[Tensor]:
-        """Rank 0's part of gathering: the whole parameters at these places, or their moments, in that memory.
+        """Gather whole parameters at these positions, or their moments, into the block; called on rank 0.
 
-        They are in memory at once on rank 0 alone, which copies its own rows while others' come in; of several copies
-        the first is read.
+        Only rank 0 holds them whole. It copies its own rows while those of other ranks arrive. With several copies of
+        the model, the first is read.
         """
         shapes, dtype = self._shapes(places), self._dtype_of(kind)
         flat = torch.from_numpy(block.memory).view(dtype)
@@ -229,9 +231,9 @@ class MeshWorker:
         return list(wholes.values())
 
     def deliver(self, places: range, kind: GatheredKind, into: Place | None) -> None:
-        """What the others do of it: put their rows into rank 0's memory, or send them.
+        """Send this rank's rows to rank 0, or write them into its memory; called on ranks above 0.
 
-        They are taken from where they lie, if that is the host and they are as they are to be delivered; else copied.
+        Rows that are on the host in the requested dtype are used directly, others are copied.
         """
         if self.rank >= self.mesh.shards:
             return
@@ -268,7 +270,9 @@ class MeshWorker:
         return dict(list(self.model.shapes.items())[places.start : places.stop])
 
     def save_shard(self, path: Path) -> None:
-        """Write this rank's rows, of weights and moments, below a state's directory; of several copies the first."""
+        """Write this rank's rows of weights and moments into a state's directory; only the first copy of the model
+        writes.
+        """
         if self.rank >= self.mesh.shards:
             return
         tensors: dict[str, Tensor] = {}
@@ -279,7 +283,7 @@ class MeshWorker:
         write_shard(path, self.rank, self.mesh.shards, tensors)
 
     def _rows(self, name: str, kind: GatheredKind) -> Tensor:
-        """A copy of this rank's rows, on the host."""
+        """Copy this rank's rows to the host."""
         rows = torch.empty(self.model.shards[name].shape, dtype=self._dtype_of(kind))
         with self.model.at_rest() as shards:
             self._copy(shards, name, kind, rows)
@@ -305,7 +309,9 @@ class MeshWorker:
         return self.loaded.gather_dtype if kind is GatheredKind.WEIGHTS else torch.float32
 
     def _sent(self, weights: HostWeights | None) -> Callable[[str], Tensor]:
-        """What gives this rank's rows of each parameter, which rank 0 has whole and deals out."""
+        """Return a function that gives this rank's rows of each parameter; rank 0 holds the whole and sends them
+        out.
+        """
 
         def rows_of(name: str) -> Tensor:
             shape, dtype = self.model.shapes[name], self.loaded.gather_dtype
@@ -334,7 +340,9 @@ class MeshWorker:
         saved.random.restore()
 
     def _forget(self, *, is_first: bool) -> None:
-        """End a sequence whose last backward will not come: what earlier ones accumulated is brought together, too."""
+        """End a sequence whose last backward was skipped; reduce and discard the gradients that earlier ones
+        accumulated.
+        """
         self.model.abandon()
         if not is_first:
             self.model.begin_backward(is_last=True)
@@ -348,7 +356,7 @@ class MeshWorker:
 
 
 def _tell(loaded: LoadedModel, attention: Planning) -> None:
-    """What this trainer begins with."""
+    """Log the trainer's attention and adapters at startup."""
     log.info("attention: %s", attention.said)
     if loaded.adapters is not None:
         log.info("LoRA: %s", share_of(*loaded.adapters.counts))
@@ -356,7 +364,7 @@ def _tell(loaded: LoadedModel, attention: Planning) -> None:
 
 @contextmanager
 def _gathering(names: Iterable[str]) -> Iterator[None]:
-    """Raises RankError: another rank was not there."""
+    """Raise RankError if another rank is lost while gathering."""
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -366,12 +374,12 @@ def _gathering(names: Iterable[str]) -> Iterator[None]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of contiguous rows, on the host, in a dtype that every transport knows."""
+    """View contiguous host rows as bytes, a dtype that every transport supports."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _idle() -> MicroBatch:
-    """Two tokens, for a rank that has no micro-batch."""
+    """Return a micro-batch of two dummy tokens, for a rank without one."""
     nothing = np.zeros(2, np.float32)
     return MicroBatch(
         token_ids=np.zeros(2, np.int32),
@@ -387,13 +395,13 @@ def _idle() -> MicroBatch:
 
 
 def _nothing(model: ShardedModel, setting: PassSetting) -> Tensor:
-    """A loss of which every gradient is 0."""
+    """Return a loss whose gradients are all 0."""
     batch = _idle()
     return predict(model, setting, batch, batch.loss_mask).sum() * 0.0
 
 
 def _device(spec: TrainerSpec) -> torch.device:
-    """The launcher shows each process the one GPU that is its own."""
+    """Return the process's device; the launcher makes one GPU visible to each process."""
     if spec.device is Device.CPU or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())

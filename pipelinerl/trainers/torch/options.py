@@ -1,13 +1,9 @@
-"""`TorchOptions`: what a recipe's `trainer.options` may say to the torch trainer, read without guessing.
+"""`TorchOptions`, the recipe's `trainer.options` for the torch trainer.
 
-[trainer]
-options.mesh = { dp_shard = 2, cp = 2 }
-options.gradients = "divided"
-options.experts = "parallel"
-options.attention = "buckets"
-options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }
-options.optimizer = { moments = "bf16", place = "host" }
-options.distributed = { coordinator = "10.0.0.1:8476", token_file = "/shared/token" }     # `pipelinerl run` says it
+[trainer] options.mesh = { dp_shard = 2, cp = 2 } options.gradients = "divided" options.experts = "parallel"
+options.attention = "buckets" options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }
+options.optimizer = { moments = "bf16", place = "host" } options.distributed = { coordinator = "10.0.0.1:8476",
+token_file = "/shared/token" }     # set by `pipelinerl run`
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ _NAME: Final = "torch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchOptions:
-    """`distributed` is there if and only if the mesh is of several processes."""
+    """Options of the torch trainer; `distributed` is set if and only if the mesh has several processes."""
 
     mesh: ProcessMesh
     gradients: GradientSum = GradientSum.WHOLE
@@ -41,10 +37,10 @@ class TorchOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TorchOptions:
-        """Read `TrainerSpec.options`.
+        """Parse `TrainerSpec.options`.
 
         Raises:
-            SpecError: an unknown key, a value of another kind than expected, or a mesh that cannot be had.
+            SpecError: an unknown key, a value of the wrong type, or an impossible mesh.
         """
         mesh, lora, optimizer = checked(options)
         read = cls(
@@ -57,11 +53,13 @@ class TorchOptions:
         )
         distributed = options.get("distributed")
         if mesh.size == 1 and distributed is not None:
-            raise SpecError("options.distributed is of several processes, and options.mesh makes one; say dp_shard=2")
+            raise SpecError(
+                "options.distributed is for several processes, but options.mesh has one; set options.mesh.dp_shard=2"
+            )
         if mesh.size > 1 and distributed is None:
             raise SpecError(
-                f"options.mesh makes {mesh.size} processes, and options.distributed does not say where they meet; use "
-                '`pipelinerl run`, which says it, or add options.distributed={coordinator="127.0.0.1:8476"}'
+                f"options.mesh makes {mesh.size} processes, but options.distributed does not name their meeting point; "
+                'use `pipelinerl run`, which sets it, or add options.distributed={coordinator="127.0.0.1:8476"}'
             )
         if distributed is None:
             return read
@@ -69,10 +67,10 @@ class TorchOptions:
 
 
 def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None, OptimizerOptions]:
-    """The mesh, the adapters and the optimizer's state that options ask for; what is refused before a run is started.
+    """Validate options before a run starts; return the mesh, adapters and optimizer options.
 
     Raises:
-        SpecError: as `TorchOptions.of`, but for where the processes meet, which the launcher says.
+        SpecError: see `TorchOptions.of`, except for `distributed`, which the launcher sets.
     """
     gradients_of(options)
     experts_of(options)
@@ -81,25 +79,25 @@ def checked(options: Mapping[str, Any]) -> tuple[ProcessMesh, LoraOptions | None
 
 
 def gradients_of(options: Mapping[str, Any]) -> GradientSum:
-    """What a process is to hold of gradients. Raises SpecError for what is no `GradientSum`."""
+    """Return the `gradients` option. Raises SpecError if it is no `GradientSum`."""
     return one_of(GradientSum, options.get("gradients", GradientSum.WHOLE), "options.gradients")
 
 
 def experts_of(options: Mapping[str, Any]) -> ExpertWeights:
-    """Where experts compute. Raises SpecError for what is no `ExpertWeights`, and where nobody divides the model."""
+    """Return the `experts` option. Raises SpecError if it is no `ExpertWeights`, or needs a sharded model."""
     experts = one_of(ExpertWeights, options.get("experts", ExpertWeights.GATHERED), "options.experts")
     if experts is ExpertWeights.PARALLEL and mesh_of(options).shards == 1:
-        raise SpecError('options.experts = "parallel" is of a model that processes divide; say options.mesh.dp_shard=2')
+        raise SpecError('options.experts = "parallel" needs a sharded model; set options.mesh.dp_shard=2')
     return experts
 
 
 def attention_of(options: Mapping[str, Any]) -> SegmentAttention:
-    """How packed tokens are to attend. Raises SpecError for what is no `SegmentAttention`."""
+    """Return the `attention` option. Raises SpecError if it is no `SegmentAttention`."""
     return one_of(SegmentAttention, options.get("attention", SegmentAttention.AUTO), "options.attention")
 
 
 def mesh_of(options: Mapping[str, Any]) -> ProcessMesh:
-    """The mesh that options ask for. Raises SpecError for one that cannot be had, and for unknown options."""
+    """Return the mesh. Raises SpecError if it is impossible, or for unknown options."""
     refuse_unknown(options, [field.name for field in fields(TorchOptions)], "options", trainer=_NAME)
     axes = table(options.get("mesh", {}), ProcessMesh, "options.mesh", trainer=_NAME)
     return ProcessMesh(**{name: whole(value, f"options.mesh.{name}", least=1) for name, value in axes.items()})

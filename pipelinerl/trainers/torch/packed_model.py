@@ -1,7 +1,7 @@
-"""`PackedModel`: a Hugging Face causal language model as a function from packed tokens to log-probs.
+"""`PackedModel`, a Hugging Face causal language model as a function from packed tokens to log-probs.
 
-One module, so that whatever wraps it (DDP, FSDP, DeepSpeed) sees a single forward. Only the positions asked for reach
-the output layer. Its sibling with a value head is in `torch_value_model`.
+It is a single module, so that wrappers (DDP, FSDP, DeepSpeed) see one forward. Only the requested positions reach the
+output layer. `value_model` has the equivalent with a value head.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Reading
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure
 
-#: Relative differences that the probe accepts: rounding, far below what a leak between segments causes.
+#: Relative tolerance of the probe: covers rounding, far below the effect of a leak between segments.
 _PROBE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
@@ -54,12 +54,12 @@ class PackedModel(nn.Module):
         measures: tuple[HeadMeasure, ...] = (),
         routed: Tensor | None = None,
     ) -> Tensor:
-        """f32 [1 + M, N]: log-probs of the `chosen` tokens, and the M measures of the distributions they came from.
+        """Return f32 [1 + M, N]: log-probs of the `chosen` tokens, and M measures of the distributions they came from.
 
         Args:
             token_ids: i64 [2, K], the tokens and their positions.
             segments: plan of the packing.
-            before: of N among them, what the model knows when it chooses the next.
+            before: reads the N hidden states from which the next token is predicted.
             chosen: i64 [N], the tokens that came next.
             temperatures: f32 [N], or None for 1 everywhere.
             routed: integers [K, layers, top_k], the experts that compute the tokens; None lets the routers choose.
@@ -67,7 +67,7 @@ class PackedModel(nn.Module):
         if self._replay is not None:
             self._replay.tell(routed)
         hidden = hidden_states(self.model.base_model, token_ids, segments)
-        with _rounding_once(hidden.device.type):  # an output layer's weight is of all pieces
+        with _rounding_once(hidden.device.type):  # all pieces share the output layer's weight
             predictions = token_predictions(
                 before(hidden),
                 self.model.get_output_embeddings(),
@@ -77,19 +77,19 @@ class PackedModel(nn.Module):
                 measures=measures,
                 logits_at_once=self._logits_at_once,
             )
-        # Not a view: `fully_shard` hangs a hook on it, which an in-place operation on a view would drop.
+        # Not a view: `fully_shard` attaches a hook to the result, which an in-place operation on a view would drop.
         return predictions.clone()
 
     @torch.no_grad()
     def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
-        """Is the architecture one that can be packed, and is its output layer the last that it does?
+        """Check that the architecture supports packing, and that its output layer is its last operation.
 
         Args:
-            products: dtype in which it is tried; bf16 only where matrices are kept in it.
+            products: dtype of the trial; bf16 only if matrices are stored in bf16.
 
         Raises:
-            SpecError: a layer looks across the boundary, or the model changes logits after its output layer, which
-                `forward` would miss.
+            SpecError: a layer mixes segments, or the model changes logits after its output layer, which `forward` would
+                miss.
         """
         if self._replay is not None:
             self._replay.tell(None)
@@ -103,17 +103,19 @@ class PackedModel(nn.Module):
             raise SpecError(f"{name} changes logits after its output layer, which is not supported; use another model")
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under Hugging Face's names, tied ones once."""
+        """Yield parameters under Hugging Face's names, tied ones once."""
         yield from self.model.named_parameters()
 
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write a Hugging Face model directory with these values of the parameters."""
+        """Write a Hugging Face model directory with these parameter values."""
         save_model(self.model, path, {**self._buffers_saved, **weights})
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a model directory has besides parameters; found at the start, since beside a pass over a divided model
-    `state_dict` would take away what the pass has gathered."""
+    """Return the tensors of a model directory other than parameters.
+
+    Call this at the start: during a pass over a sharded model, `state_dict` would remove gathered weights.
+    """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
@@ -124,23 +126,23 @@ def save_model(model: PreTrainedModel, path: Path, tensors: Mapping[str, Tensor]
 
 
 def hidden_states(trunk: nn.Module, token_ids: Tensor, segments: AttentionPlan) -> Tensor:
-    """Last hidden states [K, d] of packed tokens; `token_ids` i64 [2, K] are the tokens and their positions."""
+    """Return the last hidden states [K, d] of packed tokens; `token_ids` i64 [2, K] are tokens and positions."""
     tokens, positions = token_ids
     output = trunk(input_ids=tokens[None], position_ids=positions[None], segments=segments, use_cache=False)
     return cast(Tensor, output.last_hidden_state.squeeze(0))
 
 
 def computing_in(products: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """Within it products are of this dtype: autocast's, unless it is fp32.
+    """Return a context in which matmuls use this dtype, with autocast unless it is fp32.
 
-    Autocast keeps no rounded weights until its end: with checkpointing no more than a layer's are there at once.
+    Autocast's cache of rounded weights is off: with checkpointing, only one layer's rounded weights exist at once.
     """
     mixed = products is not torch.float32
     return torch.autocast(device.type, dtype=products if mixed else None, enabled=mixed, cache_enabled=False)
 
 
 def _rounding_once(device: str) -> AbstractContextManager[Any]:
-    """Within it autocast, if it is on, keeps what it has rounded until it ends."""
+    """Return a context in which autocast, if enabled, caches rounded weights until the end of the context."""
     return torch.autocast(
         device,
         dtype=torch.get_autocast_dtype(device),
@@ -153,13 +155,13 @@ def _rounding_once(device: str) -> AbstractContextManager[Any]:
 def probe_packing(
     trunk: PreTrainedModel, device: torch.device, products: torch.dtype = torch.float32
 ) -> tuple[Tensor, SegmentPlan]:
-    """Run the same segment twice in one row, to find out whether this architecture can be packed at all.
+    """Run the same segment twice in one row to test that the architecture supports packing.
 
     Returns:
-        The tokens with their positions, and the plan, that were tried.
+        The tokens with their positions, and the plan, of the trial.
 
     Raises:
-        SpecError: the second copy differs from the first: a layer looks across the boundary.
+        SpecError: the second copy differs from the first, so a layer mixes segments.
     """
     positions = np.array([0, 1, 2, 0, 1, 2], dtype=np.int32)
     tokens = (positions + 1) % trunk.config.get_text_config().vocab_size
@@ -173,7 +175,7 @@ def probe_packing(
 
 
 def load_config(path: Path) -> PreTrainedConfig:
-    """The configuration in a model directory, none of whose code is run. Raises SpecError when there is none."""
+    """Load the configuration of a model directory without running its code. Raises SpecError if there is none."""
     if not (path / "config.json").is_file():
         raise SpecError(f"model_path must be a Hugging Face model directory with config.json, got {path}")
     try:
@@ -183,7 +185,7 @@ def load_config(path: Path) -> PreTrainedConfig:
 
 
 def hold(parameter: nn.Parameter, values: Tensor) -> None:
-    """Have a parameter hold this memory, though it was on the meta device; whoever has the parameter sees it."""
+    """Replace a parameter's storage, also on the meta device; all references to the parameter see the change."""
     if parameter.is_meta:
         torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
     else:
@@ -191,14 +193,14 @@ def hold(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 class ReadableModel(NamedTuple):
-    """A model, and what reads its parameters, which are on the meta device; None where they are there."""
+    """A model with parameters on the meta device and their reader, or a loaded model and None."""
 
     model: PreTrainedModel
     reader: WeightReader | None
 
 
 def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = "causal_lm") -> ReadableModel:
-    """The model (or its `part`) in a directory, with fp32 weights and neither dropout nor jitter.
+    """Load the model (or its `part`) of a directory for training, with fp32 weights, without dropout or jitter.
 
     Raises:
         SpecError: the directory is incomplete, or the architecture is not a causal language model.
@@ -218,14 +220,14 @@ def load_for_training(path: Path, *, gradient_checkpointing: bool, part: Part = 
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if hasattr(module, "jitter_noise"):  # what Mixtral's routers see in train mode
+            if hasattr(module, "jitter_noise"):  # noise on Mixtral's router inputs in train mode
                 setattr(module, "jitter_noise", 0.0)  # noqa: B010  # torch's stubs know parameters and modules alone
-    model.train(gradient_checkpointing)  # checkpointing works in train mode only; otherwise eval mode, without dropout
+    model.train(gradient_checkpointing)  # checkpointing needs train mode; otherwise eval mode disables dropout
     return ReadableModel(model, reader)
 
 
 def _read_buffers(model: PreTrainedModel, reader: WeightReader) -> None:
-    """Give the buffers that the directory holds their values, in the dtype that the model has them in."""
+    """Load the buffers that the directory holds, in the model's dtypes."""
     for path, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:

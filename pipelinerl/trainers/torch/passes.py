@@ -1,5 +1,7 @@
-"""What one micro-batch costs: predictions through the model, and the objective evaluated on them. The same wherever
-the model's parameters lie."""
+"""Passes over one micro-batch: predictions through the model, and evaluation of the objective.
+
+The code is the same wherever the model's parameters are.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
 from trainer_contract.errors import NonFiniteError
 from trainer_contract.types import Bool, Float32, HeadMeasure, LossStats, MicroBatch, Objective, measures_of
 
-#: `PackedModel.forward`, or what wraps it.
+#: `PackedModel.forward`, or a wrapper of it.
 Model = Callable[..., Any]
 
 
 class PassSetting(NamedTuple):
-    """Where passes are computed, by what attention goes, and who shares a micro-batch's tokens, if several do."""
+    """The device of passes, the attention planner, and the processes that share a micro-batch's tokens, if any."""
 
     device: torch.device
     plan_of: Planner = SegmentPlan.of
@@ -31,7 +33,7 @@ class PassSetting(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The objective's value, differentiable, and what the host knows of it."""
+    """The objective's differentiable value, and its statistics on the host."""
 
     loss: Tensor
     stats: LossStats
@@ -44,9 +46,9 @@ def predict(
     inside: Bool,
     measures: tuple[HeadMeasure, ...] = (),
 ) -> Tensor:
-    """[1 + M, N]: current log-probs, or values, of the tokens where `inside` [T] is True, and the M measures there.
+    """Return [1 + M, N]: log-probs, or values, of the tokens where `inside` [T] is True, and the M measures there.
 
-    Every process of the setting's group, if there is one, finds all N; each computes its part.
+    With a group, each process computes its part and receives all N.
     """
     asked, distinct, positions, group = np.flatnonzero(inside), Distinct.of(batch), batch.position_ids, setting.group
     if group is None:
@@ -68,7 +70,7 @@ def _computed(
     *,
     own: slice | None = None,
 ) -> Tensor:
-    """[1 + M, N] of the N tokens asked for, from the `own` of the tokens that are computed; None is all of them."""
+    """Return [1 + M, N] for the N requested tokens, from the computed tokens in `own`; None means all of them."""
     device = setting.device
     tokens = np.append(batch.token_ids, np.zeros(len(positions) - batch.num_tokens, np.int32))
     kept = distinct.kept if own is None else distinct.kept[own]
@@ -92,9 +94,9 @@ def _computed(
 def _choices(
     batch: MicroBatch, distinct: Distinct, asked: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of equal predictions among the `asked` one; and for each that is asked for, which of these it is.
+    """Return one representative of equal predictions, and for each requested token the index of its representative.
 
-    They are equal where a token is one with another, and so what led to it, if both were sampled at one temperature.
+    Predictions are equal if token and prefix are shared and both were sampled at the same temperature.
     """
     place, temperatures = distinct.place[asked], batch.temperatures[asked]
     if (temperatures == temperatures[:1]).all():
@@ -108,9 +110,9 @@ def _choices(
 
 
 def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:
-    """[K, layers, top_k] of the tokens that are computed: what the row of the next says of each.
+    """Return [K, layers, top_k], the experts for the computed tokens, taken from the row of each next token.
 
-    Nobody reads what is computed of the last token of a segment, or of padding: the first experts do it.
+    The outputs of a segment's last token and of padding are never read, so these use the first experts.
     """
     column = batch.routed_experts
     assert column is not None, "asked for only where there is one"
@@ -123,7 +125,7 @@ def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:
 
 @torch.no_grad()
 def predicted(model: Model, setting: PassSetting, batch: MicroBatch) -> Float32:
-    """Predictions f32 [T] of every token that has one; 0 at segment starts."""
+    """Return predictions f32 [T] of every token that has one; 0 at segment starts."""
     inside = batch.position_ids > 0
     predictions = np.zeros(batch.num_tokens, dtype=np.float32)
     if inside.any():
@@ -132,19 +134,19 @@ def predicted(model: Model, setting: PassSetting, batch: MicroBatch) -> Float32:
 
 
 def require_finite(predictions: Float32) -> None:
-    """Raise NonFiniteError for predictions that no sound model makes."""
+    """Raise NonFiniteError if a prediction is not finite."""
     if not np.isfinite(predictions).all():
         raise NonFiniteError("the model's predictions are not finite: its weights are broken, restore a checkpoint")
 
 
 def evaluate(model: Model, setting: PassSetting, batch: MicroBatch, objective: Objective) -> Evaluated:
-    """The objective on the tokens of the loss mask, of which there must be one; the same on all of the group."""
+    """Evaluate the objective on the tokens of the (nonempty) loss mask; the same result on the whole group."""
     inside = batch.loss_mask
     measures = measures_of(objective)
     predictions, *measured = predict(model, setting, batch, inside, measures)
     columns = {**_columns(batch, inside, setting.device), **dict(zip(measures, measured, strict=True))}
     loss: Tensor = objective.evaluate(predictions, columns)
-    # One transfer for the loss and its predictions.
+    # Transfer the loss and its predictions together.
     host = torch.cat((loss.detach().reshape(1).float(), predictions.detach().float())).cpu().numpy()
     evaluated = np.zeros(batch.num_tokens, dtype=np.float32)
     evaluated[inside] = host[1:]
@@ -152,7 +154,7 @@ def evaluate(model: Model, setting: PassSetting, batch: MicroBatch, objective: O
 
 
 def broken_loss(loss: float, number: int) -> NonFiniteError:
-    """The error of micro-batch `number`, whose loss is not finite."""
+    """Return the error for micro-batch `number`, whose loss is not finite."""
     return NonFiniteError(
         f"the loss is {loss}: look for NaN or infinity in advantages, weights and the sampler's log-probs; the "
         "gradient was cleared",
@@ -161,7 +163,7 @@ def broken_loss(loss: float, number: int) -> NonFiniteError:
 
 
 def _columns(batch: MicroBatch, inside: Bool, device: torch.device) -> Mapping[str, Any]:
-    """What the objective reads, of the tokens inside the mask only."""
+    """Return the objective's columns for the tokens inside the mask."""
     names = ("loss_mask", "advantages", "weights", "behavior_logprobs", "temperatures")
     optional = ("old_logprobs", "ref_logprobs", "values", "returns", "kl_coefficients")
     columns = {name: getattr(batch, name) for name in names}

@@ -1,10 +1,9 @@
-"""What of a state is divided among processes: each writes its rows, and any number of processes reads them again.
+"""Files of a sharded state: each process writes its rows, and any number of processes can read them.
 
     shards/00002-of-00004.safetensors    rows of every parameter in fp32, and of <parameter>.exp_avg, .exp_avg_sq
     shards/index.json                    {"shards": 4, "shapes": {parameter: [rows, …]}}
 
-Rows lie as `ProcessMesh.rows_of` divides them. Promises: nothing is gathered to be saved, and a process reads the rows
-that it asks for and no others.
+Rows are divided as in `ProcessMesh.rows_of`. Saving gathers nothing, and a process reads only the rows it needs.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from trainer_contract.errors import StateError
 
 _FOLDER: Final = "shards"
 _INDEX: Final = "index.json"
-#: The kind that a parameter itself is.
+#: The kind of a parameter's own value, in contrast to its moments.
 VALUE: Final = "value"
 
 
 def write_shard(path: Path, rank: int, shards: int, tensors: Mapping[str, Tensor]) -> None:
-    """Write what lies on one process below a state's directory, by `key_of`; the folder may be there already."""
+    """Write one process's tensors, named by `key_of`, into a state's directory; the folder may exist."""
     (path / _FOLDER).mkdir(exist_ok=True)
     save_file(dict(tensors), path / _FOLDER / _file(rank, shards))
 
 
 def write_index(path: Path, shards: int, shapes: Mapping[str, torch.Size]) -> None:
-    """Say what the shards together are."""
+    """Write the index of all shards."""
     index = {"shards": shards, "shapes": {name: list(shape) for name, shape in shapes.items()}}
     (path / _FOLDER / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
 def key_of(name: str, kind: str) -> str:
-    """Under which rows of a parameter (`VALUE`), or of a moment of it, lie in a file."""
+    """Return the key in a file of a parameter's rows (`VALUE`), or of a moment."""
     return name if kind == VALUE else f"{name}.{kind}"
 
 
@@ -58,7 +57,7 @@ class ShardFiles:
 
     @classmethod
     def of(cls, path: Path) -> ShardFiles | None:
-        """None where a state is not divided. Raises StateError."""
+        """Open the shards of a state; None if it is not sharded. Raises StateError."""
         if not (path / _FOLDER).is_dir():
             return None
         try:
@@ -80,7 +79,7 @@ class ShardFiles:
             raise StateError(f"the parameters in {self.path} are not those of this model; restore another checkpoint")
 
     def rows(self, name: str, kind: str, wanted: slice) -> Tensor:
-        """These rows of a parameter, or of a moment of it. Raises StateError."""
+        """Read rows of a parameter, or of one of its moments. Raises StateError."""
         length, *inner = self.shapes[name]
         parts = []
         for rank in range(self.mesh.size):

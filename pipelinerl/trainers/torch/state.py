@@ -1,17 +1,17 @@
-"""State of a `TorchTrainer` on disk, exact to the bit, without pickle.
+"""Checkpoint state of a `TorchTrainer`: bit-exact, without pickle.
 
-    model/                  a Hugging Face model directory (fp32), usable as any other; a value head lies in it
-    optimizer.safetensors   <parameter>.exp_avg, <parameter>.exp_avg_sq (in the dtype that the optimizer keeps them in),
-                            <parameter>.step, and rng.cpu / rng.cuda
+    model/                  a regular Hugging Face model directory (fp32), including a value head
+    optimizer.safetensors   <parameter>.exp_avg, <parameter>.exp_avg_sq (in the optimizer's dtype), <parameter>.step,
+                            and rng.cpu / rng.cuda
     trainer.json            format, head, model_version, architecture
 
-With adapters the model is not written, but told by its digest: `adapter/` in place of `model/` is a directory of
-peft's, moments are of what trains alone, and `trainer.json` says `lora`, too: rank, alpha, targets, base.
+With adapters, the base model is not written but identified by its digest. `adapter/`, a directory in peft's format,
+replaces `model/`; moments cover only trained parameters; and `trainer.json` has `lora`: rank, alpha, targets, base.
 
-Of several processes each writes its own rows, of the model and of the moments, below `shards/` in place of `model/`
-(`shard_files`); `optimizer.safetensors` has counts of steps and random state alone.
+With several processes, each writes its rows of the model and of the moments below `shards/`, which replaces `model/`
+(`shard_files`). `optimizer.safetensors` then has only step counts and random state.
 
-Digests are the caller's: what is checked here is that the state is complete and of the expected model.
+The caller handles digests; this module checks that the state is complete and belongs to the expected model.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from trainer_contract.types import Head
 MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
 #: The directory of adapters.
 ADAPTER: Final = "adapter"
-#: Parts of a configuration that do not make it another model.
+#: Fields of a configuration that do not change the model.
 _INCIDENTAL: Final = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures", "use_cache")
 
 
-#: From how many rows a parameter has to those of them that are read.
+#: Maps a parameter's number of rows to the rows that are read.
 RowsOf = Callable[[int], slice]
 
 
 class Saveable(Protocol):
-    """What is saved: `PackedModel` or `PackedValueModel`."""
+    """Models that can be saved: `PackedModel` or `PackedValueModel`."""
 
     model: PreTrainedModel
 
@@ -58,7 +58,7 @@ class Saveable(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class SavedAdapters:
-    """What writes adapters into a new directory, and what `trainer.json` says of them."""
+    """A function that writes adapters into a new directory, and their fields of `trainer.json`."""
 
     write: Callable[[Path], None]
     record: Mapping[str, Any]
@@ -67,18 +67,18 @@ class SavedAdapters:
 @final
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The state of torch's generators: the CPU's, and CUDA's where there is one."""
+    """The state of torch's generators: the CPU's, and CUDA's if available."""
 
     cpu: Tensor
     cuda: Tensor | None
 
     @classmethod
     def now(cls) -> Self:
-        """Copy the state that torch has now; passes that draw from it leave this copy alone."""
+        """Copy the current state; later draws do not change the copy."""
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
 
     def restore(self) -> None:
-        """Draw from here on again."""
+        """Reset the generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.cuda)
@@ -101,53 +101,54 @@ class TorchSavedState:
 
     @property
     def model_path(self) -> Path:
-        """The model that was saved, if it was trained whole."""
+        """The saved model, if it was trained whole."""
         return self.path / "model"
 
     @property
     def adapter_path(self) -> Path:
-        """The adapters that were saved, if they were trained."""
+        """The saved adapters, if adapters were trained."""
         return self.path / ADAPTER
 
     def check_kind(self, *, has_adapters: bool) -> None:
-        """Raise StateError when adapters are to go on as a whole model, or the other way round."""
+        """Raise StateError if adapters would resume as a whole model, or the other way round."""
         if has_adapters and self.lora is None:
             raise StateError(
                 f"the trainer state in {self.path} is of a model that was trained whole; leave trainer.options.lora out"
             )
         if not has_adapters and self.lora is not None:
             raise StateError(
-                f"the trainer state in {self.path} is of LoRA adapters; go on with trainer.options.lora = "
+                f"the trainer state in {self.path} is of LoRA adapters; resume with trainer.options.lora = "
                 f"{_options_of(self.lora)}"
             )
 
     def check_adapters(self, expected: Mapping[str, Any]) -> None:
-        """Raise StateError unless the adapters are of this rank, alpha, these targets and this base."""
+        """Raise StateError unless the adapters have the expected rank, alpha, targets and base."""
         assert self.lora is not None, "`check_kind` comes first"
         if self.lora.get("base") != expected["base"]:
             raise StateError(
-                f"the LoRA adapters in {self.path} are of another base than the weights in model.path; go on from the "
-                "model directory that the run began with"
+                f"the LoRA adapters in {self.path} are of another base than the weights in model.path; resume from the "
+                "model directory that the run started with"
             )
         if self.lora != expected:
             raise StateError(
-                f"the LoRA adapters in {self.path} are {_options_of(self.lora)}, and the recipe asks for "
-                f"{_options_of(expected)}; go on with those"
+                f"the LoRA adapters in {self.path} are {_options_of(self.lora)}, but the recipe requests "
+                f"{_options_of(expected)}; resume with the saved ones"
             )
 
     @property
     def random(self) -> RandomState:
-        """The random state of the trainer that was saved."""
+        """The random state of the saved trainer."""
         return RandomState(self.tensors["rng.cpu"], self.tensors.get("rng.cuda"))
 
     def moments(self, shapes: Mapping[str, torch.Size], rows_of: RowsOf = _all_rows) -> dict[str, dict[str, Tensor]]:
-        """Of each parameter, by name, AdamW's state of these rows; {} of a trainer that never stepped.
+        """Return AdamW's state of these rows by parameter; {} for a trainer that never stepped.
 
         Args:
-            shapes: of whole parameters.
+            shapes: shapes of whole parameters.
+            rows_of: the rows to read.
 
         Raises:
-            StateError: it is not that of parameters of these shapes.
+            StateError: the state does not belong to parameters of these shapes.
         """
         if self.shards is not None:
             self.shards.check(shapes)
@@ -180,9 +181,9 @@ def save(
     model_version: int,
     adapters: SavedAdapters | None = None,
 ) -> None:
-    """Write the state below the existing directory `path`; weights and AdamW's `moments` by the parameters' names.
+    """Write the state into the existing directory `path`; `weights` and AdamW's `moments` are by parameter name.
 
-    Of a model with adapters these are written in place of the weights.
+    With `adapters`, these are written instead of the weights.
     """
     tensors = _tensors_of(random)
     for name, kinds in moments.items():
@@ -208,11 +209,11 @@ def save_divided(
     head: Head,
     model_version: int,
 ) -> None:
-    """Write what the shards of a state below `path`, all of which are there, have in common; it is a state then.
+    """Write the common files of a sharded state, after all shards in `path` were written; this completes the state.
 
     Args:
-        shapes: of whole parameters, by name.
-        steps: AdamW's count of each parameter's; {} of a trainer that never stepped.
+        shapes: shapes of whole parameters by name.
+        steps: AdamW's step count of each parameter; {} for a trainer that never stepped.
     """
     write_index(path, shards, shapes)
     counts = {f"{name}.{MOMENTS[0]}": count for name, count in steps.items()}
@@ -225,7 +226,7 @@ def _tensors_of(random: RandomState) -> dict[str, Tensor]:
 
 
 def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedState:
-    """Read a state and check that it is of the model `expected` and its `head`; the weights are left to the caller.
+    """Read a state and check that it belongs to the model `expected` and its `head`; the caller reads the weights.
 
     Raises:
         StateError: something is missing, damaged, or of another model.
@@ -248,7 +249,7 @@ def load(path: Path, *, expected: PreTrainedConfig, head: Head) -> TorchSavedSta
 
 @contextmanager
 def damage_is_state_error(saved: TorchSavedState | None) -> Iterator[None]:
-    """A model that cannot be loaded is the spec's fault, unless it is part of a saved state."""
+    """Convert the SpecError of a model that fails to load to a StateError if the model is part of a saved state."""
     try:
         yield
     except (SpecError, SafetensorError) as error:
@@ -258,7 +259,7 @@ def damage_is_state_error(saved: TorchSavedState | None) -> Iterator[None]:
 
 
 def _options_of(record: Mapping[str, Any]) -> str:
-    """As a recipe says it."""
+    """Format the record as the options of a recipe."""
     names = ", ".join(f'"{name}"' for name in record.get("targets", ()))
     return f"{{ rank = {record.get('rank')}, alpha = {record.get('alpha'):g}, targets = [{names}] }}"
 

@@ -1,10 +1,11 @@
-"""`TorchTrainer`: any Hugging Face causal language model, or its value head, behind the trainer contract.
+"""`TorchTrainer`, the trainer contract for any Hugging Face causal language model, or its value head.
 
 Weights and optimizer state are fp32; `Precision.BF16` computes under autocast. Segments are packed without padding and
-never see one another. On CPU, and on CUDA with deterministic kernels, equal calls give equal bits.
+never attend to each other. On CPU, and on CUDA with deterministic kernels, equal calls give equal bits.
 
-One process is a `TorchWorker`. With `options.mesh` of several, this is rank 0 (`MeshLeader`): the verbs are called here
-alone, on any thread, and the other ranks follow. Each verb checks its arguments here, before anybody else hears of it.
+A single process uses a `TorchWorker`. With several processes in `options.mesh`, this class runs on rank 0
+(`MeshLeader`): only rank 0 calls the verbs, on any thread, and the other ranks follow. Each verb checks its arguments
+here before it is sent to the other ranks.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from trainer_contract.types import (
 
 @final
 class TorchTrainer:
-    """Satisfies `trainer_contract.trainer.Trainer`, where the verbs are described."""
+    """Implements `trainer_contract.trainer.Trainer`, which documents the methods."""
 
     def __init__(self) -> None:
         self._state: TorchWorker | MeshLeader | None = None
 
     @property
     def model_version(self) -> int:
-        """Number of optimizer steps behind the weights."""
+        """The number of optimizer steps applied to the weights."""
         return self._worker.model_version
 
     @property
     def width(self) -> int:
-        """The processes of the mesh, each with a micro-batch of its own."""
+        """The number of parts of the mesh, each of which computes its own micro-batch."""
         return self._worker.width
 
     @property
@@ -67,42 +68,44 @@ class TorchTrainer:
         self._state = MeshLeader.started(spec, options) if several else TorchWorker.started(spec)
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Log-probs, or values, f32 [T] of every token of each; 0 at segment starts."""
+        """Return log-probs, or values, f32 [T] of every token of each micro-batch; 0 at segment starts."""
         self._check(micro_batches)
         return self._worker.forward(micro_batches)
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """`forward` through the same modules, whose parameters hold the given weights meanwhile."""
+        """Run `forward` through the same modules, whose parameters temporarily hold the given weights."""
         check_weights(weights, self.weight_layout())
         self._check(micro_batches)
         return self._worker.forward_at(micro_batches, weights)
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Evaluate each on the tokens of the loss mask, then accumulate its gradient."""
+        """Evaluate each micro-batch on the tokens of its loss mask and accumulate its gradient."""
         check_measures(objective, self._worker.spec.head)
         self._check(micro_batches, needs=objective.needs)
         return self._worker.backward(micro_batches, objective)
 
     def optimizer_step(self, *, learning_rate: float) -> StepStats:
-        """Clip, apply, clear; refuses a gradient that is not finite."""
+        """Clip, apply and clear the gradient; reject one that is not finite."""
         if not self._worker.has_gradient:
             raise ProtocolError("optimizer_step needs a gradient: call backward first")
         return self._worker.optimizer_step(learning_rate)
 
     def discard_gradient(self) -> None:
-        """Forget what was accumulated."""
+        """Discard the accumulated gradient."""
         self._worker.discard_gradient()
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Parameters in the model's order, in the dtype of the model directory unless the spec asks for another."""
+        """Return parameters in the model's order, in the dtype of the model directory unless the spec overrides it."""
         return self._worker.weight_layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Detached tensors: of one process and an fp32 model its own memory, of several each made when asked for."""
+        """Yield detached tensors: with one process and an fp32 model its own memory; with several, gathered on
+        demand.
+        """
         yield from self._worker.gather_weights()
 
     def save_state(self, path: Path) -> None:
-        """Write a Hugging Face model directory, optimizer and random state below the directory `path`."""
+        """Write a Hugging Face model directory, optimizer and random state into the directory `path`."""
         self._worker.save_state(path)
 
     def close(self) -> None:

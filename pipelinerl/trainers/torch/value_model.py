@@ -1,8 +1,8 @@
-"""`PackedValueModel`: the layers of a causal language model with a scalar in place of its output layer.
+"""`PackedValueModel`, the layers of a causal language model with a scalar head in place of its output layer.
 
-A value-model directory is a Hugging Face model directory with `value_head.safetensors` (`weight` [1, d], `bias` [1],
-fp32) beside it. A directory without is a language model's: the head is then zero, so that every value begins at 0 and
-the first advantages are those of no critic at all, where a random head would be noise to unlearn.
+A value-model directory is a Hugging Face model directory that also contains `value_head.safetensors` (`weight` [1, d],
+`bias` [1], fp32). A directory without this file holds a language model. The head is then zero: every value starts at 0,
+and the first advantages equal those without a critic. A random head would add noise that has to be unlearned.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipelinerl.trainers.torch.packed_model import (
 from trainer_contract.errors import SpecError
 from trainer_contract.types import HeadMeasure
 
-#: Names of the head's parameters begin so.
+#: Prefix of the names of the head's parameters.
 _HEAD: Final = "value_head."
 
 
@@ -50,10 +50,10 @@ class PackedValueModel(nn.Module):
 
     @classmethod
     def load(cls, path: Path, *, gradient_checkpointing: bool) -> tuple[PackedValueModel, WeightReader | None]:
-        """From a value model's directory or a language model's; its layers' parameters as of `load_for_training`.
+        """Load a value model's or a language model's directory; see `load_for_training` for its layers' parameters.
 
         Raises:
-            SpecError: the directory is incomplete, or its head is of another width.
+            SpecError: the directory is incomplete, or its head has another width.
         """
         model, reader = load_for_training(path, gradient_checkpointing=gradient_checkpointing, part="trunk")
         made = cls(model)
@@ -61,7 +61,7 @@ class PackedValueModel(nn.Module):
             try:
                 made.value_head.load_state_dict(load_file(path / VALUE_HEAD_FILE))
             except RuntimeError as error:
-                raise SpecError(f"{path / VALUE_HEAD_FILE} does not fit the model beside it: {error}") from error
+                raise SpecError(f"{path / VALUE_HEAD_FILE} does not fit the model in its directory: {error}") from error
         return made, reader
 
     def forward(
@@ -74,10 +74,11 @@ class PackedValueModel(nn.Module):
         measures: tuple[HeadMeasure, ...] = (),
         routed: Tensor | None = None,
     ) -> Tensor:
-        """Values f32 [1, N] of the states in which the `chosen` tokens came next.
+        """Return values f32 [1, N] of the states in which the `chosen` tokens came next.
 
-        Args as of `PackedModel.forward`; a value knows no temperature, there is no distribution to measure and no
-        routing to replay, which the trainer refuses to be asked for. The head is computed in fp32 always.
+        The arguments are those of `PackedModel.forward`. A value does not depend on the temperature, has no
+        distribution to measure and no routing to replay; the trainer rejects requests for these. The head is always
+        computed in fp32.
         """
         del chosen, temperatures, measures, routed
         hidden = before(hidden_states(self.model, token_ids, segments))
@@ -85,18 +86,20 @@ class PackedValueModel(nn.Module):
             return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)[None].clone()  # as in `PackedModel`
 
     def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
-        """As `PackedModel.probe`. Raises SpecError when the architecture cannot be packed."""
+        """Run the packing probe, see `PackedModel.probe`. Raises SpecError if the architecture does not support
+        packing.
+        """
         with computing_in(products, device):
             probe_packing(self.model, device, products)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of the layers, then those of the head."""
+        """Yield the parameters of the layers, then those of the head."""
         yield from self.model.named_parameters()
         for name, parameter in self.value_head.named_parameters():
             yield f"{_HEAD}{name}", parameter
 
     def save(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write a value model's directory with these values of the parameters."""
+        """Write a value model's directory with these parameter values."""
         head = {name: weights[f"{_HEAD}{name}"] for name, _ in self.value_head.named_parameters()}
         trunk = {name: weight for name, weight in weights.items() if not name.startswith(_HEAD)}
         save_model(self.model, path, {**self._buffers_saved, **trunk})

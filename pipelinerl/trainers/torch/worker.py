@@ -1,4 +1,4 @@
-"""`TorchWorker`: a torch trainer of one process, on accelerate. `TorchTrainer` checks what its verbs are given."""
+"""`TorchWorker`, a single-process torch trainer on accelerate; `TorchTrainer` checks the arguments of its methods."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ log = logging.getLogger("pipelinerl")
 @final
 @dataclass(slots=True)
 class TorchWorker:
-    """`model` is as accelerate prepared it."""
+    """The state of a single-process trainer; `model` is the module that accelerate prepared."""
 
     spec: TrainerSpec
     accelerator: Accelerator
@@ -60,18 +60,18 @@ class TorchWorker:
     optimizer: ParameterOptimizer
     gather_dtype: torch.dtype
     vocab_size: int
-    #: The storage that is trained, which a parameter leaves while other weights are lent to it.
+    #: The trained storage. Parameters use other storage while weights are lent to them.
     own: Mapping[str, Tensor]
-    #: fp32 values on the host of those of `own` that are bf16.
+    #: fp32 values on the host of the tensors in `own` that are bf16.
     masters: Mapping[str, Tensor]
     random: torch_state.RandomState
-    #: What the optimizer holds, by name: all of `own`, or adapters.
+    #: Parameters of the optimizer by name: all of `own`, or adapters.
     trained: Mapping[str, torch.nn.Parameter]
     adapters: Adapters | None = None
     base_digest: str = ""
     model_version: int = 0
     has_gradient: bool = False
-    #: None where weights are sent in fp32, and for adapters, whose merged weights exist only while they are sent.
+    #: None if weights are sent in fp32, and for adapters, whose merged weights exist only while they are sent.
     probe: UpdateProbe | None = None
 
     @classmethod
@@ -118,25 +118,25 @@ class TorchWorker:
 
     @property
     def width(self) -> int:
-        """One after the other."""
+        """Always 1: micro-batches are computed one after the other."""
         return 1
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Of the routers that replay what they are given."""
+        """The shape of routers that can replay given experts, if the model has any."""
         return self.unwrapped.routing
 
     @property
     def unwrapped(self) -> PackedModel | PackedValueModel:
-        """The model without what accelerate put around it."""
+        """The model without accelerate's wrapper."""
         return cast(PackedModel | PackedValueModel, self.accelerator.unwrap_model(self.model))
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Under Hugging Face's names, in the model's order, tied parameters once; adapters are none of them."""
+        """Yield parameters under Hugging Face's names, in the model's order, tied ones once, without adapters."""
         yield from self.unwrapped.named_weights() if self.adapters is None else self.adapters.base.items()
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """`Trainer.forward`."""
+        """See `Trainer.forward`."""
         found = []
         for batch in batches:
             found.append(predicted(self.model, self.setting, batch))
@@ -144,13 +144,13 @@ class TorchWorker:
         return found
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """`forward` through the same modules, whose parameters hold the given weights meanwhile."""
-        off = nullcontext() if self.adapters is None else self.adapters.off()  # what is lent has them in it
+        """Run `forward` through the same modules, whose parameters temporarily hold the given weights."""
+        off = nullcontext() if self.adapters is None else self.adapters.off()  # lent weights include merged adapters
         with off, _lent(self.named_parameters(), weights, dtype=self.gather_dtype):
             return self.forward(batches)
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Evaluate each on the tokens of the loss mask, then accumulate its gradient."""
+        """Evaluate each micro-batch on the tokens of its loss mask and accumulate its gradient."""
         with nullcontext() if self.adapters is None else self.adapters.dropping_out():
             return self._backward(batches, objective)
 
@@ -170,13 +170,13 @@ class TorchWorker:
         return found
 
     def optimizer_step(self, learning_rate: float) -> StepStats:
-        """Clip, apply, clear; refuses a gradient that is not finite."""
+        """Clip, apply and clear the gradient; reject one that is not finite."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         clip = self.spec.optimizer.grad_clip or math.inf
         norm = float(self.accelerator.clip_grad_norm_(parameters, clip)) if parameters else 0.0
         if not math.isfinite(norm):
             self.discard_gradient()
-            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are as before")
+            raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are unchanged")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         before = None if self.probe is None else self.probe.read()
@@ -188,17 +188,17 @@ class TorchWorker:
         return StepStats(self.model_version, norm, learning_rate, seen)
 
     def discard_gradient(self) -> None:
-        """Forget what was accumulated."""
+        """Discard the accumulated gradient."""
         self.optimizer.zero_grad(set_to_none=True)
         self.has_gradient = False
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
-        """Parameters in the model's order."""
+        """Return parameters in the model's order."""
         dtype = str(self.gather_dtype).removeprefix("torch.")
         return tuple(ParameterInfo(name, tuple(own.shape), dtype) for name, own in self.own.items())
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Detached tensors; of an fp32 model that is trained whole the trainer's own memory, not a copy."""
+        """Yield detached tensors; for an fp32 model that is trained whole, the trainer's own memory."""
         for name, own in self.own.items():
             if self.gather_dtype is not own.dtype or self.spec.rounding is Rounding.DITHERED:
                 own = self.masters.get(name, own)
@@ -206,7 +206,7 @@ class TorchWorker:
             yield name, rounded(value, self.gather_dtype, self.spec.rounding, name=name)
 
     def save_state(self, path: Path) -> None:
-        """Write a Hugging Face model directory, optimizer and random state below the directory `path`."""
+        """Write a Hugging Face model directory, optimizer and random state into the directory `path`."""
         names, adapters = {id(parameter): name for name, parameter in self.trained.items()}, self.adapters
         torch_state.save(
             path,
@@ -229,10 +229,10 @@ class TorchWorker:
 
 
 def _accelerator(spec: TrainerSpec) -> Accelerator:
-    # accelerate keeps one state per process, which its trainers share, and refuses a second precision.
+    # accelerate keeps one state per process, which its trainers share, and rejects a second precision.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     precision = "bf16" if spec.precision is Precision.BF16 else "no"
-    uncached = AutocastKwargs(cache_enabled=False)  # as `computing_in`
+    uncached = AutocastKwargs(cache_enabled=False)  # see `computing_in`
     accelerator = Accelerator(cpu=spec.device is Device.CPU, mixed_precision=precision, kwargs_handlers=[uncached])
     if spec.memory_share is not None and accelerator.device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(spec.memory_share)
@@ -243,14 +243,14 @@ def _accelerator(spec: TrainerSpec) -> Accelerator:
 def _lent(
     parameters: Iterable[tuple[str, torch.nn.Parameter]], weights: HostWeights, *, dtype: torch.dtype
 ) -> Iterator[None]:
-    """Give each parameter other values; afterwards, whatever happened, the storage that it held before.
+    """Temporarily give each parameter other values, and always restore its storage.
 
-    Gradients and optimizer state hang on the parameter, not on its storage, and are not seen here. Tied parameters are
-    one parameter, so both ends change.
+    Gradients and optimizer state belong to the parameter, not to its storage, so they are unaffected. Tied parameters
+    are one parameter, so both change.
 
     Args:
         weights: bytes of every parameter, checked against the layout.
-        dtype: theirs.
+        dtype: dtype of `weights`.
     """
     own = {name: (parameter, parameter.data) for name, parameter in parameters}
     try:

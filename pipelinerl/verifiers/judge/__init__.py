@@ -1,1 +1,1 @@
-"""A language model as judge: what it is asked, how its answer is read, and what that may cost."""
+"""A language model as judge: its prompt, the parsing of its reply, and its budget."""

@@ -1,15 +1,14 @@
-"""`Judge`: answers scored by a language model behind OpenAI's chat completions, after a rubric.
+"""`Judge`: scores answers by a language model behind OpenAI's chat completions, according to a rubric.
 
-Promises:
-- what comes from data or from the model that is judged is quoted (`quotation.py`), and a score is read from the reply
-  alone, within its range (`scores.py`);
-- a judge that cannot be reached, refuses, says no score, disagrees with itself more than is allowed or has spent its
-  budget gives a `verifier_error`: such an answer is masked, never scored 0;
-- equal answers to one problem are judged once, those judged of late not again (as many as `remembered`);
-- at most `concurrency` calls are under way; a vote has the server's deadline, which begins when its turn has come.
+- Text from data or from the judged model is quoted (`quotation.py`), and the score is read only from the reply, within
+  its range (`scores.py`).
+- A judge that is unreachable, refuses, gives no score, disagrees with itself beyond the limit or has exhausted its
+  budget gives a `verifier_error`. Such an answer is masked, never scored 0.
+- Equal answers to one problem are judged once, and the latest `remembered` verdicts are cached.
+- At most `concurrency` calls run at once. A vote has the server's deadline, which starts when its turn comes.
 
-The reward is the mean of the votes, moved from the rubric's range to 0…1; correct from `correct_at` on. The verdict's
-parts are `judge`, that mean, and with several votes `agreement`: 1 − (highest − lowest) ÷ range.
+The reward is the mean of the votes, mapped from the rubric's range to 0…1; an answer is correct from `correct_at` on.
+The verdict's parts are `judge` (that mean) and, with several votes, `agreement`: 1 − (highest − lowest) ÷ range.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pipelinerl.verifiers.judge.scores import ScoreFormat, Unreadable
 from pipelinerl.verifiers.judge.spending import Spending, Spent
 from pipelinerl.verifiers.verifier import ROUNDING, Judgement, SampledAnswer, failed, graded, shown
 
-#: Where a server does not say what a call took.
+#: Estimate for servers that do not report token counts.
 _CHARS_OF_A_TOKEN: Final = 3
 
 _SYSTEM: Final = (
@@ -42,54 +41,54 @@ _SYSTEM: Final = (
 
 
 class Reply(Protocol):
-    """What a server answers."""
+    """A server's answer."""
 
     @property
     def text(self) -> str:
-        """What the judge says."""
+        """The judge's text."""
         ...
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens of it, where that is known."""
+        """Number of tokens in the text, if known."""
         ...
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Tokens of what was asked, where that is known."""
+        """Number of tokens in the prompt, if known."""
         ...
 
 
 class JudgeServer(Protocol):
-    """Whoever answers a judge's prompt, with tries of its own and a deadline for all of them."""
+    """Answers a judge's prompt; retries on its own, with one deadline for all attempts."""
 
     async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Reply:
-        """One reply. Raises `PipelineError` when there is none."""
+        """Return one reply. Raises `PipelineError` when there is none."""
         ...
 
     async def close(self) -> None:
-        """End its connections."""
+        """Close its connections."""
         ...
 
 
 class Rubric(Protocol):
-    """A template of what the judge is asked."""
+    """Template of the judge's prompt."""
 
     def render(self, fields: Mapping[str, Any]) -> str:
-        """The text with these fields in their places. Raises `PipelineError` for one that is not there."""
+        """Return the text with the fields filled in. Raises `PipelineError` for a missing field."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeSettings:
-    """How a judge is asked.
+    """Settings of a judge.
 
     Attributes:
-        votes: replies for each answer, each sampled with a seed of its own.
-        least_agreement: with less, from 0 to 1, the votes say nothing.
-        correct_at: a reward, from 0 to 1, that counts as correct.
-        most_chars: of each quoted text.
-        remembered: verdicts that are kept.
+        votes: replies for each answer, each sampled with its own seed.
+        least_agreement: agreement, from 0 to 1, below which the votes are discarded.
+        correct_at: reward, from 0 to 1, from which an answer counts as correct.
+        most_chars: limit on each quoted text.
+        remembered: number of cached verdicts.
     """
 
     rubric: Rubric
@@ -111,7 +110,10 @@ class _Vote(NamedTuple):
 
 @final
 class Judge:
-    """A `GroupVerifier` that asks a model. `open_server` is called at the first answer, in the loop that judges."""
+    """A `GroupVerifier` that asks a model.
+
+    It calls `open_server` at the first answer, in the event loop that judges.
+    """
 
     def __init__(
         self, settings: JudgeSettings, *, open_server: Callable[[], Awaitable[JudgeServer]], spending: Spending
@@ -125,13 +127,13 @@ class Judge:
         self._remembered: OrderedDict[bytes, Verdict] = OrderedDict()
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge each of the texts once, beside one another."""
+        """Judge each distinct text once, concurrently."""
         texts = list(dict.fromkeys(answer.text for answer in answers))
         judged = dict(zip(texts, await asyncio.gather(*(self._judged(problem, text) for text in texts)), strict=True))
         return [judged[answer.text] for answer in answers]
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait([self._opening])
@@ -160,7 +162,7 @@ class Judge:
         return Judgement(verdict, time.monotonic() - began)
 
     async def _vote(self, messages: tuple[Message, ...], seed: int) -> _Vote | str:
-        """A vote, or why there is none."""
+        """Return a vote, or the reason why there is none."""
         settings = self._settings
         sampling = Sampling(num_samples=1, temperature=settings.temperature, max_tokens=settings.max_tokens)
         async with self._turns:
@@ -174,13 +176,13 @@ class Judge:
                 return str(error)
 
     async def _opened(self) -> JudgeServer:
-        """The server; votes that wait for one opening share its failure, and the next vote tries again."""
+        """Return the server. Votes that wait for one opening share its failure; the next vote tries again."""
         if self._server is not None:
             return self._server
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._open())
             self._opening.add_done_callback(_look_at)
-        return await asyncio.shield(self._opening)  # who is cancelled leaves it to the others
+        return await asyncio.shield(self._opening)  # a cancelled vote must not cancel it for the others
 
     async def _open(self) -> JudgeServer:
         try:
@@ -215,13 +217,13 @@ class Judge:
 
 
 def _look_at(opening: asyncio.Task[JudgeServer]) -> None:
-    """A failure that nobody waited for any more is nobody's surprise."""
+    """Retrieve the exception, so that asyncio does not warn about an unobserved failure."""
     if not opening.cancelled():
         opening.exception()
 
 
 def prompt_of(settings: JudgeSettings, problem: Problem, text: str) -> tuple[Message, ...]:
-    """What the judge is asked of this answer; every text of others is quoted.
+    """Return the judge's prompt for this answer; all text from others is quoted.
 
     The rubric's fields are `question` (the whole conversation, if it is one), `answer`, `reference` (the ground truth)
     and those of the problem's metadata.
@@ -246,7 +248,7 @@ def prompt_of(settings: JudgeSettings, problem: Problem, text: str) -> tuple[Mes
 
 
 def _tokens_of(messages: tuple[Message, ...], reply: Reply) -> int:
-    """What a call took, as the server says or else as its characters let one guess."""
+    """Return the number of tokens of a call, as reported by the server or estimated from characters."""
     asked = sum(len(message.content) for message in messages)
     prompt = asked // _CHARS_OF_A_TOKEN if reply.prompt_tokens is None else reply.prompt_tokens
     return prompt + (len(reply.text) // _CHARS_OF_A_TOKEN if reply.num_tokens is None else reply.num_tokens)

@@ -1,15 +1,15 @@
-"""`Quotation`: text of others within a prompt, such that it cannot end its own quotation.
+"""`Quotation`: quotes untrusted text within a prompt, so that the text cannot end its own quotation.
 
     === answer 5f0c9b3e7a41d2c8 begins ===
     the text, as it is
     === answer 5f0c9b3e7a41d2c8 ends ===
 
-The mark in the fences is a hash of all that is quoted. So it needs no randomness, equal prompts are equal, and nobody
-can write a text that holds its own mark: to find one is to find a fixed point of BLAKE2b, one try in 2^64. What servers
-may take for control tokens of a chat template (`<|im_end|>`, `</s>`, `[INST]`, `<start_of_turn>`) gets a backslash, so
-that no text ends its message; a cut is told outside the text.
+The mark in the fences is a hash of all quoted text. It needs no randomness, and equal prompts stay equal. A text that
+contains its own mark would be a fixed point of BLAKE2b, one try in 2^64. Strings that servers may take for control
+tokens of a chat template (`<|im_end|>`, `</s>`, `[INST]`, `<start_of_turn>`) get a backslash, so that no text ends its
+message. A cut is noted outside the text.
 
-Promises nothing of what a judge makes of the text that it reads within: a model that obeys a quotation is moved by it.
+Quoting does not make the judge ignore the text: a model that obeys instructions in a quotation is still influenced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Final, final
 
 _MARK_BYTES: Final = 8
-#: Brackets that begin a control token in one chat template or another, of usual or full width.
+#: Brackets that begin a control token in some chat template, of usual or full width.
 _CONTROL: Final = re.compile(
     r"(?<=[<＜])(?=[|｜])|(?<=<)(?=/?(?:s|bos|eos|pad|unk|system|user|assistant|start_of_turn|end_of_turn|think|SYS)>)"
     r"|(?<=<<)(?=/?SYS)|(?<=\[)(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS)\])",
@@ -34,7 +34,7 @@ class Quotation:
 
     Args:
         texts: by the label that their fences carry.
-        most_chars: of each, so many are quoted.
+        most_chars: number of characters quoted of each text.
     """
 
     def __init__(self, texts: Mapping[str, str], *, most_chars: int) -> None:
@@ -50,7 +50,7 @@ class Quotation:
 
 
 def _mark_of(texts: Mapping[str, str]) -> str:
-    """Sixteen hexadecimal digits that stand in none of the texts."""
+    """Return sixteen hexadecimal digits that occur in none of the texts."""
     tries = 0
     while True:
         joined = "\x1e".join([str(tries), *(f"{label}\x1f{text}" for label, text in texts.items())])

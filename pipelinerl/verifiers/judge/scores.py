@@ -1,7 +1,7 @@
-"""`ScoreFormat`: how a judge is to say its score, and how that is read from its reply.
+"""`ScoreFormat`: the form in which a judge is to give its score, and the parsing of the score from its reply.
 
-A reply counts only if exactly one score is in it, a finite number within the range. One that repeats the answer it
-judges, or says two scores, is no vote: an answer that holds a score cannot have it counted.
+A reply counts only if it contains exactly one score, a finite number within the range. A reply that repeats the judged
+answer, or gives two scores, is discarded, so a score inside an answer cannot be counted.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-#: Of a reply, so much is read: a judge that does not stop is not worth more.
+#: Number of characters of a reply that are parsed; a judge that does not stop is cut off.
 _MOST_READ: Final = 50_000
 _MOST_OBJECTS: Final = 200
 
 
 class Unreadable(Exception):
-    """A reply holds no score, or more than one; the message says what it holds instead."""
+    """A reply holds no score, or several; the message shows its content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class ScoreFormat:
 
     @property
     def request(self) -> str:
-        """What the judge is told of the form of its reply."""
+        """Instruction to the judge about the form of its reply."""
         if self.pattern is not None:
             return f"Say the score, a number from {self.low:g} to {self.high:g}, once, in the form asked for."
         return (
@@ -40,7 +40,7 @@ class ScoreFormat:
         )
 
     def read(self, reply: str) -> tuple[float, str]:
-        """The score, and the reason beside it if there is one.
+        """Return the score, and the reason if there is one.
 
         Raises:
             Unreadable: there is not exactly one score within the range.
@@ -57,7 +57,7 @@ class ScoreFormat:
         return score, reason
 
     def share(self, score: float) -> float:
-        """The score moved to 0…1."""
+        """Return the score mapped to 0…1."""
         return (score - self.low) / (self.high - self.low)
 
     def _by_pattern(self, reply: str) -> list[tuple[float, str]]:
@@ -72,7 +72,7 @@ class ScoreFormat:
 
 
 def _in_json(reply: str) -> list[tuple[float, str]]:
-    """The score and the reason of each object in the reply that has a score, wherever it stands in it."""
+    """Return score and reason of every JSON object with a score, anywhere in the reply."""
     decoder, place = json.JSONDecoder(), 0
     found: list[tuple[float, str]] = []
     for _ in range(_MOST_OBJECTS):

@@ -1,8 +1,8 @@
-"""`Spending`: the calls and tokens that judging has taken, bounded for a whole run.
+"""`Spending`: counts the calls and tokens of judging, and limits them for a whole run.
 
-Promises that no call is made beyond the budget, however many are under way: a call is counted before it is made, and
-the count is written down first, so that a process that is killed and comes back goes on counting where it was. Tokens
-are known only afterwards: those of calls under way may go beyond.
+No call exceeds the budget, even with concurrent calls: each call is counted before it is made. The count is saved
+first, so a killed and restarted process continues from it. Tokens are known only afterwards, so calls in flight may
+exceed their limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger("pipelinerl")
 
 
 class Spent(Exception):
-    """The budget is spent, or cannot be kept account of; the message says how to go on."""
+    """The budget is exhausted, or cannot be tracked; the message gives a remedy."""
 
 
 @final
@@ -27,8 +27,8 @@ class Spending:
 
     Args:
         where: the domain's path in the recipe, for messages.
-        most_calls, most_tokens: what may be spent; None is without a bound.
-        file: where the counts outlive the process; without one they begin at 0.
+        most_calls, most_tokens: the limits; None for no limit.
+        file: where the counts survive the process; without a file they begin at 0.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Spending:
         """Count a call that is about to be made.
 
         Raises:
-            Spent: it would be beyond the budget; said in the log the first time.
+            Spent: the call would exceed the budget; logged the first time.
         """
         for name, spent, most in (("calls", self.calls, self._most_calls), ("tokens", self.tokens, self._most_tokens)):
             if most is not None and spent >= most:
@@ -61,7 +61,7 @@ class Spending:
         self._write()
 
     def note_tokens(self, tokens: int) -> None:
-        """Count what a call took, prompt and reply."""
+        """Count the tokens of a call, prompt and reply."""
         self.tokens += tokens
         self._write()
 

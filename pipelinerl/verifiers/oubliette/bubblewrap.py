@@ -1,11 +1,12 @@
-"""The default tier's outer wall: the command line by which bubblewrap starts a slot's box around `box/server.py`.
+"""Outer isolation of the default tier: the bubblewrap command that starts a slot's guest around `box/server.py`.
 
-The box shows the host's programs and libraries, read-only, and nothing else of it: no home, no /etc but what linking
-and toolchains need, no devices but null, random and urandom (zero, mapped, would be memory that nobody counts), a /proc
-and a network of its own. Its own root cannot be written, so that nothing passes from one run to the next.
+The guest sees the host's programs and libraries, read-only, and nothing else: no home, and of /etc only what linking
+and toolchains need. Its only devices are null, random and urandom; mapping zero would be uncounted memory. It has its
+own /proc and network. Its root is not writable, so nothing passes from one run to the next.
 
-As root, bubblewrap makes the box without a user namespace and the server keeps the three rights by which each run gets
-a user id of its own; as anybody else it makes one, and runs are that user's, in a user namespace below.
+As root, bubblewrap creates the guest without a user namespace, and the server keeps the three capabilities by which
+each run gets its own user id. As any other user, it creates a user namespace, and runs belong to that user, in a nested
+user namespace.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Final
 
 SERVER: Final = Path(__file__).with_name("box") / "server.py"
 _FOLDER_INSIDE: Final = "/run/box"
-#: The interpreter's libraries are linked before the first run, and not by each run anew.
+#: Links the interpreter's libraries before the first run, instead of in each run.
 _LINKED_AT_ONCE: Final = ("LD_BIND_NOW", "1")
-#: Of the host's root: where programs and libraries are, links among them as they are.
+#: Folders in the host's root with programs and libraries; symbolic links among them are kept.
 _PROGRAMS: Final = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-#: Of /etc: how the linker finds libraries, which of several programs is meant, and what Java reads.
+#: Files in /etc: library lookup of the linker, alternatives of programs, and what Java reads.
 _OF_ETC: Final = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
 #: Settings without which Java does not start.
 _JAVA: Final = "java-*-openjdk"
@@ -31,18 +32,21 @@ _RIGHTS: Final = ("CAP_SETUID", "CAP_SETGID", "CAP_SYS_ADMIN")
 
 
 def found() -> str | None:
-    """Where bubblewrap is."""
+    """Return the path of bubblewrap, if it is installed."""
     return shutil.which("bwrap")
 
 
 def interpreter() -> Path:
-    """The Python that runs are run by: this one's own, below its environment, where it can be shown to runs."""
+    """Return the Python for runs.
+
+    It is this process's own base interpreter, or the system's if that one cannot be shared with runs.
+    """
     own = Path(os.path.realpath(sys.executable))
     return own if os.access(own, os.X_OK) else Path("/usr/bin/python3")
 
 
 def shown(python: Path, toolchains: tuple[Path, ...]) -> list[Path]:
-    """Whatever of the host's files a box shows: folders, files, and links of the root."""
+    """Return all host files that a guest sees: folders, files, and links of the root."""
     programs = [Path("/", name) for name in _PROGRAMS]
     own = [path for path in (python.parent.parent, *toolchains) if not path.is_relative_to("/usr")]
     of_etc = [*(Path("/etc", name) for name in _OF_ETC), *sorted(Path("/etc").glob(_JAVA))]
@@ -50,13 +54,13 @@ def shown(python: Path, toolchains: tuple[Path, ...]) -> list[Path]:
 
 
 def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str, ...] = ()) -> list[str]:
-    """The whole command; the server's socket is its standard input."""
+    """Return the whole command; the server's socket is its standard input."""
     program = found()
     assert program is not None, "asked for where bubblewrap has been found"
     shown = ["--dir", "/etc", *(item for name in _PROGRAMS for item in _shown(Path("/", name)))]
     for path in (python.parent.parent, *toolchains):
         if not path.is_relative_to("/usr"):
-            for above in reversed(path.parents[:-1]):  # bubblewrap would make them for root alone
+            for above in reversed(path.parents[:-1]):  # bubblewrap would make them for root only
                 shown += ["--dir", str(above)]
             shown += ["--ro-bind", str(path), str(path)]
     for path in (*(Path("/etc", name) for name in _OF_ETC), *sorted(Path("/etc").glob(_JAVA))):
@@ -79,7 +83,7 @@ def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str
 
 
 def _shown(path: Path) -> list[str]:
-    """Read-only; where the host has a link, a link."""
+    """Bind a path read-only, or recreate it if it is a symbolic link."""
     if path.is_symlink():
         return ["--symlink", os.readlink(path), str(path)]
     return ["--ro-bind", str(path), str(path)] if path.is_dir() else []

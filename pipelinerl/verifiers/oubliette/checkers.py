@@ -1,13 +1,14 @@
-"""Is what a program wrote the answer? By its lines, its tokens, its numbers; or by what a problem's own checker says.
+"""Comparison of a program's output with the answer: by lines, tokens or numbers, or by a problem's own checker.
 
     exact    the same lines, but for spaces at their ends and empty lines at the end
     tokens   the same words, however they are spaced
     float    the same words, where numbers may differ by `tolerance`, absolute or relative
-    custom   a program of the problem's, in a box of its own, which alone sees input, output and answer
+    custom   a program of the problem's, in its own guest; only it sees input, output and answer
 
-Pure and linear in what is compared. A custom checker speaks one of two ways. `testlib`: it is called with the files of
-input, output and answer, and exits 0 for right, 1, 2, 4 or 8 for wrong, 7 for a part of the points; anything else is a
-failure of its own. `printed`: it is called with input, answer and output, and prints a share from 0 to 1.
+The built-in comparisons are pure and take linear time. A custom checker uses one of two protocols. `testlib`: it is
+called with the files of input, output and answer; it exits 0 for right, 1, 2, 4 or 8 for wrong, and 7 for partial
+points. Any other exit is a failure of the checker. `printed`: it is called with input, answer and output, and prints a
+share from 0 to 1.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 
 
 class Checker(StrEnum):
-    """How outputs are compared with answers."""
+    """Method of comparing outputs with answers."""
 
     EXACT = "exact"
     TOKENS = "tokens"
@@ -34,21 +35,21 @@ class Checker(StrEnum):
 
 
 class Protocol(StrEnum):
-    """How a custom checker is called, and how it answers."""
+    """Calling convention of a custom checker."""
 
     TESTLIB = "testlib"
     PRINTED = "printed"
 
 
 class CheckerFailed(Exception):
-    """A custom checker failed: says nothing of the answer."""
+    """A custom checker failed; this says nothing about the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomChecker:
-    """A problem's own checker; `files` lie beside its source when it is compiled, such as testlib.h.
+    """A problem's own checker; `files`, such as testlib.h, are placed next to its source for compiling.
 
-    One that was uploaded has no source here: `program` is what was compiled of it.
+    A checker that was uploaded has no source here: `program` is its compiled form.
     """
 
     language: str
@@ -59,19 +60,19 @@ class CustomChecker:
 
     @property
     def key(self) -> str:
-        """A digest of what its program is compiled of, and how. Raises `ToolchainMissing`."""
+        """Digest of everything that its compilation depends on. Raises `ToolchainMissing`."""
         parts = (toolchains.find(self.language), self.source, self.files)
         return hashlib.blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
 
     def compiling(self) -> Run | None:
-        """The run that compiles it, if any."""
+        """Return the run that compiles it, or None if it needs no compiling."""
         run = toolchains.find(self.language).compiling(self.source, COMPILING)
         if run is None:
             return None
         return replace(run, files=(*run.files, *((name, text.encode()) for name, text in self.files)))
 
     def checking(self, program: bytes, stdin: bytes, stdout: bytes, answer: bytes) -> Run:
-        """The run that judges one output."""
+        """Return the run that judges one output."""
         run = toolchains.find(self.language).running(program, b"", _LIMITS)
         given = ("input.txt", "output.txt", "answer.txt")
         if self.protocol is Protocol.PRINTED:
@@ -80,10 +81,10 @@ class CustomChecker:
         return replace(run, files=(*run.files, *files), arguments=given)
 
     def share(self, result: ProgramResult) -> float:
-        """What it found, from 0 to 1.
+        """Return its judgement, from 0 to 1.
 
         Raises:
-            CheckerFailed: it found nothing.
+            CheckerFailed: it made no judgement.
         """
         if result.ending is not Ending.EXITED:
             raise CheckerFailed(f"the problem's checker {result.describe()}")
@@ -101,7 +102,7 @@ class CustomChecker:
 _LIMITS: Final = Limits(cpu_s=10.0, wall_s=30.0, output_bytes=64 << 10, disk_bytes=256 << 20)
 _NUMBER: Final = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,17})?")
 _POINTS: Final = re.compile(rb"(?:partially correct|points)\D{0,20}([0-9]{1,9}(?:\.[0-9]{1,17})?)")
-#: A checker in Python that raised ends with 1, too, and has judged nothing.
+#: A Python checker that raised an exception also exits with 1, but made no judgement.
 _RAISED: Final = b"Traceback (most recent call last):"
 _WRONG_BY_TESTLIB: Final = (1, 2, 4, 8)
 _POINTS_BY_TESTLIB: Final = 7
@@ -121,7 +122,7 @@ def _of_testlib(result: ProgramResult, *, in_python: bool) -> float:
 
 
 def same(output: bytes, answer: bytes, checker: Checker, tolerance: float) -> bool:
-    """Is the output the answer?"""
+    """Return whether the output matches the answer."""
     if checker is Checker.EXACT:
         return _lines(output) == _lines(answer)
     ours, theirs = output.split(), answer.split()
@@ -138,7 +139,7 @@ def _lines(text: bytes) -> list[bytes]:
 
 
 def _close(output: bytes, answer: bytes, tolerance: float) -> bool:
-    """Two numbers that differ by no more than `tolerance`, or by this share of the answer. NaN is no number."""
+    """Return whether two numbers differ by at most `tolerance`, absolute or relative; never for NaN."""
     if len(output) > _LONGEST_NUMBER or b"_" in output + answer:
         return False
     try:
@@ -146,7 +147,7 @@ def _close(output: bytes, answer: bytes, tolerance: float) -> bool:
     except ValueError:
         return False
     if not (math.isfinite(ours) and math.isfinite(theirs)):
-        # 1e400 is infinite as a float, and as a number it is not: it equals what is spelt alike, which was compared.
+        # 1e400 overflows to infinity as a float but is finite as a number; equal spellings were already accepted.
         return ours == theirs and not _DIGIT.search(output + answer)
     return abs(ours - theirs) <= tolerance * max(1.0, abs(theirs))
 

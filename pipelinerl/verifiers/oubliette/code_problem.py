@@ -1,15 +1,18 @@
-"""`CodeProblem`: what a problem's metadata says of its tests, in the layouts of public sets; and the code in an answer.
+"""`CodeProblem`: tests from a problem's metadata; and extraction of code from answers.
+
+The metadata may have the layout of one of these public data sets:
 
     {"tests": [{"input", "output"}, …]}                                    ours; `official_tests` of open-r1/codeforces
     {"public_tests": {"input": […], "output": […]}, "private_tests": …}    deepmind/code_contests, `generated_tests` too
     {"input_output": {"inputs": […], "outputs": […]}}                      APPS and TACO, also as JSON in a text
     {"public_test_cases": [{"input", "output", "testtype": "stdin"}]}      LiveCodeBench, also as JSON in a text
 
-Where the metadata has none of them, the ground truth may be the first. An input or an output may be a link into a
-repository: {"link": "oub:…"}. `time_limit` is seconds (or code_contests' own
-{"seconds", "nanos"}), `memory_limit` MB (`memory_limit_bytes` bytes), `checker` a name or a program of the problem's
+If the metadata has none of them, the ground truth may hold tests in the first layout. An input or output may be a link
+into a repository: {"link": "oub:…"}. `time_limit` is in seconds (or code_contests' {"seconds", "nanos"}),
+`memory_limit` in MB (`memory_limit_bytes` in bytes). `checker` is a name or a program of the problem's
 (`generated_checker`, a program in Python, of open-r1/codeforces).
-Tests that call a function are refused by name: what is run reads standard input and writes standard output.
+
+Tests that call a function are rejected by name: programs read standard input and write standard output.
 """
 
 from __future__ import annotations
@@ -25,19 +28,19 @@ from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.checkers import Checker, CustomChecker, Protocol
 from pipelinerl.verifiers.oubliette.repository import LINK, Content, Link
 
-#: Of a checker that was uploaded: the link to what was compiled of it.
+#: Field of an uploaded checker that links to its compiled program.
 PROGRAM: Final = "program"
 
 
 class TestsMalformed(Exception):
-    """A problem's tests, or what else its metadata says, cannot be understood; the message names the field."""
+    """A problem's tests or other metadata are invalid; the message names the field."""
 
-    __test__ = False  # no class of tests, whatever pytest thinks
+    __test__ = False  # keeps pytest from collecting it as a test class
 
 
 @dataclass(frozen=True, slots=True)
 class CodeTest:
-    """What a program reads, and what it has to write: the bytes, or where they lie."""
+    """A program's input and expected output: the bytes, or links to them."""
 
     input: Content
     answer: Content
@@ -45,7 +48,7 @@ class CodeTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeProblem:
-    """What a program is judged by. None: as the recipe says."""
+    """Tests and limits by which a program is judged; None means that the recipe decides."""
 
     tests: tuple[CodeTest, ...]
     time_limit_s: float | None = None
@@ -54,10 +57,10 @@ class CodeProblem:
 
     @classmethod
     def of(cls, problem: Problem) -> CodeProblem:
-        """Read a problem's metadata.
+        """Parse a problem's metadata.
 
         Raises:
-            TestsMalformed: there are no tests, or a field is not what it must be.
+            TestsMalformed: there are no tests, or a field is invalid.
         """
         metadata = problem.metadata
         _refuse_other_ways(metadata)
@@ -80,7 +83,7 @@ _LONGEST_CODE: Final = 1 << 20
 
 
 def last_block(text: str) -> tuple[str, str] | None:
-    """(language's name or "", code) of the last fenced block that is closed, in one pass; None where there is none."""
+    """Return (language or "", code) of the last closed fenced block, in one pass; None if there is none."""
     found: tuple[str, str] | None = None
     fence, name, lines = "", "", list[str]()
     for line in text.splitlines(keepends=True):
@@ -101,7 +104,7 @@ def last_block(text: str) -> tuple[str, str] | None:
 def _tests(metadata: Mapping[str, Any]) -> Iterator[CodeTest]:
     for field, reader in _READERS.items():
         if field == "generated_tests" and isinstance(metadata.get(field), int):
-            continue  # of open-r1/codeforces: how many there are elsewhere
+            continue  # open-r1/codeforces: the number of tests stored elsewhere
         if metadata.get(field):
             yield from reader(field, _parsed(field, metadata[field]))
 
@@ -158,12 +161,12 @@ _READERS: Final = {
     "public_test_cases": _pairs,
 }
 
-#: Fields of metadata in which tests are looked for.
+#: Metadata fields that may hold tests.
 TEST_FIELDS: Final = tuple(_READERS)
 
 
 def _content(where: str, value: Any) -> Content:
-    """A text; of a list, which APPS has at places, its lines; of an object, the link that it holds."""
+    """Parse a text; a list of lines, as APPS has in places; or an object that holds a link."""
     if isinstance(value, Mapping) and value.keys() == {LINK}:
         return _link(where, value[LINK])
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
@@ -205,7 +208,7 @@ def _memory(metadata: Mapping[str, Any]) -> int | None:
 
 def _checker(metadata: Mapping[str, Any]) -> Checker | CustomChecker | None:
     value = metadata.get("checker")
-    if value is None and isinstance(generated := metadata.get("generated_checker"), str):  # of open-r1/codeforces
+    if value is None and isinstance(generated := metadata.get("generated_checker"), str):  # open-r1/codeforces
         return CustomChecker(language="python", source=generated, protocol=Protocol.PRINTED)
     if value is None:
         return None
@@ -235,7 +238,7 @@ def _checker(metadata: Mapping[str, Any]) -> Checker | CustomChecker | None:
 
 
 def _refuse_other_ways(metadata: Mapping[str, Any]) -> None:
-    """What open-r1/codeforces says of problems that are not judged by one reading and one writing."""
+    """Reject problems of open-r1/codeforces that are interactive or do not use standard input."""
     if metadata.get("interaction_format"):
         raise TestsMalformed("the problem is interactive; only standard input and output can be tested")
     if metadata.get("input_mode", "stdio") not in (None, "stdio"):

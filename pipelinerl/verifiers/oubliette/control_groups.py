@@ -1,12 +1,11 @@
-"""`ControlGroup`: one for each slot, where this process may make them; the kernel adds up what all in a box take.
+"""`ControlGroup`: one per slot, where this process may create them; the kernel then accounts for everything in a guest.
 
-Version 1: a group below this process' own in the hierarchies `memory`, `cpuacct` and, where there is one, `cpu`.
-Version 2: a group beside its own, since one that has processes cannot hand on `memory`; the group above must. Where
-there is neither, or it may not be written to, there is none, and what the box's server adds up every 20 ms is all that
-there is.
+Version 1: a group below this process's own in the hierarchies `memory`, `cpuacct` and, if present, `cpu`. Version 2: a
+sibling of its own group, since a group with processes cannot delegate `memory`; the parent must. Without either, or
+without write access, there is no group, and only the server's own sum every 20 ms remains.
 
-Promises: a box is in its group from its first instruction on, and its group is removed when its slot is closed. Where a
-process is killed that has made groups, a process of its own, which waits for that, removes them.
+A guest is in its group from its first instruction, and its group is removed when its slot is closed. If the process
+that made groups is killed, a janitor process, which waits for that, removes them.
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ _NAME: Final = "oubliette"
 _NUMBERS: Final = itertools.count()
 _REMOVED_WITHIN_S: Final = 10.0
 _END_S: Final = 5.0
-#: Enters each of the first $1 groups, and becomes the rest.
+#: Shell script that enters each of the first $1 groups, then executes the rest.
 _ENTER: Final = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo 0 > "$1" || exit 1; shift; n=$((n-1)); done; exec "$@"'
-#: Waits for its input's end, and removes this process' groups below the places that it is given, for a minute.
+#: Shell script that waits for the end of its input, then removes this process's groups below the given paths, retrying
+#: for a minute.
 _JANITOR: Final = (
     'name=$1; shift; cat > /dev/null; n=0; while [ "$n" -lt 600 ]; do left=; '
     'for place in "$@"; do for group in "$place/$name"-*; do [ -d "$group" ] || continue; '
@@ -40,7 +40,7 @@ _JANITOR: Final = (
 
 
 class Weight(Enum):
-    """What a box gets of a processor that others want, too: as `cpu.shares` of version 1 has it."""
+    """Share of the processors under contention, in units of `cpu.shares` of version 1."""
 
     FULL = 1024
     BEHIND_OTHERS = 256
@@ -48,7 +48,7 @@ class Weight(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hierarchies:
-    """Where groups can be made: the folder above them in each, by version; `shares` where processors are shared out."""
+    """Parent folders for groups in each hierarchy, by version; `shares` where processor shares can be set."""
 
     version: int
     memory: Path
@@ -57,12 +57,12 @@ class Hierarchies:
 
     @property
     def places(self) -> tuple[Path, ...]:
-        """Each once."""
+        """The distinct folders."""
         return tuple(dict.fromkeys(each for each in (self.memory, self.cpu, self.shares) if each is not None))
 
 
 def find(mounts: str, own: str) -> Hierarchies | None:
-    """Where groups might be made, from the texts of /proc/self/mountinfo and /proc/self/cgroup."""
+    """Return where groups might be created, from the texts of /proc/self/mountinfo and /proc/self/cgroup."""
     mounted: dict[str, tuple[str, Path]] = {}
     for line in mounts.splitlines():
         fields, _, rest = line.partition(" - ")
@@ -95,7 +95,7 @@ def find(mounts: str, own: str) -> Hierarchies | None:
 
 @cache
 def available() -> Hierarchies | str:
-    """Where groups can be made, tried once; else why not."""
+    """Return where groups can be created, tried once; or the reason why not."""
     try:
         found = find(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     except OSError as error:
@@ -104,7 +104,7 @@ def available() -> Hierarchies | str:
         return "no hierarchy with memory and cpuacct, nor a unified one, is mounted"
     if found.version == 2:
         for name in ("memory", "cpu"):
-            with contextlib.suppress(OSError):  # whoever may not hand them on may find that done
+            with contextlib.suppress(OSError):  # without permission to delegate, it may be done already
                 (found.memory / "cgroup.subtree_control").write_text(f"+{name}")
     try:
         with contextlib.closing(ControlGroup(found)) as group:
@@ -118,10 +118,10 @@ def available() -> Hierarchies | str:
 
 @final
 class ControlGroup:
-    """A slot's group. To be closed once its box is."""
+    """A slot's group. Close it after the guest has ended."""
 
     def __init__(self, where: Hierarchies) -> None:
-        """Raises OSError where it cannot be made."""
+        """Raises OSError if the group cannot be created."""
         name = f"{_NAME}-{os.getpid()}-{next(_NUMBERS)}"
         self._version = where.version
         self._memory, self._cpu = where.memory / name, where.cpu / name
@@ -141,12 +141,12 @@ class ControlGroup:
             raise
 
     def entering(self, command: Sequence[str]) -> tuple[str, ...]:
-        """A command that is in the group before it is `command`."""
+        """Return a command that enters the group before it executes `command`."""
         files = [str(group / "cgroup.procs") for group in self._groups]
         return ("/bin/sh", "-c", _ENTER, "sh", str(len(files)), *files, *command)
 
     def limit(self, memory_bytes: int) -> None:
-        """No more memory than this for all together, files in memory and the kernel's tables included."""
+        """Limit the memory of all processes together, including files in memory and kernel tables."""
         if memory_bytes == self._limit:
             return
         name = "memory.limit_in_bytes" if self._version == 1 else "memory.max"
@@ -154,49 +154,49 @@ class ControlGroup:
         self._limit = memory_bytes
 
     def weigh(self, weight: Weight) -> None:
-        """Give all together so much of the processors, where that can be said."""
+        """Set the group's share of the processors, if the hierarchy supports it."""
         if self._shares is None or weight is self._weight:
             return
         name, value = ("cpu.shares", weight.value) if self._version == 1 else ("cpu.weight", weight.value * 100 // 1024)
-        with contextlib.suppress(OSError):  # where processors are not handed on
+        with contextlib.suppress(OSError):  # processors may not be delegated
             (self._shares / name).write_text(str(value))
         self._weight = weight
 
     def oom_kills(self) -> int:
-        """How many processes the kernel has killed here for want of memory."""
-        if self._kills is None:  # it is asked twice for each run
+        """Return the number of processes that the kernel has killed in the group for lack of memory."""
+        if self._kills is None:  # read twice per run, so the file stays open
             name = "memory.oom_control" if self._version == 1 else "memory.events"
             self._kills = os.open(self._memory / name, os.O_RDONLY | os.O_CLOEXEC)
         _, _, count = os.pread(self._kills, 4096, 0).partition(b"oom_kill ")
         return int(count.split()[0]) if count else 0
 
     def cpu_s(self) -> float:
-        """Processor seconds that all have taken so far."""
+        """Return the processor seconds that all processes have used so far."""
         if self._usage is None:
             self._usage = self.open_cpu()
         text = os.pread(self._usage, 256, 0)
         return int(text) / 1e9 if self._version == 1 else int(text.split()[1]) / 1e6
 
     def open_cpu(self) -> int:
-        """The file that says how much processor time all have taken: nanoseconds, or `usage_usec` and microseconds."""
+        """Open the file with the processor time used by all: nanoseconds, or `usage_usec` with microseconds."""
         name = "cpuacct.usage" if self._version == 1 else "cpu.stat"
         return os.open(self._cpu / name, os.O_RDONLY | os.O_CLOEXEC)
 
     def processes(self) -> list[int]:
-        """Those that are in it now."""
+        """Return the processes that are in the group now."""
         with contextlib.suppress(OSError):
             return [int(pid) for pid in (self._cpu / "cgroup.procs").read_text().split()]
         return []
 
     def kill_all(self) -> None:
-        """End what is in the group, and wait until nothing is."""
+        """Kill everything in the group, and wait until it is empty."""
         until = time.monotonic() + _REMOVED_WITHIN_S
         while self.processes() and time.monotonic() < until:
             _kill(self._cpu)
             time.sleep(0.002)
 
     def close(self) -> None:
-        """End what is in the group, if anything is, and remove it."""
+        """Kill everything in the group and remove it."""
         for file in (self._kills, self._usage):
             if file is not None:
                 os.close(file)
@@ -209,7 +209,7 @@ class ControlGroup:
                     group.rmdir()
                 except OSError:
                     if time.monotonic() > until:
-                        break  # the janitor goes on trying
+                        break  # the janitor keeps trying
                     time.sleep(0.005)
 
 
@@ -224,7 +224,7 @@ def _kill(group: Path) -> None:
 
 
 def _sweep(places: Sequence[Path]) -> None:
-    """Remove what processes have left whose janitors were killed, too."""
+    """Remove groups left behind by processes whose janitors were also killed."""
     for place in places:
         for group in place.glob(f"{_NAME}-*-*"):
             if not Path("/proc", group.name.split("-")[1]).exists():
@@ -238,7 +238,7 @@ _janitors: dict[int, subprocess.Popen[bytes]] = {}
 
 
 def _start_janitor(places: Sequence[Path]) -> None:
-    """One for each process that makes groups; it is told of nothing but this process' end."""
+    """Start one janitor per process that creates groups; the only signal to it is this process's end."""
     pid = os.getpid()
     if pid in _janitors:
         return

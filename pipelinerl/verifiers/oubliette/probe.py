@@ -1,7 +1,7 @@
-"""Tries a sandbox before it is trusted: `opened` with some attacks each time, `attacked` with any of the table.
+"""Tests of a sandbox before it is trusted: `opened` runs some attacks each time, `attacked` any of the table.
 
-An attack has been held off if it never got what it wanted and either says so or ended as it must. What could not be
-tried is told as such, and never as held.
+An attack is held if it never succeeded and either printed `held` or ended as expected. An attack that could not be
+tried is reported as left out, and never as held.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from pipelinerl.verifiers.oubliette.slot import Isolation
 
 ATTACKS: Final = (*processes.ATTACKS, *memory.ATTACKS, *files.ATTACKS, *kernel.ATTACKS)
 
-#: A run that was not given a processor says nothing, and is tried again.
+#: Number of attempts for a run that received no processor, since such a run proves nothing.
 _TRIES: Final = 5
-#: After a box has ended, the kernel may take a moment to end what was in it.
+#: Time that the kernel may need to end the processes of a guest that has ended.
 _LEFT_BEHIND_S: Final = 60.0
-#: How a program of the weak tier ends which shows nothing of /proc, writes nothing, and starts nothing.
+#: Errors that end a program in the weak tier, which has no /proc, no writes and no child processes.
 _REFUSED: Final = re.compile(rb"\n(PermissionError|FileNotFoundError|BlockingIOError): \[Errno [0-9]+\][^\n]*\n$")
-#: What a password file would show.
+#: Text that a password file would contain.
 _PASSWORDS: Final = b"root:"
 
 
 class Defence(Enum):
-    """What came of an attack."""
+    """Result of an attack."""
 
     HELD = "held"
     ESCAPED = "ESCAPED"
@@ -49,7 +49,7 @@ class Defence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One attack, and what came of it."""
+    """One attack and its result."""
 
     name: str
     defence: Defence
@@ -57,10 +57,10 @@ class Finding:
 
 
 def opened(tier: Tier, *, at_once: int | None = None, walls: Callable[[int], Isolation] | None = None) -> Sandbox:
-    """A sandbox that has held off a choice of attacks a moment ago. To be closed.
+    """Return a sandbox that has just held off a selection of attacks. The caller must close it.
 
     Raises:
-        SandboxMissing: the tier cannot be had here, or does not hold; with the cause.
+        SandboxMissing: the tier is not available here, or does not hold; the message names the cause.
     """
     around = walls or (lambda number: walls_of(tier, number))
     sandbox = Sandbox(around, at_once=at_once or default_slots())
@@ -88,7 +88,7 @@ def opened(tier: Tier, *, at_once: int | None = None, walls: Callable[[int], Iso
 def attacked(
     walls: Callable[[int], Isolation], attacks: Sequence[Attack], *, sandbox: Sandbox | None = None
 ) -> list[Finding]:
-    """Try each, in their order; those that need a run before them in a slot of their own."""
+    """Try each attack, in order; those that need a preceding run get a slot of their own."""
     with contextlib.ExitStack() as held:
         baits = held.enter_context(_baits())
         alone = Sandbox(walls, at_once=1, slots_each=1)
@@ -102,7 +102,7 @@ def attacked(
 
 # --- one attack -------------------------------------------------------------------------------------------------------
 
-#: Waits for an attack that was begun; its results, the last of which is its own, or why it is left out.
+#: Waits for a started attack; returns its results, of which the last is the attack's own, or why it is left out.
 _Rest = Callable[[], list[ProgramResult] | str]
 
 
@@ -151,7 +151,7 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
         return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox has no namespaces")
     if last.tier is Tier.WEAK and last.code == 1 and _REFUSED.search(last.stderr):
         return Finding(attack.name, Defence.HELD, last.describe())
-    is_program = attack.language != "python" and len(results) == 1  # which a compiler wrote: not what a program says
+    is_program = attack.language != "python" and len(results) == 1  # the compiler's output, not its own
     if b"ESCAPED" in last.stdout and not is_program:
         told = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
         return Finding(attack.name, Defence.ESCAPED, told[:200])
@@ -175,7 +175,7 @@ def _python(source: str, stdin: bytes, limits: Limits) -> Run:
 
 @contextlib.contextmanager
 def _baits() -> Iterator[dict[str, str]]:
-    """What attacks reach for: a process, a file, sockets and a word that are the probe's own."""
+    """Yield targets of attacks: a process, a file, sockets and a word, all owned by the probe."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="oub-")))
         word = hashlib.blake2b(f"{folder} {time.time_ns()}".encode(), digest_size=16).hexdigest()
@@ -191,7 +191,7 @@ def _baits() -> Iterator[dict[str, str]]:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(address)
             listener.listen()
-        # it reads from this process, and so ends with it, however that ends
+        # cat reads from this process, so it ends together with it
         process = stack.enter_context(
             subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={"BAIT": word})
         )
@@ -211,7 +211,7 @@ def _filled(source: str, baits: dict[str, str]) -> str:
 
 
 def _left_behind(baits: dict[str, str]) -> list[Finding]:
-    """Whatever attacks have started on the host and is still there: none, or one finding."""
+    """Return a finding if processes that attacks started are still on the host."""
     until = time.monotonic() + _LEFT_BEHIND_S
     mine = f"oub-{baits['NAME']}"[:15]
     while found := [
@@ -248,7 +248,7 @@ _SWITCHES: Final = (
 
 
 def _cause() -> str:
-    """What on this host is known to forbid it."""
+    """Return known settings of this host that forbid the sandbox."""
     causes = [told for path, value, told in _SWITCHES if _content(Path(path)) == value]
     status = _content(Path("/proc/self/status"))
     if "Seccomp:\t2" in status:

@@ -1,12 +1,11 @@
-"""Where inputs, answers, programs and outputs lie, each under the name of what it contains: its `Link`.
+"""Content-addressed storage of inputs, answers, programs and outputs; a `Link` is the name of a content.
 
-`PersistentRepository` is a folder: inputs, answers and compiled checkers, which are laid there once (`pipelinerl
-oubliette upload`) and named by problems and requests from then on. `TransientRepository` is memory, bounded, for what
-runs write and for programs that are judged once; what has not been used for longest is forgotten first.
+`PersistentRepository` is a folder for inputs, answers and compiled checkers. They are stored once (`pipelinerl
+oubliette upload`), and named by problems and requests from then on. `TransientRepository` is bounded memory for outputs
+of runs and for programs that are judged once; it evicts the least recently used content.
 
-Promises: what is read under a link is what was laid there, byte for byte, or `ContentMissing`; a file that a crash cut
-off or that somebody changed is missing, never used. The same content is kept once. Writers may die at any point, and be
-several processes.
+A link returns exactly the stored bytes, or raises `ContentMissing`. A truncated or modified file counts as missing. The
+same content is stored once. Writers may be several processes, and may die at any point.
 """
 
 from __future__ import annotations
@@ -27,33 +26,33 @@ from pipelinerl.errors import PipelineError, UserError
 
 _PREFIX: Final = "oub"
 _TEXT: Final = re.compile(rf"{_PREFIX}:([0-9a-f]{{64}}):([0-9]{{1,15}})")
-#: A link in a problem's metadata is an object with this key, so that no text can be taken for one.
+#: Key of a link in a problem's metadata; a link is an object, so that no text can be mistaken for one.
 LINK: Final = "link"
 
 
 class ContentMissing(PipelineError):
-    """Nothing whole lies under a link; says nothing of any answer."""
+    """A link has no intact content; this says nothing about any answer."""
 
 
 class ContentTooLarge(PipelineError):
-    """A content that comes has more bytes than it may have."""
+    """An incoming content exceeds the size limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a content is called: the hash of its bytes (blake2b, 32 bytes, hexadecimal), and their number."""
+    """Name of a content: the hash of its bytes (blake2b, 32 bytes, hexadecimal) and their number."""
 
     digest: str
     size: int
 
     @classmethod
     def of(cls, data: bytes) -> Self:
-        """The content's."""
+        """Return the link of a content."""
         return cls(hashlib.blake2b(data, digest_size=32).hexdigest(), len(data))
 
     @classmethod
     def parsed(cls, text: str) -> Self:
-        """Read `str` of one. Raises `ValueError` for another text."""
+        """Parse the `str` form of a link. Raises `ValueError` for other text."""
         found = _TEXT.fullmatch(text)
         if found is None:
             raise ValueError(f"a link must be {_PREFIX}:<64 hexadecimal digits>:<bytes>, got {text!r:.100}")
@@ -63,24 +62,24 @@ class Link:
         return f"{_PREFIX}:{self.digest}:{self.size}"
 
 
-#: What a program reads or is: the bytes, or where they lie.
+#: Data that a program reads or is: the bytes, or a link to them.
 Content = bytes | Link
 
 
 def size_of(content: Content) -> int:
-    """In bytes."""
+    """Return the size in bytes."""
     return content.size if isinstance(content, Link) else len(content)
 
 
 class Repository(Protocol):
-    """Where contents lie."""
+    """Storage of contents."""
 
     def put(self, data: bytes) -> Link:
-        """Lay a content there."""
+        """Store a content."""
         ...
 
     def get(self, link: Link) -> bytes:
-        """The content. Raises `ContentMissing`."""
+        """Return the content. Raises `ContentMissing`."""
         ...
 
     def __contains__(self, link: Link) -> bool: ...
@@ -88,10 +87,10 @@ class Repository(Protocol):
 
 @final
 class PersistentRepository:
-    """Contents in a folder, by their digests, and compiled programs by what they were compiled of."""
+    """Contents in a folder, by digest, and compiled programs by the digest of their inputs."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `UserError` where the folder cannot be made."""
+        """Raises `UserError` if the folder cannot be created."""
         self._folder = folder
         try:
             for name in ("content", "compiled"):
@@ -102,14 +101,14 @@ class PersistentRepository:
             ) from None
 
     def put(self, data: bytes) -> Link:
-        """Lay a content there; what lies there already is left as it is."""
+        """Store a content; an existing one is left unchanged."""
         link = Link.of(data)
         if link not in self:
             self._write(self._path(link), data)
         return link
 
     async def put_parts(self, parts: AsyncIterator[bytes], *, most_bytes: int) -> Link:
-        """Lay a content there that comes in parts, of which no more than one is in memory.
+        """Store a content that arrives in parts, of which at most one is in memory.
 
         Raises:
             ContentTooLarge: it has more than `most_bytes`; nothing of it is kept.
@@ -135,7 +134,7 @@ class PersistentRepository:
         return link
 
     def get(self, link: Link) -> bytes:
-        """The content, whose hash is looked at. Raises `ContentMissing`."""
+        """Return the content after checking its hash. Raises `ContentMissing`."""
         path = self._path(link)
         try:
             data = path.read_bytes()
@@ -148,14 +147,14 @@ class PersistentRepository:
         return data
 
     def __contains__(self, link: Link) -> bool:
-        """By its name and its number of bytes."""
+        """Return whether a file of this name and size exists."""
         try:
             return self._path(link).stat().st_size == link.size
         except OSError:
             return False
 
     def compiled(self, key: str) -> Link | None:
-        """The program that was compiled of what `key` is the digest of, if it is still there."""
+        """Return the program compiled from inputs with the digest `key`, if it is still stored."""
         try:
             link = Link.parsed((self._folder / "compiled" / key).read_text())
         except (OSError, ValueError):
@@ -163,7 +162,7 @@ class PersistentRepository:
         return link if link in self else None
 
     def keep_compiled(self, key: str, program: bytes) -> Link:
-        """Lay a compiled program there, and remember of what."""
+        """Store a compiled program under the digest of its inputs."""
         link = self.put(program)
         self._write(self._folder / "compiled" / key, str(link).encode())
         return link
@@ -184,7 +183,7 @@ class PersistentRepository:
 
 @final
 class TransientRepository:
-    """Contents in memory, `most_bytes` together; from any thread."""
+    """Contents in memory, at most `most_bytes` in total; thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -193,7 +192,7 @@ class TransientRepository:
         self.num_bytes = 0
 
     def put(self, data: bytes) -> Link:
-        """Lay a content there; others may have to go."""
+        """Store a content; others may be evicted."""
         link = Link.of(data)
         with self._lock:
             if link not in self._contents:
@@ -205,7 +204,7 @@ class TransientRepository:
         return link
 
     def get(self, link: Link) -> bytes:
-        """The content. Raises `ContentMissing`."""
+        """Return the content. Raises `ContentMissing`."""
         with self._lock:
             data = self._contents.get(link)
             if data is None:

@@ -1,4 +1,4 @@
-"""How programs are judged, as a recipe says it: values alone."""
+"""Settings for judging programs, as given in a recipe: values only."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pipelinerl.verifiers.oubliette.runs import Tier
 
 
 class Scoring(StrEnum):
-    """What the reward is."""
+    """Definition of the reward."""
 
     ALL = "all"
-    """1 where every test is passed, else 0."""
+    """1 if every test is passed, else 0."""
     SHARE = "share"
     """The share of tests that are passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeRules:
-    """How programs are judged, where a problem says nothing else.
+    """Rules for judging programs, where a problem does not override them.
 
     Attributes:
-        tier: the sandbox; none below it is taken.
-        language: of a block that names none. languages: those that are judged.
-        time_limit_s: processor time of one test; on the clock it may take twice that and a second.
+        tier: the required sandbox; weaker ones are rejected.
+        language: language of a code block that names none. languages: languages that are judged.
+        time_limit_s: processor time of one test; elapsed time may be twice that plus a second.
         tolerance: of the checker `float`.
-        url: of the Oubliette service that runs programs; none: this machine does. key_variable: names the environment
-            variable that holds its token.
-        repository: the folder into which the links of problems lead, where this machine runs programs.
+        url: of the Oubliette service that runs programs; if empty, this machine does.
+        key_variable: name of the environment variable that holds the service's token.
+        repository: the folder in which problems' links are resolved, where this machine runs programs.
     """
 
     tier: Tier = Tier.DEFAULT

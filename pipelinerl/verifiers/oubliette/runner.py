@@ -1,8 +1,8 @@
-"""`CodeRunner`: compiles, runs and checks programs; `LocalRunner` does it in this machine's sandbox.
+"""`CodeRunner`: compiles, runs and checks programs; `LocalRunner` does so in this machine's sandbox.
 
-RLAX's two operations (§6.1), and the judging of outputs: compile a source, run a program on an input, and let a checker
-look at an output. Contents are bytes or links; what a run has written stays where it was written, and is named. No
-answer is ever in a program's box: a checker is a run of its own.
+It offers RLAX's two operations (§6.1), plus checking: compile a source, run a program on an input, and let a checker
+judge an output. Contents are bytes or links; outputs stay where they were written and are passed by link. A program's
+guest never contains the answer: a checker is a separate run.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, R
 from pipelinerl.verifiers.oubliette.sandbox import Sandbox
 from pipelinerl.verifiers.oubliette.toolchains import COMPILING
 
-#: What is larger is compared, read and hashed beside the event loop.
+#: Size from which contents are compared, read and hashed on a thread instead of the event loop.
 _LARGE: Final = 16 << 10
-#: Compiled checkers that are kept in memory, where there is no repository.
+#: Number of compiled checkers kept in memory, where there is no repository.
 _REMEMBERED: Final = 256
-#: Tests for which it is remembered whether their checker accepts the reference answer.
+#: Number of tests for which it is cached whether their checker accepts the reference answer.
 _TRUSTED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What can be run: a source, or what was compiled of one in `compile_s` seconds on the clock."""
+    """A source, or a program compiled from one in `compile_s` seconds of elapsed time."""
 
     language: str
     content: Content
@@ -45,7 +45,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """How a run ended (`result.stdout` may be the beginning alone), and what it has written."""
+    """Result of a run (`result.stdout` may be only the beginning), and its output."""
 
     result: ProgramResult
     output: Content
@@ -53,7 +53,7 @@ class Executed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """An output, and what it is to be judged by."""
+    """An output, and the criteria by which to judge it."""
 
     checker: Checker | CustomChecker
     tolerance: float
@@ -63,20 +63,20 @@ class Check:
 
 
 class CodeRunner(Protocol):
-    """Compiles, runs and checks; raises `SandboxLost`, `SandboxMissing` or `ContentMissing` where it could not."""
+    """Compiles, runs and checks. Methods raise `SandboxLost`, `SandboxMissing` or `ContentMissing` on failure."""
 
     @property
     def tier(self) -> str:
-        """How strong the walls are, as verdicts say it."""
+        """Strength of the isolation, as shown in verdicts."""
         ...
 
     @property
     def at_once(self) -> int:
-        """Programs that run beside one another."""
+        """Number of programs that run concurrently."""
         ...
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
-        """A program of the source, or why it does not compile within `wall_s`. Raises `ToolchainMissing`."""
+        """Compile a source; return the result if it does not compile within `wall_s`. Raises `ToolchainMissing`."""
         ...
 
     async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
@@ -84,27 +84,30 @@ class CodeRunner(Protocol):
         ...
 
     async def check(self, check: Check) -> float:
-        """The share of the points that the output gets. Raises `CheckerFailed`."""
+        """Return the share of the points for the output. Raises `CheckerFailed`."""
         ...
 
     async def read(self, content: Content) -> bytes:
-        """A content itself."""
+        """Return the bytes of a content."""
         ...
 
     async def close(self) -> None:
-        """End what it has started."""
+        """Stop everything that it has started."""
         ...
 
 
 @final
 class LocalRunner:
-    """Runs in the sandbox of this machine, which it closes with itself."""
+    """Runs programs in this machine's sandbox, and closes it when closed."""
 
     def __init__(
         self, sandbox: Sandbox, *, tier: str, at_once: int, repository: PersistentRepository | None = None,
         outputs: Repository | None = None,
     ) -> None:  # fmt: skip
-        """`repository` is where links lead and compiled checkers are kept; outputs go to `outputs`, if there is one."""
+        """Create the runner.
+
+        `repository` resolves links and keeps compiled checkers; outputs go to `outputs`, if given.
+        """
         self._sandbox = sandbox
         self._tier = tier
         self._at_once = at_once
@@ -115,16 +118,16 @@ class LocalRunner:
 
     @property
     def tier(self) -> str:
-        """The sandbox's."""
+        """Tier of the sandbox."""
         return self._tier
 
     @property
     def at_once(self) -> int:
-        """The sandbox's slots."""
+        """Number of the sandbox's slots."""
         return self._at_once
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
-        """Compile, where the language needs it; a program that is judged once is not kept."""
+        """Compile where the language needs it. The result is not cached: a program is judged once."""
         run = toolchains.find(language).compiling(source, replace(COMPILING, wall_s=min(wall_s, COMPILING.wall_s)))
         if run is None:
             return Program(language, source.encode("utf-8", "replace"))
@@ -142,7 +145,7 @@ class LocalRunner:
         return Executed(result, await asyncio.to_thread(put, result.stdout) if large else put(result.stdout))
 
     async def check(self, check: Check) -> float:
-        """Compare here, or let the problem's checker, which is compiled at most once, do it in a box."""
+        """Compare here, or run the problem's checker, which is compiled at most once, in a guest."""
         output, answer = await self.read(check.output), await self.read(check.answer)
         checker = check.checker
         if isinstance(checker, CustomChecker):
@@ -153,7 +156,7 @@ class LocalRunner:
     async def _custom_share(self, checker: CustomChecker, given: bytes, output: bytes, answer: bytes) -> float:
         """Return the checker's judgement; 0 where it fails on the output and works on the reference answer.
 
-        Without that rule a program could crash the checker by what it prints, and would be masked instead of wrong.
+        Without that rule a program could crash the checker with its output, and would be masked instead of wrong.
         """
         program = await self.checker(checker)
         try:
@@ -164,7 +167,7 @@ class LocalRunner:
             return 0.0
 
     async def _accepts_reference(self, checker: CustomChecker, program: bytes, given: bytes, answer: bytes) -> bool:
-        """Whether the checker gives the reference answer all points; tried once for each test."""
+        """Return whether the checker gives the reference answer all points; tried once for each test."""
         parts = hashlib.blake2b(checker.protocol.encode(), digest_size=32)
         for part in (program, given, answer):
             parts.update(hashlib.blake2b(part).digest())
@@ -180,7 +183,7 @@ class LocalRunner:
         return self._trusted[key]
 
     async def checker(self, checker: CustomChecker) -> bytes:
-        """A checker's program, compiled at most once for all that ask.
+        """Return a checker's program, compiled at most once for all callers.
 
         Raises:
             CheckerFailed: it does not compile.
@@ -197,7 +200,7 @@ class LocalRunner:
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """End every box."""
+        """Close every guest."""
         for task in self._checkers.values():
             task.cancel()
         await asyncio.gather(*self._checkers.values(), return_exceptions=True)
@@ -218,7 +221,7 @@ class LocalRunner:
         return result.stdout
 
     async def read(self, content: Content) -> bytes:
-        """A content itself."""
+        """Return the bytes of a content."""
         if isinstance(content, bytes):
             return content
         for place in (self._outputs, self._repository):

@@ -1,4 +1,4 @@
-"""What is run, within which limits, and what came of it. Sizes in bytes, times in seconds."""
+"""Runs, their limits and their results. Sizes are in bytes, times in seconds."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from pipelinerl.errors import PipelineError, UserError
 
 
 class SandboxMissing(UserError):
-    """No sandbox of the tier asked for can be had on this machine; the message names the cause."""
+    """No sandbox of the requested tier is available on this machine; the message names the cause."""
 
 
 class SandboxLost(PipelineError):
-    """A box ended, or did not answer in time, through no fault of what ran in it."""
+    """A guest ended, or did not answer in time, through no fault of the program in it."""
 
 
 class Tier(StrEnum):
-    """How strong the walls around a run are; docs/verification.md."""
+    """Strength of the isolation of a run; see docs/use/verification.md."""
 
     DEFAULT = "default"
-    """bubblewrap around a slot; namespaces, user id, file systems and system call filter of its own around each run."""
+    """bubblewrap per slot; each run has its own namespaces, user id, file systems and system call filter."""
     STRONG = "strong"
-    """gVisor: a kernel of its own around each run. Only when asked for by name."""
+    """gVisor: each run has its own user-space kernel. Used only if requested by name."""
     WEAK = "weak"
-    """Landlock, system call filter and limits around one process of the host. Only when asked for by name."""
+    """Landlock, system call filter and limits for one host process. Used only if requested by name."""
 
     @property
     def strength(self) -> int:
-        """The greater, the stronger."""
+        """Rank of the tier; greater is stronger."""
         return [Tier.WEAK, Tier.DEFAULT, Tier.STRONG].index(self)
 
 
 class Ending(StrEnum):
-    """How a run ended."""
+    """Reason for which a run ended."""
 
     EXITED = "exited"
     SIGNALLED = "signalled"
     CPU_TIME = "cpu time"
-    """Took more processor time than it may."""
+    """Exceeded its processor time."""
     DEADLINE = "deadline"
-    """Was not done when its time on the clock was over."""
+    """Exceeded its elapsed time."""
     MEMORY = "memory"
     OUTPUT = "output"
-    """Wrote more than it may."""
+    """Exceeded its output limit."""
     STARVED = "starved"
-    """The time on the clock was over, much of which it waited for a processor: says nothing of the program."""
+    """Exceeded its elapsed time, mostly waiting for a processor: says nothing about the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one run, all of its processes together, where nothing else is said.
+    """Limits of one run, for all of its processes together unless stated otherwise.
 
     Attributes:
-        cpu_s: of each process. wall_s: on the clock.
-        address_space: whether each process's addresses are limited, too; not for languages that reserve many.
-        disk_bytes: what may be written into the run's folder, which is memory of the machine.
+        cpu_s: of each process. wall_s: elapsed time.
+        address_space: whether each process's address space is limited, too; not for languages that reserve much of it.
+        disk_bytes: size of the run's folder, which is memory of the machine.
     """
 
     cpu_s: float = 10.0
@@ -72,7 +72,7 @@ class Limits:
     open_files: int = 128
 
     def rlimits(self) -> dict[str, tuple[int, int]]:
-        """As `setrlimit` has them, of each process."""
+        """Return the limits of each process for `setrlimit`."""
         whole_s = max(1, int(self.cpu_s + 1))
         room = self.memory_bytes + _INTERPRETER_BYTES
         stack = min(self.memory_bytes, _MOST_STACK)
@@ -93,21 +93,21 @@ class Limits:
         return limits
 
 
-#: What a program's interpreter and libraries take before it begins.
+#: Memory that a program's interpreter and libraries use before it begins.
 _INTERPRETER_BYTES: Final = 128 << 20
 _MOST_STACK: Final = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One program, once.
+    """One execution of a program.
 
     Attributes:
-        argv: what is executed, paths inside the box.
-        python: instead of `argv`, the path of a Python program, which goes on in a warm interpreter.
-        arguments: what the program is called with.
-        files: by name, what lies in the run's folder, /tmp, when it begins.
-        stdin: what it reads.
+        argv: the command, with paths inside the guest.
+        python: instead of `argv`, the path of a Python program, which runs in a warm interpreter.
+        arguments: arguments of the program.
+        files: contents of the run's folder, /tmp, at the start, by name.
+        stdin: its input.
     """
 
     argv: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """What came of a run. `code` is the exit status, or minus the signal's number."""
+    """Result of a run. `code` is the exit status, or minus the signal's number."""
 
     ending: Ending
     code: int
@@ -132,11 +132,11 @@ class ProgramResult:
 
     @property
     def succeeded(self) -> bool:
-        """Did it end by itself, with status 0?"""
+        """True if it ended by itself, with status 0."""
         return self.ending is Ending.EXITED and self.code == 0
 
     def describe(self) -> str:
-        """How it ended, for a reader."""
+        """Return a readable description of how it ended."""
         if self.ending is Ending.EXITED:
             return "done" if self.code == 0 else f"exit status {self.code}: {_last_line(self.stderr)}"
         if self.ending is Ending.SIGNALLED:
@@ -159,7 +159,7 @@ def _last_line(text: bytes) -> str:
 
 
 def of_rlimits(names: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Each limit, not above the hard limit that this process has: a limit can only be lowered."""
+    """Lower each limit to this process's own hard limit, since limits cannot be raised."""
     lowered = {}
     for name, (soft, hard) in names.items():
         most = resource.getrlimit(getattr(resource, name))[1]

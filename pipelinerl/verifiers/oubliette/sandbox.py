@@ -1,7 +1,7 @@
-"""`Sandbox`: slots of one tier, each with a thread of its own; runs are handed out to those that are free.
+"""`Sandbox`: slots of one tier, each with its own thread; runs are assigned to free slots.
 
-A box that is lost is replaced and its run tried once more: what a run finds depends on nothing outside it. A second
-loss is told as `SandboxLost`, which verdicts mask.
+A guest that is lost is replaced and its run is tried once more, since a run depends on nothing outside it. A second
+loss raises `SandboxLost`, which verdicts mask.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from pipelinerl.verifiers.oubliette.gvisor.gvisor_slot import GvisorSlot
 from pipelinerl.verifiers.oubliette.runs import ProgramResult, Run, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.slot import Isolation, Slot
 
-#: The user ids of runs, where the sandbox may choose them: one for each slot, in a range that no system hands out.
+#: User ids of runs, where the sandbox may choose them: one per slot, in a range that no system assigns.
 _FIRST_ID: Final = 60706
 _IDS: Final = 400
 
 _SYSTEMS: Final = Path("/usr/bin/python3")
 _TRIES: Final = 2
-#: What has run for so long makes room for others, in so many slots for each at once; so does a box that does not start.
+#: Time after which a run, or a guest that does not start, makes room for another run; and the number of slots for each
+#: run at once.
 _FRESH_S: Final = 0.1
 _STARTING_S: Final = 1.0
 _LOOKED_EVERY_S: Final = 0.05
@@ -37,15 +38,15 @@ _INTERRUPTED_EVERY_S: Final = 0.2
 
 
 def default_slots() -> int:
-    """One for each core that the process may use."""
+    """Return the default number of slots: one for each core that the process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 def walls_of(tier: Tier, number: int) -> Isolation:
-    """What stands around the runs of slot `number`.
+    """Return the isolation of the runs of slot `number`.
 
     Raises:
-        SandboxMissing: this machine cannot have the tier, as far as that is known without trying.
+        SandboxMissing: this machine cannot provide the tier, as far as is known without trying.
     """
     if sys.platform != "linux" or not syscall_filter.supported():
         raise SandboxMissing(
@@ -72,7 +73,7 @@ def walls_of(tier: Tier, number: int) -> Isolation:
 
 
 def _strong() -> Isolation:
-    """gVisor's, which says itself how it is started."""
+    """Return gVisor's isolation; its slot builds the command itself."""
     if bundle.found() is None:
         raise SandboxMissing(
             f"the {Tier.STRONG} sandbox needs gVisor's runsc, which is not installed; on Debian: apt install runsc"
@@ -83,8 +84,8 @@ def _strong() -> Isolation:
 
 
 def _weak(outer_id: int) -> Isolation:
-    """A single process of the host: it starts and signals no other, opens no socket, and reads libraries alone."""
-    python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()  # root's own may be nobody else's to read
+    """Isolate a single host process: no children, no signals to others, no sockets, only libraries to read."""
+    python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()  # others may be unable to read root's
     if not python.exists():
         raise SandboxMissing(f"the {Tier.WEAK} sandbox needs {python} where it is root's; there is none")
     shown = [
@@ -108,11 +109,11 @@ def _weak(outer_id: int) -> Isolation:
 
 @final
 class _Place:
-    """A slot with the thread that works it, and how its run is treated.
+    """A slot with its thread, and the state of its run.
 
     Attributes:
-        given: when it was given its run; None: it has none.
-        fresh: whether that counts as one of those at once. behind: whether others have the processors first.
+        given: time at which its run was assigned, or None.
+        fresh: whether the run counts towards `at_once`. behind: whether its processor share was lowered.
     """
 
     def __init__(self, slot: Slot | GvisorSlot) -> None:
@@ -124,11 +125,11 @@ class _Place:
 
 @final
 class Sandbox:
-    """Runs programs, `at_once` at a time. To be closed; nothing is started before the first run.
+    """Runs programs, `at_once` at a time. The caller must close it; nothing is started before the first run.
 
-    What runs for longer than `_FRESH_S` makes room for others, which else would wait for what never ends: it goes on
-    in its slot, and no longer counts. There are `slots_each` slots for each at once. What has taken much processor time
-    by then, or later, goes behind the others, where control groups can say so.
+    A run that takes longer than `_FRESH_S` stays in its slot but no longer counts towards `at_once`, so that others
+    need not wait for endless programs. There are `slots_each` slots for each concurrent run. A long run that uses much
+    processor time gets a lower share than the others, where control groups support it.
     """
 
     def __init__(self, walls: Callable[[int], Isolation], *, at_once: int, slots_each: int = _SLOTS_EACH) -> None:
@@ -145,7 +146,7 @@ class Sandbox:
         self._closed = False
 
     def submit(self, run: Run) -> Future[ProgramResult]:
-        """Its result, some time; or `SandboxLost`."""
+        """Queue a run; the future holds its result or `SandboxLost`."""
         future: Future[ProgramResult] = Future()
         if run.argv and not self._walls[0].namespaces:
             raise toolchains.ToolchainMissing(f"the {self._walls[0].tier} sandbox runs Python alone, not {run.argv[0]}")
@@ -157,15 +158,15 @@ class Sandbox:
         return future
 
     def run(self, run: Run) -> ProgramResult:
-        """Wait for it."""
+        """Run a program and wait for its result."""
         return self.submit(run).result()
 
     def cpu_s(self) -> float:
-        """Processor seconds that its boxes have taken so far, where control groups count them; else 0."""
+        """Return the processor seconds that its guests have used so far, where control groups count them; else 0."""
         return sum(place.slot.cpu_s() for place in tuple(self._places))
 
     def close(self) -> None:
-        """End every box, and with it what runs; what waits, or ran, is lost."""
+        """Close every guest and end its run; queued and running programs fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -178,7 +179,7 @@ class Sandbox:
             self._watch.join()
 
     def _call_somebody(self) -> None:
-        """With the lock: there is work, or room."""
+        """Wake or start a worker if there is work and capacity. Requires the lock."""
         if self._closed or not self._waiting or self._fresh >= self._at_once:
             return
         if self._idle:
@@ -195,7 +196,7 @@ class Sandbox:
                 self._watch.start()
 
     def _next(self, place: _Place) -> tuple[Run, Future[ProgramResult]] | None:
-        """The next run for a slot, when there is one and room for it; None: there will be none."""
+        """Return the next run for a slot, once there is one and capacity for it; None after closing."""
         with self._changed:
             place.given = None
             self._no_longer_fresh(place)
@@ -215,7 +216,7 @@ class Sandbox:
 
     def _work(self, place: _Place) -> None:
         try:
-            place.slot.start()  # before it takes what somebody else may be free for meanwhile
+            place.slot.start()  # start it first, so that it takes no run that an idle slot could execute meanwhile
             with self._changed:
                 self._starting -= 1
             while (work := self._next(place)) is not None:
@@ -228,7 +229,7 @@ class Sandbox:
             place.slot.close()
 
     def _make_room(self) -> None:
-        """Let others begin beside what has run for long, and go before it."""
+        """Let others start alongside long runs, and lower the share of long runs."""
         with self._changed:
             while not self._closed:
                 self._watching = any(place.given is not None and not place.behind for place in self._places)
@@ -256,7 +257,7 @@ class Sandbox:
                 if number == _TRIES - 1 or self._closed:
                     future.set_exception(error)
                     return
-            except OSError as error:  # of the host: no files, no memory, no processes left
+            except OSError as error:  # the host is out of files, memory or processes
                 if number == _TRIES - 1 or self._closed:
                     future.set_exception(SandboxLost(f"the host could not run it: {error}"))
                     return

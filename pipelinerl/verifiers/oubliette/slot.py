@@ -1,13 +1,13 @@
-"""`Slot`: one box with its server, seen from outside. It runs one program at a time, and blocks while it does.
+"""`Slot`: one guest with its server, seen from outside. It runs one program at a time, and blocks meanwhile.
 
     waits for                      at most                            then
-    the server's first packet      `_STARTUP_S`                       the box is killed: `SandboxLost`
-    a run's output, its answer     `_STARVED_TIMES` its deadline      the same; it says nothing of the run
+    the server's first packet      `_STARTUP_S`                       the guest is killed: `SandboxLost`
+    a run's output, its answer     `_STARVED_TIMES` its deadline      the same; it says nothing about the run
                                    and `_GRACE_S`
 
-What a run writes comes through pipes and is bounded here: at the bound the run is ended. What it reads lies in sealed
-memory files, which it cannot change. A server that dies takes its runs along, and bubblewrap dies with the thread that
-started it: use a slot from one thread, which lives as long as the slot.
+A run's output comes through pipes and is limited here: a run that exceeds the limit is ended. Its input is in sealed
+memory files, which it cannot change. If the server dies, its runs die, too. Bubblewrap dies with the thread that
+started it, so use a slot from one thread that lives as long as the slot.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, R
 
 _STARTUP_S: Final = 60.0
 _GRACE_S: Final = 30.0
-#: A run that has taken so much processor time goes behind others.
+#: Processor time from which a run gets a lower share than others.
 _GREEDY_CPU_S: Final = 0.1
-#: What a box takes beside its run: its server, the kernel's tables.
+#: Memory that a guest uses besides its run: its server, the kernel's tables.
 _SERVER_BYTES: Final = 64 << 20
 _MOST_PACKET: Final = 1 << 16
 _CHUNK: Final = 1 << 18
 _F_ADD_SEALS: Final = 1033
 _ALL_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x8
-#: Time that a run waits for a processor is not counted, up to so many times its deadline.
+#: Time spent waiting for a processor does not count, up to this multiple of the deadline.
 _STARVED_TIMES: Final = 5.0
-#: As `box/server.py` has it.
+#: Must equal the format in `box/server.py`.
 _ANSWER: Final = struct.Struct("=iddd")
 _ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """What stands around the runs of one slot.
+    """Isolation of the runs of one slot.
 
     Attributes:
-        command: what starts the server, its box included.
+        command: the command that starts the server, including its guest.
         namespaces: whether each run gets its own; else it is a single process of the host.
-        outer_id: the user that a run is, outside.
-        filter: the seccomp program of each run. servers_filter: one that the server takes, and each run has from it.
-        shown: what a run may read where no namespaces hide the rest.
+        outer_id: the run's user id outside its namespace.
+        filter: the seccomp program of each run. servers_filter: one for the server, which each run inherits.
+        shown: paths that a run may read where no namespaces hide the rest.
     """
 
     tier: Tier
@@ -72,7 +72,7 @@ class Isolation:
 
 @final
 class Slot:
-    """Starts its box at the first run, and again after one was lost; its control group, if any, stays."""
+    """A guest, started at the first run and again after a loss; its control group, if any, is reused."""
 
     def __init__(self, walls: Isolation) -> None:
         self._walls = walls
@@ -80,10 +80,10 @@ class Slot:
         self._group: ControlGroup | None = None
         self._cpu_began_s = 0.0
         self.began: float | None = None
-        """When the run that is under way did, its box being up before."""
+        """Start time of the current run, or None; a start of the guest does not count."""
 
     def start(self) -> None:
-        """Have the box up, for which the first run would wait; what fails is told by that run."""
+        """Start the guest in advance. A failure is reported by the first run instead."""
         with contextlib.suppress(SandboxLost, OSError):
             self._make_group()
             self._box = _Box.start(self._walls, self._group)
@@ -92,7 +92,7 @@ class Slot:
         """Run a program.
 
         Raises:
-            SandboxLost: the box could not be started, ended, or did not answer.
+            SandboxLost: the guest could not be started, ended, or did not answer.
         """
         self._make_group()
         kills = self._begin(run.limits)
@@ -105,7 +105,7 @@ class Slot:
             result = self._box.run(run, self._walls)
         except SandboxLost:
             self._lose()
-            if self._killed_since(kills):  # the server with the run, which has filled the slot
+            if self._killed_since(kills):  # the run filled the slot's memory, and the kernel killed the server with it
                 return _out_of_memory(time.monotonic() - began, self._walls.tier)
             raise
         except BaseException:
@@ -120,7 +120,7 @@ class Slot:
             self._group = ControlGroup(where)
 
     def _begin(self, limits: Limits) -> int:
-        """Set what all in the box may take; returns how many the kernel has killed there before."""
+        """Set the limits of the guest; return the kernel's kill count before the run."""
         if self._group is None:
             return 0
         self._group.weigh(Weight.FULL)
@@ -131,13 +131,14 @@ class Slot:
         return self._group is not None and self._group.oom_kills() > kills
 
     def cpu_s(self) -> float:
-        """Processor seconds that its boxes have taken so far, if a control group counts them."""
+        """Return the processor seconds that its guests have used so far, if a control group counts them."""
         return 0.0 if self._group is None else self._group.cpu_s()
 
     def goes_behind(self) -> bool:
-        """From another thread: has the run taken so much processor time that others go first, from now until its end?
+        """Lower the run's processor share if it has used much; callable from any thread.
 
-        Also true where the kernel cannot be told to let others go first.
+        Returns:
+            True if no more checks are needed: the share is lowered, or there is no control group to lower it.
         """
         if self._group is None:
             return True
@@ -147,12 +148,12 @@ class Slot:
         return True
 
     def interrupt(self) -> None:
-        """From another thread: end the box now, so that a run in it is lost."""
+        """End the guest now, so that its run is lost. For other threads."""
         if self._box is not None:
             self._box.interrupt()
 
     def close(self) -> None:
-        """End the box, and whatever runs in it."""
+        """Close the guest, and end its run."""
         self._lose()
         if self._group is not None:
             self._group.close()
@@ -166,7 +167,7 @@ class Slot:
 
 @final
 class _Box:
-    """A started box."""
+    """A started guest."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, words: Any) -> None:
         self._process = process
@@ -177,9 +178,9 @@ class _Box:
     @classmethod
     def start(cls, walls: Isolation, group: ControlGroup | None) -> _Box:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = tempfile.TemporaryFile()  # noqa: SIM115 - it is the box's
+        words = tempfile.TemporaryFile()  # noqa: SIM115 - the guest keeps it open
         with theirs:
-            # an empty environment: bubblewrap's own is what /proc/1/environ of the box shows
+            # empty, since /proc/1/environ of the guest shows bubblewrap's own environment
             command = walls.command if group is None else group.entering(walls.command)
             end = theirs.fileno()
             process = subprocess.Popen(command, stdin=end, stdout=words, stderr=words, env={}, cwd="/")
@@ -213,7 +214,7 @@ class _Box:
         err_read, err_write = os.pipe()
         theirs = [out_write, err_write]
         try:
-            if walls.outer_id != os.geteuid():  # else it could not open /dev/stdout
+            if walls.outer_id != os.geteuid():  # otherwise the run could not open /dev/stdout
                 os.fchown(out_write, walls.outer_id, -1)
                 os.fchown(err_write, walls.outer_id, -1)
             theirs[0:0] = [_sealed(run.stdin)]
@@ -245,7 +246,10 @@ class _Box:
         )
 
     def kill(self) -> None:
-        """The server ends its run when the socket closes; bubblewrap's end is the end of all that is in the box."""
+        """Kill the guest.
+
+        The server ends its run when the socket closes, and bubblewrap's end ends everything in the guest.
+        """
         self._control.close()
         self.interrupt()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -266,7 +270,7 @@ class _Box:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What the server says of a run: `_ANSWER` there, why it was ended, and what hindered it."""
+    """The server's answer on a run: its `_ANSWER`, the reason why it was ended, and any startup error."""
 
     code: int
     cpu_s: float
@@ -284,7 +288,7 @@ class _Answer:
 
 @final
 class _Reader:
-    """Reads what one run writes, up to its bounds, until the server has answered and everything is read."""
+    """Reads the output of one run, up to its limits, until the server has answered and everything is read."""
 
     def __init__(self, control: socket.socket, out: int, err: int, limits: Limits) -> None:
         self._control = control
@@ -294,7 +298,7 @@ class _Reader:
         self.stdout, self.stderr = self._read[out], self._read[err]
 
     def read(self, until: float) -> _Answer | None:
-        """The server's answer; None: there was none in time."""
+        """Return the server's answer, or None if there was none in time."""
         poll = select.poll()
         waiting = {self._control.fileno(), *self._read}
         for file in waiting:
@@ -324,7 +328,7 @@ class _Reader:
         return replace(answer, ended="output") if answer is not None and ended_by_us else answer
 
     def _take(self, file: int) -> bool:
-        """Read some; False at the end. What is beyond the bound is read and forgotten, so that nobody waits."""
+        """Read a chunk; return False at the end. Excess output is read and dropped, so that writers do not block."""
         part = os.read(file, _CHUNK)
         kept = self._read[file]
         kept += part[: max(0, self._most[file] + 1 - len(kept))]
@@ -341,7 +345,7 @@ def _request(run: Run) -> bytes:
     return _requested(run.argv, run.python, run.arguments, tuple(name for name, _ in run.files), run.limits)
 
 
-@lru_cache(maxsize=64)  # it asks the kernel a dozen times, and most runs are like those before
+@lru_cache(maxsize=64)  # building it takes a dozen system calls, and most runs resemble earlier ones
 def _requested(
     argv: tuple[str, ...], python: str, arguments: tuple[str, ...], files: tuple[str, ...], limits: Limits
 ) -> bytes:
@@ -358,7 +362,7 @@ def _requested(
 
 
 def _told(limits: Limits) -> dict[str, Any]:
-    """Limits as the server takes them."""
+    """Return the limits in the form that the server takes."""
     rlimits = of_rlimits(limits.rlimits())
     return {
         "wall_s": limits.wall_s,
@@ -388,7 +392,7 @@ def _ending(answer: _Answer, limits: Limits) -> Ending:
 
 
 def _sealed(data: bytes) -> int:
-    """A file in memory that nobody can change any more."""
+    """Create a memory file whose content can no longer be changed."""
     file = os.memfd_create("oubliette", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         view = memoryview(data)

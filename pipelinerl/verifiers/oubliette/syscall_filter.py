@@ -1,8 +1,9 @@
-"""The system calls that a run may not make, as a seccomp program: no sockets, no namespaces, no mounts, no tracing, no
-memory that counts for nobody. Refused calls fail with an error, so that an honest program that tries one goes on.
+"""The system calls that a run may not make, as a seccomp program.
 
-A call by another architecture's numbers (32 bits, x32) ends the process. Numbers beyond those known here do not exist
-(ENOSYS), which is how C libraries learn to do without `clone3`, too: its flags lie in memory, where no filter looks.
+Denied are sockets, namespaces, mounts, tracing, and memory that no limit counts. A denied call fails with an error, so
+an honest program that tries it can continue. A call by another architecture's numbers (32 bits, x32) kills the process.
+Numbers beyond those known here fail with ENOSYS. So does `clone3`, whose flags are in memory that a filter cannot read;
+C libraries then fall back to `clone`.
 """
 
 from __future__ import annotations
@@ -18,28 +19,26 @@ _NUMBER, _ARCHITECTURE = 0, 4
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _X86_64: Final = 0xC000003E
 _X32_BIT: Final = 0x40000000
-#: `clone` with any of these makes a namespace: time (below 0x100 is a signal), mount, cgroup, uts, ipc, user, pid, net.
+#: Flags of `clone` that create a namespace: time (below 0x100 is a signal), mount, cgroup, uts, ipc, user, pid, net.
 _NEW_NAMESPACES: Final = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _AF_UNIX: Final = 1
 _CLONE_THREAD: Final = 0x10000
 
-#: Numbers that are compared one after another.
+#: Size of a group of numbers that are compared in sequence.
 _GROUP: Final = 12
 
-#: The highest number of Linux 6.6 on x86_64; what came later is unknown here.
+#: The highest number of Linux 6.6 on x86_64; later calls are unknown here.
 _LAST_KNOWN: Final = 456
 
-#: x86_64.
+#: Numbers on x86_64.
 _REFUSED: Final = {
-    # sockets: a pair is let through where it is of AF_UNIX, which reaches nobody
+    # sockets: `socketpair` is allowed for AF_UNIX, which reaches no other process
     "socket": 41, "connect": 42, "bind": 49, "listen": 50, "accept": 43, "accept4": 288,
-    # namespaces, mounts, roots
     "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "open_tree": 428,
     "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "mount_setattr": 442,
     "swapon": 167, "swapoff": 168, "quotactl": 179, "quotactl_fd": 443, "name_to_handle_at": 303,
     "open_by_handle_at": 304, "fanotify_init": 300, "fanotify_mark": 301,
-    # other processes
     "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "process_madvise": 440, "process_mrelease": 448,
     "pidfd_getfd": 438, "kcmp": 312,
     # memory that no limit here counts
@@ -48,11 +47,10 @@ _REFUSED: Final = {
     "memfd_secret": 447, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "remap_file_pages": 216,
     "mlock": 149, "mlock2": 325, "mlockall": 151, "mbind": 237, "set_mempolicy": 238, "migrate_pages": 256,
     "move_pages": 279, "set_mempolicy_home_node": 450,
-    # much of the kernel, for few programs
+    # large attack surfaces that few programs need
     "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "io_uring_setup": 425, "io_uring_enter": 426,
     "io_uring_register": 427, "io_setup": 206, "io_submit": 209, "keyctl": 250, "add_key": 248, "request_key": 249,
     "personality": 135, "vmsplice": 278, "modify_ldt": 154, "uselib": 134, "lookup_dcookie": 212,
-    # the machine
     "reboot": 169, "kexec_load": 246, "kexec_file_load": 320, "init_module": 175, "finit_module": 313,
     "delete_module": 176, "syslog": 103, "acct": 163, "settimeofday": 164, "clock_settime": 227, "clock_adjtime": 305,
     "adjtimex": 159, "sethostname": 170, "setdomainname": 171, "iopl": 172, "ioperm": 173, "vhangup": 153,
@@ -60,28 +58,31 @@ _REFUSED: Final = {
     "nfsservctl": 180,
 }  # fmt: skip
 _MMAP, _CLONE, _CLONE3, _SOCKETPAIR, _FORK, _VFORK, _EXECVE, _EXECVEAT, _PRLIMIT = 9, 56, 435, 53, 57, 58, 59, 322, 302
-#: Refused beside those where no process namespace stands around a run: what may reach other processes, or make one.
+#: Also denied to runs without a process namespace: calls that may reach other processes, or create one.
 _ALONE: Final = (434, 203, 62, 200, 234, 424, 129, 297, 109, 112, 141, _FORK, _VFORK, _EXECVE, _EXECVEAT)
 
-#: What a box is made with, beside `clone`.
+#: Calls other than `clone` with which the server creates a guest.
 _TO_MAKE_A_BOX: Final = frozenset({_REFUSED["mount"]})
 
-#: By which a file sends signals to somebody: F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
+#: Commands that make a file send signals to a process: F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
 _OWNERS: Final = {72: (8, 15), 16: (0x8901, 0x8902)}
 
 
 def supported() -> bool:
-    """Are the system calls of this machine known here?"""
+    """Return whether the system call numbers of this machine are known here."""
     return os.uname().machine == "x86_64"
 
 
 def of_servers() -> bytes:
-    """For what makes namespaces around runs: all that it can do without. Each run inherits it."""
+    """Return the filter of the server, which runs inherit.
+
+    It denies everything that the server, which creates namespaces, does not need.
+    """
     return _program(set(_REFUSED.values()) - _TO_MAKE_A_BOX)
 
 
 def boxed() -> bytes:
-    """For each of those runs, beside `of_servers`; short, since the kernel tries each number when a filter is set."""
+    """Return the additional filter of each run; short, since the kernel checks each number when a filter is set."""
     steps = [_step(_LOAD, _ARCHITECTURE), _step(_JUMP_EQUAL, _X86_64, 1, 0), _step(_RETURN, _KILL)]
     steps.append(_step(_LOAD, _NUMBER))
     for number in sorted(_TO_MAKE_A_BOX):
@@ -90,14 +91,15 @@ def boxed() -> bytes:
 
 
 def alone() -> bytes:
-    """For runs that have none: one process, which starts no other and signals no other."""
+    """Return the filter of runs without namespaces: a single process, which can neither start nor signal another."""
     return _program((*_REFUSED.values(), *_ALONE), clone_may_not=_NEW_NAMESPACES, clone_must=_CLONE_THREAD)
 
 
 def as_oci() -> dict[str, Any]:
-    """What `boxed` refuses, as gVisor takes it; what it does not know by name, it does not have.
+    """Return what `boxed` denies, in gVisor's format; gVisor does not have calls whose names it does not know.
 
-    Not `clone3`: it gives one error for all that is refused, and C libraries do without it only if there is none.
+    `clone3` is left out: this format has one error for all denied calls, but C libraries fall back to `clone` only on
+    ENOSYS.
     """
     refuse = {"action": "SCMP_ACT_ERRNO", "errnoRet": int(errno.EPERM)}
 
@@ -118,7 +120,7 @@ def as_oci() -> dict[str, Any]:
 
 
 def _program(refused: Iterable[int], *, clone_may_not: int = 0, clone_must: int = 0) -> bytes:
-    """Each rule ends in a verdict or falls through to the next."""
+    """Return the whole program; each rule ends in a verdict or falls through to the next."""
     steps = [
         _step(_LOAD, _ARCHITECTURE),
         _step(_JUMP_EQUAL, _X86_64, 1, 0),
@@ -154,7 +156,10 @@ def _no_clone_with(bits: int) -> list[bytes]:
 
 
 def _by_number(refused: list[int]) -> list[bytes]:
-    """Refuse these. In groups, so that a call passes few steps: the kernel tries each number when a filter is set."""
+    """Deny these numbers, in groups, so that a call passes few steps.
+
+    The kernel checks each number when a filter is set.
+    """
     groups = [refused[begin : begin + _GROUP] for begin in range(0, len(refused), _GROUP)]
     steps: list[bytes] = []
     for number in reversed(range(len(groups))):
@@ -167,7 +172,7 @@ def _by_number(refused: list[int]) -> list[bytes]:
 
 
 def _by_argument(number: int, argument: int, rule: list[bytes]) -> list[bytes]:
-    """A rule over the lower half of an argument of one call; afterwards the number is loaded again."""
+    """Apply a rule to the lower half of one argument of a call; afterwards the number is loaded again."""
     body = [_step(_LOAD, 16 + 8 * argument), *rule, _step(_LOAD, _NUMBER)]
     return [_step(_JUMP_EQUAL, number, 0, len(body)), *body]
 

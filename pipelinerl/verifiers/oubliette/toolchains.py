@@ -1,7 +1,7 @@
-"""Toolchains: how a program in each is compiled and run, and which of them this host has.
+"""Toolchains: commands that compile and run programs in each language, and detection of installed ones.
 
-A compiled program is one file, so that it goes from the box that compiles into the boxes that run as bytes: compiling
-writes it to standard output, through a pipe that is bounded like any other.
+A compiled program is a single file, so it can be passed as bytes from the guest that compiles to the guests that run.
+Compiling writes it to standard output, through a pipe with the usual limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final, final
 from pipelinerl.errors import UserError
 from pipelinerl.verifiers.oubliette.runs import Limits, Run
 
-#: Where the run's folder is, in the box.
+#: The run's folder in the guest.
 _FOLDER: Final = "/tmp"
 
 
@@ -29,14 +29,15 @@ class ToolchainMissing(UserError):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolchain:
-    """Of one language.
+    """Commands and names of one language.
 
     Attributes:
-        aliases: what fenced blocks and data sets call it beside its name.
-        tools: programs that must be on the host. The first is shown to the box with what lies around it.
-        source: the file's name. compile: a shell line that leaves the program in `program`; none: the source is it.
-        argv: what runs it; none: it goes on in the box's warm Python.
-        reserves_addresses: whether its runtime reserves far more addresses than it uses.
+        aliases: other names in fenced blocks and data sets.
+        tools: programs that must be installed on the host. The guest sees the first one with its surrounding folder.
+        source: the source file's name.
+        compile: a shell line that writes `program`; if empty, the source is the program.
+        argv: command that runs it; if empty, it runs in the guest's warm Python.
+        reserves_addresses: whether its runtime reserves far more address space than it uses.
     """
 
     name: str
@@ -49,14 +50,14 @@ class Toolchain:
     reserves_addresses: bool = False
 
     def compiling(self, source: str, limits: Limits) -> Run | None:
-        """The run whose output is the program; None: there is nothing to compile."""
+        """Return the run whose output is the program, or None if the language needs no compiling."""
         if not self.compile:
             return None
         script = f"{{ {self.compile}; }} >&2 && cat {self.program}"
         return Run(argv=("/bin/sh", "-c", script), files=((self.source, source.encode()),), limits=limits)
 
     def running(self, program: bytes, stdin: bytes, limits: Limits) -> Run:
-        """The run of a program."""
+        """Return the run of a program."""
         if self.reserves_addresses:
             limits = replace(limits, address_space=False)
         files = ((self.program, program),)
@@ -65,7 +66,7 @@ class Toolchain:
         return Run(argv=self.argv, files=files, stdin=stdin, limits=limits)
 
 
-#: How much may go into compiling: compilers take more than programs, and template bombs no more than this.
+#: Limits of compiling: compilers need more than programs, and template bombs get no more than this.
 COMPILING: Final = Limits(
     cpu_s=30.0, wall_s=60.0, memory_bytes=1 << 30, address_space=False, output_bytes=64 << 20, disk_bytes=256 << 20
 )
@@ -113,12 +114,12 @@ _BY_ALIAS: Final = {alias: each for each in LANGUAGES.values() for alias in (eac
 
 
 def named(name: str) -> Toolchain | None:
-    """The language that is called so, if any."""
+    """Return the language with this name or alias, if any."""
     return _BY_ALIAS.get(name.strip().lower())
 
 
 def find(name: str) -> Toolchain:
-    """The language that is called so, with its programs' places.
+    """Return the language with this name, with the paths of its tools.
 
     Raises:
         ToolchainMissing: it is unknown, or not installed here.
@@ -139,12 +140,12 @@ def find(name: str) -> Toolchain:
 
 
 def installed() -> tuple[str, ...]:
-    """The names of those that this host has."""
+    """Return the names of the languages installed on this host."""
     return tuple(name for name, each in LANGUAGES.items() if all(_place(tool) is not None for tool in each.tools))
 
 
 def folders() -> tuple[Path, ...]:
-    """Folders outside /usr that the box must show for the languages that are installed."""
+    """Return folders outside /usr that the guest must see for the installed languages."""
     places = (_place(tool) for each in LANGUAGES.values() for tool in each.tools)
     folders = {place.parent.parent for place in places if place is not None and not place.is_relative_to("/usr")}
     return tuple(sorted(folders))
@@ -152,12 +153,12 @@ def folders() -> tuple[Path, ...]:
 
 @cache
 def _place(tool: str) -> Path | None:
-    """Where a program is that a run may start, whoever the run is; a link in /usr stays what it is called."""
+    """Return the path of a tool that any user's run may execute; a link in /usr keeps its own name."""
     found = shutil.which(tool, path="/usr/local/bin:/usr/bin:/bin") or shutil.which(tool)
     if found is None:
         return None
     real = Path(os.path.realpath(found))
-    if real.name == "rustup":  # it stands for the compiler of the toolchain that is chosen
+    if real.name == "rustup":  # rustup's shim stands for the compiler of the selected toolchain
         return _of_rustup(found, tool)
     if real.is_relative_to("/usr"):
         return Path(found)

@@ -1,16 +1,16 @@
 """`Oubliette`: judges the program in an answer by running it on a problem's tests, in a sandbox.
 
-The program is the last fenced block of the answer; it is compiled once, and run on the tests in their order, some at
-once. It is correct if every test is. Tests end at the first failure, or go on where the reward is the share that is
-passed. Expected answers are compared here, or in the checker's box, and never are in the program's.
+The program is the last fenced block of the answer. It is compiled once and run on the tests in order, several at once.
+It is correct if it passes all tests. Testing stops at the first failure, unless the reward is the share of tests
+passed. Expected answers are compared here, or in the checker's guest, and are never in the program's guest.
 
-What the program does wrong (no code, no compilation, crashes, its limits, other output) is `wrong`. What says nothing
-of it is masked: a box that was lost twice, a processor that it was not given, tests that cannot be read, a checker that
-fails on the reference answer as well, are `verifier_error`s; tests that take longer together than the verifier may are
-a `timeout`. A checker that accepts the reference answer and fails on a program's output refuses it.
+Faults of the program (no code, no compilation, crashes, limits, other output) are `wrong`. Failures that say nothing
+about the program are masked as `verifier_error`: a guest lost twice, lack of a processor, invalid tests, or a checker
+that also fails on the reference answer. Tests that together exceed the verifier's deadline give a `timeout`. If a
+checker accepts the reference answer and fails on a program's output, the output is rejected.
 
-A service that is killed forgets the programs and outputs that it held, and comes back: an answer of which it has
-forgotten something is judged anew, from its beginning, and one that cannot open it waits for it for a while.
+A restarted service has lost its programs and outputs. An answer that depends on lost content is judged again from the
+start. An answer that cannot reach the service waits for it for a while.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from pipelinerl.verifiers.oubliette.sandbox import default_slots
 from pipelinerl.verifiers.oubliette.toolchains import COMPILING, ToolchainMissing
 from pipelinerl.verifiers.verifier import failed, graded, shown, timed_out, wrong
 
-#: A program may write so much more than the answer.
+#: Number of bytes by which a program's output may exceed twice the answer.
 _SPARE_OUTPUT: Final = 64 << 10
-#: How often an answer is judged of which a service has forgotten something: it may be killed again and again while it
-#: judges the same one. What was never there is missed each time.
+#: Number of attempts for an answer whose content the service has lost: the service may be killed repeatedly. Content
+#: that was never uploaded is missing each time.
 _TRIES: Final = 8
-#: A service that cannot be reached is tried again for so long, as one is that was reached before.
+#: Time for which an unreachable service is retried, whether or not it was reached before.
 _GRACE_S: Final = 60.0
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
 
 
 def refuse_unreadable(problem: Problem) -> None:
-    """Raise `RecipeError` for a problem whose tests, or what else its metadata says, cannot be read."""
+    """Raise `RecipeError` for a problem with invalid tests or other invalid metadata."""
     try:
         CodeProblem.of(problem)
     except TestsMalformed as error:
@@ -59,8 +59,10 @@ def refuse_unreadable(problem: Problem) -> None:
 
 @final
 class Oubliette:
-    """Verifier for problems with tests. To be closed; the sandbox is opened, and tried, at its start or the first
-    answer."""
+    """Verifier for problems with tests. The caller must close it.
+
+    The sandbox is opened and probed at `start` or at the first answer.
+    """
 
     def __init__(self, rules: CodeRules | None = None, *, deadline_s: float = 60.0, workers: int | None = None) -> None:
         self._rules = rules or CodeRules()
@@ -87,12 +89,12 @@ class Oubliette:
         )
 
     async def start(self) -> None:
-        """Open and try the sandbox, which the first answer would wait for; where there is none, that answer says so."""
+        """Open and probe the sandbox before the first answer. If that fails, the first answer reports it."""
         with contextlib.suppress(SandboxMissing, SandboxLost):
             await self._opened(0.0)
 
     async def close(self) -> None:
-        """End every box."""
+        """Close every guest."""
         self._missing = self._missing or "the verifier is closed"
         async with self._opening:
             runner, self._runner = self._runner, None
@@ -106,7 +108,7 @@ class Oubliette:
         return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
 
     async def _opened(self, grace_s: float) -> CodeRunner:
-        """What runs programs; whoever waits while somebody else tries in vain has tried with him."""
+        """Return the runner. Callers that waited for a failed attempt share its error."""
         asked = time.monotonic()
         async with self._opening:
             if self._runner is not None:
@@ -140,10 +142,12 @@ class Oubliette:
 
 
 async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
-    """What runs the programs of a domain: the service that the rules name, or this machine's sandbox. To be closed.
+    """Open the runner of a domain: the service that the rules name, or this machine's sandbox.
+
+    The caller must close it.
 
     Raises:
-        SandboxMissing: the tier that is asked for cannot be had; the message names the cause.
+        SandboxMissing: the requested tier is not available; the message names the cause.
         SandboxLost: the service cannot be reached now.
     """
     if not rules.url:
@@ -158,7 +162,7 @@ async def open_runner(rules: CodeRules, *, at_once: int) -> CodeRunner:
 
 @final
 class _Judged:
-    """One answer's program, while it is judged."""
+    """Judgement of one answer's program."""
 
     def __init__(self, runner: CodeRunner, problem: CodeProblem, rules: CodeRules, deadline_s: float) -> None:
         self._runner = runner
@@ -167,7 +171,11 @@ class _Judged:
         self._left_s = deadline_s
 
     async def verdict(self, text: str) -> Verdict:
-        """Without the tier. Raises `TimeoutError` when the verifier's time is over before the tests are."""
+        """Return the verdict, without the tier.
+
+        Raises:
+            TimeoutError: the verifier's time ran out during the tests.
+        """
         block = last_block(text)
         if block is None:
             return wrong("the answer has no closed fenced block of code")
@@ -194,7 +202,7 @@ class _Judged:
         return _scored(shares, reason, self._rules.scoring)
 
     async def _tested(self, program: Program, test: CodeTest) -> tuple[float, str]:
-        """(share, why not all) of one test."""
+        """Return (share, reason if not all) of one test."""
         time_limit_s = self._problem.time_limit_s or self._rules.time_limit_s
         checker = self._problem.checker or self._rules.checker
         custom = isinstance(checker, CustomChecker)
@@ -221,7 +229,7 @@ class _Judged:
         return share, "" if share == 1.0 else f"wrote {executed.result.stdout[:60]!r}"
 
     async def _run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
-        """Within what is left of the verifier's time, which passes while programs run and not while they wait."""
+        """Run within the rest of the verifier's time, which passes only while programs run."""
         left_s = self._left_s
         if left_s <= 0:
             raise TimeoutError

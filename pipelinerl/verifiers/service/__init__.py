@@ -1,1 +1,1 @@
-"""Verifiers as a service of their own: its wire, its server, and the client that actors judge by."""
+"""Verifiers as a separate service: its wire format, its server, and the client by which actors use it."""

@@ -1,4 +1,4 @@
-"""`post`: one request to a service that beats while it works (`beating.py`), within its patience and bounds."""
+"""`post`: sends one request to a service with heartbeats (`beating.py`), within time and size limits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pipelinerl.system.http_client import call_timeout
 if TYPE_CHECKING:
     import aiohttp
 
-#: Idle connections live shorter than the server's, so that it is the client that closes.
+#: Shorter than the server's, so that it is the client that closes idle connections.
 KEEP_ALIVE_S: Final = 30.0
 _MOST_SHOWN_OF_A_REFUSAL: Final = 300
 
 
 @dataclass(frozen=True, slots=True)
 class ServicePatience:
-    """How long services are waited for, in seconds.
+    """Timeouts for services, in seconds.
 
     Attributes:
-        grace_s: after the first failure, until answers are masked.
-        silence_s: without a sign of life of one that works.
-        timeout_s: for its answer.
+        grace_s: time after the first failure until answers are masked.
+        silence_s: longest time without a heartbeat of a working service.
+        timeout_s: longest time to the answer.
     """
 
     grace_s: float = 60.0
@@ -34,13 +34,13 @@ class ServicePatience:
 
 
 class ServiceFailed(Exception):
-    """A service did not do its work; another may, or the same one later."""
+    """A service did not do its work; another one may, or the same one later."""
 
 
 async def post(
     session: aiohttp.ClientSession, url: str, body: bytes, *, most_bytes: int, patience: ServicePatience
 ) -> tuple[int, bytes]:
-    """The status, and the body of at most `most_bytes`.
+    """Return the status, and the body of at most `most_bytes`.
 
     Raises:
         ServiceFailed: there is no answer, or it is too long; the message names the URL.
@@ -59,7 +59,7 @@ async def post(
 
 
 def error_of(content: bytes) -> tuple[str, str]:
-    """(message, code) of a refusal in OpenAI's shape, else of whatever came."""
+    """Return (message, code) of an error in OpenAI's format, or the start of any other content."""
     try:
         error = msgspec.json.decode(content, type=Mapping[str, Mapping[str, str | None]])["error"]
         return str(error.get("message"))[:_MOST_SHOWN_OF_A_REFUSAL], str(error.get("code"))
@@ -68,7 +68,7 @@ def error_of(content: bytes) -> tuple[str, str]:
 
 
 async def at_most(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """The body. Raises `ServiceFailed` for one that has more bytes."""
+    """Return the body. Raises `ServiceFailed` if it is larger than `most_bytes`."""
     parts: list[bytes] = []
     size = 0
     async for part in response.content.iter_any():

@@ -1,4 +1,4 @@
-"""`HeartbeatRoute`: a route that answers at once, sends heartbeats while work goes on, and ends with its caller."""
+"""`HeartbeatRoute`: a route that responds at once, sends heartbeats while work runs, and ends with its caller."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from starlette.types import Receive, Scope, Send
 
 from pipelinerl.system.http_service import refusal
 
-#: How often a service that is at work says so, by a space before its answer.
+#: Interval of heartbeats: a working service sends a space before its answer.
 BEAT_S: Final = 1.0
 
 
 class RequestRefused(Exception):
-    """A request that is not begun here: the status and code of the refusal, and why."""
+    """The request is not accepted here: status and code of the response, and the reason."""
 
     def __init__(self, status: int, code: str, why: str) -> None:
         super().__init__(why)
@@ -27,13 +27,13 @@ class RequestRefused(Exception):
 
 @final
 class HeartbeatRoute:
-    """POST of one type of request. An instance, which Starlette takes for an ASGI application: it sees askers leave."""
+    """POST of one type of request. It is an ASGI application (an instance), so it notices when clients disconnect."""
 
-    #: Work that has been begun, and what it answers.
+    #: Started work; it returns the answer.
     Work = Coroutine[Any, Any, msgspec.Struct]
 
     def __init__(self, request: Any, begin: Callable[[Any], Work]) -> None:
-        """`begin` takes what was decoded as `request`, or raises `RequestRefused`."""
+        """Create the route; `begin` takes the decoded `request`, or raises `RequestRefused`."""
         self._type = request
         self._begin = begin
 
@@ -43,9 +43,9 @@ class HeartbeatRoute:
             work = self._begin(msgspec.json.decode(await Request(scope, receive).body(), type=self._type))
         except ClientDisconnect:
             return
-        except msgspec.ValidationError as error:  # says what was expected and where, never what came
+        except msgspec.ValidationError as error:  # names the expected type and path, never the content
             await refusal(422, str(error), code="invalid_request_error")(scope, receive, send)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # msgspec lets two through as they are
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # msgspec lets the last two through unchanged
             await refusal(400, "the body must be JSON", code="invalid_json")(scope, receive, send)
         except RequestRefused as refused:
             await refusal(refused.status, str(refused), code=refused.code)(scope, receive, send)

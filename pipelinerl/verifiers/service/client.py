@@ -1,19 +1,19 @@
-"""`VerifierServices` and `RemoteVerifier`: an actor's answers judged by services, whichever of them live.
+"""`VerifierServices` and `RemoteVerifier`: send an actor's answers to whichever verifier services are up.
 
-Promises: each answer has one verdict, however often a request had to be asked anew; a service that cannot be reached,
-falls silent, breaks off, answers 5xx or answers what cannot be, is an infrastructure failure: the request goes to
-another service, again and again for `grace_s`, and its answers are then *masked* (`verifier_error`), never scored.
-What a service answers is bounded in size, and looked at before it is believed.
+Each answer gets exactly one verdict, even if its request is retried. A service that is unreachable, silent, drops the
+connection, or answers 5xx or invalid data is an infrastructure failure. The request is then retried at other services
+for `grace_s`, after which its answers are *masked* (`verifier_error`), never scored. Responses are limited in size and
+validated.
 
-A service that failed is left alone for a while, longer each time, unless a new life of it is heard of. Of the others
-that are about as little loaded as the least, a problem prefers always the same, which may know its answers already.
+A failed service is avoided for a period that grows with each failure, unless it restarts. Among the others with about
+the lowest load, a problem always prefers the same one, which may have its answers cached.
 
-| waits for | at most | who unblocks it |
+| waits for | at most | unblocked by |
 |---|---|---|
 | a service, where there is none | `grace_s`, then the answers are masked | the controller names one |
-| the next sign of life of a service that judges | `silence_s`, then another is asked | it beats each second |
-| the verdicts of a service | `timeout_s`, then another is asked | it judges |
-| room in services that are full | – | verdicts |
+| the next heartbeat of a judging service | `silence_s`, then another is tried | a heartbeat each second |
+| the verdicts of a service | `timeout_s`, then another is tried | its verdicts |
+| capacity in services that are full | – | verdicts |
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ log = logging.getLogger("pipelinerl")
 
 _FIRST_REST_S: Final = 0.5
 _LONGEST_REST_S: Final = 15.0
-#: How long a full service, and one that nobody has named yet, is waited for before it is looked for again.
+#: Time before a full service is retried, and before services are looked up again where there is none.
 _LOOK_AGAIN_S: Final = 0.25
-#: A problem's preferred service may hold so many more answers of this actor than the least loaded one.
+#: Number of answers by which a problem's preferred service may exceed the least loaded one.
 _SLACK: Final = 64
-#: What an answer may take: names and reasons of some parts, and a little for the whole.
+#: Size limit of a response: names and reasons of some parts per verdict, and a constant.
 _BYTES_PER_VERDICT: Final = 64 << 10
 _BYTES_BESIDE: Final = 1 << 20
-#: Weighted sums of rewards that verifiers may give stay below it: a number beyond comes from no verifier of ours.
+#: Limit on weighted sums of rewards; no verifier of this project gives a larger number.
 _MOST_REWARD: Final = 1e9
 
 
 class _ServiceFull(Exception):
-    """A service has no room just now."""
+    """A service has no capacity at the moment."""
 
 
 class _CannotBeAsked(Exception):
-    """No service would judge this."""
+    """No service can judge this."""
 
 
 @final
 @dataclass(slots=True)
 class _Service:
-    """What is known of one service: its lease, the answers of ours that it holds, and until when it is left alone."""
+    """State of one service: its lease, the number of our answers that it holds, and its cooldown."""
 
     lease: VerifierLease
     load: int = 0
@@ -73,27 +73,27 @@ class _Service:
     rests_until: float = -math.inf
 
     def failed(self, now: float) -> None:
-        """Leave it alone for a while."""
+        """Start a cooldown."""
         self.rest_s = min(max(_FIRST_REST_S, 2 * self.rest_s), _LONGEST_REST_S)
         self.rests_until = now + self.rest_s
 
     def answered(self) -> None:
-        """Forget its failures."""
+        """Reset the cooldown."""
         self.rest_s, self.rests_until = 0.0, -math.inf
 
 
 @final
 @dataclass(slots=True)
 class _Try:
-    """What became of one request so far."""
+    """State of one request across its attempts."""
 
     until: float = math.inf
     reason: str = "no verifier service has been named by the controller"
     refused: set[str] = field(default_factory=set)
-    """Lives of services that will not judge it, whatever time passes."""
+    """Incarnations of services that permanently reject it."""
 
     def failed(self, reason: str, now: float, grace_s: float) -> None:
-        """Note a failure; from the first on, time is short."""
+        """Record a failure; the first one starts the grace period."""
         self.reason = reason
         self.until = min(self.until, now + grace_s)
 
@@ -110,7 +110,7 @@ class VerifierServices:
         self._changed = asyncio.Event()
 
     def update(self, leases: Iterable[VerifierLease]) -> None:
-        """Use these from now on; what others have been asked already, they may still answer."""
+        """Replace the list of services; others may still answer running requests."""
         known = self._services
         self._services = {}
         for lease in leases:
@@ -128,13 +128,13 @@ class VerifierServices:
     async def judge(
         self, domain: str, rules: str, problem: Problem, answers: Sequence[SampledAnswer]
     ) -> list[Judgement]:
-        """The verdicts on answers to a problem, in their order; masked where no service reaches them."""
+        """Return the verdicts on answers to a problem, in order; masked if no service can judge them."""
         request = VerifyRequest(
             protocol=wire.PROTOCOL, domain=domain, rules=rules, problem=problem, answers=tuple(answers)
         )
         try:
             body = msgspec.json.encode(request)
-        except (TypeError, ValueError) as error:  # metadata of no JSON type, half characters in a text
+        except (TypeError, ValueError) as error:  # metadata that is not JSON, or lone surrogates in a text
             return _masked(f"the problem cannot be sent to a verifier service: {error}", len(answers))
         clock, tried = asyncio.get_running_loop().time, _Try()
         while True:
@@ -167,7 +167,7 @@ class VerifierServices:
             await self._session.close()
 
     def _chosen(self, request: VerifyRequest, body: bytes, tried: _Try, now: float) -> _Service | None:
-        """Of the little loaded the one that this problem prefers; None where nobody can be asked now."""
+        """Return the problem's preferred service among those with low load, or None if none can be used now."""
         able = [
             each
             for each in self._services.values()
@@ -185,7 +185,7 @@ class VerifierServices:
         )
 
     def _nobody(self, request: VerifyRequest, tried: _Try) -> str:
-        """Why no service can be asked."""
+        """Return the reason why no service can be used."""
         if tried.until < math.inf:
             return tried.reason
         judging = [each.lease for each in self._services.values() if request.domain in each.lease.domains]
@@ -195,7 +195,7 @@ class VerifierServices:
         return f"no verifier service of this run judges {request.domain} now"
 
     async def _wait(self, tried: _Try, now: float) -> None:
-        """Until services change, one has rested, or it is too late."""
+        """Wait until services change, a cooldown ends, or the time is up."""
         wakes = [each.rests_until for each in self._services.values() if each.rests_until > now]
         wakes.append(now + _LOOK_AGAIN_S)
         with contextlib.suppress(TimeoutError):
@@ -203,7 +203,7 @@ class VerifierServices:
                 await self._changed.wait()
 
     async def _asked(self, service: _Service, body: bytes, count: int, tried: _Try) -> list[Judgement]:
-        """A service's verdicts.
+        """Return a service's verdicts.
 
         Raises:
             ServiceFailed, _ServiceFull, _CannotBeAsked: it gave none; the message names it.
@@ -229,7 +229,7 @@ class VerifierServices:
 
 @final
 class RemoteVerifier:
-    """Judges a domain's answers by the run's services. Its deadlines are the services' verifiers'."""
+    """Judges a domain's answers by the run's services. The deadlines are those of the services' verifiers."""
 
     def __init__(self, services: VerifierServices, *, domain: str, rules: str) -> None:
         self._services = services
@@ -237,15 +237,15 @@ class RemoteVerifier:
         self._rules = rules
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        """Judge them by one service."""
+        """Send all answers to one service."""
         return await self._services.judge(self._domain, self._rules, problem, answers)
 
     async def close(self) -> None:
-        """Nothing is held: the services are everybody's."""
+        """Do nothing; the services are shared."""
 
 
 def _judgements(content: bytes, count: int, url: str) -> list[Judgement]:
-    """What the body says. Raises `ServiceFailed` where it does not say one sane verdict for each answer."""
+    """Parse the response. Raises `ServiceFailed` unless it holds one valid verdict per answer."""
     try:
         judgements = msgspec.json.decode(content, type=VerifyAnswer).judgements
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

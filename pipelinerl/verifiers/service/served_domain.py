@@ -1,4 +1,4 @@
-"""`ServedDomain`: a domain with what judges it, apart from the service: who asks one imports no web server."""
+"""`ServedDomain`: a domain and its verifier; a separate module, so that clients import no web server."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pipelinerl.verifiers.verifier import GroupVerifier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedDomain:
-    """A domain as it is judged here.
+    """A domain that this service judges.
 
     Attributes:
-        rules: digest of the part of the recipe that says how, so that nobody is judged by another recipe's.
-        kept: whether equal answers have equal verdicts, which then need not be reached again.
+        rules: digest of the part of the recipe that defines judging, so that no client gets another recipe's verdicts.
+        kept: whether equal answers have equal verdicts, which can be cached.
         tier: of the sandbox, where there is one.
     """
 

@@ -1,14 +1,14 @@
-"""`VerifierService` and its application: judges what actors send, domain by domain, as an actor would by itself.
+"""`VerifierService` and its application: judges answers sent by actors, by domain, as an actor would judge them itself.
 
-Promises: every request that is answered has one verdict for each of its answers; one whose asker has gone is given up,
-and its workers are killed; a request that is refused was not begun. Equal answers to one problem are judged once, and
-not again as long as they are in the cache, where the domain's verifier says always the same (`ServedDomain.kept`).
+A response has one verdict for each answer of its request. A request is abandoned when its client disconnects, and its
+workers are killed. A rejected request was never started. Equal answers to one problem are judged once, and cached if
+the domain's verifier is deterministic (`ServedDomain.kept`).
 
-| waits for | at most | who unblocks it |
+| waits for | at most | unblocked by |
 |---|---|---|
 | a verdict | the verifier's own deadline | its worker, which the deadline kills |
-| whoever asked, to take the answer | – | he takes it, leaves or dies |
-| a drain | – | the last verdict; who cannot wait sends SIGTERM |
+| the client, to take the answer | – | it takes it, leaves or dies |
+| a drain | – | the last verdict; to end it early, send SIGTERM |
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from pipelinerl.verifiers.service.wire import (
 )
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, start
 
-#: Answers that a service holds at most; whoever asks for more is sent to another, or waits.
+#: Maximum number of answers that a service holds; a request beyond that goes to another service, or waits.
 MOST_WAITING: Final = 65_536
 
 
 @final
 class VerifierService:
-    """One service's work behind its routes, on one event loop."""
+    """The work behind one service's routes, on one event loop."""
 
     def __init__(
         self, domains: Mapping[str, ServedDomain], *, cache: VerdictCache, most_waiting: int = MOST_WAITING
@@ -56,11 +56,11 @@ class VerifierService:
         self._most_waiting = most_waiting
         self._queue = self._verdicts = self._hits = 0
         self.started = asyncio.Event()
-        """Set once every verifier is up."""
+        """Set once every verifier has started."""
         self.closing = asyncio.Event()
-        """Set once nothing new is taken."""
+        """Set once the service accepts no more requests."""
         self.drained = asyncio.Event()
-        """Set once it is closing and everything has its verdict."""
+        """Set once it is closing and every accepted answer has its verdict."""
 
     @property
     def rules(self) -> Mapping[str, str]:
@@ -69,11 +69,11 @@ class VerifierService:
 
     @property
     def state(self) -> str:
-        """`ready`, or `draining`."""
+        """State of the service: `ready`, or `draining`."""
         return "draining" if self.closing.is_set() else "ready"
 
     async def start(self) -> None:
-        """Bring up every verifier that can be; what fails is told by the first answer."""
+        """Start all verifiers. A failure is reported by the first answer."""
         await asyncio.gather(*(start(domain.verifier) for domain in self._domains.values()))
         self.started.set()
 
@@ -83,14 +83,14 @@ class VerifierService:
             await domain.verifier.close()
 
     def drain(self) -> int:
-        """Take nothing new from now on; returns how many answers still wait for a verdict."""
+        """Accept no more requests; return the number of answers that still wait for a verdict."""
         self.closing.set()
         if not self._queue:
             self.drained.set()
         return self._queue
 
     def admit(self, request: VerifyRequest) -> ServedDomain:
-        """The domain that is to judge the request. Raises `RequestRefused`."""
+        """Return the domain that is to judge the request. Raises `RequestRefused`."""
         if request.protocol != wire.PROTOCOL:
             raise RequestRefused(
                 409,
@@ -118,7 +118,7 @@ class VerifierService:
         return domain
 
     async def judge(self, domain: ServedDomain, request: VerifyRequest) -> VerifyAnswer:
-        """A verdict for each answer of a request that was admitted."""
+        """Return a verdict for each answer of an admitted request."""
         count = len(request.answers)
         self._queue += count
         try:
@@ -136,7 +136,7 @@ class VerifierService:
         return VerifyAnswer(judged=tuple(JudgedAnswer(verdict=v, seconds=max(0.0, s)) for v, s in judgements))
 
     def status(self) -> ServiceStatus:
-        """What is judged here, and how much."""
+        """Return the domains judged here, and the load."""
         domains = {
             name: DomainStatus(rules=domain.rules, tier=domain.tier, kept=domain.kept)
             for name, domain in self._domains.items()
@@ -155,7 +155,7 @@ class VerifierService:
     async def _found_or_reached(
         self, domain: ServedDomain, problem: Problem, answers: Sequence[SampledAnswer]
     ) -> list[Judgement]:
-        """What is known, and the rest from the verifier, each different answer once."""
+        """Return cached verdicts, and judge each distinct remaining answer once."""
         keys = keys_of(domain.rules, problem, (answer.text for answer in answers))
         found = {key: Judgement(verdict, 0.0) for key in keys if (verdict := self._cache.find(key)) is not None}
         missing = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in found}
@@ -172,7 +172,10 @@ class VerifierService:
 
 
 def create_app(service: VerifierService, *, token: str | None) -> FastAPI:
-    """The application that serves `service`, started and closed with it; every route but /health wants the `token`."""
+    """Return the application that starts, serves and closes `service`.
+
+    Every route but /health requires the `token`.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

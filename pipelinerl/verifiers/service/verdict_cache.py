@@ -1,8 +1,8 @@
-"""`VerdictCache`: verdicts that need not be reached again, by what was judged, in a bounded number of bytes.
+"""`VerdictCache`: verdicts by a hash of their inputs, in a bounded number of bytes.
 
-Promises: a verdict is found by the hash of all that it depends on (the rules, the problem with its ground truth, the
-whole answer) and by nothing else: of an answer that is nearly one that is known, neither verdict nor time tells more
-than of any other. Only judgements are kept, never a failure or a timeout. What was looked at longest ago goes first.
+A key is the hash of everything that a verdict depends on: the rules, the problem with its ground truth, and the whole
+answer. Similar answers therefore reveal nothing about cached ones, neither by verdict nor by time. Only judgements are
+cached, never a failure or a timeout. The least recently used entry is evicted first.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import msgspec
 
 from pipelinerl.types import Problem, Verdict
 
-#: What a place takes beside the verdict's own bytes: the key, the objects around both.
+#: Size of an entry besides the verdict's bytes: the key, and the objects around both.
 _PLACE_BYTES: Final = 256
 
 
 def keys_of(rules: str, problem: Problem, texts: Iterable[str]) -> list[bytes]:
-    """The hash of what the verdict on each answer of a deterministic verifier depends on: 32 bytes.
+    """Return a 32-byte hash per answer over everything that its verdict by a deterministic verifier depends on.
 
-    What stands before a text is one JSON array, so that no two things have one hash. It is read once, not once for each
+    The part before the text is one JSON array, so that the encoding is unambiguous. It is hashed once, not once per
     answer: a problem may have megabytes, and four thousand answers.
     """
     asked = [rules, problem.domain, problem.messages, problem.ground_truth, problem.metadata]
@@ -38,7 +38,7 @@ def keys_of(rules: str, problem: Problem, texts: Iterable[str]) -> list[bytes]:
 
 @final
 class VerdictCache:
-    """At most `most_bytes`; with 0 it keeps nothing."""
+    """A cache of at most `most_bytes`; with 0 it stores nothing."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -46,10 +46,10 @@ class VerdictCache:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Verdict)
         self.num_bytes = 0
-        """What is held."""
+        """Size of the cached entries."""
 
     def find(self, key: bytes) -> Verdict | None:
-        """The verdict that was kept under the key, if it still is."""
+        """Return the verdict cached under the key, if there is one."""
         encoded = self._kept.get(key)
         if encoded is None:
             return None
@@ -57,7 +57,7 @@ class VerdictCache:
         return self._decoder.decode(encoded)
 
     def keep(self, key: bytes, verdict: Verdict) -> None:
-        """Keep a judgement."""
+        """Cache a judgement."""
         if not verdict.outcome.is_judgement:
             return
         encoded = self._encoder.encode(verdict)

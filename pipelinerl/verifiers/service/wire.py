@@ -1,13 +1,12 @@
-"""What is asked of a verifier service, and what it answers: paths and values, the same at both ends.
+"""Routes and messages of a verifier service, shared by client and service.
 
-GET  /health     liveness, without a token
-GET  /status     → `ServiceStatus`: domains, what is being judged, the cache
-POST /verify     `VerifyRequest` → `VerifyAnswer`: the verdicts on the answers to one problem, in their order. Spaces
-                 may come before it, one each second, by which a service that works is told from one that does not
-POST /drain      → `Draining`: nothing new is taken; the process ends once it has given its last verdict
+GET  /health     liveness, without a token GET  /status     → `ServiceStatus`: domains, load, the cache POST /verify
+`VerifyRequest` → `VerifyAnswer`: the verdicts on the answers to one problem, in order. Spaces may
+                 precede it, one each second: heartbeats that distinguish a working service from a dead one
+POST /drain      → `Draining`: the service accepts nothing new; the process ends after its last verdict
 
-Bodies are JSON. What cannot be judged here has OpenAI's shape of refusal and one of the codes below; that another
-service may judge is said by the status: 404, 409 and 5xx, as against 400, 413 and 422.
+Bodies are JSON. Errors have OpenAI's format and one of the codes below. The status tells whether another service may
+accept the request: 404, 409 and 5xx do, 400, 413 and 422 do not.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from msgspec import Meta
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer
 
-#: The number of this agreement; it rises with each change that the other end has to know of.
+#: Version of this protocol; it increases with each change that the other end must know about.
 PROTOCOL: Final = 1
 
 HEALTH: Final = "/health"
@@ -29,7 +28,7 @@ STATUS: Final = "/status"
 VERIFY: Final = "/verify"
 DRAIN: Final = "/drain"
 
-#: Codes of refusals.
+#: Error codes of rejected requests.
 OTHER_PROTOCOL: Final = "other_protocol"
 UNKNOWN_DOMAIN: Final = "unknown_domain"
 OTHER_RULES: Final = "other_rules"
@@ -40,7 +39,7 @@ _MOST_ANSWERS: Final = 4096
 
 
 class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers to one problem of a domain; `rules` is the digest of how that domain judges (`LeaseOffer`)."""
+    """Answers to one problem of a domain; `rules` is the digest of the domain's judging rules (`LeaseOffer`)."""
 
     protocol: int
     domain: str
@@ -50,25 +49,25 @@ class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A verdict, and the seconds that it took; 0 where it was known."""
+    """A verdict, and the seconds spent on it; 0 if it was cached."""
 
     verdict: Verdict
     seconds: Annotated[float, Meta(ge=0)]
 
 
 class VerifyAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A verdict for each answer, in their order."""
+    """A verdict for each answer, in order."""
 
     judged: tuple[JudgedAnswer, ...]
 
     @property
     def judgements(self) -> list[Judgement]:
-        """As a `GroupVerifier` gives them."""
+        """The verdicts in the form of a `GroupVerifier`."""
         return [Judgement(each.verdict, each.seconds) for each in self.judged]
 
 
 class DomainStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How a domain is judged here: the digest of its rules, its sandbox if it has one, whether verdicts are kept."""
+    """A domain of this service: the digest of its rules, its sandbox if it has one, and whether verdicts are cached."""
 
     rules: str
     tier: str
@@ -76,12 +75,12 @@ class DomainStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a service is doing.
+    """State of a service.
 
     Attributes:
-        queue: answers that were taken and have no verdict yet.
-        verdicts, hits: verdicts given, and how many of them were known.
-        cache_bytes: what the known ones take.
+        queue: accepted answers that have no verdict yet.
+        verdicts, hits: number of verdicts given, and of those from the cache.
+        cache_bytes: size of the cache.
     """
 
     protocol: int
@@ -95,13 +94,13 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Draining(msgspec.Struct, frozen=True):
-    """How many answers still wait for their verdicts."""
+    """The number of answers that still wait for their verdicts."""
 
     queue: int
 
 
 class VerifierLease(msgspec.Struct, frozen=True, kw_only=True):
-    """A service that actors may use: its base URL, which life of it, and the digest of the rules of each domain."""
+    """A service that actors may use: its base URL, its incarnation, and the digest of the rules of each domain."""
 
     url: str
     incarnation: str

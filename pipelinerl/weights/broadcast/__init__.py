@@ -1,1 +1,1 @@
-"""Weights pushed to every engine at once, through a process group that the trainer leads."""
+"""Broadcast of weights to all engines at once, through a process group that the trainer leads."""

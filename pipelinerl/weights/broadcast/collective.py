@@ -1,16 +1,16 @@
-"""`Collective`: one process group between a trainer (rank 0) and its engines, made directly from a store.
+"""`Collective`: one process group between a trainer (rank 0) and its engines, built directly on a store.
 
-Promises: it never touches torch's default group, so it lives beside whatever the trainer or the engine uses; each
-membership has its own prefix in the store, so that a new one is independent of what became of the old; nothing waits
-without a deadline; sockets are bound to one chosen address. Torch is imported here, so import this where it is needed.
+It never touches torch's default group, so it coexists with any group the trainer or engine uses. Each membership has
+its own prefix in the store, so a new group does not depend on the state of an old one. Every wait has a deadline, and
+sockets are bound to one chosen address. This module imports torch, so import it only where torch is needed.
 
-Gloo cannot interrupt a receive that waits: it ends when the bytes come, when the sender leaves before it has begun to
-send (`close` on the other side, or its death, seen within milliseconds), or at its deadline. In the middle of a tensor
-the receiver may miss that the sender has gone; so tensors are small and deadlines short.
+Gloo cannot interrupt a blocked receive. The receive ends when the bytes arrive, at its deadline, or when the sender
+leaves before it starts to send (by `close`, or by dying, which is noticed within milliseconds). In the middle of a
+tensor the receiver may not notice that the sender is gone, so tensors are small and deadlines short.
 
-Large groups connect where bytes go, and nowhere else (`Connections.TREE`): a broadcast is a tree, in which 64 engines
-and a trainer have 64 connections and not the 2,080 of every pair. A broadcast of one byte makes them, by which the
-ranks meet: a rank that does not come is missed there, and one that leaves is heard of by those who wait for it.
+Large groups connect only along the edges of a broadcast tree (`Connections.TREE`). 64 engines and a trainer then need
+64 connections instead of the 2,080 of a full mesh. A broadcast of one byte opens the connections while the group forms.
+A missing rank is detected at that point; a rank that leaves is noticed by the ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from pipelinerl.errors import AddressError, DeadlineError, UpdateError
 from pipelinerl.system.addresses import address_towards, without_name_servers
 from pipelinerl.system.ports import family_of
 
-#: A wait at the store cannot be interrupted, and torch prints two warnings for each that ends in vain. The store is
-#: polled instead, at intervals of this share of the time waited so far, within these bounds.
+#: A blocking wait on the store cannot be interrupted, and torch prints two warnings each time one times out. The code
+#: polls the store instead. The poll interval is this share of the time waited so far, within these bounds.
 _POLL_SHARE: Final = 0.05
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.001, 0.01
 
-#: Torch's stubs leave out most of what is made in C++.
+#: Torch's type stubs omit most of what is implemented in C++.
 dist: Any = torch.distributed
 
 
 @final
 class Rendezvous:
-    """The store at which a membership meets, listening on `host` alone (a bare TCPStore listens everywhere)."""
+    """The store at which group members meet; it listens on `host` only (a bare TCPStore listens on all addresses)."""
 
     def __init__(self, host: str, port: int = 0) -> None:
-        """Listen on (`host`, `port`); port 0 takes a free one.
+        """Listen on (`host`, `port`); port 0 picks a free port.
 
         Raises:
             AddressError: the address cannot be bound.
@@ -63,13 +63,13 @@ class Rendezvous:
             )
 
     def close(self) -> None:
-        """Stop listening; groups that have formed live on."""
+        """Stop listening; groups that have already formed keep working."""
         self._store = None
 
 
 @final
 class Collective:
-    """A formed process group. Used by one thread at a time; `close` may come from another."""
+    """A formed process group. One thread uses it at a time; `close` may be called from another thread."""
 
     def __init__(self, group: Any, store: Any, *, backend: Backend, name: str) -> None:
         self._group = group
@@ -90,17 +90,17 @@ class Collective:
         connections: Connections | None = None,
         timeout_s: float,
     ) -> Collective:
-        """Meet the other ranks at the store on (`host`, `port`); blocks until all have come.
+        """Meet the other ranks at the store on (`host`, `port`); block until all have joined.
 
         Raises:
-            DeadlineError: the store did not answer, or a rank did not come, within `timeout_s`.
-            UpdateError: the store is closed, a rank broke off, or the backend is not available here.
+            DeadlineError: the store did not answer, or a rank did not join, within `timeout_s`.
+            UpdateError: the store is closed, a rank left, or the backend is not available here.
         """
         name = f"group {group!r} generation {generation}"
         patience, deadline = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
         try:
-            # Torch would retry until the deadline. The store is there before anybody is asked to join, so one that
-            # refuses was closed because the group is not to form.
+            # Torch would retry until the deadline. The store is up before any engine is asked to join, so a refused
+            # connection means that the trainer has given up on this group.
             socket.create_connection((host, port), timeout=timeout_s).close()
             with without_name_servers(host):
                 store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
@@ -115,14 +115,14 @@ class Collective:
 
     @property
     def device(self) -> torch.device:
-        """The device that tensors to broadcast must be on."""
+        """The device on which tensors must be to be broadcast."""
         return torch.device("cpu" if self._backend is Backend.GLOO else "cuda")
 
     def announce(self, key: str, text: str) -> None:
-        """Write `text` into the store at which this membership met, for ranks that `expect` it.
+        """Write `text` to the group's store, for ranks that wait for `key` in `expect`.
 
         Raises:
-            UpdateError: the store has gone.
+            UpdateError: the store is gone.
         """
         try:
             self._store.set(key, text)
@@ -130,11 +130,11 @@ class Collective:
             raise _translated(error, f"announcing {key} in {self._name}") from error
 
     def expect(self, key: str, *, deadline: float) -> str:
-        """What rank 0 announces as `key`; returns as soon as it is there.
+        """Return what rank 0 announced as `key`, as soon as it is there.
 
         Raises:
-            DeadlineError: nothing was announced until `deadline` (monotonic seconds).
-            UpdateError: rank 0 has gone, or this rank has left the group meanwhile.
+            DeadlineError: nothing was announced before `deadline` (monotonic seconds).
+            UpdateError: rank 0 is gone, or this rank left the group in the meantime.
         """
         began = time.monotonic()
         while self._group is not None:
@@ -152,7 +152,7 @@ class Collective:
         raise UpdateError(f"{self._name} was left")
 
     def broadcast(self, tensor: torch.Tensor, *, deadline: float, root: int = 0) -> None:
-        """Send `tensor` from `root`, or receive into it; returns when the memory may be used again.
+        """Send `tensor` from `root`, or receive into it; return when the memory may be reused.
 
         Args:
             tensor: flat and contiguous; a host tensor for gloo, a device tensor for NCCL.
@@ -160,8 +160,8 @@ class Collective:
 
         Raises:
             DeadlineError: a rank was silent until the deadline.
-            UpdateError: a rank left or died. After either error this rank has left the group: those that wait for it,
-                and have not had part of the tensor, need not wait for their deadlines.
+            UpdateError: a rank left or died. After either error this rank has left the group. Ranks that wait for it
+                and have received no part of the tensor then fail without waiting for their deadlines.
         """
         group, work = self._group, None
         if group is None:
@@ -174,19 +174,19 @@ class Collective:
             else:
                 self._wait_on_device(work, deadline)
         except RuntimeError as error:
-            group = work = None  # they hold the connections, and the error's traceback holds this frame
+            group = work = None  # both keep connections open, and the traceback keeps this frame alive
             self.close()
             raise _translated(error, f"a broadcast in {self._name}") from error
 
     def close(self) -> None:
-        """Leave the group. Peers that wait in a collective with this rank fail at once. May be called twice."""
+        """Leave the group; peers that wait for this rank in a collective fail at once. Idempotent."""
         group, self._group = self._group, None
         if group is not None and self._backend is Backend.NCCL:
             group.abort()
 
     @staticmethod
     def _wait_on_device(work: Any, deadline: float) -> None:
-        # NCCL's own wait only orders streams; the host must know that the bytes are there.
+        # NCCL's own wait only orders streams; the host must know that the bytes have arrived.
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError("timed out")
@@ -195,12 +195,12 @@ class Collective:
 
 
 def offers(backend: Backend) -> bool:
-    """Returns whether this process can join a group of that backend."""
+    """Return whether this process can join a group of that backend."""
     return backend is Backend.GLOO or (torch.cuda.is_available() and hasattr(dist, "ProcessGroupNCCL"))
 
 
 def shared_tensor(memory: Any) -> torch.Tensor:
-    """Flat uint8 numpy memory as a tensor on the same bytes; a tensor is itself."""
+    """View flat uint8 numpy memory as a tensor on the same bytes; return a tensor unchanged."""
     return memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory)
 
 
@@ -209,7 +209,7 @@ def _process_group(
 ) -> Any:
     if backend is Backend.GLOO:
         options = dist.ProcessGroupGloo._Options()
-        # An address, not a name: gloo would look the machine's name up, which fails where there is no network.
+        # Pass an address rather than a name: gloo would resolve the host name, which fails without a network.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy)]
         options._timeout = patience
         options._threads = 1
@@ -219,13 +219,13 @@ def _process_group(
     nccl = dist.ProcessGroupNCCL.Options()
     nccl._timeout = patience
     made = dist.ProcessGroupNCCL(store, rank, size, nccl)
-    # NCCL connects at the first collective unless told to: a missing rank must be found now.
+    # By default NCCL connects at the first collective; connect now so that a missing rank is detected here.
     made.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return made
 
 
 def _meet(group: Any, deadline: float) -> None:
-    """Connect to those from whom this rank gets its bytes, and to whom it passes them on."""
+    """Connect to the ranks that this rank receives from and forwards to."""
     options = _options(0, deadline)
     group.broadcast([torch.zeros(1, dtype=torch.uint8)], options).wait(options.timeout)
 
@@ -238,7 +238,7 @@ def _options(root: int, deadline: float) -> Any:
 
 
 def _translated(error: RuntimeError | OSError, doing: str) -> DeadlineError | UpdateError:
-    """Torch's error as one of ours, shortened to its first sentence."""
+    """Translate torch's error into one of ours, shortened to its first sentence."""
     text = str(error).split(". This is")[0].rsplit("] ", 1)[-1] if "pair.cc" in str(error) else str(error)
     reason = text.splitlines()[0][:200]
     if "time" in reason.lower() and "out" in reason.lower():

@@ -1,13 +1,15 @@
-"""`BroadcastPublisher`: pushes the trainer's weights to every engine at once, through a process group it leads.
+"""`BroadcastPublisher`: pushes the trainer's weights to all engines at once, through a process group that it leads.
 
     form the group (only when it changed) ─▶ PREPARE on all ─▶ broadcast, bucket by bucket ─▶ COMMIT on all
 
-Promises: no byte is sent before every engine has accepted the manifest; the model is never held twice, one bucket is
-staged at a time and hashed as it goes; each engine ends with the old weights or the new, and the report says which.
-An engine that refuses, cannot be reached, dies or stands still is reported and left out, and the others are served in
-the same publication, by a new generation of the group: one that has another model must not keep the fleet from its.
-When a group does not form, its rendezvous is closed: engines that wait there for the missing one give up at once. The
-report names as blameless the engines that failed because of others.
+No byte is sent before every engine has accepted the manifest. The model is never copied as a whole: one bucket is
+staged at a time, and hashed as it is sent. Each engine ends with either the old weights or the new ones, and the report
+says which.
+
+An engine that refuses, is unreachable, dies or hangs is reported and dropped. The others are served in the same
+publication by a new generation of the group, so that one engine with a different model cannot block the fleet. If a
+group fails to form, its rendezvous is closed, so engines that wait there for the missing one fail at once. Engines that
+failed only because of others are reported as blameless.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
@@ -58,24 +60,24 @@ from pipelinerl.weights.publisher import Publication, PublicationProgress, Publi
 
 log = logging.getLogger("pipelinerl")
 
-#: Generations rise with (epoch, membership, attempt), so a restarted trainer's are above its predecessor's.
+#: Generations increase with (epoch, membership, attempt), so those of a restarted trainer exceed its predecessor's.
 _EPOCH_STEP: Final = 2**40
 _MEMBERSHIP_STEP: Final = 2**12
 
-#: Engines take a piece, `bucket_bytes` at most, in milliseconds. One that is killed may leave gloo waiting.
+#: Engines take a piece of at most `bucket_bytes` in milliseconds. If an engine is killed, gloo may keep waiting.
 _PIECE_S: Final = 10.0
 
-#: Groups of more ranks connect along the tree of a broadcast alone: 64 engines join in 0.1 s rather than 1 s, each with
-#: a tenth of the connections.
+#: Groups with more ranks than this connect only along the broadcast tree: 64 engines then join in 0.1 s instead of 1 s,
+#: each with a tenth of the connections.
 _EACH_TO_EACH: Final = 9
 
-#: An engine that failed with one of these was waiting for another that is the cause.
+#: An engine that failed with one of these was waiting for another engine, which is the cause.
 _VICTIM = (DeadlineExceeded, PeerLost)
 
 
 @dataclass(frozen=True, slots=True)
 class _EngineGroup:
-    """The group that `members` (base URLs) have joined beside this process, which is rank 0."""
+    """The group that this process (rank 0) formed with `members` (base URLs)."""
 
     collective: Collective
     generation: int
@@ -85,7 +87,7 @@ class _EngineGroup:
 
 @final
 class BroadcastPublisher:
-    """Satisfies `Publisher`. One publication runs at a time; others wait their turn."""
+    """A `Publisher` that broadcasts. One publication runs at a time; others wait their turn."""
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class BroadcastPublisher:
         backend: Backend = Backend.GLOO,
         bucket_bytes: int = 16 * 2**20,
     ) -> None:
-        """The rendezvous listens on `host`, an address of this machine that the engines reach; None finds one."""
+        """Create the publisher. `host` is an address of this machine that engines can reach; None detects one."""
         self._control = control
         self._preparation = Preparation(control)
         self._host = host
@@ -109,10 +111,10 @@ class BroadcastPublisher:
         self._turn = asyncio.Lock()
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Serve the weights from every engine that can be; see `Publisher`.
+        """Send the weights to every engine that can take them; see `Publisher`.
 
         Raises:
-            UpdateError: no engine serves them; the message names each with its reason.
+            UpdateError: no engine serves them; the message names each engine with its reason.
         """
         async with self._turn:
             now = time.monotonic()
@@ -140,12 +142,12 @@ class BroadcastPublisher:
             return progress.report()
 
     async def close(self) -> None:
-        """Leave the group; engines keep what they serve."""
+        """Leave the group; engines keep the weights that they serve."""
         self._leave()
         self._close_rendezvous()
 
     async def _attempt(self, progress: PublicationProgress) -> bool:
-        """Try to serve all targets. Returns whether that is done; if not, the rest are to be tried again."""
+        """Try to serve all targets. Return True when no target remains; otherwise the caller tries again."""
         group = await self._formed(progress)
         if group is None or not await self._prepared(progress, group):
             return not progress.targets
@@ -162,7 +164,7 @@ class BroadcastPublisher:
     # --- the group -----------------------------------------------------------------------------------------------
 
     async def _formed(self, progress: PublicationProgress) -> _EngineGroup | None:
-        """A group of exactly the targets; None when some had to be dropped."""
+        """Return a group of exactly the targets, or None if some had to be dropped."""
         publication, members = progress.publication, tuple(progress.targets)
         membership = (publication.epoch, publication.membership)
         known = self._group
@@ -181,14 +183,14 @@ class BroadcastPublisher:
         if not failures and await settled(own, timeout_s=progress.remaining_s) and own.exception() is None:
             self._group = _EngineGroup(own.result(), generation, membership, members)
             return self._group
-        # Ranks that wait for the missing one, ours among them, would wait there until their deadlines.
+        # Ranks that wait for the missing one, this process included, would otherwise wait until their deadlines.
         self._close_rendezvous()
         own.add_done_callback(_close_when_done)
         if self._goes_above(failures, progress):
             return None
         culprits = {url: error for url, error in failures.items() if not isinstance(error, _VICTIM)} or failures
         progress.permanent |= lasting(culprits)
-        # An engine is overloaded with joins by groups that did not form, and it is not the one that kept them from it.
+        # An engine reports overload when joins of failed groups are still pending; it did not cause those failures.
         progress.blameless |= {url for url, error in culprits.items() if isinstance(error, Overloaded)}
         progress.drop({url: f"did not join: {error}" for url, error in culprits.items()})
         if not failures:
@@ -197,10 +199,10 @@ class BroadcastPublisher:
         return None
 
     def _goes_above(self, failures: Mapping[str, object], progress: PublicationProgress) -> bool:
-        """Returns whether to try again with a higher generation, since engines have joined one above this trainer's.
+        """Return whether to retry with a higher generation, because engines have joined one above this trainer's.
 
-        That was no later trainer's, whose engines would know its epoch: somebody told them a generation that is none.
-        Once in a publication; whoever is told another meanwhile says so, and is left out.
+        A later trainer cannot be the cause: engines would report its epoch. The higher generation was therefore
+        invalid. This is tried once per publication; an engine that reports yet another generation is dropped.
         """
         told = [error.known for error in failures.values() if isinstance(error, StaleGeneration)]
         if progress.raised or not told or len(told) < len(failures):
@@ -215,7 +217,7 @@ class BroadcastPublisher:
         return True
 
     async def _meeting_place(self, members: Iterable[str]) -> Rendezvous:
-        """A store that all members reach: another one once an engine has come from outside this machine."""
+        """Return a store that all members can reach; replace it once an engine from another machine joins."""
         host = await asyncio.to_thread(address_facing, members) if self._host is None else self._host
         if self._rendezvous is not None and self._rendezvous.host != host:
             self._close_rendezvous()
@@ -273,9 +275,9 @@ class BroadcastPublisher:
             self._group = None
 
     def _leave_soon(self) -> None:
-        """`_leave`, of which the next group does not wait for the end: gloo's threads take 10 ms to end.
+        """Leave the group without making the next one wait: gloo's threads take 10 ms to end.
 
-        NCCL's next group needs the device that this one has.
+        With NCCL this blocks, since the next group needs the device that this group holds.
         """
         if self._backend is not Backend.GLOO:
             self._leave()
@@ -297,11 +299,11 @@ class BroadcastPublisher:
         )
 
     async def _prepared(self, progress: PublicationProgress, group: _EngineGroup) -> bool:
-        """Returns whether all targets are armed; if not, those that were are aborted and the group is left."""
+        """Return whether all targets are armed; if not, abort those that were and leave the group."""
         layout, made = progress.publication.layout, dict[str, WeightUpdateRequest]()
 
         def request(**named: Any) -> WeightUpdateRequest:
-            # One for all who know the layout, and one for all who do not.
+            # Build the request once for engines that know the layout, and once for those that do not.
             (how,) = named
             if how not in made:
                 where = {"group": self._name, "generation": group.generation}
@@ -332,7 +334,7 @@ class BroadcastPublisher:
         return False
 
     async def _sent(self, progress: PublicationProgress, sender: WeightSender, group: Collective | None) -> str:
-        """Gather, hash and broadcast on a thread; returns the digest."""
+        """Gather, hash and broadcast on a thread; return the digest."""
         began, silence_s = time.monotonic(), min(progress.publication.timeout_s / 3, _PIECE_S)
         sending = in_background(
             f"send-{_version(progress.publication)}",
@@ -346,7 +348,7 @@ class BroadcastPublisher:
         return sending.result()
 
     async def _commit(self, progress: PublicationProgress, group: _EngineGroup) -> None:
-        # Sequences may take longer to drain than an engine may be silent.
+        # Draining sequences may take longer than the time an engine may be silent.
         drains = progress.publication.on_update is OnUpdate.DRAIN
         patience = progress.remaining_s if drains else _group_timeout_s(progress)
         request = self._request(progress, UpdatePhase.COMMIT, digest=progress.digest, timeout_s=patience)
@@ -358,7 +360,7 @@ class BroadcastPublisher:
         if errors:
             self._leave()
         progress.permanent |= lasting(errors)
-        # Gloo forwards along a tree: an engine behind one that died has missed the bytes and is tried again.
+        # Gloo forwards along a tree: an engine behind a dead one has missed the bytes and is tried again.
         missed = {url for url, error in errors.items() if isinstance(error, _VICTIM)}
         hopeless = len(missed) == len(answers) or time.monotonic() > progress.deadline
         progress.drop(
@@ -366,7 +368,7 @@ class BroadcastPublisher:
         )
 
     async def _abandon(self, progress: PublicationProgress, reason: str, *, can_retry: bool) -> None:
-        """The broadcast broke: release the engines, and leave out those that no longer answer."""
+        """Release the engines after a failed broadcast, and drop those that no longer answer."""
         self._leave()
         answers = await each(progress.targets, lambda url: self._abort(progress, url))
         lost = {
@@ -375,7 +377,7 @@ class BroadcastPublisher:
             if isinstance(answer, PipelineError)
         }
         progress.drop(lost)
-        # A process that was started again meanwhile answers by the same URL, and knows of no update.
+        # A process that was restarted in the meantime answers at the same URL, and knows of no update.
         restarted = {url for url, answer in answers.items() if isinstance(answer, NotPrepared)}
         hopeless, progress.broke = progress.broke and not lost, True
         if hopeless or not can_retry or time.monotonic() > progress.deadline:
@@ -406,5 +408,5 @@ def _listed(failed: dict[str, str]) -> str:
 
 
 def _group_timeout_s(progress: PublicationProgress) -> float:
-    """Return the longest silence of an engine: time remains to serve the others without it."""
+    """Return the longest silence allowed to an engine; time remains to serve the others without it."""
     return min(progress.publication.timeout_s / 3, progress.remaining_s)

@@ -1,6 +1,6 @@
-"""One pass over the trainer's parameters, put into memory bucket by bucket: `packed`.
+"""`WeightSender` and `packed`: one pass over the trainer's parameters, copied into memory bucket by bucket.
 
-`WeightSender` sends them as they come, hashed, and broadcast if there is a group. It holds one bucket, never the model.
+`WeightSender` hashes each bucket, and broadcasts it if there is a group. It holds one bucket, never the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from trainer_contract.host_weights import bytes_of
 
 @final
 class WeightSender:
-    """Used once, on one thread. After a failure `broke_in_group` tells a peer's fault from the trainer's own."""
+    """Sends the weights once, on one thread.
+
+    After a failure, `broke_in_group` distinguishes a peer's fault from the trainer's own.
+    """
 
     def __init__(self, layout: WeightLayout, weights: WeightSource, bucket_bytes: int) -> None:
         self._layout = layout
@@ -38,11 +41,13 @@ class WeightSender:
     def send(
         self, group: Collective | None, *, deadline: float, silence_s: float = math.inf, pieces_key: str = ""
     ) -> str:
-        """Send everything and return the digest; without a group, only hash. With `pieces_key`, say first what comes.
+        """Send everything and return the digest; without a group, only hash.
+
+        With `pieces_key`, announce the layout first.
 
         Raises:
-            UpdateError: the trainer gathers something else than the layout says, or a rank left.
-            DeadlineError: a rank took no piece for `silence_s`, or not all until `deadline` (monotonic seconds).
+            UpdateError: the trainer gathers something other than its layout says, or a rank left.
+            DeadlineError: a rank took no piece for `silence_s`, or not all of them by `deadline` (monotonic seconds).
         """
         if group is not None and pieces_key:
             self._announce(group, pieces_key)
@@ -80,15 +85,16 @@ def packed(
     bounds: Sequence[tuple[int, int]],
     room: Callable[[int, int], torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Each bucket [start, end) of `bounds` in turn, in the memory that `room(start, end)` gives for it.
+    """Yield each bucket [start, end) of `bounds` in turn, in the memory that `room(start, end)` provides for it.
 
     Raises:
-        UpdateError: the trainer gathers something else than the layout says.
+        UpdateError: the trainer gathers something other than its layout says.
     """
     gathered = iter(weights())
     for start, end in bounds:
         filled = room(start, end)
-        # Models have ten thousand parameters and more: slices of a tensor cost several times those of an array.
+        # Models have ten thousand parameters and more: slicing a tensor costs several times as much as slicing an
+        # array.
         host = filled.numpy() if filled.device.type == "cpu" else None
         for parameter, offset in parameters_in(layout, start, end):
             name, array = next(gathered, (None, None))
@@ -120,7 +126,7 @@ def _dtype_name(dtype: Any) -> str:
 def _write(array: Any, into: torch.Tensor) -> None:
     """Copy the bytes of a numpy, torch or DLPack array into flat uint8 memory."""
     if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
-        host = bytes_of(array)  # before torch sees it: numpy has bfloat16 by extension only, which torch refuses
+        host = bytes_of(array)  # Convert first: numpy has bfloat16 only through an extension, which torch rejects.
         if into.device.type == "cpu":
             into.numpy()[:] = host
         else:

@@ -1,1 +1,1 @@
-"""Weights put on servers by the trainer, from which each engine fetches on its own (RLAX §3.2)."""
+"""Parameter servers: the trainer uploads weights, and each engine fetches them on its own (RLAX §3.2)."""

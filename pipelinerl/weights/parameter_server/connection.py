@@ -1,8 +1,8 @@
-"""`ServerClient`: one connection to a parameter server, blocking, for the threads that push and pull.
+"""`ServerClient`: one blocking connection to a parameter server, for the threads that push and pull.
 
-Promises: bytes go from the socket into the caller's memory and from there to the socket, with no buffer between; every
-call ends by its deadline, a read also after `STALL_S` without a byte; `cut` ends it from another thread at once. What
-the server refuses comes back as the class that it raised; a server that is gone is a `ServerLost` that names it.
+Bytes move directly between the socket and the caller's memory, with no buffer between. Every call ends by its deadline;
+a read also ends after `STALL_S` without a byte. `cut` ends a call at once from another thread. An error reported by the
+server is raised here as the same class. A server that is unreachable raises a `ServerLost` that names it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inference_contract.wire import Wire
 from pipelinerl.errors import DeadlineError, ServerLost, UpdateError
 from pipelinerl.system import http_client
 
-#: A server that sends bytes and is there sends some within this time; what it has to work for may take longer.
+#: Longest pause between bytes of a live server. An answer for which the server has to work may take longer.
 STALL_S: Final = 10.0
 _FAILURES: Final = (OSError, http.client.HTTPException)
 
@@ -31,7 +31,7 @@ Answer = TypeVar("Answer", bound=Wire)
 
 @final
 class ServerClient:
-    """Used by one thread at a time, except for `cut`. The connection is made when it is needed, and kept."""
+    """A connection that is opened on demand and kept. One thread uses it at a time, except for `cut`."""
 
     def __init__(self, url: str, *, token: str | None) -> None:
         self.url = url
@@ -40,11 +40,11 @@ class ServerClient:
         self._is_cut = False
 
     def close(self) -> None:
-        """Close the connection; the next call makes another."""
+        """Close the connection; the next call opens another."""
         self._connection.close()
 
     def cut(self) -> None:
-        """Make a call that waits on another thread fail now, and every later one at once."""
+        """Fail the call that another thread waits in, and every later call."""
         self._is_cut = True
         connected = self._connection.sock
         if connected is not None:
@@ -54,11 +54,11 @@ class ServerClient:
     def call(
         self, method: str, path: str, answer: type[Answer], body: Wire | None = None, *, deadline: float
     ) -> Answer:
-        """One exchange of JSON.
+        """Exchange JSON: send `body` and return the parsed answer.
 
         Raises:
-            ContractError: the server answered with it.
-            UpdateError, DeadlineError: it did not answer, or not as a parameter server does.
+            ContractError: the server reported it.
+            UpdateError, DeadlineError: the server did not answer, or its answer is not that of a parameter server.
         """
         content = None if body is None else body.model_dump_json(exclude_none=True).encode()
         headers = {"content-type": "application/json"} if content else {}
@@ -71,12 +71,12 @@ class ServerClient:
             ) from None
 
     def write(self, path: str, data: memoryview, start: int, num_bytes: int, *, deadline: float) -> None:
-        """PUT the bytes from `start` on of a version of `num_bytes`; raises as `call` does."""
+        """PUT the bytes that begin at `start` of a version of `num_bytes`; raises as `call` does."""
         headers = {"content-range": f"bytes {start}-{start + len(data) - 1}/{num_bytes}"}
         self._exchange("PUT", path, headers, data, deadline=deadline)
 
     def read(self, path: str, into: memoryview, start: int, *, deadline: float) -> None:
-        """Fill `into` with the bytes from `start` on; raises as `call` does."""
+        """Fill `into` with the bytes that begin at `start`; raises as `call` does."""
         if not len(into):
             return
         headers = {"range": f"bytes={start}-{start + len(into) - 1}"}
@@ -90,7 +90,7 @@ class ServerClient:
                     if not count:
                         raise ServerLost(f"{self.url} broke off after {start + at} bytes")
                     at += count
-                response.read()  # nothing is left: so that the connection is free for the next
+                response.read()  # reads the end of the body, so that the connection can be reused
         except _FAILURES as error:
             raise self._failed(f"GET {path}", error, deadline) from error
 
@@ -106,7 +106,7 @@ class ServerClient:
     def _begun(
         self, method: str, path: str, headers: Mapping[str, str], body: Any, *, deadline: float
     ) -> http.client.HTTPResponse:
-        """The answer, unread. A connection that the server closed while it was idle is made anew, once."""
+        """Return the response, unread. Reconnect once if the server closed the connection while it was idle."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("its deadline has passed")
@@ -117,7 +117,7 @@ class ServerClient:
                 self._connection.sock.settimeout(self._connection.timeout)
             else:
                 self._connection.connect()
-            if self._is_cut:  # the other thread may have found no socket to shut down
+            if self._is_cut:  # the other thread may have come before there was a socket to shut down
                 raise OSError("it was cut off")
             self._connection.request(method, path, body=body, headers={**self._headers, **headers})
             return self._connection.getresponse()

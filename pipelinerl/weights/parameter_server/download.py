@@ -1,12 +1,12 @@
-"""`WeightPuller`: fetches each shard of a version from the first server that can give it, on the best transport to it.
+"""`WeightPuller`: fetches each shard of a version from the first server that can provide it, by the best transport.
 
-    each shard: ask a server for its record ─▶ map its segment, or open streams ─▶ parts land and are hashed
-    all shards have landed ─▶ compare digests
+    each shard: request the server's record ─▶ map its segment, or open streams ─▶ parts arrive and are hashed
+    all shards have arrived ─▶ compare digests
 
-Promises: shards come at the same time; what has landed from a server that broke off is kept, and the next server of
-its shard gives the rest; a shard that nobody can give ends the others, and is named; nothing is returned whose digest
-is not the one announced; it ends by the deadline, and soon after it is given up. A server that does not
-say what it holds (any that satisfies the contract, without being ours) is fetched from by HTTP.
+Shards are fetched concurrently. If a server fails, the parts already received are kept, and the shard's next server
+provides the rest. If no server can provide a shard, the other shards are cancelled and the error names it. Weights are
+returned only if their digest equals the announced one. A pull ends by its deadline, and soon after it is cancelled. A
+server that satisfies the contract but does not report its segment is fetched from by HTTP.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from pipelinerl.weights.parameter_server.transports import (
 from pipelinerl.weights.parameter_server.wire import VersionRecord
 from pipelinerl.weights.pull import PullOrder
 
-#: A server that is there says what it holds within this time.
+#: A live server reports what it holds within this time.
 _RECORD_S: Final = 5.0
 
 
 @final
 class WeightPuller:
-    """Satisfies `PullSource`. One pull at a time; the segments of the servers it has asked stay mapped."""
+    """A `PullSource` for one pull at a time; the segments of servers it has contacted stay mapped."""
 
     def __init__(self, *, token: str | None, shared_memory: bool = True) -> None:
-        """`token` is the servers' bearer token; without `shared_memory` everything goes by HTTP."""
+        """Create the puller. `token` is the servers' bearer token; without `shared_memory` all bytes travel by HTTP."""
         self._token = token
         self._shared_memory = shared_memory
         self._attached = Attachments(Access.READ)
@@ -57,14 +57,15 @@ class WeightPuller:
             try:
                 return _agreed(order, buffer)
             except DigestMismatch:
-                # Some server gave wrong bytes, and nobody knows which: everything from the next of each shard.
+                # One server sent wrong bytes, and it is unknown which: fetch everything again, from each shard's next
+                # server.
                 rest = [replace(shard, sources=shard.sources[1:] or shard.sources) for shard in order.shards]
                 if all(len(shard.sources) == 1 for shard in order.shards):
                     raise
                 order = replace(order, shards=tuple(rest))
 
     def _bring(self, order: PullOrder, buffer: ReceiveBuffer) -> None:
-        """All shards at once; the failure of one gives the others up."""
+        """Fetch all shards concurrently; if one fails, cancel the others."""
         others_failed = threading.Event()
         together = replace(order, given_up=others_failed)
         bringing = [
@@ -77,12 +78,12 @@ class WeightPuller:
         finally:
             others_failed.set()
             for one in bringing:
-                one.exception()  # given up, it ends at once; nobody may write into the buffer after this
+                one.exception()  # a cancelled fetch ends at once; no thread may write into the buffer after this
         if failed:
             raise failed[0]
 
     def _bring_shard(self, order: PullOrder, buffer: ReceiveBuffer, number: int) -> None:
-        """One shard, from the first of its sources that can give it, or the rest of it."""
+        """Fetch one shard; each source in turn provides what is still missing."""
         failures: dict[str, UpdateError | DeadlineError | ContractError] = {}
         for source in order.shards[number].sources:
             check_wanted(order)
@@ -97,13 +98,13 @@ class WeightPuller:
         raise UpdateError(f"no source gave {what}: " + "; ".join(f"{url}: {why}" for url, why in failures.items()))
 
     def _road(self, source: str, order: PullOrder) -> ShardTransport:
-        """Through memory where the server's segment can be mapped here, else by HTTP."""
+        """Return the transport to a server: shared memory if its segment can be mapped here, else HTTP."""
         address = self._segment(source, order) if self._shared_memory else None
         attachment = None if address is None else self._attached.to(source, address)
         return HttpTransport(source, token=self._token) if attachment is None else SharedMemoryTransport(attachment)
 
     def _segment(self, source: str, order: PullOrder) -> SharedMemoryAddress | None:
-        """Where the server says that the version lies; None if it does not say, or knows no more than the contract.
+        """Return the address of the version's memory, or None if the server does not report one.
 
         Raises:
             UpdateError, NotPrepared: the server cannot be reached, or does not hold the version.
@@ -122,7 +123,7 @@ class WeightPuller:
 
 
 def _agreed(order: PullOrder, buffer: ReceiveBuffer) -> str:
-    """The digest of what landed. Raises `DigestMismatch` when it is not the one that was announced."""
+    """Return the digest of the bytes received. Raises `DigestMismatch` if it is not the one announced."""
     digest = buffer.digest()
     if digest != order.digest:
         raise DigestMismatch(

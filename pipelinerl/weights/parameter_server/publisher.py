@@ -1,18 +1,18 @@
-"""`PullPublisher`: takes weights to engines through parameter servers, from which each engine fetches on its own.
+"""`PullPublisher`: sends weights through parameter servers, from which each engine fetches on its own.
 
-    place on the servers ─▶ per engine: PREPARE (it begins to fetch) ─▶ COMMIT ─▶ tell the servers who serves what
-                         └▶ or one announcement, for all engines that follow it ┘
+    upload to the servers ─▶ per engine: PREPARE (it starts to fetch) ─▶ COMMIT ─▶ report to the servers who serves what
+                          └▶ or one announcement, for all engines that follow it ┘
 
-Promises: engines do not wait for one another, and one that fails or dies costs the others nothing; an engine ends with
-the old weights or the new, and the report says which; one that lost its server in the middle is tried again while time
-remains, from another replica or from the server's next life. Engines are mapped evenly to the replicas of each shard
+Engines do not wait for one another, and one that fails or dies does not delay the others. Each engine ends with the old
+weights or the new ones, and the report says which. An engine whose server fails mid-transfer is retried while time
+remains, from another replica or from the restarted server. Engines are spread evenly over the replicas of each shard
 (RLAX §3), and fetch from all shards at once.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | a parameter server, and room on it | the server; the engines' progress | the publication's timeout |
 | PREPARE, COMMIT | the engine | the rest of it |
-| engines that were told by an announcement | they answer | the rest of it, or the announcer's patience |
+| engines that received an announcement | they answer | the rest of it, or the announcer's timeout |
 """
 
 from __future__ import annotations
@@ -34,22 +34,25 @@ from pipelinerl.weights.publisher import Publication, PublicationProgress, Publi
 
 log = logging.getLogger("pipelinerl")
 
-#: The engine is not to blame for these: its server was lost, late, or gave it wrong bytes.
+#: Errors for which the engine is not to blame: its server was lost, late, or sent wrong bytes.
 _SERVER_FAILED: Final = (PeerLost, DeadlineExceeded, DigestMismatch)
-#: How often an engine is tried in one publication.
+#: Number of attempts per engine in one publication.
 _ATTEMPTS: Final = 3
-#: So many engines at most are asked one by one where more than they would read an announcement that is not for them.
+#: With no more targets than this, use direct requests if an announcement would mostly reach other engines.
 _FEW: Final = 64
-#: Longest wait to tell servers who serves what; they hear it again with the next publication.
+#: Longest wait to report to servers who serves what; the next publication repeats the report.
 _CONFIRM_S: Final = 5.0
 
 
 @final
 class PullPublisher:
-    """Satisfies `Publisher`. One publication runs at a time; others wait their turn."""
+    """A `Publisher` through parameter servers. One publication runs at a time; others wait their turn."""
 
     def __init__(self, control: EngineControl, placement: Uploader, *, announcer: Announcer | None = None) -> None:
-        """With an `announcer`, engines that follow announcements are told by it, and the others by requests."""
+        """Create the publisher.
+
+        An `announcer` reaches the engines that follow announcements; the others get requests.
+        """
         self._control = control
         self._announcer = announcer
         self._known: set[str] = set()
@@ -59,11 +62,11 @@ class PullPublisher:
         self._turn = asyncio.Lock()
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Serve the weights from every engine that can be; see `Publisher`.
+        """Send the weights to every engine that can take them; see `Publisher`.
 
         Raises:
-            UpdateError: no engine serves them; the message names each with its reason.
-            FencedError: a trainer of a later epoch has taken the servers over.
+            UpdateError: no engine serves them; the message names each engine with its reason.
+            FencedError: a trainer of a later epoch has taken over the servers.
         """
         async with self._turn:
             now = time.monotonic()
@@ -83,7 +86,7 @@ class PullPublisher:
             return progress.report()
 
     async def close(self) -> None:
-        """Close the connections; engines and servers keep what they have."""
+        """Close the connections; engines and servers keep their weights."""
         self._placement.close()
 
     async def _attempts(self, progress: PublicationProgress) -> None:
@@ -93,14 +96,14 @@ class PullPublisher:
             except UpdateError as error:
                 if not progress.pauses_s:
                     raise
-                progress.failed |= dict.fromkeys(progress.targets, str(error))  # of those alone that are not served yet
+                progress.failed |= dict.fromkeys(progress.targets, str(error))  # only engines not served yet
                 return
             await self._serve(progress, uploaded, is_last=attempt == _ATTEMPTS)
             if not progress.targets:
                 return
 
     async def _uploaded(self, progress: PublicationProgress) -> Uploaded:
-        """The version on the servers, which are told who is going to fetch it."""
+        """Upload the version to the servers, with the list of engines that will fetch it."""
         publication, began = progress.publication, time.monotonic()
         members = {url: self._confirmed.get(url) for url in progress.publication.engines if url not in progress.failed}
         placing = in_background(
@@ -140,13 +143,16 @@ class PullPublisher:
     async def _announced(
         self, progress: PublicationProgress, uploaded: Uploaded
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """What became of those engines that follow announcements. Who has not seen the layout needs a request."""
+        """Return the results of engines that follow announcements.
+
+        An engine that does not know the layout needs a request instead.
+        """
         if self._announcer is None:
             return {}
         publication = progress.publication
         left_out, self._known = self._known - set(publication.engines), self._known | set(publication.engines)
         if len(progress.targets) <= min(_FEW, len(left_out) - 1):
-            return {}  # to one that joins, for example
+            return {}  # for example, a single engine that joins
         prepare = self._request(
             progress, uploaded, UpdatePhase.PREPARE, layout_id=publication.layout.layout_id, **_turned(uploaded, 0)
         )
@@ -185,7 +191,7 @@ class PullPublisher:
         return await self._control.request_weight_update(url, commit)
 
     async def _confirm(self, progress: PublicationProgress) -> None:
-        """Servers hear what each engine serves now, and that they need not wait for those that failed."""
+        """Report to the servers what each engine serves; they stop holding versions for engines that failed."""
         publication = progress.publication
         key = (publication.epoch, publication.version)
         self._confirmed = dict.fromkeys(progress.pauses_s, key)
@@ -199,6 +205,6 @@ class PullPublisher:
 
 
 def _turned(uploaded: Uploaded, number: int) -> dict[str, Any]:
-    """The fields of PREPARE that say where to fetch from: sources in order, beginning with another for each engine."""
+    """Return the source fields of PREPARE: servers in order, rotated to spread engines over replicas."""
     turned = [(*urls[at:], *urls[:at]) for urls in uploaded.sources for at in [number % len(urls)]]
     return {"sources": turned[0]} if len(turned) == 1 else {"shards": turned, "bucket_bytes": uploaded.bucket_bytes}

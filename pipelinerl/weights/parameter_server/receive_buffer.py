@@ -1,7 +1,7 @@
-"""`ReceiveBuffer`: what a pull fills, part by part and from several threads, hashed while it is still in cache.
+"""`ReceiveBuffer`: the target of a pull, filled in parts by several threads and hashed while parts are still in cache.
 
-Parts are disjoint and cover the ranges of every shard. One that failed is asked for again, elsewhere; one that has
-landed is not.
+Parts are disjoint and cover the ranges of every shard. A part that failed is requested again from another server; a
+part that has arrived is not.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ Part = Range
 
 @final
 class ReceiveBuffer:
-    """Over `into`, flat uint8: numpy, torch on the host, or torch on a device, which is reached through host memory."""
+    """Buffer over `into`, flat uint8 in numpy or torch; a device is filled through host memory."""
 
     def __init__(self, into: Any, *, shards: Sequence[Sequence[Range]], on_progress: Callable[[int], None]) -> None:
-        """`shards` are the ranges to fill, by shard; the digest is that of all of them in the order of their bytes."""
+        """Create the buffer.
+
+        `shards` holds the ranges to fill, by shard; the digest covers all of them in byte order.
+        """
         self.num_bytes: Final = len(into)
         self._into = into
         self._on_progress = on_progress
@@ -45,7 +48,7 @@ class ReceiveBuffer:
         self._hashing = threading.Lock()
 
     def missing(self, shard: int, *, part_bytes: int) -> list[Part]:
-        """The parts [start, end) of a shard that have not landed, in order; the first who asks decides their size."""
+        """Return the parts [start, end) of a shard that have not arrived, in order. The first call fixes their size."""
         if shard not in self._parts:
             cut = (
                 (at, min(at + part_bytes, end))
@@ -56,12 +59,12 @@ class ReceiveBuffer:
         return [part for part in self._parts[shard] if part not in self._there]
 
     def memory(self, part: Part) -> NDArray[np.uint8]:
-        """Host memory to put the bytes of `part` into."""
+        """Return host memory for the bytes of `part`."""
         start, end = part
         return np.empty(end - start, np.uint8) if self._host is None else self._host[start:end]
 
     def landed(self, part: Part, memory: NDArray[np.uint8]) -> None:
-        """`memory`, which `memory(part)` gave, holds the bytes of `part`."""
+        """Record that `memory`, obtained from `memory(part)`, now holds the bytes of `part`."""
         start, end = part
         if self._host is None:
             from pipelinerl.weights.broadcast.collective import shared_tensor
@@ -72,20 +75,20 @@ class ReceiveBuffer:
             self._unhashed[start] = end, memory
             self._num_there += end - start
             self._on_progress(self._num_there)
-        if self._hashing.acquire(blocking=False):  # whoever holds it goes on with this part
+        if self._hashing.acquire(blocking=False):  # the thread that holds the lock hashes this part, too
             try:
                 self._hash()
             finally:
                 self._hashing.release()
 
     def digest(self) -> str:
-        """The digest of all bytes; every part must have arrived, and nobody may be at work."""
+        """Return the digest of all bytes; every part must have arrived, and no thread may be writing."""
         with self._hashing:
             self._hash()
         return self._digest.hexdigest()
 
     def _hash(self) -> None:
-        """Go on for as far as the parts have landed without a gap."""
+        """Hash all parts that have arrived without a gap before them."""
         while (landed := self._unhashed.pop(self._hashed_to, None)) is not None:
             end, memory = landed
             self._digest.update(memory)

@@ -1,26 +1,26 @@
-"""Which versions a parameter server may forget: pure rules over versions, which are ordered by (epoch, version).
+"""Rules by which a parameter server drops versions: pure functions over versions, ordered by (epoch, version).
 
-A version is collected only when a newer one is whole and every member that is counted on, replica or engine, has
-confirmed progress past it (RLAX §3: "only once global progress to step k is confirmed across all replicas"). So there
-is always one that a late joiner can catch up from, and none vanishes under a member that is still fetching it. Versions
-of an abandoned epoch have no members: nobody can be told to fetch them any more.
+A version is dropped only when a newer one is complete and every member (replica or engine) has confirmed progress past
+it (RLAX §3: "only once global progress to step k is confirmed across all replicas"). A late joiner therefore always
+finds a version to catch up from, and no version disappears while a member is fetching it. Versions of an abandoned
+epoch have no members, since no trainer sends engines to them any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-#: (epoch, version): a later trainer's weights come after all of an earlier one's.
+#: (epoch, version). All weights of a later trainer sort after those of an earlier one.
 Key = tuple[int, int]
 
 
 def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> set[Key]:
-    """The versions that nobody needs.
+    """Return the versions that are no longer needed.
 
     Args:
         whole: versions that are held and complete.
-        progress: what each member has confirmed to hold or serve; None before its first confirmation.
-        epoch: of the trainer that publishes now.
+        progress: the version that each member has confirmed to hold or serve; None before its first confirmation.
+        epoch: epoch of the trainer that publishes now.
         in_use: versions that are being sent or saved at this moment.
     """
     newest = max(whole, default=None)
@@ -32,7 +32,7 @@ def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: i
 
 
 def holders(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> list[str]:
-    """A sentence for each reason why a version that is not the newest stays, for whoever waits for room."""
+    """Return one sentence per reason why an older version is kept, for a caller that waits for room."""
     newest = max(whole, default=None)
     reasons = []
     for key in sorted(whole - {newest}):
@@ -45,7 +45,7 @@ def holders(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, 
 
 
 def named(key: Key | None) -> str:
-    """How messages write a version: `1.57`."""
+    """Format a version for messages: `1.57`."""
     return "none" if key is None else f"{key[0]}.{key[1]}"
 
 

@@ -1,29 +1,29 @@
-"""A parameter server: versions of the weights in host memory, written by the trainer, fetched by engines (RLAX §3).
+"""Parameter server: the trainer writes versions of the weights to its host memory, and engines fetch them (RLAX §3).
 
-A server holds all of a version, or the shard that its announcement names; a byte has the same place either way.
+A server holds all of a version, or the shard that its announcement names; a byte has the same offset either way.
 
-    trainer ─ announce ─▶ memory is made ─ bytes (mapped, or PUT) ─▶ seal: digest compared ─▶ engines map it, or GET
+    trainer ─ announce ─▶ allocate memory ─ bytes (mapped, or PUT) ─▶ seal: compare digest ─▶ engines map it, or GET
                                                                                   └─▶ persistent copy, in parallel
 
-GET  /health                                liveness, without a token
-GET  /versions                              what is held, whom it is held for
-POST /versions                              announce a version: memory for it, if there is room
-GET  /versions/{epoch}/{version}            one version: digest, layout, where its memory can be mapped
-PUT  /weights/{epoch}/{version}             bytes of an announced version, the range named by Content-Range
-POST /versions/{epoch}/{version}/copy       fetch an announced version from another server instead
-POST /versions/{epoch}/{version}/seal       all bytes were written: compare the digest, and give them out from now on
-GET  /weights/{epoch}/{version}             bytes of a sealed version; `Range: bytes=a-b` gives a part
-POST /progress                              what each member serves or holds; what nobody needs is forgotten
+GET  /health                                liveness, without a token GET  /versions                              the
+versions held, and the members they are held for POST /versions                              announce a version: memory
+for it, if there is room GET  /versions/{epoch}/{version}            one version: digest, layout, where its memory can
+be mapped PUT  /weights/{epoch}/{version}             bytes of an announced version, the range named by Content-Range
+POST /versions/{epoch}/{version}/copy       fetch an announced version from another server instead POST
+/versions/{epoch}/{version}/seal       all bytes were written: compare the digest, and serve them from now on GET
+/weights/{epoch}/{version}             bytes of a sealed version; `Range: bytes=a-b` gives a part POST /progress
+the version each member serves or holds; versions not needed are dropped
 
-Promises: nothing is given out whose digest was not compared; the rules of `VersionTable` and `retention`; bytes leave
-from the memory in which they arrived; a replica is another such server, and a restarted one begins with what it saved.
+Bytes are served only after their digest was compared, from the memory in which they arrived. `VersionTable` and
+`retention` define the rules for versions. A replica is another such server. A restarted server begins with the version
+that it saved.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
 | the bytes of a PUT | the trainer sends, leaves or dies | `BODY_TIMEOUT_S` without any, `LEAST_BYTES_PER_S` in all |
 | a reader of a GET | it takes the next piece, leaves or dies | `BODY_TIMEOUT_S` for a piece; then it is cut off |
 | a copy | the other server | the order's timeout |
-| a digest, a save | its thread, which waits for nobody | – |
+| a digest, a save | its thread, which waits for nothing | – |
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ from pipelinerl.weights.parameter_server.wire import (
 )
 from pipelinerl.weights.pull import PullOrder, PullSource, Range, Shard
 
-#: Bytes that have not come by then are not coming, and what has not been taken by then is not wanted.
+#: Longest wait for the next bytes from a sender, and for a reader to take the next piece.
 BODY_TIMEOUT_S: Final = 30.0
-#: Whoever sends more slowly, a byte now and then, would keep a version, which has memory, for as long as they like.
+#: Slowest sender that is accepted: a client that trickles bytes would otherwise hold a version's memory indefinitely.
 LEAST_BYTES_PER_S: Final = 2**20
-#: What is handed to a connection at once: others have their turn between two.
+#: Bytes handed to a connection at once; other connections get their turn between two pieces.
 _PIECE_BYTES: Final = 4 * 2**20
 
 log = logging.getLogger("pipelinerl")
@@ -79,10 +79,10 @@ log = logging.getLogger("pipelinerl")
 
 @final
 class ParameterServer:
-    """One server's work behind its routes; every method runs on one event loop, what takes long on threads."""
+    """The work behind the server's routes. Methods run on one event loop; slow work runs on threads."""
 
     def __init__(self, table: VersionTable, *, puller: PullSource, store: SnapshotStore | None) -> None:
-        """`puller` fetches from the other replicas; without a `store` nothing is saved."""
+        """Create the server. `puller` fetches from the other replicas; without a `store` nothing is saved."""
         self.table = table
         self._puller = puller
         self._store = store
@@ -91,11 +91,11 @@ class ParameterServer:
         self._closing = threading.Event()
 
     async def start(self) -> None:
-        """Take the newest version that was saved, if there is one, and its bytes are those that were saved."""
+        """Load the newest saved version whose bytes are intact, if there is one."""
         if self._store is None:
             return
         for snapshot in await asyncio.to_thread(lambda: list(self._store.newest() if self._store else ())):
-            self.table.epoch = snapshot.key[0]  # our own, however high
+            self.table.epoch = snapshot.key[0]  # trust the epoch of a snapshot, however high
             announced = self.table.announce(
                 Announcement(
                     epoch=snapshot.key[0], version=snapshot.key[1], layout=snapshot.layout, shard=snapshot.shard
@@ -112,13 +112,13 @@ class ParameterServer:
             return
 
     async def close(self) -> None:
-        """Give up what is being fetched; wait for what is being saved."""
+        """Cancel running copies and wait for a running save."""
         self._closing.set()
         if self._saving is not None:
             await self._saving
 
     def state(self) -> ServerState:
-        """What is held, and for whom."""
+        """Return the versions held, and the members they are held for."""
         return ServerState(
             epoch=self.table.epoch,
             room=self.table.room,
@@ -128,11 +128,11 @@ class ParameterServer:
         )
 
     async def seal(self, key: Key, seal: Seal) -> VersionRecord:
-        """Give the version out from now on, if its bytes have the seal's digest.
+        """Serve the version from now on, if its bytes match the seal's digest.
 
         Raises:
-            NotPrepared: it was not announced.
-            DigestMismatch: they do not; they may be written again.
+            NotPrepared: the version was not announced.
+            DigestMismatch: the bytes do not match; they may be written again.
         """
         with self.table.using(key) as version:
             digest = version.digest or await asyncio.wrap_future(in_background("seal", lambda: _digest(version)))
@@ -149,8 +149,8 @@ class ParameterServer:
         """Fetch the bytes of an announced version from another server, and seal it.
 
         Raises:
-            NotPrepared: it was not announced.
-            UpdateError, DeadlineError, DigestMismatch: the other server did not give them.
+            NotPrepared: the version was not announced.
+            UpdateError, DeadlineError, DigestMismatch: the other server did not provide the bytes.
         """
         with self.table.using(key) as version:
             if version.digest is None:
@@ -175,7 +175,10 @@ class ParameterServer:
             self._saving = asyncio.create_task(self._save(self._store))
 
     async def _save(self, store: SnapshotStore) -> None:
-        """Save the newest version, and again as long as a newer one came meanwhile; a failure waits for the next."""
+        """Save the newest version, and repeat if a newer one arrived meanwhile.
+
+        After a failure, wait for the next version.
+        """
         while (newest := self.table.newest()) is not None and newest.key != self._saved:
             key = newest.key
             snapshot = VersionSnapshot(
@@ -205,7 +208,7 @@ def _digest(version: Version) -> str:
 
 
 def create_app(server: ParameterServer, *, token: str | None) -> FastAPI:
-    """The application that serves `server`, started and closed with it; `token` is wanted everywhere but on /health."""
+    """Return the application that serves `server` and starts and closes it; `token` is required except on /health."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -218,7 +221,7 @@ def create_app(server: ParameterServer, *, token: str | None) -> FastAPI:
     app = FastAPI(title="pipelinerl parameter server", lifespan=lifespan, openapi_url=None)
     app.get(routes.HEALTH)(lambda: {"state": "ready"})
     _add_versions(app, server)
-    # Starlette takes an instance for an ASGI application; these two move bytes, and build no request around them.
+    # Starlette treats an instance as an ASGI application: these two routes move bytes without a request object.
     app.router.routes.append(Route(routes.WEIGHTS, _Read(server.table), methods=["GET"]))
     app.router.routes.append(Route(routes.WEIGHTS, _Write(server.table), methods=["PUT"]))
     app.add_exception_handler(ContractError, _refused)
@@ -274,7 +277,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    """What another server did wrong."""
+    """Return 502 for a fault of another server."""
     return JSONResponse(
         {"error": {"message": str(error), "type": "server_error", "param": None, "code": "failed"}}, 502
     )
@@ -282,7 +285,7 @@ async def _failed(_: Request, error: Exception) -> Response:
 
 @final
 class _Read:
-    """GET: pieces of the version's memory, handed to the connection as they lie."""
+    """Handles GET: sends pieces directly from the version's memory."""
 
     def __init__(self, table: VersionTable) -> None:
         self._table = table
@@ -299,12 +302,12 @@ class _Read:
             await send({"type": "http.response.start", "status": 200 if asked is None else 206, "headers": headers})
             try:
                 await _give(version.segment.bytes.data, start, end, send)
-            except TimeoutError:  # an answer that is not whole ends its connection
+            except TimeoutError:  # an incomplete answer closes the connection
                 log.warning("a reader of %s has taken nothing for %g s: cut off", named(key), BODY_TIMEOUT_S)
 
 
 async def _give(view: memoryview, start: int, end: int, send: Send) -> None:
-    """The bytes [start, end) and the end of the body. Raises `TimeoutError` for a reader that stands still."""
+    """Send the bytes [start, end) and the end of the body. Raises `TimeoutError` if the reader stalls."""
     for piece in range(start, end, _PIECE_BYTES):
         body = view[piece : min(piece + _PIECE_BYTES, end)]
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -315,7 +318,7 @@ async def _give(view: memoryview, start: int, end: int, send: Send) -> None:
 
 @final
 class _Write:
-    """PUT: bytes go where they belong as they come."""
+    """Handles PUT: writes each chunk to its place as it arrives."""
 
     def __init__(self, table: VersionTable) -> None:
         self._table = table
@@ -344,7 +347,7 @@ class _Write:
 
 
 def _deadline_of(num_bytes: int) -> float:
-    """On the loop's clock, when so many bytes have to have come."""
+    """Return the time on the loop's clock by which `num_bytes` must have arrived."""
     return asyncio.get_running_loop().time() + BODY_TIMEOUT_S + num_bytes / LEAST_BYTES_PER_S
 
 
@@ -371,7 +374,7 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 
 def _range(text: str, form: str, version: Version) -> Range:
-    """[start, end) of a header. Raises `InvalidRequest` for one not of the form, or not within one that is held."""
+    """Parse [start, end) of a header. Raises `InvalidRequest` if malformed, or outside the ranges held here."""
     match, size = re.fullmatch(form, text), version.layout.num_bytes
     start, end = (int(match[1]), int(match[2] or size - 1) + 1) if match else (0, 0)
     if match is None or not start < end <= size:

@@ -1,9 +1,9 @@
-"""`write_shards`: one pass over the trainer's weights, each bucket to its shard's server, all servers at the same time.
+"""`write_shards`: one pass over the trainer's weights, each bucket to its shard's server, all servers concurrently.
 
     gather a bucket ─▶ hash it for the whole ─▶ its shard's writer: hash it, send it, while the next one is gathered
 
-Promises: a bucket is staged, never the model, and not even that where the server's memory is mapped here; each shard is
-sealed under the digest of its own bytes and of the whole, which nobody has before the last bucket was gathered.
+Only buckets are staged, never the model; where the server's memory is mapped here, nothing is staged. Each shard is
+sealed with the digest of its own bytes and of the whole version, which is known only after the last bucket.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Memory = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class ShardsWritten:
-    """The digest of the whole version, and those of the shards that were written, by number."""
+    """The digest of the whole version, and those of the shards that were written, by shard number."""
 
     whole: str
     digests: dict[int, str]
@@ -52,9 +52,9 @@ def write_shards(
     """Write the shards that have a writer, by number, and seal them.
 
     Raises:
-        UpdateError: the trainer gathers something else than its layout says, or a server broke off.
-        DeadlineError: it was not done by `deadline` (monotonic seconds).
-        ContractError: a server refused.
+        UpdateError: the trainer gathers something other than its layout says, or a server failed.
+        DeadlineError: the write did not finish by `deadline` (monotonic seconds).
+        ContractError: a server reported an error.
     """
     from pipelinerl.weights.broadcast.collective import shared_tensor
     from pipelinerl.weights.broadcast.sender import packed
@@ -92,20 +92,20 @@ def write_shards(
 
 @final
 class ShardWriter:
-    """The bytes of one shard on their way to one server, in order, on a thread that ends with the `with` block.
+    """Writes the bytes of one shard to one server, in order, on a thread that ends with the `with` block.
 
-    What a write ended with is raised by a later `put`, or is what `seal` ends with.
+    The error of a write is raised by a later `put`, or by the future that `seal` returns.
     """
 
     def __init__(
         self, client: ServerClient, record: VersionRecord, target: Attachment | None, *, deadline: float
     ) -> None:
-        """Writes what `record` announced into `target`, the server's memory, or else by PUT."""
+        """Write what `record` announced into `target`, the server's memory, or by PUT if `target` is None."""
         self.target: Final = target
         self._client = client
         self._record = record
         self._deadline = deadline
-        # The only shard has the digest of the whole, which the sender knows.
+        # A version with one shard needs no digest of its own: the sender knows the whole version's.
         self._digest = WeightDigest() if record.shard.count > 1 else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shard-writer")
         self._last: Future[None] | None = None
@@ -117,7 +117,7 @@ class ShardWriter:
         self._thread.shutdown()
 
     def put(self, memory: Memory, start: int, *, then: Callable[[], None]) -> None:
-        """Write `memory` to where `start` says, and then call `then`, whatever became of it."""
+        """Write `memory` at offset `start`, then call `then`, even if the write fails."""
         before = self._last
         if before is not None and before.done():
             before.result()
@@ -133,7 +133,11 @@ class ShardWriter:
         self._last = self._thread.submit(write)
 
     def seal(self, whole: str) -> Future[str]:
-        """All was put; `whole` is the digest of the version. The shard's digest, once the server has compared it."""
+        """Seal the shard after the last `put`; `whole` is the digest of the version.
+
+        Returns:
+            The shard's digest, once the server has compared it.
+        """
         last = self._last
 
         def seal() -> str:
@@ -156,7 +160,7 @@ class ShardWriter:
 
 @final
 class _Buffers:
-    """Memory that is lent for bytes on their way: `count` pieces of `num_bytes`, made when they are first needed."""
+    """Pool of `count` buffers of `num_bytes` each, allocated when first needed."""
 
     def __init__(self, count: int, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -164,7 +168,7 @@ class _Buffers:
         self._free: queue.SimpleQueue[Memory] = queue.SimpleQueue()
 
     def lend(self, *, deadline: float) -> Memory:
-        """A piece; waits until one is free. Raises `DeadlineError`."""
+        """Return a buffer; wait until one is free. Raises `DeadlineError`."""
         if self._unmade and self._free.empty():
             self._unmade -= 1
             return np.empty(self._num_bytes, np.uint8)
@@ -174,13 +178,13 @@ class _Buffers:
             raise DeadlineError("the parameter servers did not take the weights in time") from None
 
     def give_back(self, memory: Memory | None) -> None:
-        """It is free again; None, which was not lent, is nothing."""
+        """Return `memory` to the pool; None is ignored."""
         if memory is not None:
             self._free.put(memory)
 
 
 def _owners(layout: WeightLayout, shards: int, bucket_bytes: int) -> dict[int, int]:
-    """The shard of each bucket, by the bucket's first byte."""
+    """Return the shard of each bucket, by the bucket's first byte."""
     inorder = sorted(
         (*held, number) for number, ranges in enumerate(layout.shards(shards, bucket_bytes)) for held in ranges
     )

@@ -1,9 +1,9 @@
-"""`SharedMemory`: memory of a parameter server that other processes of this host can map, as an anonymous file.
+"""`SharedMemory`: memory of a parameter server that other processes on the host can map, as an anonymous file.
 
-A memfd, not a file in /dev/shm: it has no name to clean up, so that a server killed with -9 leaves nothing behind; it
-is not bounded by the 64 MB that containers give /dev/shm; and only processes of the same user, which see the server's
-process, can open it, through /proc. Who cannot, because it runs elsewhere, finds that out by its name, which no other
-segment has, and goes by HTTP. Linux only; elsewhere a segment is private memory, and everybody goes by HTTP.
+It is a memfd rather than a file in /dev/shm. A memfd has no name to clean up, so a server killed with -9 leaves nothing
+behind. It is not limited to the 64 MB that containers give /dev/shm. Only processes of the same user that see the
+server's process can open it, through /proc. A client on another host notices that the segment's unique name does not
+match, and falls back to HTTP. Linux only: elsewhere a segment is private memory, and all clients use HTTP.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _HAS_MEMFD: Final = hasattr(os, "memfd_create")
 _NUMBERS: Final = itertools.count()
 
 
-#: Segments that stay mapped, per server: as many as it is likely to go round among.
+#: Segments that stay mapped, per server: about as many as a server alternates between.
 _KEPT: Final = 4
 
 
 class Access(StrEnum):
-    """What an attachment may do with the memory."""
+    """Access of an attachment to the memory."""
 
     READ = "read"
     WRITE = "write"
 
 
 class SharedMemoryAddress(Wire):
-    """Where a segment can be opened on the host that it is on."""
+    """The address at which a process on the same host can open a segment."""
 
     pid: int
     fd: int
@@ -46,13 +46,13 @@ class SharedMemoryAddress(Wire):
 
 @final
 class SharedMemory:
-    """`num_bytes` of shared memory, freed with its last user. Made by a server, reused for version after version."""
+    """`num_bytes` of shared memory, freed with its last user. A server reuses it for many versions."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.address: SharedMemoryAddress | None = None
         self._fd = -1
-        # An empty mapping is an error to the system, an empty parameter is none to us.
+        # The system rejects an empty mapping, but parameters may be empty.
         length = max(num_bytes, 1)
         if _HAS_MEMFD:
             name = f"pipelinerl-{os.getpid()}-{time.time_ns()}-{next(_NUMBERS)}"
@@ -76,7 +76,7 @@ class Attachment:
 
     @classmethod
     def to(cls, address: SharedMemoryAddress, access: Access = Access.READ) -> Self | None:
-        """Map the segment at `address`; None where it cannot be reached: another host, container or user."""
+        """Map the segment at `address`; return None if another host, container or user owns it."""
         path = f"/proc/{address.pid}/fd/{address.fd}"
         try:
             if os.readlink(path) != f"/memfd:{address.name} (deleted)":
@@ -85,7 +85,7 @@ class Attachment:
         except OSError:
             return None
         try:
-            # Between the two calls the descriptor may have become another file's: what was opened decides.
+            # The descriptor may have been reused between the two calls, so check the file that was opened.
             if os.readlink(f"/proc/self/fd/{handle}") != f"/memfd:{address.name} (deleted)":
                 return None
             how = mmap.ACCESS_WRITE if access is Access.WRITE else mmap.ACCESS_READ
@@ -99,14 +99,17 @@ class Attachment:
 
 @final
 class Attachments:
-    """Segments that stay mapped, since a page fault for every page costs more than the copy does."""
+    """Cache of mapped segments, since faulting in every page costs more than the copy."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
         self._by_server: dict[str, dict[str, Attachment]] = {}
 
     def to(self, server: str, address: SharedMemoryAddress) -> Attachment | None:
-        """The segment of `server`, mapped; of an earlier life of it nothing is kept, for that would keep its memory."""
+        """Return the segment of `server`, mapped.
+
+        Segments of an earlier process of that server are unmapped, since mappings keep their memory.
+        """
         known = self._by_server.pop(server, {})
         alive = {name: attached for name, attached in known.items() if attached.address.pid == address.pid}
         attached = alive.pop(address.name, None) or Attachment.to(address, self._access)

@@ -3,8 +3,8 @@
     <place>/1.57/weights.bin        the shard's bytes, its ranges back to back
     <place>/1.57/manifest.json      layout, shard, digests; written last: without it there is no snapshot
 
-`place` is a directory, or any URL that fsspec knows (`s3://…`, `gs://…`). What is read back has the digest that it had
-when it was saved, or is refused. Every call blocks: for a thread beside the server.
+`place` is a directory, or any URL that fsspec knows (`s3://…`, `gs://…`). Bytes are returned only if they have the
+digest with which they were saved. Every call blocks, so call it from a thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FORMAT: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSnapshot:
-    """One shard of a version as it lies in the store; `digest` is of its bytes, `whole` of the version's."""
+    """One shard of a version in the store. `digest` covers the shard's bytes, `whole` the version's."""
 
     key: Key
     layout: WeightLayout
@@ -44,7 +44,7 @@ class VersionSnapshot:
 
 @final
 class SnapshotStore:
-    """The newest `keep` snapshots below `place`; made by one server, which alone writes there."""
+    """The newest `keep` snapshots below `place`. Only one server may write there."""
 
     def __init__(self, place: str, *, keep: int = 2) -> None:
         self.place = place
@@ -52,9 +52,9 @@ class SnapshotStore:
         self._files = Storage(place)
 
     def save(self, snapshot: VersionSnapshot, memory: NDArray[Any]) -> None:
-        """Write a snapshot out of the whole version's `memory`; durable when this returns. Raises `OSError`."""
+        """Write a snapshot from the whole version's `memory`; it is durable when this returns. Raises `OSError`."""
         key, layout, shard = snapshot.key, snapshot.layout, snapshot.shard
-        self._files.remove(f"{named(key)}/{_MANIFEST}")  # of the same version, should its bytes differ
+        self._files.remove(f"{named(key)}/{_MANIFEST}")  # an earlier snapshot of the same version may have other bytes
         manifest = {
             "format": _FORMAT,
             "epoch": key[0],
@@ -70,7 +70,7 @@ class SnapshotStore:
             self._files.remove(named(old))
 
     def newest(self) -> Iterator[VersionSnapshot]:
-        """What can be read back, the newest first; damaged manifests are named in the log and skipped."""
+        """Yield the readable snapshots, newest first; log damaged manifests and skip them."""
         for key in reversed(self._keys()):
             try:
                 manifest = json.loads(self._files.read(f"{named(key)}/{_MANIFEST}"))
@@ -88,10 +88,10 @@ class SnapshotStore:
                 log.error("skipping the snapshot %s in %s, which is not whole: %s", named(key), self.place, error)
 
     def read(self, snapshot: VersionSnapshot, into: NDArray[Any]) -> None:
-        """Fill `into` [num_bytes of the whole version] where the shard's ranges say.
+        """Fill the shard's ranges of `into` [num_bytes of the whole version].
 
         Raises:
-            CheckpointError: the bytes are missing, or are not those that were saved.
+            CheckpointError: the bytes are missing, or differ from those that were saved.
         """
         where = f"{self.place}: weights {named(snapshot.key)}"
         digest = WeightDigest()
@@ -107,11 +107,11 @@ class SnapshotStore:
             raise CheckpointError(f"{where} have changed since they were saved; they are not used")
 
     def clear(self) -> None:
-        """Drop every snapshot."""
+        """Delete every snapshot."""
         for key in self._keys():
             self._files.remove(named(key))
 
     def _keys(self) -> list[Key]:
-        """Folders with a version's name, oldest first, whole or not."""
+        """Return the versions that have a folder, oldest first, even if the snapshot is incomplete."""
         parts = [name.split(".") for name in self._files.names()]
         return sorted((int(p[0]), int(p[1])) for p in parts if len(p) == 2 and p[0].isdecimal() and p[1].isdecimal())

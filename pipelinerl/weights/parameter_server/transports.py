@@ -1,21 +1,23 @@
-"""The transports on which the bytes of one version come from one parameter server: shared memory, or HTTP.
+"""Transports for the bytes of one version from one parameter server: shared memory, or HTTP.
 
-`WeightPuller` chooses by trying: who can map the server's segment copies out of it, anybody else fetches ranges.
+`WeightPuller` chooses by trying: a client that can map the server's segment copies from it; any other fetches ranges.
 
-Why these two, measured on two shared cores, in GB/s of 24 MB and of 310 MB:
+Measurements behind this choice, on two shared cores, in GB/s for 24 MB and for 310 MB:
 
     a copy between private buffers                          7.3    8.5
-    a copy from a segment that is mapped anew               3.2    5.0     page faults cost as much as the copy
+    a copy from a newly mapped segment                      3.2    5.0     page faults cost as much as the copy
     pread from the segment                                  2.6    4.9
     HTTP, from a server in one event loop                   1.1    2.0     1 stream; 4 streams: 1.3, 2.1
     HTTP, from threads that sendfile                        1.4    1.4     1 stream; 4 streams: 2.0, 1.9
     TensorStore: OCDBT between processes                    1.0 to 1.7     and keeps every version
 
-So segments are reused by the server and stay mapped here, which leaves one copy and no fault; and HTTP is served from
-the event loop that serves everything else, since on few cores the sender is not what limits it. Both read straight into
-the buffer that the engine will serve from. With digest and request the whole pull of 310 MB then takes 1.4 times a copy
-through memory and 6.3 times by HTTP, a gloo broadcast 5.3 times (`pipelinerl bench parameter_server`). More than two
-streams gain little on one host; between hosts they fill the pipe that one TCP window does not.
+The server therefore reuses segments and clients keep them mapped, which leaves one copy and no page fault. HTTP is
+served from the event loop that serves everything else, since on few cores the sender is not the bottleneck. Both
+transports write straight into the buffer from which the engine will serve.
+
+Including digest and request, a pull of 310 MB takes 1.4 times as long as a copy through shared memory, and 6.3 times by
+HTTP. A gloo broadcast takes 5.3 times (`pipelinerl bench parameter_server`). More than two streams gain little on one
+host; between hosts they use bandwidth that one TCP window cannot.
 """
 
 from __future__ import annotations
@@ -37,38 +39,38 @@ from pipelinerl.weights.parameter_server.receive_buffer import Part, ReceiveBuff
 from pipelinerl.weights.parameter_server.shared_memory import Attachment
 from pipelinerl.weights.pull import PullOrder
 
-#: Large enough that a request is nothing beside its bytes, small enough that streams end together.
+#: Large enough that the request overhead is negligible, small enough that streams end together.
 HTTP_PART_BYTES: Final = 8 * 2**20
-#: A part that was copied is hashed before it leaves the cache.
+#: A copied part is hashed while it is still in cache.
 MEMORY_PART_BYTES: Final = 2**20
 STREAMS: Final = 2
 
-#: How often a pull looks whether it is still wanted.
+#: Interval at which a pull checks whether it was cancelled.
 _WATCH_S: Final = 0.05
 
 
 class ShardTransport(Protocol):
-    """Brings the missing parts of a shard."""
+    """Fetches the missing parts of a shard."""
 
     def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
-        """Returns when nothing of the shard is missing any more.
+        """Fetch the shard's missing parts; return when none is missing.
 
         Raises:
-            UpdateError: the server cannot give them, broke off, or they were given up.
-            DeadlineError: they did not come in time.
+            UpdateError: the server cannot provide them, the connection failed, or the pull was cancelled.
+            DeadlineError: they did not arrive in time.
         """
         ...
 
 
 @final
 class SharedMemoryTransport:
-    """Copies out of a mapped segment."""
+    """Copies from a mapped segment."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._memory = attachment.bytes
 
     def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
-        """Fill what the buffer lacks of the shard."""
+        """Copy the shard's missing parts into the buffer."""
         if len(self._memory) != buffer.num_bytes:
             raise UpdateError(f"the server holds {len(self._memory)} bytes, this model has {buffer.num_bytes}")
         for start, end in buffer.missing(shard, part_bytes=MEMORY_PART_BYTES):
@@ -80,7 +82,7 @@ class SharedMemoryTransport:
 
 @final
 class HttpTransport:
-    """Fetches ranges over parallel streams, each a connection and a thread."""
+    """Fetches ranges over parallel streams, each with its own connection and thread."""
 
     def __init__(self, url: str, *, token: str | None, streams: int = STREAMS) -> None:
         self._url = url
@@ -88,7 +90,7 @@ class HttpTransport:
         self._streams = streams
 
     def bring(self, order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
-        """Fill what the buffer lacks of the shard."""
+        """Fetch the shard's missing parts into the buffer."""
         parts = deque(buffer.missing(shard, part_bytes=HTTP_PART_BYTES))
         clients = [ServerClient(self._url, token=self._token) for _ in range(min(self._streams, len(parts)))]
         path = routes.WEIGHTS.format(epoch=order.epoch, version=order.version)
@@ -103,7 +105,7 @@ class HttpTransport:
             for client in clients:
                 client.cut()
             for stream in streams:
-                stream.exception()  # cut, it ends at once; nobody may write into the buffer after this
+                stream.exception()  # a cut stream ends at once; no thread may write into the buffer after this
             for client in clients:
                 client.close()
         failures = [failure for stream in streams if (failure := stream.exception()) is not None]
@@ -123,7 +125,7 @@ def _stream(client: ServerClient, path: str, parts: deque[Part], order: PullOrde
 
 
 def watch(streams: Sequence[Future[None]], order: PullOrder) -> None:
-    """Until all have ended or one has failed; raises when they are not wanted any more, or too late."""
+    """Wait until all streams have ended or one has failed; raise if the pull was cancelled or is too late."""
     ended = threading.Semaphore(0)
     for stream in streams:
         stream.add_done_callback(lambda _: ended.release())
@@ -137,7 +139,7 @@ def watch(streams: Sequence[Future[None]], order: PullOrder) -> None:
 
 
 def check_wanted(order: PullOrder) -> None:
-    """Raises `UpdateError` when the order was given up, `DeadlineError` when it is too late for it."""
+    """Raise `UpdateError` if the pull was cancelled, `DeadlineError` if its deadline has passed."""
     if order.given_up.is_set():
         raise UpdateError("the pull was given up")
     if time.monotonic() > order.deadline:

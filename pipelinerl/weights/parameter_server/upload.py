@@ -1,12 +1,14 @@
-"""`Uploader`: puts one version onto the parameter servers, from the trainer's side; blocks, on a thread of its own.
+"""`Uploader`: uploads one version from the trainer to the parameter servers. Blocks, so it runs on its own thread.
 
-    announce on all ─▶ per shard, does one hold it? ─ no ─▶ write it to one, seal ─▶ the others copy it from that one
+    announce to all ─▶ per shard: does a server hold it? ─ no ─▶ write it to one, seal ─▶ the others copy from that one
 
-A version is cut into shards, each with its servers (replicas); with one shard, every server holds everything. The
-trainer's bytes leave it once, whatever the number of replicas: into the server's memory where that can be mapped here,
-else by PUT, bucket by bucket, which go to the shards in turn, so that all of them receive while the trainer gathers on.
-They are hashed as they leave, and the server hashes what it has before it seals. A shard that a server holds already is
-not sent again: that is how a late joiner is served. A version is uploaded when every shard of it is.
+A version is cut into shards, each held by its own servers (replicas); with one shard, every server holds everything.
+The trainer sends its bytes once, whatever the number of replicas: into the server's memory where it can be mapped here,
+else by PUT in buckets. Buckets alternate between shards, so all servers receive while the trainer still gathers. Bytes
+are hashed as they are sent, and the server hashes its copy before it seals.
+
+A shard that a server already holds is not sent again, which is how a late joiner is served. A version is uploaded when
+all of its shards are.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ from pipelinerl.weights.parameter_server.wire import (
 )
 from pipelinerl.weights.publisher import Publication
 
-#: What goes by HTTP is gathered and sent in buckets of about this size.
+#: Bytes sent by HTTP are gathered and sent in buckets of about this size.
 BUCKET_BYTES: Final = 16 * 2**20
-#: A shard has at least about so many buckets, so that shards are about equal. Tensors are not cut for that: of
-#: Llama-3-70B or Qwen2.5-7B the largest of 8 shards is 0.1 % above the mean, and only small models on many servers fare
-#: worse (Qwen2.5-0.5B, whose embedding is a quarter of all: 10 % with 4 shards, 120 % with 8).
+#: Least number of buckets per shard, so that shards are about equal. Tensors are not split for that. For Llama-3-70B or
+#: Qwen2.5-7B the largest of 8 shards is 0.1 % above the mean. Only small models on many servers fare worse:
+#: Qwen2.5-0.5B, whose embedding is a quarter of the model, is 10 % above with 4 shards and 120 % with 8.
 _BUCKETS_PER_SHARD: Final = 8
 
-#: How soon a server that is full, or away, is asked again, and how long one is waited for that does not answer.
+#: Pause before a server that is full or unreachable is retried, and longest wait for an answer.
 _AGAIN_S: Final = 0.1
 _ANSWER_S: Final = 10.0
 
-#: What passes: a server that starts again, one that did so in the middle, one that is full, bytes that were disturbed.
+#: Temporary failures: a server that restarts, or did so in the middle; one that is full; corrupted bytes.
 _PASSING: Final = (ServerLost, NotPrepared, Overloaded, DigestMismatch)
 
 T = TypeVar("T")
@@ -55,7 +57,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """Where a version is held: by shard, the servers to ask first in front; how it was cut; and why not elsewhere."""
+    """The location of an uploaded version.
+
+    `sources` lists the servers of each shard, in the order in which to try them. `failed` gives the reason for each
+    server that does not hold the version.
+    """
 
     sources: tuple[tuple[str, ...], ...]
     bucket_bytes: int
@@ -65,12 +71,12 @@ class Uploaded:
 
 @final
 class Uploader:
-    """The parameter servers of a run, by base URL. Used by one thread at a time."""
+    """Client of a run's parameter servers, by base URL. One thread uses it at a time."""
 
     def __init__(self, urls: Sequence[str], *, token: str | None, shards: int = 1, shared_memory: bool = True) -> None:
-        """The first `len(urls) / shards` servers hold shard 0, and so on.
+        """Assign shard 0 to the first `len(urls) / shards` servers, shard 1 to the next ones, and so on.
 
-        Without `shared_memory` bytes go by HTTP even to this host.
+        Without `shared_memory`, bytes travel by HTTP even to servers on this host.
 
         Raises:
             ValueError: shards would have different numbers of servers, or none.
@@ -91,15 +97,15 @@ class Uploader:
             client.close()
 
     def upload(self, publication: Publication, progress: dict[str, Key | None], *, deadline: float) -> Uploaded:
-        """Bring the version to every server that can be reached; waits for one of each shard, and for room on it.
+        """Upload the version to every reachable server; wait for one server of each shard, and for room on it.
 
         Args:
-            progress: what each engine has confirmed; the servers count on these, on one another, and on no other.
+            progress: what each engine has confirmed. Servers hold versions for these engines and for one another only.
             deadline: in monotonic seconds.
 
         Raises:
             FencedError: a trainer of a later epoch has announced itself.
-            UpdateError: no server takes some shard of it; the message names each.
+            UpdateError: no server accepts some shard; the message names each server.
         """
         while True:
             try:
@@ -110,7 +116,7 @@ class Uploader:
                 time.sleep(_AGAIN_S)
 
     def _uploaded(self, publication: Publication, progress: dict[str, Key | None], deadline: float) -> Uploaded:
-        """One try; what it ends with if it fails may be one of `_PASSING`."""
+        """Try once to upload; a failure may be one of `_PASSING`."""
         key, cut = (publication.epoch, publication.version), self._bucket_bytes(publication.layout)
         answers = self._announced(publication, cut, progress, deadline)
         failed = {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
@@ -143,7 +149,7 @@ class Uploader:
     def _announced(
         self, publication: Publication, cut: int, progress: dict[str, Key | None], deadline: float
     ) -> dict[str, VersionRecord | Exception]:
-        """What each server answers to the announcement. Raises `FencedError`."""
+        """Return each server's answer to the announcement. Raises `FencedError`."""
         members = {**progress, **{url: self._replicas.get(url) for url in self._clients}}
         announcements = [
             Announcement(
@@ -168,10 +174,11 @@ class Uploader:
         return answers
 
     def _first(self, number: int, answers: Mapping[str, VersionRecord | Exception]) -> tuple[str, VersionRecord]:
-        """The server of a shard to read from, or to write to, with its record: one that holds it, if there is one.
+        """Return a shard's server to read from or write to, with its record; prefer one that holds the shard.
 
         Raises:
-            ServerLost, UpdateError: none takes it, for the time being or at all.
+            ServerLost: no server accepts it at the moment.
+            UpdateError: no server accepts it at all.
         """
         mine = {url: answer for url, answer in answers.items() if self._shard_of[url] == number}
         records = [(url, answer) for url, answer in mine.items() if isinstance(answer, VersionRecord)]
@@ -183,9 +190,9 @@ class Uploader:
         return next((record for record in records if record[1].digest is not None), records[0])
 
     def _copied(self, key: Key, copies: Mapping[str, tuple[str, str]], whole: str, deadline: float) -> dict[str, str]:
-        """Let servers copy from a source, the shard of this digest; returns why some could not.
+        """Make servers copy their shard, of the given digest, from a source; return the failures.
 
-        Engines are not kept waiting for them all.
+        Copies get half of the remaining time, so that engines do not wait for all of them.
         """
         half_s = max(deadline - time.monotonic(), 0.2) / 2
         path = wire.COPY.format(epoch=key[0], version=key[1])
@@ -199,9 +206,9 @@ class Uploader:
         return {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
 
     def confirm(self, epoch: int, progress: dict[str, Key | None], *, deadline: float) -> dict[str, str]:
-        """Tell every server what the engines serve and the replicas hold now; returns why some could not be told.
+        """Report to every server what engines serve and replicas hold now; return the failures.
 
-        The next time will do for those: what is said is always the whole.
+        A failure needs no retry: every report is complete, so the next one corrects it.
         """
         report = ProgressReport(epoch=epoch, progress={**progress, **self._replicas})
         answers = self._each(
@@ -223,7 +230,7 @@ class Uploader:
             return write_shards(publication, writers, shards=self._shards, bucket_bytes=cut, deadline=deadline)
 
     def _each(self, urls: Iterable[str], call: Callable[[ServerClient], T]) -> dict[str, T | Exception]:
-        """Call for all at once; errors are answers."""
+        """Call all servers concurrently; return errors as results."""
 
         def guarded(client: ServerClient) -> T | Exception:
             try:

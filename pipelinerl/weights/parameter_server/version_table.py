@@ -1,10 +1,10 @@
 """`VersionTable`: the versions that one parameter server holds in memory, at most `room` of them.
 
-    announced ── bytes are written ──▶ sealed (whole) ── collected, by `retention` ──▶ its memory takes another version
+    announced ── bytes are written ──▶ sealed (complete) ── dropped, by `retention` ──▶ its memory is reused
 
-Promises: only a sealed version is given out; a version that is whole never changes; one that was not finished goes when
-the next is announced; memory is allocated once and then reused, for first touch costs several times a rewrite; a
-trainer of an earlier epoch is refused. Every method runs on one event loop.
+Only sealed versions are served, and a sealed version never changes. An incomplete version is dropped when the next one
+is announced. Memory is allocated once and then reused, since the first touch costs several times as much as a rewrite.
+A trainer of an earlier epoch is rejected. Every method runs on one event loop.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version as it is lent out: its key, layout, shard and memory; both digests are None until it is sealed.
+    """A version as returned to callers: its key, layout, shard and memory. Both digests are None until it is sealed.
 
-    `segment` has the whole version's size, so that a byte has one place everywhere; memory that nobody writes to, for
-    it belongs to another shard, is never allocated.
+    `segment` has the whole version's size, so that a byte has the same offset on every server. Pages that belong to
+    other shards are never written and therefore never allocated.
     """
 
     key: Key
@@ -57,7 +57,7 @@ class Version:
     whole: str | None
 
     def record(self) -> VersionRecord:
-        """The version as it goes over the wire."""
+        """Return the version as sent over the wire."""
         return VersionRecord(
             epoch=self.key[0],
             version=self.key[1],
@@ -72,10 +72,10 @@ class Version:
 
 @final
 class VersionTable:
-    """One server's versions, and the progress of the members that are counted on."""
+    """One server's versions, and the progress of the members for which it holds them."""
 
     def __init__(self, *, room: int) -> None:
-        """`room` is how many versions fit: one that is complete and one that is coming, at least."""
+        """Create a table of `room` versions: at least one that is complete and one that is being written."""
         if room < 2:
             raise ValueError(f"room must be at least 2, for a version that serves and one that comes, got {room}")
         self.room = room
@@ -86,35 +86,35 @@ class VersionTable:
         self._uses: Counter[Key] = Counter()
 
     def versions(self) -> list[Version]:
-        """All that are held, oldest first."""
+        """Return all versions held, oldest first."""
         return [self._lent(key) for key in sorted(self._held)]
 
     def newest(self) -> Version | None:
-        """The newest that is whole."""
+        """Return the newest complete version."""
         key = max(self._whole(), default=None)
         return None if key is None else self._lent(key)
 
     def find(self, key: Key) -> Version:
-        """Raises `NotPrepared` when it is not held."""
+        """Return a version. Raises `NotPrepared` if it is not held."""
         if key not in self._held:
             held = ", ".join(map(named, sorted(self._held))) or "none"
             raise NotPrepared(f"version {named(key)} is not held here; held: {held}", param="version")
         return self._lent(key)
 
     def whole(self, key: Key) -> Version:
-        """Raises `NotPrepared` when it is not held, or not complete yet."""
+        """Return a complete version. Raises `NotPrepared` if it is not held, or not complete yet."""
         version = self.find(key)
         if version.digest is None:
             raise NotPrepared(f"version {named(key)} is not complete yet: its bytes are still being written")
         return version
 
     def announce(self, announcement: Announcement) -> Version:
-        """Make room for a version; one that is held already is returned as it is.
+        """Make room for a version; return it unchanged if it is already held.
 
         Raises:
-            StaleVersion: a later epoch has begun, or a later version of this one is whole.
+            StaleVersion: a later epoch has begun, or a later version of this one is complete.
             LayoutMismatch: the same version was announced with another layout.
-            Overloaded: every version that is held is still needed; the message names by whom.
+            Overloaded: every version held is still needed; the message names the members that need it.
         """
         key = (announcement.epoch, announcement.version)
         self.confirm(announcement.epoch, announcement.progress)
@@ -132,7 +132,7 @@ class VersionTable:
         if newest is not None and key < newest:
             raise StaleVersion(f"version must come after {named(newest)}, which is complete, got {named(key)}")
         for unfinished in self._held.keys() - self._whole():
-            # Not to be reused: whoever began to write it may still do so.
+            # Do not reuse its memory: its writer may still be writing.
             del self._held[unfinished]
         if len(self._held) >= self.room:
             reasons = holders(self._whole(), self.progress, epoch=self.epoch, in_use=set(self._uses))
@@ -142,13 +142,13 @@ class VersionTable:
         return self._lent(key)
 
     def seal(self, key: Key, digest: str, whole: str) -> Version:
-        """The version is given out from now on; `digest` was compared with its bytes.
+        """Serve the version from now on; the caller has compared `digest` with its bytes.
 
-        `whole` is kept for those who ask: nobody here can know whether it is true, unless they hold the only shard.
+        `whole` is stored unchecked: a server can verify it only if it holds the only shard.
 
         Raises:
-            NotPrepared: it is not held.
-            DigestMismatch: it is whole already, with another digest.
+            NotPrepared: the version is not held.
+            DigestMismatch: it is already complete, with another digest.
         """
         self.find(key)
         held = self._held[key]
@@ -159,11 +159,11 @@ class VersionTable:
         return self._lent(key)
 
     def confirm(self, epoch: int, progress: Mapping[str, Key | None]) -> None:
-        """Replace what is known of the members' progress, and forget what nobody needs.
+        """Replace the recorded progress of the members, and drop versions that are no longer needed.
 
         Raises:
             StaleVersion: a later epoch has begun.
-            InvalidRequest: no trainer is at that epoch, seen from the last one.
+            InvalidRequest: the epoch is implausibly far above the last one.
         """
         if epoch < self.epoch:
             raise StaleVersion(
@@ -183,7 +183,7 @@ class VersionTable:
 
     @contextmanager
     def using(self, key: Key) -> Iterator[Version]:
-        """The version, which is not collected while it is used. Raises `NotPrepared` when it is not held."""
+        """Yield a version that is not dropped during the `with` block. Raises `NotPrepared` if it is not held."""
         version = self.find(key)
         self._uses[key] += 1
         try:

@@ -1,7 +1,7 @@
-"""What is said to a parameter server and by it, and where: the routes and records of `parameter_server`.
+"""Routes and messages of the parameter server's HTTP interface.
 
-The route that engines use, `GET /weights/{epoch}/{version}`, belongs to the inference contract; the rest is between a
-trainer and its servers.
+The inference contract owns the route that engines use, `GET /weights/{epoch}/{version}`; the rest is between a trainer
+and its servers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROGRESS: Final = "/progress"
 
 
 class ShardSpec(Wire):
-    """What a server holds of a version: shard `number` of `count`, as `WeightLayout.shards` deals them out."""
+    """The part of a version that a server holds: shard `number` of `count`, as cut by `WeightLayout.shards`."""
 
     number: int = Field(default=0, ge=0)
     count: int = Field(default=1, ge=1, le=256)
@@ -37,7 +37,7 @@ class ShardSpec(Wire):
         return self
 
     def ranges(self, layout: WeightLayout) -> tuple[Range, ...]:
-        """The bytes [start, end) of the version that it holds, in order."""
+        """Return the byte ranges [start, end) of the version that this shard holds, in order."""
         return tuple(layout.shards(self.count, self.bucket_bytes)[self.number])
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class ShardSpec(Wire):
 
 
 class Announcement(Wire):
-    """A version is coming; `progress` is what each member has confirmed, and names all that are counted on."""
+    """Announcement of a coming version. `progress` lists all members, each with the version it has confirmed."""
 
     epoch: int = Field(ge=0, lt=MOST_EPOCH)
     version: int = Field(ge=0, lt=MOST_VERSION)
@@ -55,14 +55,14 @@ class Announcement(Wire):
 
 
 class Seal(Wire):
-    """All bytes of the shard were written; they have this digest, and those of the whole version the digest `whole`."""
+    """Request to seal a shard whose bytes have digest `digest`; `whole` is the digest of the whole version."""
 
     digest: str
     whole: str
 
 
 class CopyOrder(Wire):
-    """Fetch the bytes of an announced version from another server instead of waiting for the trainer to write them."""
+    """Request to fetch the bytes of an announced version from another server, in place of a write by the trainer."""
 
     source: BaseUrl
     digest: str
@@ -71,7 +71,7 @@ class CopyOrder(Wire):
 
 
 class ProgressReport(Wire):
-    """What each member has confirmed; who is not named is not waited for any more."""
+    """The version that each member has confirmed; versions are no longer held for members that are not listed."""
 
     epoch: int = Field(ge=0, lt=MOST_EPOCH)
     progress: dict[str, Key | None]
@@ -80,8 +80,8 @@ class ProgressReport(Wire):
 class VersionRecord(Wire):
     """One version on one server: `shard` of the `num_bytes` of its layout.
 
-    `digest` is that of the shard's bytes, `whole` that of all; None until they are there. `segment` is where a process
-    on the same host can map the version, of which only the shard's bytes mean anything.
+    `digest` covers the shard's bytes, `whole` the version's; both are None until the version is sealed. A process on
+    the same host can map the version at `segment`; only the shard's bytes in it are valid.
     """
 
     epoch: int
@@ -95,12 +95,12 @@ class VersionRecord(Wire):
 
     @property
     def key(self) -> Key:
-        """(epoch, version)."""
+        """Key of the version: (epoch, version)."""
         return self.epoch, self.version
 
 
 class ServerState(Wire):
-    """What a server holds, oldest first, and whom it counts on."""
+    """The versions that a server holds, oldest first, and the members it holds them for."""
 
     epoch: int
     room: int

@@ -1,4 +1,4 @@
-"""The log of answers: what was added is there, what was torn is not, and nobody else's answers are."""
+"""The answer log keeps added results, drops torn ones, and refuses results of another question."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Said(msgspec.Struct, frozen=True):
     number: int
 
 
-def test_answers_are_there_the_next_time_and_others_come_after_them(tmp_path: Path) -> None:
+def test_answers_persist_and_new_ones_are_appended(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "answers.jsonl"
     for begun in (0, 2, 4):
         with answer_log(path, ASKED, Said) as log:
@@ -33,7 +33,7 @@ def test_answers_are_there_the_next_time_and_others_come_after_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize("cut", range(1, 60))
-def test_wherever_a_file_was_torn_whole_answers_are_kept(tmp_path: Path, cut: int) -> None:
+def test_whole_answers_survive_a_tear_at_any_position(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "answers.jsonl"
     with answer_log(path, ASKED, Said) as log:
         for number in (0, 1):
@@ -48,7 +48,7 @@ def test_wherever_a_file_was_torn_whole_answers_are_kept(tmp_path: Path, cut: in
     assert path.read_bytes() == whole
 
 
-def test_answers_to_another_question_and_what_is_no_log_are_refused(tmp_path: Path) -> None:
+def test_other_questions_and_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with answer_log(path, ASKED, Said) as log:
         log.add(Said(1))
@@ -64,7 +64,7 @@ def test_answers_to_another_question_and_what_is_no_log_are_refused(tmp_path: Pa
     refused(tmp_path, "cannot be written: Is a directory")
 
 
-def test_two_do_not_write_at_once(tmp_path: Path) -> None:
+def test_second_writer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     with answer_log(path, ASKED, Said):
         refused(path, "another process writes")

@@ -1,4 +1,4 @@
-"""`pipelinerl eval` against a model directory, a run, an engine of ours and a server that is none of ours."""
+"""`pipelinerl eval` against a model directory, a run, one of our engines and another server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A bigram model of even chances: of the two right answers it gives one now and then."""
+    """Return a random bigram model that sometimes gives one of the two right answers."""
     directory, tokenizer = tmp_path / "model", char_tokenizer(alphabet=" 0123456789")
     BigramModel.random(len(tokenizer), seed=0, scale=1.0).save(directory)
     tokenizer.save_pretrained(str(directory), save_jinja_files=False)
@@ -44,7 +44,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path, model: Path) -> Path:
-    """Two domains of twelve held-out problems each, judged by what is imported soonest."""
+    """Return a recipe with two domains of twelve held-out problems each and a fast reward."""
     (tmp_path / "right.py").write_text("def right(answer, completion):\n    return completion == answer\n")
     blocks = []
     for domain, answer in (("says_1", "1"), ("says_2", "2")):
@@ -68,7 +68,7 @@ def evaluated(target: str, config: RunConfig, **options: Any) -> EvaluationRepor
     return evaluate(target_of(target), config, token=None, model="", console=QUIET, **options)
 
 
-def test_a_model_directory_is_evaluated_by_an_engine_of_its_own(model: Path, recipe: Path) -> None:
+def test_model_directory_is_evaluated_by_its_own_engine(model: Path, recipe: Path) -> None:
     report = evaluated(str(model), load(recipe))
     assert (report.figures.problems, report.incomplete, report.unjudged) == (20, 0, 0)
     assert report.figures.accuracy is not None and 0 < report.figures.accuracy < 1
@@ -77,8 +77,8 @@ def test_a_model_directory_is_evaluated_by_an_engine_of_its_own(model: Path, rec
     assert report.figures.length_mean is not None and 0 < report.figures.length_mean <= 2
 
 
-def test_an_engine_at_a_url_answers_as_one_that_is_made_here(model: Path, recipe: Path) -> None:
-    """Token for token: noise is a function of the seed, wherever it is drawn."""
+def test_engine_at_a_url_gives_the_same_answers_as_a_local_one(model: Path, recipe: Path) -> None:
+    """Answers are equal token by token, because noise depends only on the seed."""
     app = create_app(
         bigram_engine.from_options(
             EngineOptions(model_path=model, model_id="m", slots=64, max_waiting=4096, context_length=512)
@@ -102,7 +102,7 @@ def test_any_openai_server_is_evaluated_by_its_text(recipe: Path) -> None:
     assert report.figures.length_mean == 1.0
 
 
-def test_a_problem_that_fails_is_counted_and_the_others_go_on(recipe: Path) -> None:
+def test_failed_problem_is_counted_and_the_others_continue(recipe: Path) -> None:
     fake = OpenAIFake(lambda body: "1", failures=(400, 400))
     with in_thread(fake.app) as url:
         config = load(recipe, ["evaluation.samples=1", "evaluation.pass_at=[]", "evaluation.temperature=0"])
@@ -110,16 +110,14 @@ def test_a_problem_that_fails_is_counted_and_the_others_go_on(recipe: Path) -> N
     assert (report.figures.problems, report.incomplete) == (18, 2)
 
 
-def test_a_server_that_refuses_everything_is_given_up_with_its_reason(recipe: Path) -> None:
+def test_server_that_refuses_everything_is_abandoned_with_its_reason(recipe: Path) -> None:
     fake = OpenAIFake(lambda body: "1", failures=(400,) * 1000)
     with in_thread(fake.app) as url, pytest.raises(UserError, match=r"have no answer and none has one; .*not now"):
         evaluated(url, load(recipe, ["evaluation.samples=1", "evaluation.pass_at=[]", "actor.groups_in_flight=1"]))
     assert len(fake.bodies) == MOST_FAILURES
 
 
-def test_a_run_is_evaluated_by_its_own_recipe_at_its_newest_or_a_named_checkpoint(
-    tmp_path: Path, model: Path, recipe: Path
-) -> None:
+def test_run_is_evaluated_by_its_own_recipe_at_a_checkpoint(tmp_path: Path, model: Path, recipe: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     save(load(recipe), run / "recipe.toml")
@@ -138,7 +136,7 @@ def test_a_run_is_evaluated_by_its_own_recipe_at_its_newest_or_a_named_checkpoin
     assert report.figures.problems == 20
 
 
-def test_what_cannot_answer_is_said_before_anything_is_asked(tmp_path: Path, model: Path, recipe: Path) -> None:
+def test_unusable_target_is_refused_before_any_request(tmp_path: Path, model: Path, recipe: Path) -> None:
     with pytest.raises(UserError, match="nothing is neither a run's directory, nor a model's, nor a URL"):
         target_of(str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="--checkpoint names one of a run's"):
@@ -156,14 +154,14 @@ def test_what_cannot_answer_is_said_before_anything_is_asked(tmp_path: Path, mod
         evaluated(str(model), load(recipe, ["evaluation.problems=0"]))
 
 
-def test_what_was_answered_is_not_asked_again(tmp_path: Path, recipe: Path) -> None:
+def test_answered_problems_are_not_evaluated_again(tmp_path: Path, recipe: Path) -> None:
     out, once = tmp_path / "answers.jsonl", ["evaluation.samples=1", "evaluation.pass_at=[]"]
     fake = OpenAIFake(lambda body: "1" if len(body["messages"][0]["content"]) % 2 else "2", failures=(400, 400))
     with in_thread(fake.app) as url:
         first = evaluated(url, load(recipe, [*once, "evaluation.problems=12"]), out=out)
         assert (first.asked, first.figures.problems, first.incomplete) == (12, 10, 2)
         with out.open("ab") as file:
-            file.write(b'{"kind":"EvaluationDone","order_id":"eval-0-0')  # and was killed
+            file.write(b'{"kind":"EvaluationDone","order_id":"eval-0-0')  # torn by a kill
         asked = len(fake.bodies)
         rest = evaluated(url, load(recipe, once), out=out)
         assert (rest.asked, rest.incomplete) == (10, 0), "the two that failed, and eight that are new"
@@ -176,7 +174,7 @@ def test_what_was_answered_is_not_asked_again(tmp_path: Path, recipe: Path) -> N
     assert again.figures == rest.figures == whole.figures and again.by_domain == whole.by_domain
 
 
-def test_answers_of_other_settings_or_weights_are_not_mixed_in(tmp_path: Path, model: Path, recipe: Path) -> None:
+def test_answers_of_other_settings_or_weights_are_not_mixed(tmp_path: Path, model: Path, recipe: Path) -> None:
     out = tmp_path / "answers.jsonl"
     evaluated(str(model), load(recipe), out=out)
     before = out.read_bytes()
@@ -194,7 +192,7 @@ def test_answers_of_other_settings_or_weights_are_not_mixed_in(tmp_path: Path, m
     assert out.read_bytes() == before
 
 
-def test_a_recipes_evaluation_sets_are_chosen_by_name_and_changed_for_once(model: Path, recipe: Path) -> None:
+def test_evaluation_set_is_chosen_by_name_and_overridden(model: Path, recipe: Path) -> None:
     table = to_table(load(recipe))
     sets = [{"name": "both"}, {"name": "ones", "domains": ["says_1"], "problems": 6, "samples": 2, "pass_at": [2]}]
     config = parse(table | {"evaluations": sets})
@@ -211,13 +209,13 @@ def test_a_recipes_evaluation_sets_are_chosen_by_name_and_changed_for_once(model
     assert (asked.name, asked.split, asked.problems, asked.samples) == ("validation", "validation", 3, 8)
 
 
-def test_the_questions_are_those_of_the_run(recipe: Path) -> None:
+def test_held_out_orders_are_deterministic(recipe: Path) -> None:
     orders = list(held_out_orders(load(recipe), 7))
     assert len({order.problem.problem_id for order in orders}) == 20
     assert orders == list(held_out_orders(load(recipe), 7))
 
 
-def test_the_report_is_a_table_or_json(model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_a_table_or_json(model: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = evaluated(str(model), load(recipe))
     show(report, Console(), as_json=True)
     told = json.loads(capsys.readouterr().out)
@@ -228,8 +226,8 @@ def test_the_report_is_a_table_or_json(model: Path, recipe: Path, capsys: pytest
     assert "pass@8" in text and "says_2" in text and "8 × 20 samples" in text
 
 
-def test_ctrl_c_ends_it_at_once_without_a_traceback(model: Path, recipe: Path) -> None:
-    """With an engine of its own: of this, too, nothing is left."""
+def test_ctrl_c_ends_at_once_without_a_traceback(model: Path, recipe: Path) -> None:
+    """The evaluation runs its own engine, which must end as well."""
     command = [sys.executable, "-m", "pipelinerl.cli", "eval", str(model), "--recipe", str(recipe), "--problems", "40"]
     command += ["--samples", "512", "--set", "sampling.max_tokens=200"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ, text=True)
@@ -244,7 +242,7 @@ def test_ctrl_c_ends_it_at_once_without_a_traceback(model: Path, recipe: Path) -
 
 
 def _listens_to_signals(pid: int) -> bool:
-    """Does the process handle SIGTERM, which Python leaves alone until somebody asks for it?"""
+    """Return True if the process handles SIGTERM, which Python does not do by default."""
     fields = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("Sig")
     )

@@ -1,4 +1,4 @@
-"""Bad data, and a template that refuses a recipe's messages, are named before a run starts anything."""
+"""Bad data, and messages that the chat template rejects, are reported before a run starts anything."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config_of(tmp_path: Path, *rows: dict[str, object], model: Path | None = Non
         ({"prompt": "a", "answer": "b"}, {"verifier": "oubliette"}, "has no tests: its metadata must have one of"),
     ],
 )
-def test_the_row_and_what_is_wrong_with_it_are_named(
+def test_bad_row_is_named_with_its_fault(
     row: dict[str, object], domain: dict[str, object], sentence: str, tmp_path: Path
 ) -> None:
     tests = {"metadata": {"tests": [{"input": "", "output": ""}]}} if "verifier" in domain else {}
@@ -53,7 +53,7 @@ def test_the_row_and_what_is_wrong_with_it_are_named(
     refuse_problems(config, FIRST)
 
 
-def test_instructions_that_nobody_knows_are_named(tmp_path: Path) -> None:
+def test_unknown_instructions_are_named(tmp_path: Path) -> None:
     config = config_of(tmp_path, verifier="instruction_following")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b", "metadata": WORDS}))
     with pytest.raises(RecipeError, match=r"rows\.jsonl line 1: there is no instruction 'punctuation:no_coma'"):
@@ -67,7 +67,7 @@ def test_instructions_that_nobody_knows_are_named(tmp_path: Path) -> None:
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "of system, user, assistant, user"),
     ],
 )
-def test_the_domain_whose_messages_the_template_refuses_is_named(
+def test_domain_with_messages_that_the_template_rejects_is_named(
     few_shot: list[dict[str, str]], sentence: str, tmp_path: Path
 ) -> None:
     model = model_with(tmp_path, NO_SYSTEM)
@@ -79,7 +79,7 @@ def test_the_domain_whose_messages_the_template_refuses_is_named(
     assert said.startswith("domains.d: ") and sentence in said and said.endswith(f"(the template of {model})")
 
 
-def test_a_users_rows_are_named_by_their_function(tmp_path: Path) -> None:
+def test_bad_row_of_user_code_is_named_by_its_function(tmp_path: Path) -> None:
     code = "def rows():\n    return [{'prompt': f'q{i}', 'answer': '' if i == 7 else str(i)} for i in range(9)]\n"
     (tmp_path / "mine.py").write_text(code)
     config = config_of(tmp_path, source=f"{tmp_path}/mine.py:rows", parameters={})

@@ -1,4 +1,4 @@
-"""What `check` says of mixtures of experts, and what it refuses before a run begins."""
+"""Findings of `check` on experts, attention and mesh, and what it refuses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recipe(path: Path | None, overrides: Sequence[str]) -> RunConfig:
     return load("tiny", [*([] if path is None else [f"model.path={path}"]), *overrides])
 
 
-def test_replay_says_what_it_costs_and_reaches_the_loop(mixture: Path) -> None:
+def test_routing_replay_states_its_cost_and_reaches_the_loop(mixture: Path) -> None:
     config = recipe(mixture, [REPLAYED])
     refuse(config)
     (finding,) = expert_findings(config)
@@ -53,7 +53,7 @@ def test_replay_says_what_it_costs_and_reaches_the_loop(mixture: Path) -> None:
     assert loop_settings(recipe(mixture, [])).routing is None
 
 
-def test_routers_that_choose_apart_are_a_warning(mixture: Path) -> None:
+def test_independent_routers_are_a_warning(mixture: Path) -> None:
     (part, said), (kind, warned) = expert_findings(recipe(mixture, []))
     assert (part, kind) == ("experts", "warning")
     assert said.endswith("the trainer's routers choose by themselves") and '"rollout" replays' in warned
@@ -69,18 +69,18 @@ def test_routers_that_choose_apart_are_a_warning(mixture: Path) -> None:
         ([REPLAYED, "trainer.type=jax"], r"needs trainer\.type torch, got 'jax'"),
     ],
 )
-def test_who_computes_no_experts_is_refused(overrides: list[str], said: str, mixture: Path) -> None:
+def test_engine_or_trainer_without_experts_is_refused(overrides: list[str], said: str, mixture: Path) -> None:
     with pytest.raises(RecipeError, match=said):
         refuse(recipe(mixture, overrides))
 
 
-def test_a_replay_of_no_experts_is_refused() -> None:
+def test_replay_without_experts_is_refused() -> None:
     with pytest.raises(RecipeError, match=r'routing_replay = "rollout": the model in .* has no experts'):
         refuse(recipe(None, [REPLAYED]))
 
 
-def test_experts_that_are_equal_but_for_rounding_refute_no_weights(mixture: Path) -> None:
-    """A proof compares the arithmetic: with the engine's experts where they are replayed, by the mean where not."""
+def test_canary_tolerates_expert_choices_that_differ_by_rounding(mixture: Path) -> None:
+    """The canary compares the arithmetic: with the engine's experts if they are replayed, otherwise by the mean."""
     exact = ["engine.dtype=float32", "weights.dtype=float32"]
     replayed, apart = canary_of(recipe(mixture, [*exact, REPLAYED])), canary_of(recipe(mixture, exact))
     assert (replayed.tolerance, apart.tolerance) == (TOLERANCES["float32"], ROUTED_APART)
@@ -95,21 +95,26 @@ def test_experts_that_are_equal_but_for_rounding_refute_no_weights(mixture: Path
         (["trainer.device=cuda"], "buckets of segments of similar length (the precision is fp32, and the kernel"),
         ([*ON_GPU], "varlen, one kernel over all segments of a row, if its trial on that GPU holds"),
         ([*ON_GPU, "trainer.options.attention=varlen"], "varlen, one kernel over all segments of a row, if its trial"),
-        ([*ON_GPU, "trainer.options.attention=buckets"], "buckets of segments of similar length (as options.attention"),
+        (
+            [*ON_GPU, "trainer.options.attention=buckets"],
+            "buckets of segments of similar length (set by options.attention",
+        ),
     ],
 )
-def test_how_packed_rollouts_attend_is_said(overrides: list[str], said: str) -> None:
+def test_attention_of_packed_rollouts_is_shown(overrides: list[str], said: str) -> None:
     ((part, sentence),) = attention_findings(recipe(None, overrides))
     assert part == "attention" and sentence.startswith(said)
 
 
-def test_a_kernel_that_cannot_be_is_refused_and_other_trainers_have_none() -> None:
-    with pytest.raises(RecipeError, match=r'^trainer\.options\.attention = "varlen" cannot be: the device is cpu, and'):
+def test_impossible_kernel_is_refused_and_other_trainers_have_none() -> None:
+    with pytest.raises(
+        RecipeError, match=r'^trainer\.options\.attention = "varlen" is not possible: the device is cpu, and'
+    ):
         list(attention_findings(recipe(None, ["trainer.device=cpu", "trainer.options.attention=varlen"])))
     assert list(attention_findings(recipe(None, ["trainer.type=jax"]))) == []
 
 
-def test_a_mesh_says_that_tokens_travel_or_that_experts_cannot_be_divided(mixture: Path) -> None:
+def test_mesh_states_expert_parallelism_or_refuses_uneven_experts(mixture: Path) -> None:
     empty = b"{}"
     (mixture / "model.safetensors").write_bytes(len(empty).to_bytes(8, "little") + empty)
     (mixture / "config.json").write_text(json.dumps(QWEN3_30B | {"hidden_size": 64, "num_attention_heads": 4}))

@@ -1,4 +1,4 @@
-"""`pipelinerl check` tries a domain's verifier: a judge, which may cost, once."""
+"""`pipelinerl check` tries a domain's verifier, and a judge, which may cost money, only once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def trial(**domain: Any) -> str:
     return await tried(config.domains[0], training_problems(config))
 
 
-async def test_a_judge_is_asked_once_and_its_words_are_shown() -> None:
+async def test_judge_votes_once_and_its_reply_is_shown() -> None:
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
         said = await trial(verifier="judge", judge={"url": url, "votes": 3, "temperature": 1.0})
@@ -31,7 +31,7 @@ async def test_a_judge_is_asked_once_and_its_words_are_shown() -> None:
     assert said.endswith("the judge said 2: so it seems")
 
 
-async def test_a_judge_that_cannot_judge_is_refused() -> None:
+async def test_judge_that_cannot_judge_is_refused() -> None:
     fake = OpenAIFake(lambda body: "I like it")
     sentence = "domains.d.judge cannot judge: the judge said no score: 'I like it'"
     with in_thread(fake.app) as url, pytest.raises(RecipeError, match=re.escape(sentence)):
@@ -44,8 +44,8 @@ async def test_instructions_need_no_reference_answer() -> None:
     assert "of an empty answer wrong, reward 0" in said
 
 
-def test_who_names_the_first_two_arguments_otherwise_is_told_what_they_are_given(tmp_path: Path) -> None:
-    """By place they are problem and answer: `label` is not the truth."""
+def test_unusual_names_of_positional_arguments_are_a_warning(tmp_path: Path) -> None:
+    """Positional arguments are problem and answer, so `label` is not the truth."""
     (tmp_path / "r.py").write_text(
         "def by_place(response, label): return 1.0\n"
         "def as_shown(problem, completion_text): return 1.0\n"

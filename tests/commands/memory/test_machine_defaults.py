@@ -1,4 +1,4 @@
-"""What a recipe leaves to the machine is settled from the size of its memory, and recorded."""
+"""Machine-dependent defaults are resolved from the memory's size and recorded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def recipe(*overrides: str) -> RunConfig:
     return load("tiny", ["trainer.micro_batch_tokens=auto", "engine.context_length=64", *overrides])
 
 
-def test_the_micro_batch_is_the_largest_that_fits() -> None:
+def test_micro_batch_is_the_largest_that_fits() -> None:
     config = recipe()
     whole = settled(config, {"all": 64 * GIB})
     assert whole.trainer.micro_batch_tokens == 16384
@@ -33,7 +33,7 @@ def test_the_micro_batch_is_the_largest_that_fits() -> None:
     assert settled(smaller, {"all": 64 * GIB}) == smaller, "what is recorded stays"
 
 
-def test_a_machine_that_is_too_small_is_told_the_knob_and_its_value() -> None:
+def test_too_small_machine_is_advised_a_knob_and_its_value() -> None:
     config = recipe("trainer.micro_batch_tokens=16384")
     predicted = predict(config, objective_of(config))
     whole = sum(each.total for each in predicted.by_process.values())
@@ -46,7 +46,7 @@ def test_a_machine_that_is_too_small_is_told_the_knob_and_its_value() -> None:
 @pytest.mark.parametrize(
     ("device", "here", "dtype"), [("cpu", True, "float32"), ("auto", False, "float32"), ("auto", True, "auto")]
 )
-def test_engines_of_a_half_precision_model_keep_float32_on_a_cpu(
+def test_engines_of_a_half_precision_model_use_float32_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, here: bool, dtype: str
 ) -> None:
     import torch
@@ -58,9 +58,7 @@ def test_engines_of_a_half_precision_model_keep_float32_on_a_cpu(
     assert given.engine.dtype == "bfloat16", "the recipe's own word counts"
 
 
-def test_an_accelerator_is_found_by_its_device_file_unless_it_is_hidden(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accelerator_is_found_by_its_device_file_unless_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert not has_accelerator(tmp_path)
     (tmp_path / "dev").mkdir()
@@ -70,7 +68,7 @@ def test_an_accelerator_is_found_by_its_device_file_unless_it_is_hidden(
     assert not has_accelerator(tmp_path)
 
 
-def test_a_run_that_the_disk_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_exceeds_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe(f"run.directory={tmp_path}", "checkpoint.keep=50", "samples.log=off", "checkpoint.interval_steps=1")
     predicted = predict(config, objective_of(config))
     disk.refuse_full_disk(config, predicted)

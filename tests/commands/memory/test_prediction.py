@@ -1,4 +1,4 @@
-"""Memory that `pipelinerl check` predicts: of what is measured, of a 70B model in no time, and what it advises."""
+"""Memory predictions of `pipelinerl check`: accuracy against measurements, speed for a 70B model, and advice."""
 
 import json
 import time
@@ -47,7 +47,7 @@ def large(tmp_path):
         pytest.param("gpt2", Precision.FP32, 8, False, marks=pytest.mark.slow),
     ],
 )
-def test_within_15_percent_of_what_is_measured(family, precision, rank, checkpointing, tmp_path):
+def test_prediction_is_within_15_percent_of_measurement(family, precision, rank, checkpointing, tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4}
     configs = {
         "llama": LlamaConfig(vocab_size=2048, num_key_value_heads=2, **sizes),
@@ -67,7 +67,7 @@ def test_within_15_percent_of_what_is_measured(family, precision, rank, checkpoi
         (Precision.BF16, OptimizerOptions(place=StatePlace.HOST, moments=MomentDType.BF16)),
     ],
 )
-def test_within_15_percent_with_a_smaller_state_or_one_on_the_host(precision, optimizer, tmp_path):
+def test_prediction_is_within_15_percent_with_smaller_or_host_state(precision, optimizer, tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4}
     AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=2048, **sizes)).bfloat16().save_pretrained(tmp_path)
     case = MemoryCase(
@@ -76,7 +76,7 @@ def test_within_15_percent_with_a_smaller_state_or_one_on_the_host(precision, op
     assert 0.85 <= measured(case, torch.device("cpu"))["ratio"] <= 1.15
 
 
-def test_the_optimizers_state_is_predicted_where_it_lies(large):
+def test_optimizer_state_is_predicted_on_its_device(large):
     shape = read_shape(large)
     plain = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=4096, trained=4096)
     assert replace(plain, moments=MomentDType.BF16).parts["moments"] == plain.parts["moments"] // 2
@@ -95,7 +95,7 @@ def test_the_optimizers_state_is_predicted_where_it_lies(large):
     assert "with trainer.options.optimizer.place=host (" in advice
 
 
-def test_a_70b_model_takes_no_time_and_no_weights(large):
+def test_70b_model_is_predicted_quickly_without_weights(large):
     began = time.process_time()
     shape = read_shape(large)
     assert time.process_time() - began < 2
@@ -106,7 +106,7 @@ def test_a_70b_model_takes_no_time_and_no_weights(large):
     assert 0.99 < lora.parts["weights"] / (2 * shape.count) < 1.02
 
 
-def test_sizes_are_those_of_the_files(tmp_path):
+def test_sizes_match_those_of_the_files(tmp_path):
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
             vocab_size=64,
@@ -125,11 +125,11 @@ def test_sizes_are_those_of_the_files(tmp_path):
     assert len(shape.adapted(None)) == 2 * 7
 
 
-def test_the_output_layers_pieces_are_the_trainers():
+def test_output_layer_uses_the_trainers_chunk_size():
     assert LOGITS_AT_ONCE == torch_logprobs.LOGITS_AT_ONCE
 
 
-def test_what_does_not_fit_is_told_with_a_knob_that_makes_it_fit(large):
+def test_process_that_does_not_fit_is_advised_a_sufficient_knob(large):
     shape = read_shape(large)
     trainer = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=8192, trained=8192, rank=16)
     engine = EngineMemory(
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_told_with_a_knob_that_makes_it_fit(large):
     assert any("no knob is enough by itself" in line for line in hopeless)
 
 
-def test_a_recipe_is_predicted_whole():
+def test_whole_recipe_is_predicted():
     config = load("tiny", ["trainer.options.lora.rank=8"])
     prediction = predict(config, objective_of(config))
     assert trainable(prediction) == "LoRA: 26.1 k of 190 k parameters train"
@@ -160,7 +160,7 @@ def test_a_recipe_is_predicted_whole():
     assert predict(load("tiny", ["trainer.type=jax"]), objective_of(config)).trainer is None
 
 
-def test_each_part_grows_as_what_it_is_of_does(large):
+def test_each_part_scales_with_its_cause(large):
     plain = TrainerMemory(shape=read_shape(large), precision=Precision.FP32, tokens=4096, trained=4096)
     assert replace(plain, tokens=8192).parts["activations"] > 1.9 * plain.parts["activations"]
     assert replace(plain, shards=8).parts["moments"] == plain.parts["moments"] // 8
@@ -169,7 +169,7 @@ def test_each_part_grows_as_what_it_is_of_does(large):
     assert replace(plain, rank=16, reference=True).parts["weights"] == replace(plain, rank=16).parts["weights"]
 
 
-def test_processes_that_share_tokens_share_what_these_take(large):
+def test_processes_that_share_tokens_share_activations(large):
     plain = TrainerMemory(shape=read_shape(large), precision=Precision.BF16, tokens=32768, trained=32768, shards=8)
     shared = replace(plain, cp=8)
     assert shared.parts["activations"] == plain.parts["activations"] // 8

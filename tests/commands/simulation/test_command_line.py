@@ -1,4 +1,4 @@
-"""`pipelinerl simulate`: from a run or a table to figures, a recommendation, and a word on whether to believe them."""
+"""`pipelinerl simulate` from a run or a table: figures, a recommendation, and a verdict on accuracy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def table(tmp_path: Path) -> str:
 
 
 def run_directory(where: Path, events: list[Event]) -> Path:
-    """A finished run of `tiny` in lockstep with these events, and answers of 6 tokens."""
+    """Write a finished run of `tiny` in lockstep with these events and answers of 6 tokens."""
     (where / "samples").mkdir(parents=True)
     save(load("tiny", ["staleness.j=1", "staleness.k=1"]), where / "recipe.toml")
     (where / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -58,7 +58,7 @@ def run_directory(where: Path, events: list[Event]) -> Path:
     return where
 
 
-def test_a_sweep_of_a_table_is_told_drawn_and_recommended_from(table: str, tmp_path: Path) -> None:
+def test_sweep_of_a_table_is_shown_plotted_and_recommended_from(table: str, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     asked = ("tiny", "--hardware", table, "--sweep", "engine.count=1,2", "--sweep", "staleness.k=0,1,8")
     said = simulate(*asked, "--html", str(page))
@@ -74,7 +74,7 @@ def test_a_sweep_of_a_table_is_told_drawn_and_recommended_from(table: str, tmp_p
     assert "http" not in text
 
 
-def test_programs_read_every_figure(table: str) -> None:
+def test_json_has_every_figure(table: str) -> None:
     said = json.loads(simulate("tiny", "--hardware", table, "--json", "--lengths", "fixed:5").output)
     (trial,) = said["trials"]
     prediction = trial["prediction"]
@@ -84,13 +84,13 @@ def test_programs_read_every_figure(table: str) -> None:
     assert said["recommended"] is None
 
 
-def test_a_price_may_be_said_on_the_command_line(table: str) -> None:
+def test_price_can_be_given_on_the_command_line(table: str) -> None:
     said = simulate("tiny", "--hardware", table, "--json", "--engine-hour", "10")
     assert json.loads(said.output)["trials"][0]["prediction"]["cost_per_hour"] == 14.0
 
 
-def test_a_run_is_the_basis_and_is_checked(tmp_path: Path) -> None:
-    """A run whose halves are alike is predicted; one that grew slower is not to be trusted, and that is said."""
+def test_run_is_the_basis_and_is_checked(tmp_path: Path) -> None:
+    """A run with similar halves is predicted well; a run that slowed down is reported as not to be trusted."""
     even = run_directory(tmp_path / "even", run_events(engine=ENGINE, rollouts=256, steps=40))
     said = simulate("tiny", "--from", str(even))
     assert said.exit_code == 0, said.output
@@ -104,7 +104,7 @@ def test_a_run_is_the_basis_and_is_checked(tmp_path: Path) -> None:
     assert "NOT TO BE TRUSTED" in simulate("tiny", "--from", str(uneven)).output
 
 
-def test_the_lengths_and_prompts_are_the_runs(tmp_path: Path) -> None:
+def test_lengths_and_prompts_are_those_of_the_run(tmp_path: Path) -> None:
     run = observed(run_directory(tmp_path / "run", run_events(engine=ENGINE)))
     assert run.setting.lengths.mean == 6
     assert run.setting.prompt_tokens == round(2000 * 0.25 / 64)
@@ -119,7 +119,7 @@ def test_the_lengths_and_prompts_are_the_runs(tmp_path: Path) -> None:
     ],
     ids=["neither", "no table", "no run"],
 )
-def test_what_is_missing_is_said(arguments: tuple[str, ...], said: str) -> None:
+def test_missing_basis_is_reported(arguments: tuple[str, ...], said: str) -> None:
     result = simulate("tiny", *arguments)
     assert isinstance(result.exception, UserError)
     assert said in str(result.exception)
@@ -138,7 +138,7 @@ def test_what_is_missing_is_said(arguments: tuple[str, ...], said: str) -> None:
         ("[engine]\nstep_s = 1.0\n[trainer]\ntoken_s = 1.0\n[answers]\nlengths = 'long'\n", "lengths are fixed:"),
     ],
 )
-def test_a_table_that_is_wrong_says_where(table: str, said: str, tmp_path: Path) -> None:
+def test_error_in_a_table_names_its_place(table: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "hardware.toml"
     path.write_text(table)
     result = simulate("tiny", "--hardware", str(path))
@@ -146,25 +146,25 @@ def test_a_table_that_is_wrong_says_where(table: str, said: str, tmp_path: Path)
     assert said in str(result.exception)
 
 
-def test_a_sweep_of_which_nothing_can_run_has_failed(table: str) -> None:
+def test_sweep_without_a_valid_trial_fails(table: str) -> None:
     result = simulate("tiny", "--hardware", table, "--sweep", "engine.slot=1,2")
     assert result.exit_code == 2 and "engine.slot: unknown key; is slots meant?" in result.output
 
 
 @pytest.mark.parametrize("axis", ["engines=1,2", "engine.count", "engine.count=1,,2"])
-def test_a_sweep_is_of_the_recipes_own_keys(axis: str, table: str) -> None:
+def test_invalid_sweep_axis_is_refused(axis: str, table: str) -> None:
     result = simulate("tiny", "--hardware", table, "--sweep", axis)
     assert isinstance(result.exception, UserError)
     assert "section.key=value" in str(result.exception)
 
 
-def test_the_recipes_knobs_are_the_settings() -> None:
-    """No second spelling: what a run would do is read from its own sections."""
+def test_setting_is_read_from_the_recipes_sections() -> None:
+    """The simulation has no options of its own for what the recipe's sections say."""
     changes = ["staleness.preset=rlax", "engine.count=3", "engine.on_update=drain", "training.mini_batches=4"]
     config = load("tiny", [*changes, "training.epochs=2", "actor.count=2"])
     config_setting = setting_of(config, lengths=FixedLengths(5), prompt_tokens=7)
     expected: dict[str, Any] = {
-        "bounds": StalenessBounds(1, 2),  # the recipe's own numbers go before a preset's
+        "bounds": StalenessBounds(1, 2),  # the recipe's own numbers override the preset's
         "engines": 3,
         "on_update": "drain",
         "mini_batches": 4,
@@ -181,6 +181,6 @@ def test_the_recipes_knobs_are_the_settings() -> None:
 @pytest.mark.parametrize(
     "change", ["staleness.overdue=wait", "staleness.scope=rollout", "training.tokens_per_step=100"]
 )
-def test_what_is_not_simulated_is_refused(change: str) -> None:
+def test_unsimulated_setting_is_refused(change: str) -> None:
     with pytest.raises(RecipeError, match="is not simulated"):
         setting_of(load("tiny", [change]), lengths=FixedLengths(5), prompt_tokens=7)

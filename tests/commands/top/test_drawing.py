@@ -1,4 +1,4 @@
-"""A run's figures as lines of text: they fit, nothing in them works, and each says what it is of."""
+"""A run's figures as lines of text: they fit the width, are labelled, and contain no control characters."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ SIGHT = RunSnapshot(
 
 
 @pytest.mark.parametrize("width", [40, 44, 61, 80, 200])
-def test_lines_fit_and_say_everything(width: int) -> None:
+def test_lines_fit_and_show_all_figures(width: int) -> None:
     told = figures(SIGHT, width).plain
     rows = told.splitlines()
-    told_long = ("prompts", "alarm", "waits for", "  ")  # sentences, which go on in the next line
+    told_long = ("prompts", "alarm", "waits for", "  ")  # sentences that wrap
     assert all(cell_len(row) <= width for row in rows if not row.startswith(told_long)), rows
     for wanted in ("speller live", "1,180/40,000", "0.412", "41.2% ±3.0%", "2 so far", "1.2, max 3", "812", "70% busy",
                    "1.2 ms", "51%", "healthy", "expelled", "engine-7 is asked for", " 31% engines: sampling",
@@ -65,25 +65,25 @@ def test_lines_fit_and_say_everything(width: int) -> None:
         assert wanted in told, wanted
 
 
-def test_what_a_run_names_is_shown_inert() -> None:
+def test_names_from_a_run_are_escaped() -> None:
     told = figures(SIGHT, 80)
     assert "\x1b" not in told.plain and "\u202e" not in told.plain and "\\x1b[2J\\u202e" in told.plain
     assert "[red]" in told.plain, "markup is text"
 
 
-def test_events_that_could_not_be_read_are_told() -> None:
+def test_unreadable_events_are_counted() -> None:
     assert "1,200 events of the log could not be read" in figures(replace(SIGHT, unread=1200), 80).plain
     assert "could not be read" not in figures(SIGHT, 80).plain
 
 
-def test_what_nobody_says_is_left_out() -> None:
+def test_unknown_figures_are_left_out() -> None:
     bare = RunSnapshot(status=RunStatus(run="new"), state="starting", knobs={}, ledger=None)
     told = figures(bare, 40).plain
     assert "new starting" in told and "step 0" in told and "reward    –" in told
     assert "prompts" not in told and "engine " not in told and "time of" not in told
 
 
-def test_many_domains_and_engines_are_cut_and_counted() -> None:
+def test_excess_domains_and_engines_are_counted() -> None:
     engines = tuple(EngineStatus(url=f"http://h:{n}", state="healthy") for n in range(40))
     last = LastStepStatus(by_domain={f"d{n}": {"reward": 0.0} for n in range(15)})
     status = msgspec.structs.replace(STATUS, fleet=FleetStatus(engines=engines), last_step=last)
@@ -91,6 +91,6 @@ def test_many_domains_and_engines_are_cut_and_counted() -> None:
     assert "and 28 more" in told and "and 3 more" in told
 
 
-def test_a_value_can_be_typed_again() -> None:
+def test_knob_value_can_be_typed_in_again() -> None:
     assert [knob_value(value) for value in (4, 4.0, 1e-6, float("inf"), "inf")] == ["4", "4", "1e-06", "inf", "inf"]
     assert knob_value(0.000123456789) == "0.000123456789", "no digit is lost"

@@ -1,4 +1,4 @@
-"""`pipelinerl top` as somebody sees it: over the controller's own application, over files, and on a real terminal."""
+"""`pipelinerl top` with the controller's own application, with files only, and on a real terminal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def followed(run: Path | str) -> Iterator[RunFollower]:
 
 @asynccontextmanager
 async def shown(run: Path | str, size: tuple[int, int] = (80, 24)) -> AsyncIterator[Pilot[None]]:
-    """The screen of a run, once it shows its figures."""
+    """Yield the screen of a run once it shows figures."""
     from pipelinerl.commands.top.textual_app import TopApp
 
     with followed(run) as follower:
@@ -67,7 +67,7 @@ def text(pilot: Pilot[None], selector: str) -> str:
 
 
 def values(pilot: Pilot[None]) -> dict[str, str]:
-    """The knobs as they are shown."""
+    """Return the displayed knobs."""
     from textual.widgets import Static
 
     from pipelinerl.commands.top.textual_app import KnobRow
@@ -77,7 +77,7 @@ def values(pilot: Pilot[None]) -> dict[str, str]:
 
 @asynccontextmanager
 async def a_controller(tmp_path: Path) -> AsyncIterator[tuple[Path, Running, Callable[[], None]]]:
-    """A run's directory, the controller that answers for it, and what ends its answers."""
+    """Yield a run's directory, its live controller, and a function that stops the controller."""
     run_dir = written_run(tmp_path / "run", steps=3, end=False)
     (tmp_path / "controller").mkdir()
     async with running(tmp_path / "controller") as run:
@@ -96,7 +96,7 @@ async def a_controller(tmp_path: Path) -> AsyncIterator[tuple[Path, Running, Cal
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 24)])
-async def test_a_knob_is_edited_in_its_place_and_a_refusal_is_its_sentence(tmp_path: Path, size: Any) -> None:
+async def test_knob_is_edited_in_place_and_a_refusal_is_shown(tmp_path: Path, size: Any) -> None:
     async with a_controller(tmp_path) as (run_dir, run, _), shown(run_dir, size) as pilot:
         assert "live" in text(pilot, "#figures-text") and ENGINE.removeprefix("http://") in text(pilot, "#figures-text")
         knobs = run.controller.state.knobs
@@ -115,7 +115,7 @@ async def test_a_knob_is_edited_in_its_place_and_a_refusal_is_its_sentence(tmp_p
         assert pilot.app.is_running, "a letter that is typed into a field is no command"
 
 
-async def test_a_run_that_is_over_shows_what_its_files_say_and_cannot_be_steered(tmp_path: Path) -> None:
+async def test_finished_run_shows_its_files_and_cannot_be_changed(tmp_path: Path) -> None:
     run_dir = written_run(tmp_path / "run", steps=12)
     async with shown(run_dir, (40, 24)) as pilot:
         told = text(pilot, "#figures-text")
@@ -128,7 +128,7 @@ async def test_a_run_that_is_over_shows_what_its_files_say_and_cannot_be_steered
         assert not any(field.display for field in pilot.app.query(Input))
 
 
-async def test_a_controller_that_falls_silent_is_told_and_its_figures_stay(
+async def test_silent_controller_is_reported_and_its_figures_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPELINERL_TOKEN", "secret")
@@ -143,7 +143,7 @@ async def test_a_controller_that_falls_silent_is_told_and_its_figures_stay(
             assert pilot.app.query_one("#said").has_class("refused")
 
 
-def test_q_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+def test_q_restores_the_terminal(tmp_path: Path) -> None:
     run_dir = written_run(tmp_path / "run", steps=3)
     ours, theirs = pty.openpty()
     try:
@@ -165,18 +165,18 @@ def test_q_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
 
 
 def read_until(terminal: int, wanted: bytes | None) -> bytes:
-    """What is written to the terminal, until it holds `wanted`, or until nobody has it open any more."""
+    """Read from the terminal until it has written `wanted`, or until its other side is closed."""
     told = b""
     while wanted is None or wanted not in told:
         try:
             told += os.read(terminal, 2**16)
-        except OSError:  # so ends a terminal whose other side is closed
+        except OSError:  # raised when the other side is closed
             assert wanted is None, f"it ended before it said {wanted!r}: {told!r}"
             break
     return told
 
 
-def test_what_is_no_terminal_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_non_terminal_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="try pipelinerl status"):
         top(str(written_run(tmp_path / "run", steps=3)))
     with pytest.raises(UserError, match="is no run"):

@@ -1,4 +1,4 @@
-"""The directory of a run that never was, written by the real writers, and its page behind real HTTP."""
+"""The directory of an invented run, written by the real writers, and its page served over HTTP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKEN = "page-token"
 
 
 def written_run(run_dir: Path, *, steps: int = 40, end: bool = True, overrides: Sequence[str] = ()) -> Path:
-    """A run of so many steps, that has ended or was killed, with samples of each step."""
+    """Write a run of `steps` steps, finished or killed, with samples of each step."""
     run_dir.mkdir(parents=True)
     config = recipes.load("tiny", overrides)
     recipes.save(config, run_dir / "recipe.toml")
@@ -41,7 +41,7 @@ def written_run(run_dir: Path, *, steps: int = 40, end: bool = True, overrides: 
 
 
 def write(log: EventLog, event: dict[str, Any]) -> None:
-    """An event of `synthetic.events`, with figures by domain and by age where it is a step."""
+    """Write an event of `synthetic.events`; steps get figures by domain and by age."""
     fields = {name: value for name, value in event.items() if name not in ("time", "kind")}
     if event["kind"] == "step":
         fields |= {"by_domain": by_domain(event), "age_0_share": 0.75, "age_3_4_share": 0.25, "orders": [event["step"]]}
@@ -49,14 +49,14 @@ def write(log: EventLog, event: dict[str, Any]) -> None:
 
 
 def by_domain(event: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Two domains of different skill."""
+    """Return figures of two domains of different skill."""
     figures = {"rollouts": 128.0, "groups": 16.0, "length_mean": 6.0, "stale_groups": 1.0, "truncated": 0.0}
     easy = {"reward": event["reward"], "accuracy": event["reward"]}
     return {"short_words": figures | easy, "long_words": figures | {"reward": 0.0, "accuracy": 0.0}}
 
 
 def sampled(step: int, **fields: Any) -> SampleGroup:
-    """A group of a step: an answer of which everything is known of each token, and a wrong one without tokens."""
+    """Return a group with a right answer that has all token columns, and a wrong one without tokens."""
     tokens = AnswerTokens(
         tokens=TokenTexts(ids=(7, 8, 9), texts=("a", "b", "<eos>")),
         versions=(step - 2, None, step - 1),
@@ -80,13 +80,13 @@ def keep(run_dir: Path, groups: list[SampleGroup], *, name: str = "training") ->
 
 
 def of_evaluation(step: int) -> SampleGroup:
-    """A group that answers a held-out problem."""
+    """Return a group of answers to a held-out problem."""
     return sampled(step, kind=SampleKind.EVALUATION, evaluation="held_out", group_id=f"eval-{step}")
 
 
 @dataclass
 class ServedPage:
-    """A page that is served: how it is asked, and what it shows."""
+    """A served page, its client and its runs."""
 
     url: str
     keys: list[str]
@@ -94,7 +94,7 @@ class ServedPage:
     runs: list[WatchedRun] = field(default_factory=list)
 
     def get(self, path: str, **query: Any) -> Any:
-        """The JSON of an answer that is a success."""
+        """Return the JSON of a successful response."""
         answered = self.http.get(path, params=query)
         assert answered.status_code == 200, answered.text
         return answered.json()
@@ -102,7 +102,7 @@ class ServedPage:
 
 @contextmanager
 def served_page(*run_dirs: Path, read_only: bool = False, share_key: str = "") -> Iterator[ServedPage]:
-    """The page of these runs; `http` has its cookie."""
+    """Serve the page of these runs; `http` has its cookie."""
     keys: list[str] = []
     links, runs = PageLinks(keys.append), watched_runs(run_dirs)
     links.offer()
@@ -113,13 +113,13 @@ def served_page(*run_dirs: Path, read_only: bool = False, share_key: str = "") -
 
 
 def loaded(page: ServedPage, run: int = 0) -> Any:
-    """`/api/run` once everything that lies there has been read."""
-    while True:  # the test's own time limit ends it
+    """Return `/api/run` once all files have been read."""
+    while True:  # bounded by the test's time limit
         told = page.get("/api/run", run=run)
         if told["loading"] == {"events": 1.0, "samples": 1.0} and page.runs[run].loaded == {"events", "samples"}:
             return told
 
 
 def link_in(text: str) -> str:
-    """The newest link that `pipelinerl watch` has printed."""
+    """Return the newest link that `pipelinerl watch` has printed."""
     return re.findall(r"watch at (http://\S+)", text)[-1]

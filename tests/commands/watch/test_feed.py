@@ -1,4 +1,4 @@
-"""The feed: its bells ring for all who listen, once for all that was put, and for nobody else."""
+"""The feed's bells ring for all current listeners, once per batch of entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipelinerl.commands.watch.feed import Feed
 from tests.patience import PATIENCE_S
 
 
-async def test_a_bell_rings_for_what_was_put_and_only_then() -> None:
+async def test_bell_rings_once_for_new_entries() -> None:
     feed = Feed(0)
     with feed.listener() as first, feed.listener() as second:
         feed.ring()
@@ -28,7 +28,7 @@ async def test_a_bell_rings_for_what_was_put_and_only_then() -> None:
         assert not first.is_set(), "it has rung for that already"
 
 
-async def test_who_has_gone_hears_no_more() -> None:
+async def test_closed_listener_is_not_notified() -> None:
     feed = Feed(0)
     with feed.listener() as gone:
         pass

@@ -1,4 +1,4 @@
-"""Each alarm at its threshold, below it, and back; and none in a run that learns as it should."""
+"""Tests of each alarm at its threshold, below it, and after recovery; and of a healthy run without alarms."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def raised(made: list[WatchedStep], *, before: tuple[str, ...] = (), first: list
     return {alarm.key for alarm in alarms_of(made, first_entropies=first, raised=dict.fromkeys(before, ""))}
 
 
-def test_the_thresholds_that_the_docs_state() -> None:
+def test_thresholds_match_the_documentation() -> None:
     assert (THRESHOLDS.entropy, THRESHOLDS.right, THRESHOLDS.length) == (0.1, 0.9, 2.0)
     assert (THRESHOLDS.truncated, THRESHOLDS.stale, THRESHOLDS.recent_steps) == (0.2, 0.1, 5)
 
 
-def test_a_run_that_learns_raises_nothing() -> None:
+def test_learning_run_raises_no_alarm() -> None:
     assert raised(steps()) == set()
     assert raised(steps(entropy=0.01, right=0.97)) == set(), "what is learned needs no entropy"
     assert raised([]) == set() and raised(steps(4, entropy=0.0)) == set()
@@ -36,12 +36,12 @@ def test_a_run_that_learns_raises_nothing() -> None:
     ("entropy", "before", "stands"),
     [(0.101, False, False), (0.099, False, True), (0.119, True, True), (0.121, True, False)],
 )
-def test_entropy(entropy: float, before: bool, stands: bool) -> None:
+def test_entropy_alarm_at_its_threshold(entropy: float, before: bool, stands: bool) -> None:
     key = "entropy:"
     assert (key in raised(steps(entropy=entropy), before=(key,) if before else ())) is stands
 
 
-def test_entropy_needs_the_beginning_of_the_run() -> None:
+def test_entropy_alarm_needs_the_first_steps_of_the_run() -> None:
     assert raised(steps(entropy=0.0), first=FIRST[:-1]) == set()
     assert raised(steps(entropy=None)) == set()
 
@@ -50,7 +50,7 @@ def test_entropy_needs_the_beginning_of_the_run() -> None:
     ("length", "before", "stands"),
     [(199.0, False, False), (201.0, False, True), (161.0, True, True), (159.0, True, False)],
 )
-def test_length(length: float, before: bool, stands: bool) -> None:
+def test_length_alarm_at_its_threshold(length: float, before: bool, stands: bool) -> None:
     made = [*steps(20), *steps(5, length=length)]
     assert ("length:" in raised(made, before=("length:",) if before else ())) is stands
     assert raised(made[1:], before=("length:",)) == set(), "not before there are steps to compare with"
@@ -71,7 +71,7 @@ def test_length(length: float, before: bool, stands: bool) -> None:
         (AlarmKind.STALE, 3, 3, False, False),
     ],
 )
-def test_shares_of_a_domain(kind: AlarmKind, seen: int, bad: int, before: bool, stands: bool) -> None:
+def test_domain_alarms_at_their_thresholds(kind: AlarmKind, seen: int, bad: int, before: bool, stands: bool) -> None:
     counts = (
         DomainCounts(rollouts=seen, truncated=bad)
         if kind is AlarmKind.TRUNCATED
@@ -82,7 +82,7 @@ def test_shares_of_a_domain(kind: AlarmKind, seen: int, bad: int, before: bool, 
     assert raised(made, before=(key,) if before else ()) == ({key} if stands else set())
 
 
-def test_what_is_said_has_figures_and_a_remedy() -> None:
+def test_alarm_messages_have_figures_and_a_remedy() -> None:
     made = steps(entropy=0.01, domains={"sums": DomainCounts(rollouts=50, truncated=25, groups=5, stale=20)})
     said = {alarm.kind: alarm.what for alarm in alarms_of(made, first_entropies=FIRST, raised={})}
     assert (

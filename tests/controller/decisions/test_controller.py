@@ -1,4 +1,4 @@
-"""The promises of the controller under random schedules, and its decisions one by one."""
+"""Tests of the controller's invariants under random schedules, and of single decisions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.messages import ActorAlive, Starving, StepSkipped, TrainerLeaving, TrainerReady, TrainerStopped
 from tests.controller.world import ENGINE, World, controller, drawn_problem, knobs
 
-#: Schedules of a promise, the further ones among the slow tests.
+#: Seeds of each invariant; further ones run with the slow tests.
 FEW_OF_100 = [*range(25), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(25, 100))]
 
 
@@ -38,7 +38,7 @@ def world(seed: int = 0, **changes: Any) -> World:
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_random_schedules_finish_and_keep_every_promise(seed: int) -> None:
+def test_random_schedules_finish_and_keep_all_invariants(seed: int) -> None:
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 4, math.inf]))
     run.begin()
@@ -74,9 +74,11 @@ def test_random_schedules_finish_and_keep_every_promise(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_domains_with_groups_of_other_sizes_fill_steps_with_whole_groups(seed: int) -> None:
-    """Whatever fails, is filtered or becomes stale: no step is short, none is waited for in vain, and in lockstep no
-    more is out than one step takes."""
+def test_mixed_group_sizes_fill_steps_with_whole_groups(seed: int) -> None:
+    """Check random failures, filtering and staleness.
+
+    No step is short, no wait is endless, and in lockstep no more is in flight than one step takes.
+    """
     rng = random.Random(seed)
     lockstep, large = seed % 3 == 0, rng.choice([3, 4, 7])
     k = 1 if lockstep else rng.choice([2, 4, math.inf])
@@ -148,7 +150,7 @@ def test_three_skipped_steps_stop_and_save() -> None:
 
 
 def test_on_policy_is_lockstep() -> None:
-    """With j = k = 1, no more prompts are out than one step takes, and all of a step come from one version."""
+    """With j = k = 1, at most one step's prompts are in flight, and all of a step come from one version."""
     run = world(k=1, j=1)
     run.begin()
     while run.finished is None:
@@ -161,7 +163,7 @@ def test_on_policy_is_lockstep() -> None:
 @pytest.mark.parametrize(
     ("oversample", "k", "issued"), [(1.0, 4, 4), (None, 4, 8), (4.0, 4, 8), (1.5, 4, 6), (None, 1, 2), (4.0, 1, 4)]
 )
-def test_more_is_issued_where_groups_are_filtered_but_not_in_lockstep_unless_asked_for(
+def test_filtering_issues_more_orders_but_in_lockstep_only_if_requested(
     oversample: float | None, k: int, issued: int
 ) -> None:
     run = World(controller=controller(evaluation_problems=0, oversample=oversample, k=k), rng=random.Random(0))
@@ -172,7 +174,7 @@ def test_more_is_issued_where_groups_are_filtered_but_not_in_lockstep_unless_ask
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_run_that_oversamples_keeps_its_bounds_and_its_balance(seed: int) -> None:
+def test_oversampling_run_keeps_its_bounds_and_balance(seed: int) -> None:
     run = World(controller=controller(oversample=3.0), rng=random.Random(seed))
     run.begin()
     while run.finished is None:
@@ -188,14 +190,14 @@ def test_a_run_that_oversamples_keeps_its_bounds_and_its_balance(seed: int) -> N
     ("settings", "k"),
     [({}, 4.0), ({"overdue": Overdue.WAIT}, None), ({"scope": StalenessScope.ROLLOUT}, None)],
 )
-def test_actors_give_up_no_group_that_may_train_yet(settings: dict[str, Any], k: float | None) -> None:
+def test_actors_keep_groups_that_may_still_train(settings: dict[str, Any], k: float | None) -> None:
     made = controller(k=4)
     assert assignment_of(made.state, replace(made.settings, **settings)).k == k
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_a_trainer_that_waits_for_what_is_overdue_loses_nothing_to_age_and_never_waits_in_vain(seed: int) -> None:
-    """Orders fail, are given up and filtered meanwhile, engines are updated: whatever it waits for comes or ends."""
+def test_trainer_waiting_for_overdue_groups_drops_nothing_and_never_deadlocks(seed: int) -> None:
+    """While orders fail, are given up or filtered, and engines are updated, every awaited order arrives or ends."""
     noise = random.Random(seed)
     k = noise.choice([1, 2, 3, 5])
     run = World(controller=controller(overdue=Overdue.WAIT, k=k, j=noise.choice([1, min(2, k)]), steps=30), rng=noise)
@@ -209,8 +211,8 @@ def test_a_trainer_that_waits_for_what_is_overdue_loses_nothing_to_age_and_never
     assert all(version - each.oldest_version <= k for version, groups, k in run.trained for each in groups)
 
 
-def test_the_trainer_does_wait_for_what_is_overdue() -> None:
-    """Else the test above would show nothing."""
+def test_trainer_waits_for_overdue_groups() -> None:
+    """Otherwise the previous test would prove nothing."""
     waits, lost = 0, 0
     for overdue in (Overdue.WAIT, Overdue.DROP):
         for seed in range(20):
@@ -222,7 +224,7 @@ def test_the_trainer_does_wait_for_what_is_overdue() -> None:
     assert waits > 20 and lost > 20
 
 
-def test_prompts_wait_for_weights_and_for_the_first_evaluation() -> None:
+def test_prompts_wait_for_weights_and_the_first_evaluation() -> None:
     run = world()
     assert waiting_for(run.controller.state, now=0.0) == "an engine to join"
     run.begin()
@@ -237,7 +239,7 @@ def test_prompts_wait_for_weights_and_for_the_first_evaluation() -> None:
     assert [order.index for order in run.orders] == list(range(4)), "half of k = 4 steps, of two groups each"
 
 
-def test_a_repeated_report_gets_the_same_directive_again() -> None:
+def test_repeated_report_gets_the_same_directive() -> None:
     run = world()
     run.begin()
     again = run.controller.handle(
@@ -247,7 +249,7 @@ def test_a_repeated_report_gets_the_same_directive_again() -> None:
     assert run.controller.state.epoch == 1
 
 
-def test_a_second_trainer_begins_a_higher_epoch_and_the_first_is_no_longer_heard() -> None:
+def test_second_trainer_begins_a_higher_epoch_and_the_first_is_ignored() -> None:
     run = world()
     run.begin()
     run.awaiting = "ready-2"
@@ -261,7 +263,7 @@ def test_a_second_trainer_begins_a_higher_epoch_and_the_first_is_no_longer_heard
     assert run.controller.state.version == before
 
 
-def test_a_trainer_that_leaves_saves_and_another_takes_its_place() -> None:
+def test_leaving_trainer_saves_and_is_replaced() -> None:
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()
@@ -277,7 +279,7 @@ def test_a_trainer_that_leaves_saves_and_another_takes_its_place() -> None:
     assert run.directive is not None and (run.directive.epoch, run.directive.stop) == (2, False)
 
 
-def test_a_run_that_ends_while_its_trainer_leaves_needs_no_other() -> None:
+def test_ending_run_does_not_replace_a_leaving_trainer() -> None:
     run = world(evaluation_problems=0)
     run.begin()
     run.apply(run.controller.stop("enough"))
@@ -285,7 +287,7 @@ def test_a_run_that_ends_while_its_trainer_leaves_needs_no_other() -> None:
     assert run.finished == "enough"
 
 
-def test_an_engine_that_joins_late_is_given_weights_without_waiting_for_a_step() -> None:
+def test_late_engine_gets_weights_without_waiting_for_a_step() -> None:
     run = world()
     run.begin()
     run.publish()
@@ -298,7 +300,7 @@ def test_an_engine_that_joins_late_is_given_weights_without_waiting_for_a_step()
     assert run.controller.decide(Ticked(now=1.0)) == [], "one publication is under way and is not asked for twice"
 
 
-def test_an_engine_that_waits_for_weights_as_a_step_ends_has_no_other_reloaded_before_its_time() -> None:
+def test_engine_waiting_for_weights_does_not_cause_an_early_reload_of_others() -> None:
     run = world(evaluation_problems=0, j=3, k=4)
     run.begin()
     run.publish()
@@ -316,7 +318,7 @@ def test_an_engine_that_waits_for_weights_as_a_step_ends_has_no_other_reloaded_b
     assert sent and all(publish_to == ["http://engine-1"] for publish_to in sent)
 
 
-def test_what_was_postponed_for_an_evaluation_goes_to_all_whoever_joins_meanwhile() -> None:
+def test_publication_postponed_by_an_evaluation_reaches_all_engines() -> None:
     run = world(pin=Pin.GATE, evaluation_interval_steps=1, steps=9)
     run.begin()
     while not holds_updates(run.controller.state):
@@ -330,8 +332,8 @@ def test_what_was_postponed_for_an_evaluation_goes_to_all_whoever_joins_meanwhil
     assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-1"]
 
 
-def test_knobs_reach_a_trainer_that_waits_for_a_step() -> None:
-    """Prompts are issued by the new ones at once: a trainer with the old ones could wait for more than will come."""
+def test_knobs_reach_a_waiting_trainer() -> None:
+    """Prompts follow new knobs at once; a trainer with old knobs could wait for more than will arrive."""
     run = world(evaluation_problems=0, j=1, k=1, rollouts_per_step=8)
     run.begin()
     run.publish()
@@ -341,7 +343,7 @@ def test_knobs_reach_a_trainer_that_waits_for_a_step() -> None:
     assert (said.publish_to, said.checkpoint, said.stop) == ([], False, False)
 
 
-def test_knobs_are_not_told_to_a_trainer_that_is_not_there_or_was_told_to_stop() -> None:
+def test_knobs_are_not_sent_to_an_absent_or_stopping_trainer() -> None:
     run = world(evaluation_problems=0)
     change = KnobsPatched(now=0.0, changes={"k": 9}, who="test", time=0.0)
     assert [type(effect) for effect in run.controller.decide(change)] == [Record]
@@ -351,7 +353,7 @@ def test_knobs_are_not_told_to_a_trainer_that_is_not_there_or_was_told_to_stop()
     assert run.directive is not None and run.directive.stop
 
 
-def test_a_trainer_that_waits_for_an_evaluation_hears_that_there_is_a_controller() -> None:
+def test_trainer_waiting_for_an_evaluation_gets_a_sign_of_life() -> None:
     run = world()
     run.begin()
     starving = ReportReceived(now=1.0, report=Starving(epoch=1, model_version=0, held=[]), entry_id="1-0")
@@ -366,8 +368,8 @@ def test_a_trainer_that_waits_for_an_evaluation_hears_that_there_is_a_controller
     assert run.controller.decide(starving) == [], "it waits for groups now"
 
 
-def test_an_actor_that_has_left_for_good_works_on_no_order() -> None:
-    """It said last that it holds groups; those who live hold none, and the stream server has lost the orders."""
+def test_departed_actor_holds_no_order() -> None:
+    """Its last heartbeat claims groups, live actors have none, and the stream server has lost the orders."""
     run = world(evaluation_problems=0)
     run.begin()
     run.publish()
@@ -380,8 +382,8 @@ def test_an_actor_that_has_left_for_good_works_on_no_order() -> None:
 
 
 @pytest.mark.parametrize("seed", FEW_OF_100)
-def test_what_a_stream_server_forgot_is_issued_again_and_nothing_is_trained_twice(seed: int) -> None:
-    """Now and then the newest orders are gone, and groups not yet read: the trainer never says that it starves."""
+def test_orders_lost_by_the_stream_server_are_reissued_and_trained_once(seed: int) -> None:
+    """The newest orders and unread groups are lost at random; the trainer never reports starving."""
     rng = random.Random(seed)
     run = world(seed, k=rng.choice([1, 2, 8, math.inf]))
     run.begin()
@@ -407,7 +409,7 @@ def test_what_a_stream_server_forgot_is_issued_again_and_nothing_is_trained_twic
     assert set(range(account.cursor)) <= there | ended | {*account.reissue}, "an order is in flight and nowhere"
 
 
-def test_questions_of_an_evaluation_that_a_stream_server_forgot_are_asked_again() -> None:
+def test_lost_evaluation_questions_are_issued_again() -> None:
     run = world()
     run.begin()
     run.publish()
@@ -428,7 +430,7 @@ def test_questions_of_an_evaluation_that_a_stream_server_forgot_are_asked_again(
     assert run.controller.state.evaluations.results == [result], "the second answer to a question counts nowhere"
 
 
-def test_a_trainer_that_comes_back_during_the_last_evaluation_does_not_cost_its_result() -> None:
+def test_trainer_restart_during_the_last_evaluation_keeps_its_result() -> None:
     run = World(controller(steps=2, evaluation_problems=3, pin=Pin.GATE), random.Random(0))
     run.begin()
     while run.controller.state.phase is not RunPhase.FINISHING:
@@ -445,7 +447,7 @@ def test_a_trainer_that_comes_back_during_the_last_evaluation_does_not_cost_its_
     assert run.controller.state.evaluations.results[-1].model_version == 2
 
 
-def test_the_run_begins_without_an_engine_that_was_taken_out_before_the_trainer_came() -> None:
+def test_run_begins_without_an_engine_removed_before_the_trainer_is_ready() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.controller.settings = replace(run.controller.settings, engines_expected=3)
     for number in range(2):
@@ -464,7 +466,7 @@ def test_the_run_begins_without_an_engine_that_was_taken_out_before_the_trainer_
     assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-2"]
 
 
-def test_a_resumed_controller_issues_again_what_was_in_flight_and_nothing_else() -> None:
+def test_resumed_controller_reissues_exactly_the_orders_in_flight() -> None:
     run = world()
     run.begin()
     while run.version < 7:
@@ -503,20 +505,20 @@ def test_a_resumed_controller_issues_again_what_was_in_flight_and_nothing_else()
         ({"temperature": True}, "temperature must be a number"),
     ],
 )
-def test_knobs_that_cannot_run_are_refused_with_a_sentence(change: dict[str, object], sentence: str) -> None:
+def test_invalid_knobs_are_rejected_with_one_sentence(change: dict[str, object], sentence: str) -> None:
     run = controller()
     with pytest.raises(RecipeError, match=sentence.replace("(", r"\(")):
         run.patch(change, who="test", time=0.0)
     assert (run.state.knobs, run.state.knob_log) == (knobs(), [])
 
 
-def test_presets_and_infinity_are_knobs_too() -> None:
+def test_presets_and_infinity_are_valid_knobs() -> None:
     assert knobs().patched({"preset": "rlax"}).bounds == knobs(j=16, k=32).bounds
     assert knobs().patched({"k": "inf"}).to_json()["k"] == "inf"
 
 
 class CountedSizes(dict[int, int]):
-    """Sizes of orders that are out; counts how often all of them are looked at."""
+    """Sizes of the orders in flight; counts how often all of them are read."""
 
     looked = 0
 
@@ -525,7 +527,7 @@ class CountedSizes(dict[int, int]):
         return super().values()
 
 
-def test_issuing_a_thousand_orders_sums_what_is_out_once() -> None:
+def test_issuing_a_thousand_orders_sums_those_in_flight_once() -> None:
     run = world(k=math.inf, room=2000, evaluation_problems=0, groups_in_flight=2000)
     run.begin()
     while run.publications:

@@ -1,4 +1,4 @@
-"""How many engines a run wants: it follows what there is to do, comes to rest, and stays within its limits."""
+"""Tests of automatic scaling: it follows the work, converges, and respects its limits."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def _made(rule: ElasticRule, *, least: int = 1, most: int = 6) -> Controller:
 
 
 class Site:
-    """A run whose engines do what is asked of them at once, and whose figures follow from how many there are.
+    """A run whose engines obey at once, and whose figures follow from their number.
 
-    `work` is how many engines would be just enough: fewer are all busy and are waited for, more have time to spare.
+    `work` is the number of engines that is just enough: fewer are always busy and cause waiting, more have idle time.
     """
 
     def __init__(self, rule: ElasticRule, *, work: float, most: int = 6, least: int = 1) -> None:
@@ -80,7 +80,7 @@ class Site:
         self._report(TrainerReady(report_id="ready", incarnation="1", model_version=0, consumed=ConsumedReport()))
 
     def settle_fleet(self) -> None:
-        """Whoever is requested comes and proves itself; whoever is drained is idle and goes."""
+        """Let requested engines join and prove their weights, and drained ones become idle and leave."""
         there = {record.name for record in self.state.fleet.records()}
         for request in self.state.engine_requests:
             if request.wanted and request.name not in there:
@@ -103,7 +103,7 @@ class Site:
             self._report(CanaryChecked(**about, worst=dict.fromkeys(joining, 0.0)))
 
     def second(self, *, stale: float = 0.0) -> None:
-        """A step of a second, and a poll."""
+        """Simulate one second: a step and a poll."""
         self.now += 1.0
         engines = self.serving
         waiting, occupancy = max(0.0, 1 - engines / self.work), min(1.0, self.work / engines)
@@ -120,7 +120,7 @@ class Site:
         self.tell(FleetMeasured(now=self.now, occupancy=occupancy))
 
     def pass_time(self, seconds: int, **figures: float) -> list[int]:
-        """How many engines there were, second by second."""
+        """Simulate `seconds` and return the number of engines in each."""
         counts = []
         for _ in range(seconds):
             self.second(**figures)
@@ -133,14 +133,14 @@ class Site:
 
 
 def _turns(counts: list[int]) -> int:
-    """How often the number of engines rose after it had fallen, or fell after it had risen."""
+    """Count changes of direction in the number of engines."""
     moves = [b - a for a, b in zip(counts, counts[1:], strict=False) if a != b]  # noqa: RUF007
     return sum(a * b < 0 for a, b in zip(moves, moves[1:], strict=False))  # noqa: RUF007
 
 
 @settings(max_examples=8, deadline=None)
 @given(work=st.floats(0.2, 8.0), most=st.integers(1, 6))
-def test_the_number_follows_the_work_and_comes_to_rest(work: float, most: int) -> None:
+def test_number_of_engines_follows_the_work_and_converges(work: float, most: int) -> None:
     site = Site(RULE, work=work, most=most)
     counts = site.pass_time(140)
     assert _turns(counts) == 0 and len(set(counts[-60:])) == 1
@@ -148,19 +148,19 @@ def test_the_number_follows_the_work_and_comes_to_rest(work: float, most: int) -
     assert enough * (1 - RULE.waiting) - 1 < counts[-1] <= enough / RULE.busy + 1
 
 
-def test_less_work_lets_engines_go_and_one_after_the_other() -> None:
+def test_less_work_removes_engines_one_by_one() -> None:
     site = Site(RULE, work=4.0)
     assert site.pass_time(140)[-1] == 4
     site.work = 0.5
     counts = site.pass_time(140)
     assert counts[-1] == 1 and _turns(counts) == 0
     assert site.scaled() == [(1, 2), (2, 3), (3, 4), (4, 3), (3, 2), (2, 1)]
-    assert to_stop(site.state) == ["engine-1", "engine-2", "engine-3"]  # those that were requested, the newest first
+    assert to_stop(site.state) == ["engine-1", "engine-2", "engine-3"]  # the requested ones, newest first
 
 
 @given(figures=st.builds(Figures, waiting=SHARES, occupancy=SHARES, stale=SHARES), engines=st.integers(1, 64))
-def test_what_speaks_for_fewer_never_speaks_for_more_with_one_fewer(figures: Figures, engines: int) -> None:
-    """Those that stay do what the one that goes has done, and are still not busy."""
+def test_removing_an_engine_never_causes_a_request_for_one(figures: Figures, engines: int) -> None:
+    """The remaining engines take over the work of the removed one, and are still not busy."""
     if verdict(RULE, figures, engines=engines) is not Want.FEWER:
         return
     assert engines > 1
@@ -176,7 +176,7 @@ def test_what_speaks_for_fewer_never_speaks_for_more_with_one_fewer(figures: Fig
         ElasticRule, patience=st.integers(1, 4), settle_s=st.sampled_from([0.0, 3.0, 30.0]), interval_s=st.just(1.0)
     ),
 )
-def test_a_decision_needs_intervals_in_a_row_and_time_since_the_last(
+def test_decision_needs_consecutive_intervals_and_time_since_the_last(
     found: list[tuple[float, float, float]], rule: ElasticRule
 ) -> None:
     memory, verdicts, decided = ElasticMemory(), list[Want](), list[tuple[int, Want]]()
@@ -192,7 +192,7 @@ def test_a_decision_needs_intervals_in_a_row_and_time_since_the_last(
             changed(memory, now=float(now))
 
 
-def test_a_dry_run_says_what_it_would_do_and_does_nothing() -> None:
+def test_dry_run_only_records_its_decisions() -> None:
     site = Site(replace(RULE, mode=Elasticity.DRY_RUN), work=3.0)
     assert set(site.pass_time(60)) == {1}
     assert set(site.scaled("engines_would_scale")) == {(1, 2)} and not site.state.engine_requests
@@ -200,7 +200,7 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing() -> None:
     assert why == "the engines are 100% busy, the trainer waits 67% of its time, and 0% of groups come too late"
 
 
-def test_groups_that_come_too_late_speak_for_more_and_against_fewer() -> None:
+def test_late_groups_favour_more_engines() -> None:
     site = Site(RULE, work=1.0)  # just enough: the trainer does not wait
     assert set(site.pass_time(60)) == {1}
     assert site.pass_time(16, stale=0.3)[-1] == 2
@@ -209,14 +209,14 @@ def test_groups_that_come_too_late_speak_for_more_and_against_fewer() -> None:
     assert site.pass_time(60)[-1] == 1
 
 
-def test_limits_are_knobs_of_the_live_run() -> None:
+def test_limits_are_live_knobs() -> None:
     site = Site(RULE, work=5.0, most=2)
     assert site.pass_time(60)[-1] == 2
     site.tell(KnobsPatched(now=site.now, changes={"engines_max.bigram": 3}, who="me", time=1.0))
     assert site.pass_time(60)[-1] == 3
     site.tell(
         KnobsPatched(now=site.now, changes={"engines_max": {"bigram": 1}}, who="me", time=2.0)
-    )  # against all figures
+    )  # regardless of all figures
     assert site.pass_time(60)[-1] == 1
     changes = {"engines_min.bigram": 2, "engines_max.bigram": 2}
     site.tell(KnobsPatched(now=site.now, changes=changes, who="me", time=3.0))
@@ -232,23 +232,23 @@ def test_limits_are_knobs_of_the_live_run() -> None:
         ({"engines_max": 3}, "engines_max must be a table of whole numbers by engine type, got 3"),
     ],
 )
-def test_limits_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
+def test_invalid_limits_are_rejected(changes: dict[str, Any], words: str) -> None:
     site = Site(RULE, work=1.0)
     with pytest.raises(RecipeError, match=words):
         site.made.decide(KnobsPatched(now=1.0, changes=changes, who="me", time=1.0))
     assert site.state.knobs.engines_max == {"bigram": 6}
 
 
-def test_a_run_without_limits_has_no_such_knobs() -> None:
+def test_run_without_limits_has_no_such_knobs() -> None:
     made = controller()
     assert not {"engines_min", "engines_max"} & made.state.knobs.to_json().keys()
     with pytest.raises(RecipeError, match=r"unknown knob 'engines_max\.bigram'"):
         made.state.knobs.patched({"engines_max.bigram": 1})
 
 
-def test_nothing_follows_while_an_engine_comes_or_goes() -> None:
+def test_number_is_unchanged_while_an_engine_joins_or_drains() -> None:
     site = Site(RULE, work=5.0)
-    for _ in range(60):  # the one that is requested does not come
+    for _ in range(60):  # the requested engine does not join
         site.second()
     assert site.scaled() == [(1, 2)]
     site.pass_time(30)
@@ -260,31 +260,31 @@ def test_nothing_follows_while_an_engine_comes_or_goes() -> None:
     assert len(site.scaled()) == before
 
 
-def test_an_engine_that_could_not_be_had_is_not_asked_for_again() -> None:
+def test_unavailable_engine_is_not_requested_again() -> None:
     site = Site(RULE, work=5.0)
     for _ in range(20):
         site.second()
     (request,) = site.state.engine_requests
-    site.tell(EngineRemoved(now=site.now, engine=request.name))  # as the launcher says it
+    site.tell(EngineRemoved(now=site.now, engine=request.name))  # as reported by the launcher
     assert set(site.pass_time(60)) == {1} and len(site.state.engine_requests) == 1
 
 
-def test_an_engine_that_served_and_is_beyond_help_is_replaced_down_to_the_least() -> None:
+def test_broken_engine_is_replaced_to_keep_the_minimum() -> None:
     site = Site(RULE, work=0.1, least=2)
     assert site.pass_time(20)[-1] == 2
-    site.tell(EngineRemoved(now=site.now, engine="engine-1"))  # its process died too often: the launcher says so
+    site.tell(EngineRemoved(now=site.now, engine="engine-1"))  # its process died too often, as reported by the launcher
     assert site.serving == 1
     assert site.pass_time(20)[-1] == 2
     assert [record.name for record in site.state.fleet.records() if not record.to_stop] == ["engine-0", "engine-2"]
 
 
-def test_a_run_that_ends_has_what_it_has() -> None:
+def test_ending_run_is_not_scaled() -> None:
     site = Site(RULE, work=5.0)
     site.tell(StopAsked(now=0.0, reason="enough"))
     assert set(site.pass_time(60)) == {1}
 
 
-def test_a_pinned_engine_is_not_the_one_that_goes() -> None:
+def test_pinned_engine_is_not_removed() -> None:
     site = Site(RULE, work=2.0)
     site.pass_time(60)
     site.state.fleet.pin("http://engine-1")
@@ -295,7 +295,7 @@ def test_a_pinned_engine_is_not_the_one_that_goes() -> None:
 
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**16))
-def test_a_journal_decides_the_same_again(seed: int) -> None:
+def test_replayed_journal_makes_the_same_decisions(seed: int) -> None:
     dice, site = random.Random(seed), Site(RULE, work=3.0)
     for _ in range(60):
         site.work = dice.choice([site.work, dice.uniform(0.2, 6.0)])
@@ -305,7 +305,7 @@ def test_a_journal_decides_the_same_again(seed: int) -> None:
     again, half = _made(RULE), len(site.inputs) // 2
     for number, taken in enumerate(site.inputs):
         written = msgspec.msgpack.decode(msgspec.msgpack.encode(Decision(taken, 0, 0)), type=Decision)
-        if number == half:  # a controller that comes back has its state from a snapshot
+        if number == half:  # a restarted controller loads its state from a snapshot
             again.state = msgspec.msgpack.decode(msgspec.msgpack.encode(again.state), type=RunState)
         again.decide(written.given)
     assert again.state.elastic == site.state.elastic

@@ -1,4 +1,4 @@
-"""What becomes of engines, as the controller decides it: proofs, swaps, drains, and who is to be started or ended."""
+"""Tests of decisions about engines: proofs, swaps, drains, and the processes to start or end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEW = "http://engine-1"
 
 @pytest.fixture
 def run() -> World:
-    """One engine serves version 0."""
+    """Return a run in which one engine serves version 0."""
     made = World(controller(evaluation_problems=0), random.Random(0))
     made.begin()
     made.publish()
@@ -75,7 +75,7 @@ def proof(run: World, *, version: int = 0, now: float = 0.0, **found: Any) -> Re
     )
 
 
-def test_a_refuted_engine_gets_the_next_weights_whole_and_is_out_the_second_time(run: World) -> None:
+def test_engine_with_failed_proof_gets_the_next_version_and_is_expelled_the_second_time(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -96,7 +96,7 @@ def test_a_refuted_engine_gets_the_next_weights_whole_and_is_out_the_second_time
     assert to_stop(made.state) == [], "whoever wants to know why finds its process"
 
 
-def test_an_engine_that_gives_no_proof_is_tried_again_once_it_answers(run: World) -> None:
+def test_engine_without_proof_is_retried_once_it_answers(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -105,7 +105,7 @@ def test_an_engine_that_gives_no_proof_is_tried_again_once_it_answers(run: World
     assert [(directive.publish_to, directive.to_verify) for directive in sent] == [([NEW], [NEW])]
 
 
-def test_a_swap_drains_the_old_engine_when_the_new_one_has_proven_itself(run: World) -> None:
+def test_swap_drains_the_old_engine_once_the_new_one_is_proven(run: World) -> None:
     made = run.controller
     requested = told(made, EnginesRequested(now=0.0, type="vllm", replaces=ENGINE, grace_s=9.0))
     assert requested == [("engines_hired", {"names": ["engine-1"], "type": "vllm", "replaces": ENGINE})]
@@ -122,7 +122,7 @@ def test_a_swap_drains_the_old_engine_when_the_new_one_has_proven_itself(run: Wo
     assert made.state.fleet.by_url[ENGINE].to_stop
 
 
-def test_an_engine_that_never_answers_its_canary_is_out_in_the_end(run: World) -> None:
+def test_engine_that_never_answers_its_canary_is_expelled(run: World) -> None:
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=NEW))
     for failures in range(1, made.state.fleet.updates_to_expulsion + 1):
@@ -136,7 +136,7 @@ def test_an_engine_that_never_answers_its_canary_is_out_in_the_end(run: World) -
     assert publication_due(made.state, made.settings) == [] and made.state.fleet.serving() == [ENGINE]
 
 
-def test_who_joins_meanwhile_does_not_have_a_refuted_engine_asked_again(run: World) -> None:
+def test_joining_engine_does_not_cause_a_retry_of_one_with_failed_proof(run: World) -> None:
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=NEW, incarnation="1"))
     give_weights(run, ENGINE, NEW)
@@ -148,7 +148,7 @@ def test_who_joins_meanwhile_does_not_have_a_refuted_engine_asked_again(run: Wor
     assert lifecycle(made, NEW) is EngineLifecycle.DIRTY
 
 
-def test_who_is_to_go_already_is_replaced_by_nobody_else(run: World) -> None:
+def test_leaving_engine_is_not_replaced_twice(run: World) -> None:
     made = run.controller
     swap = EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0)
     assert removal_reason(made.state, ENGINE) == ""
@@ -164,8 +164,8 @@ def test_who_is_to_go_already_is_replaced_by_nobody_else(run: World) -> None:
     assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-2"]
 
 
-def test_a_swap_drains_once_whoever_comes_to_the_old_address_later(run: World) -> None:
-    """A port is given again, and an engine proves itself after each evaluation that it answers alone."""
+def test_swap_drains_once_even_if_the_old_address_is_reused(run: World) -> None:
+    """A port may be reused, and an engine proves its weights again after each evaluation that it was pinned for."""
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     made.decide(EnginesRequested(now=0.0, type="torch", count=2, replaces=ENGINE, grace_s=9.0))
@@ -181,7 +181,7 @@ def test_a_swap_drains_once_whoever_comes_to_the_old_address_later(run: World) -
     assert [lifecycle(made, url) for url in (ENGINE, NEW)] == [EngineLifecycle.HEALTHY, EngineLifecycle.HEALTHY]
 
 
-def test_who_was_removed_is_replaced_no_more(run: World) -> None:
+def test_removed_engine_is_not_replaced(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     made.decide(EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0))
@@ -193,7 +193,7 @@ def test_who_was_removed_is_replaced_no_more(run: World) -> None:
     assert lifecycle(made, ENGINE) is EngineLifecycle.HEALTHY
 
 
-def test_a_drained_engine_goes_when_it_is_idle_and_its_process_with_it(run: World) -> None:
+def test_drained_engine_leaves_when_idle_and_its_process_ends(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-1"))
     assert told(made, EngineIdle(now=0.0, url=NEW)) == [], "nobody asked it to go"
@@ -205,14 +205,14 @@ def test_a_drained_engine_goes_when_it_is_idle_and_its_process_with_it(run: Worl
     assert told(made, EngineDrainAsked(now=4.0, url=NEW, grace_s=60.0)) == []
 
 
-def test_a_dead_engine_has_nothing_to_drain(run: World) -> None:
+def test_dead_engine_is_drained_at_once(run: World) -> None:
     made = run.controller
     made.decide(EngineTimedOut(now=0.0, url=ENGINE, reason="gone"))
     ((kind, fields),) = told(made, EngineDrainAsked(now=0.0, url=ENGINE, grace_s=60.0))
     assert (kind, fields["reason"]) == ("engine_lost", "drained: it had no work")
 
 
-def test_who_was_hired_and_has_not_come_is_not_wanted_any_more(run: World) -> None:
+def test_removed_engine_request_is_cancelled_and_its_name_never_reused(run: World) -> None:
     made = run.controller
     made.decide(EnginesRequested(now=0.0, type="torch", count=2))
     made.decide(EngineRemoved(now=0.0, engine="engine-1"))
@@ -225,14 +225,14 @@ def test_who_was_hired_and_has_not_come_is_not_wanted_any_more(run: World) -> No
     assert made.state.engine_requests[-1].name == "engine-3", "a name is given once"
 
 
-def test_a_hired_engine_is_given_no_name_that_one_started_by_hand_has(run: World) -> None:
+def test_requested_engine_gets_no_name_of_a_manually_started_one(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-2"))
     made.decide(EnginesRequested(now=0.0, type="torch", count=2))
     assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-3"]
 
 
-def test_a_name_that_two_engines_have_ends_neither_process_but_both_their_service(run: World) -> None:
+def test_removing_an_ambiguous_name_expels_both_engines_but_ends_no_process(run: World) -> None:
     made = run.controller
     made.decide(EngineRegistered(now=0.0, url=NEW, incarnation="1", name="engine-0"))
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1", name="engine-0"))
@@ -240,7 +240,7 @@ def test_a_name_that_two_engines_have_ends_neither_process_but_both_their_servic
     assert to_stop(made.state) == [], "the launcher's engine-0 is the other one"
 
 
-def test_a_suspect_gets_no_work_and_loses_none(run: World) -> None:
+def test_suspect_engine_gets_no_work_and_loses_none(run: World) -> None:
     made = run.controller
     assert told(made, HealthCheckMissed(now=0.0, url=ENGINE)) == [("engine_suspect", {"url": ENGINE})]
     assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([], [ENGINE])
@@ -248,7 +248,7 @@ def test_a_suspect_gets_no_work_and_loses_none(run: World) -> None:
     assert made.state.fleet.serving() == [ENGINE]
 
 
-def test_a_group_that_was_handed_over_is_an_event_and_changes_nothing(run: World) -> None:
+def test_handed_over_group_is_recorded_and_changes_nothing(run: World) -> None:
     before = run.controller.state.account.ledger()
     (record,) = run.controller.handle(
         GroupHandedOver(order_id="prompt-000003", index=3, tokens_kept=90, tokens_resampled=8), now=0.0
@@ -259,7 +259,7 @@ def test_a_group_that_was_handed_over_is_an_event_and_changes_nothing(run: World
     assert run.controller.state.account.ledger() == before
 
 
-def test_an_order_that_was_given_up_is_stale_and_another_is_issued(run: World) -> None:
+def test_order_given_up_is_stale_and_another_is_issued(run: World) -> None:
     made = run.controller
     before = len(run.issued)
     run.give(heard(GroupOutdated(order_id="prompt-000003", index=3, oldest=0, current=9)))

@@ -1,4 +1,4 @@
-"""What polls show: rates, restarts, silence."""
+"""Tests of polling results: rates, restarts, missed polls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def load(**totals: float) -> EngineMetrics:
     return EngineMetrics(slots=4, **totals)
 
 
-def test_silence_is_several_misses_in_a_row() -> None:
+def test_several_missed_polls_in_a_row_are_a_timeout() -> None:
     watch = EngineWatch(polls_to_death=3)
     assert [watch.on_missed_poll(A), watch.on_missed_poll(A)] == [False, False]
     watch.answered(A, load(), 1.0)
     assert [watch.on_missed_poll(A), watch.on_missed_poll(A), watch.on_missed_poll(A)] == [False, False, True]
 
 
-def test_what_is_forgotten_begins_anew() -> None:
+def test_forgotten_engine_starts_without_history() -> None:
     watch = EngineWatch()
     watch.answered(A, load(generated_tokens_total=100), 1.0)
     watch.forget(A)
@@ -32,7 +32,7 @@ def test_what_is_forgotten_begins_anew() -> None:
     assert not watch.answered(A, load(generated_tokens_total=20), 2.0), "no restart: nothing is known of it"
 
 
-def test_counters_that_fall_tell_of_a_restart() -> None:
+def test_decreasing_counters_mean_a_restart() -> None:
     watch = EngineWatch()
     assert not watch.answered(A, load(generated_tokens_total=100, weight_updates_total=3), 1.0)
     assert watch.answered(A, load(generated_tokens_total=20, weight_updates_total=3), 2.0)
@@ -50,8 +50,8 @@ def test_rates_are_differences_over_time() -> None:
     assert (watch.load(A).tokens_per_s, watch.load(A).occupancy) == (0.0, 0.0)
 
 
-def test_an_engine_that_waits_for_orders_is_not_busy_however_full_its_rows_are() -> None:
-    """Else a run whose verifier is slow would be given more engines, which wait with the others."""
+def test_engine_waiting_for_orders_is_not_busy_even_with_full_rows() -> None:
+    """Otherwise a run with a slow verifier would get more engines, which would also wait."""
     watch = EngineWatch()
     watch.answered(A, load(decode_steps_total=10, occupied_slot_steps_total=40, busy_s_total=1.0), 10.0)
     watch.answered(A, load(decode_steps_total=30, occupied_slot_steps_total=120, busy_s_total=1.5), 12.0)
@@ -60,14 +60,14 @@ def test_an_engine_that_waits_for_orders_is_not_busy_however_full_its_rows_are()
     assert watch.load(A).occupancy == 0.5, "half the rows, all the time: clocks of two machines may differ"
 
 
-def test_a_small_fleet_is_polled_whole() -> None:
+def test_small_fleet_is_polled_completely() -> None:
     records = [EngineRecord(url=f"http://{number}", lifecycle=life) for number, life in enumerate(EngineLifecycle)]
     watch = EngineWatch()
     for now in (0.0, 1.0):
         assert sorted(watch.to_ask(records, now=now, every_s=1.0)) == [record.url for record in records]
 
 
-def test_of_a_thousand_engines_few_are_polled_at_a_time_and_each_in_its_turn() -> None:
+def test_thousand_engines_are_polled_in_turns() -> None:
     records = [EngineRecord(url=f"http://{number:04}", lifecycle=EngineLifecycle.HEALTHY) for number in range(1000)]
     suspect = EngineRecord(url="http://suspect", lifecycle=EngineLifecycle.SUSPECT)
     watch, times = EngineWatch(), dict[str, list[int]]()

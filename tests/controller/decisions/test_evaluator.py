@@ -1,4 +1,4 @@
-"""Pinned evaluations in random schedules: no token of another version counts, training goes on, and every one ends."""
+"""Tests of pinned evaluations in random schedules: only one version counts, training continues, and each one ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def world(seed: int = 0, *, engines: tuple[str, ...] = BOTH, **changes: Any) -> 
 
 
 def recorded(run: World) -> list[Record]:
-    """Every event of a run from now on."""
+    """Collect all further events of a run."""
     told: list[Record] = []
     apply = run.apply
 
@@ -50,7 +50,7 @@ def recorded(run: World) -> list[Record]:
 
 
 def abandoned(told: list[Record]) -> list[str]:
-    """Why evaluations were."""
+    """Return the reasons why evaluations were abandoned."""
     return [event.fields["reason"] for event in told if event.kind == "evaluation_restarted"]
 
 
@@ -59,7 +59,7 @@ def results(run: World) -> list[EvaluationResult]:
 
 
 def until_evaluation(run: World, version: int) -> World:
-    """Act until the evaluation of `version` or a later one is under way."""
+    """Run until the evaluation of `version` or a later one is in progress."""
     for _ in range(20_000):
         evaluation = run.controller.state.evaluations.current
         if evaluation is not None and evaluation.model_version >= version:
@@ -69,7 +69,7 @@ def until_evaluation(run: World, version: int) -> World:
 
 
 def unanswering(run: World) -> World:
-    """Actors lose all questions but those of the first evaluation."""
+    """Let actors lose all questions except those of the first evaluation."""
     sample = run.sample
 
     def only_training() -> None:
@@ -80,7 +80,7 @@ def unanswering(run: World) -> World:
     return run
 
 
-def test_what_an_evaluation_that_was_given_up_hears_late_ends_no_problem_of_the_next() -> None:
+def test_late_answer_of_an_abandoned_evaluation_is_ignored_by_the_next() -> None:
     run = world(engines=(ENGINE,))
     run.begin()
     run.publish()
@@ -102,7 +102,7 @@ def test_what_an_evaluation_that_was_given_up_hears_late_ends_no_problem_of_the_
 @pytest.mark.parametrize("pin", [Pin.AUTO, Pin.GATE, Pin.ENGINE])
 @pytest.mark.parametrize("engines", [BOTH, (ENGINE,)], ids=["two engines", "one engine"])
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_one_version_answers_and_the_run_ends(seed: int, engines: tuple[str, ...], pin: Pin) -> None:
+def test_one_version_answers_under_any_schedule_and_the_run_ends(seed: int, engines: tuple[str, ...], pin: Pin) -> None:
     chance = random.Random(seed)
     run = world(seed, engines=engines, pin=pin, k=chance.choice([1, 2, 4]), evaluation_problems=12, steps=40)
     run.begin()
@@ -110,7 +110,7 @@ def test_whatever_happens_one_version_answers_and_the_run_ends(seed: int, engine
         if run.finished is not None:
             break
         run.act()
-        if chance.random() < 0.01 and run.version < 39:  # later, no publication would bring the last weights
+        if chance.random() < 0.01 and run.version < 39:  # later than that, no publication would bring the last weights
             url = chance.choice(engines)
             run.give(EngineTimedOut(now=0.0, url=url, reason="test"))
         if chance.random() < 0.05:
@@ -128,7 +128,7 @@ def test_whatever_happens_one_version_answers_and_the_run_ends(seed: int, engine
     assert run.controller.state.fleet.pinned() == []
 
 
-def test_one_engine_answers_alone_while_training_goes_on_with_the_other() -> None:
+def test_one_engine_answers_alone_while_training_continues_with_the_other() -> None:
     run = world(evaluation_problems=30, steps=1000, k=2)
     told = recorded(run)
     run.begin()
@@ -155,7 +155,7 @@ def test_one_engine_answers_alone_while_training_goes_on_with_the_other() -> Non
     assert [e.kind for e in told if e.kind.startswith("evaluation")].count("evaluation_began") == 2
 
 
-def test_the_pinned_engine_has_its_share_of_the_room_and_no_more() -> None:
+def test_pinned_engine_gets_only_its_share_of_the_capacity() -> None:
     run = world(evaluation_problems=100, steps=1000)
     run.begin()
     until_evaluation(run, 5)
@@ -164,8 +164,8 @@ def test_the_pinned_engine_has_its_share_of_the_room_and_no_more() -> None:
     assert {order.engine for order in asked} == {OTHER}
 
 
-def test_a_gate_may_be_closed_for_so_long_from_when_it_holds_something_back() -> None:
-    """A step takes longer than the gate may hold: nothing is held back before it ends."""
+def test_gate_time_limit_begins_when_it_postpones_an_update() -> None:
+    """A step may take longer than the gate's limit, since nothing is postponed before the step ends."""
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
     run.begin()
     until_evaluation(unanswering(run), 5)
@@ -176,7 +176,7 @@ def test_a_gate_may_be_closed_for_so_long_from_when_it_holds_something_back() ->
     assert evaluation is not None and not evaluation.given_up and evaluation.held_since is not None
 
 
-def test_a_gate_holds_updates_until_the_answers_are_in_and_publishes_then() -> None:
+def test_gate_holds_updates_until_all_answers_have_arrived() -> None:
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000, k=2)
     run.begin()
     until_evaluation(unanswering(run), 5)
@@ -196,7 +196,7 @@ def test_a_gate_holds_updates_until_the_answers_are_in_and_publishes_then() -> N
         run.act()
 
 
-def test_an_evaluation_whose_engine_is_lost_begins_anew_and_ends_some_day() -> None:
+def test_evaluation_restarts_if_its_engine_is_lost_and_ends_after_the_limit() -> None:
     run = world(engines=(*BOTH, "http://engine-2"), evaluation_problems=3, steps=1000)
     told = recorded(run)
     run.begin()
@@ -214,7 +214,7 @@ def test_an_evaluation_whose_engine_is_lost_begins_anew_and_ends_some_day() -> N
     assert results(run)[-1].incomplete.startswith(f"its pin broke 4 times, the last time since {evaluation.engine} is")
 
 
-def test_a_drained_engine_and_a_new_trainer_break_the_pin() -> None:
+def test_drained_engine_and_new_trainer_break_the_pin() -> None:
     run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
     told = recorded(run)
     run.give(EngineDrainAsked(now=0.0, url=OTHER, grace_s=9.0))
@@ -225,7 +225,7 @@ def test_a_drained_engine_and_a_new_trainer_break_the_pin() -> None:
     assert abandoned(told) == ["epoch 2 has begun"]
 
 
-def test_an_engine_that_joins_during_a_gate_waits_for_its_weights() -> None:
+def test_engine_joining_during_a_gate_waits_for_its_weights() -> None:
     run = until_evaluation(unanswering(_begun(world(engines=(ENGINE,), steps=1000, k=4))), 5)
     at = run.version
     while run.version == at:
@@ -239,7 +239,7 @@ def test_an_engine_that_joins_during_a_gate_waits_for_its_weights() -> None:
     assert run.controller.state.fleet.serving() == list(BOTH)
 
 
-def test_who_stops_a_run_has_its_last_weights_evaluated_by_all() -> None:
+def test_stopped_run_evaluates_its_last_weights_with_all_engines() -> None:
     run = until_evaluation(unanswering(_begun(world(evaluation_problems=3, steps=1000))), 5)
     told = recorded(run)
     run.give(StopAsked(now=0.0, reason="enough"))
@@ -252,10 +252,8 @@ def test_who_stops_a_run_has_its_last_weights_evaluated_by_all() -> None:
 
 
 @pytest.mark.parametrize(("fails", "at_least"), [(0, 1.0), (1, 2 / 3), (2, 1 / 3), (3, None)])
-def test_who_has_no_answer_counts_as_wrong_where_an_accuracy_may_end_the_run(
-    fails: int, at_least: float | None
-) -> None:
-    """Long answers are those that an actor gives up: the accuracy of the others is no accuracy of the model."""
+def test_problems_without_answer_count_as_wrong_for_the_target_accuracy(fails: int, at_least: float | None) -> None:
+    """Actors give up long answers most often, so the accuracy of the other answers is biased."""
     run = world(engines=(ENGINE,), evaluation_problems=3, steps=1000)
     run.controller.settings = replace(run.controller.settings, until_accuracy=0.5)
     run.begin()
@@ -285,9 +283,7 @@ HARD = EvaluationSet(name="hard", place=1, problems=4, max_tokens=8, samples=2, 
 
 @pytest.mark.parametrize("engines", [BOTH, (ENGINE,)], ids=["two engines", "one engine"])
 @pytest.mark.parametrize("seed", range(6))
-def test_each_set_is_asked_in_its_own_time_and_those_due_together_of_the_same_weights(
-    seed: int, engines: tuple[str, ...]
-) -> None:
+def test_each_set_follows_its_interval_and_sets_due_together_share_weights(seed: int, engines: tuple[str, ...]) -> None:
     run = world(seed, engines=engines, k=4, steps=40, other_sets=(HARD,))
     told = recorded(run)
     run.begin()
@@ -309,7 +305,7 @@ def test_each_set_is_asked_in_its_own_time_and_those_due_together_of_the_same_we
     assert sorted(kept) == ["hard", "held_out"], "figures by domain are of the last of each set"
 
 
-def test_what_falls_due_meanwhile_is_asked_afterwards_but_not_twice() -> None:
+def test_set_due_during_an_evaluation_is_evaluated_once_afterwards() -> None:
     often = replace(HARD, interval_steps=2, problems=2)
     run = world(evaluation_problems=30, steps=1000, k=2, other_sets=(often,))
     told = recorded(run)
@@ -336,7 +332,7 @@ def test_what_falls_due_meanwhile_is_asked_afterwards_but_not_twice() -> None:
     assert began == ["hard"]
 
 
-def test_the_first_set_alone_ends_a_run_by_its_accuracy() -> None:
+def test_only_the_first_set_ends_a_run_by_its_accuracy() -> None:
     run = world(steps=40, other_sets=(HARD,), until_accuracy=0.9)
     run.begin()
     for _ in range(20_000):
@@ -357,7 +353,7 @@ def test_the_first_set_alone_ends_a_run_by_its_accuracy() -> None:
 
 
 def wrong_first(run: World) -> None:
-    """Every answer to a problem of the first set is wrong."""
+    """Make every answer to a problem of the first set wrong."""
     tell = run.tell
 
     def told(report: Any) -> None:
@@ -370,7 +366,7 @@ def wrong_first(run: World) -> None:
     run.tell = told  # type: ignore[method-assign]
 
 
-def test_status_says_which_set_an_accuracy_is_of() -> None:
+def test_status_names_the_set_of_an_accuracy() -> None:
     run = world(steps=40, other_sets=(HARD,))
     run.begin()
     while len(results(run)) < 2:

@@ -1,4 +1,4 @@
-"""A run that cannot go on ends, with one sentence: each cause by the controller's pure state."""
+"""Tests of how a run that cannot continue ends, with one sentence, for each cause."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REFUSAL = "refused: the update does not fit the model: parameter 'a' must have d
 
 
 def begun() -> World:
-    """A run whose engine has joined and whose trainer is ready; no weights were published yet."""
+    """Return a run with a joined engine and a ready trainer, before the first publication."""
     made = World(controller(evaluation_problems=0, k=8), random.Random(0))
     made.begin()
     return made
@@ -77,13 +77,13 @@ def failed_to_publish(made: Controller, reasons: dict[str, str], *, permanent: l
 
 
 def ends(made: Controller, given: AnyInput) -> tuple[Directive | None, Finish | None]:
-    """The directive and the end that follow from an input."""
+    """Return the stop directive and the end caused by an input."""
     effects = made.decide(given)
     sent = [effect.directive for effect in effects if isinstance(effect, Send) and effect.directive.stop]
     return (sent[-1] if sent else None), next((effect for effect in effects if isinstance(effect, Finish)), None)
 
 
-def test_the_refusal_of_the_only_engine_ends_the_run_once_the_trainer_has_saved() -> None:
+def test_permanent_refusal_of_the_only_engine_ends_the_run_once_the_trainer_has_saved() -> None:
     made = begun().controller
     stop, finish = ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
     assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.EXPELLED
@@ -94,7 +94,7 @@ def test_the_refusal_of_the_only_engine_ends_the_run_once_the_trainer_has_saved(
     assert ends(made, Ticked(now=1e6)) == (None, None), "it ends once"
 
 
-def test_a_trainer_that_does_not_answer_is_waited_for_within_a_minute() -> None:
+def test_silent_trainer_delays_the_end_by_less_than_a_minute() -> None:
     made = begun().controller
     ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
     assert ends(made, Ticked(now=29.0)) == (None, None)
@@ -102,13 +102,13 @@ def test_a_trainer_that_does_not_answer_is_waited_for_within_a_minute() -> None:
     assert finish is not None and finish.end is End.FAILED
 
 
-def test_a_refusal_that_may_pass_does_not_end_the_run() -> None:
+def test_transient_refusal_does_not_end_the_run() -> None:
     made = begun().controller
     assert ends(made, failed_to_publish(made, {ENGINE: "was lost at prepare"}, permanent=[])) == (None, None)
     assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.DIRTY and not made.state.failing.reason
 
 
-def test_while_another_engine_may_serve_the_run_goes_on_without_the_one_that_refuses() -> None:
+def test_run_continues_while_another_engine_may_serve() -> None:
     run = begun()
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=OTHER))
@@ -117,7 +117,7 @@ def test_while_another_engine_may_serve_the_run_goes_on_without_the_one_that_ref
     assert stop is not None and ENGINE in made.state.failing.reason and OTHER in made.state.failing.reason
 
 
-def test_a_new_life_of_an_engine_that_refused_is_heard() -> None:
+def test_new_incarnation_of_a_refusing_engine_is_accepted() -> None:
     run = begun()
     made = run.controller
     run.give(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
@@ -128,7 +128,7 @@ def test_a_new_life_of_an_engine_that_refused_is_heard() -> None:
     assert (record.lifecycle, record.refuses) == (EngineLifecycle.JOINING, False)
 
 
-def test_an_engine_that_computes_otherwise_twice_ends_the_run() -> None:
+def test_engine_that_fails_its_proof_twice_ends_the_run() -> None:
     made = begun().controller
     for version in (0, 1):
         made.state.fleet.by_url[ENGINE] = _joining(made)
@@ -150,7 +150,7 @@ def _joining(made: Controller) -> EngineRecord:
     return replace(made.state.fleet.by_url[ENGINE], lifecycle=EngineLifecycle.JOINING)
 
 
-def test_no_engine_within_the_stated_time() -> None:
+def test_run_ends_without_an_engine_within_the_time_limit() -> None:
     made = controller()
     assert ends(made, Ticked(now=10.0)) == (None, None)
     assert ends(made, Ticked(now=309.0)) == (None, None)
@@ -159,7 +159,7 @@ def test_no_engine_within_the_stated_time() -> None:
     assert finish.reason.startswith("no engine has been there for 300 s (run.engine_timeout_s)")
 
 
-def test_the_clock_of_missing_engines_begins_when_the_last_one_goes_and_stops_when_one_comes() -> None:
+def test_engineless_time_counts_from_the_last_loss_and_stops_at_a_join() -> None:
     made = serving().controller
     made.decide(EngineRegistered(now=1000.0, url=ENGINE, incarnation="1"))
     made.decide(EngineTimedOut(now=1001.0, url=ENGINE, reason="no answer"))
@@ -184,7 +184,7 @@ def failing(errors: int = 0, timeouts: int = 0, judged: int = 0) -> VerifierFigu
     )
 
 
-def test_a_domain_whose_verifier_fails_twenty_times_in_a_row_ends_the_run() -> None:
+def test_verifier_failing_twenty_times_in_a_row_ends_the_run() -> None:
     made = serving().controller
     well = VerifierFigures(judged=400)
     assert ends(made, heard(beat("a", math=well, code=failing(19)))) == (None, None)
@@ -196,7 +196,7 @@ def test_a_domain_whose_verifier_fails_twenty_times_in_a_row_ends_the_run() -> N
     )
 
 
-def test_a_filter_that_fails_twenty_times_in_a_row_ends_the_run() -> None:
+def test_filter_failing_twenty_times_in_a_row_ends_the_run() -> None:
     made = serving().controller
     well = VerifierFigures(judged=400)
     assert ends(made, heard(msgspec.structs.replace(beat("a", math=well), filtering=failing(19)))) == (None, None)
@@ -207,20 +207,20 @@ def test_a_filter_that_fails_twenty_times_in_a_row_ends_the_run() -> None:
     )
 
 
-def test_the_failures_of_all_actors_count() -> None:
+def test_failures_of_all_actors_are_added() -> None:
     made = serving().controller
     assert ends(made, heard(beat("a", code=failing(10)))) == (None, None)
     stop, _ = ends(made, heard(beat("b", code=failing(10))))
     assert stop is not None
 
 
-def test_a_verifier_that_works_for_another_actor_does_not() -> None:
+def test_verifier_that_works_for_another_actor_does_not_end_the_run() -> None:
     made = serving().controller
     made.decide(heard(beat("b", code=VerifierFigures(judged=1))))
     assert ends(made, heard(beat("a", code=failing(400)))) == (None, None)
 
 
-def test_answers_that_take_too_long_end_the_run_after_a_steps_worth() -> None:
+def test_a_steps_worth_of_timeouts_ends_the_run() -> None:
     made = serving().controller
     made.state.knobs = replace(made.state.knobs, rollouts_per_step=32)
     assert ends(made, heard(beat("a", code=failing(timeouts=31)))) == (None, None)
@@ -241,7 +241,7 @@ def refused_group(index: int, persistence: Persistence) -> ReportReceived:
 
 
 @pytest.mark.parametrize(("persistence", "over"), [(Persistence.PERMANENT, True), (Persistence.TRANSIENT, False)])
-def test_prompts_that_every_engine_refuses_for_good_end_the_run(persistence: Persistence, over: bool) -> None:
+def test_prompts_permanently_refused_by_all_engines_end_the_run(persistence: Persistence, over: bool) -> None:
     run = serving()
     made = run.controller
     for index in run.issued[:7]:
@@ -264,8 +264,8 @@ def too_long(index: int) -> ReportReceived:
     )
 
 
-def test_prompts_that_are_too_long_fail_alone_while_others_are_answered() -> None:
-    """They are refused at once, long before the first answer is there: as many as are issued in their place."""
+def test_too_long_prompts_fail_alone_while_others_are_answered() -> None:
+    """Such prompts are refused before the first answer exists, and so are those issued in their place."""
     run = serving()
     made = run.controller
     for index in range(8 * 8 - 1):
@@ -275,7 +275,7 @@ def test_prompts_that_are_too_long_fail_alone_while_others_are_answered() -> Non
     assert not made.state.failing.reason and made.state.account.ledger()["failed"] == 8 * 8 - 1
 
 
-def test_a_run_whose_prompts_are_all_too_long_ends() -> None:
+def test_run_whose_prompts_are_all_too_long_ends() -> None:
     made = serving().controller
     found = [ends(made, too_long(index)) for index in range(8 * 8 + 1)]
     assert any(stop is not None for stop, _ in found)
@@ -289,7 +289,7 @@ def test_a_run_whose_prompts_are_all_too_long_ends() -> None:
 
 
 def without_signal(made: World, a: NoSignalGroups, b: NoSignalGroups) -> list[Effect]:
-    """The trainer reports groups without signal, in a row, of domains `a` and `b`, of one and two thirds."""
+    """Report consecutive groups without signal of domains `a` (one third) and `b` (two thirds)."""
     state, ended = made.controller.state, a.total + b.total
     state.account.cursor = max(state.account.cursor, ended)
     consumed = ConsumedReport(filtered=ended, frontier=ended, no_signal={"a": a, "b": b})
@@ -367,7 +367,7 @@ def suspended(made: World, *, now: float = 0.0) -> tuple[Directive | None, Finis
     return ends(made.controller, SuspendAsked(now=now, reason="suspended by somebody"))
 
 
-def test_a_run_that_is_suspended_saves_publishes_nothing_and_is_not_evaluated_again() -> None:
+def test_suspended_run_saves_without_publication_or_evaluation() -> None:
     run = World(controller(evaluation_problems=4), random.Random(0))
     run.begin()
     run.publish()
@@ -379,7 +379,7 @@ def test_a_run_that_is_suspended_saves_publishes_nothing_and_is_not_evaluated_ag
     assert suspended(run) == (None, None), "it ends once"
 
 
-def test_a_run_is_suspended_at_once_before_its_trainer_has_come() -> None:
+def test_run_is_suspended_at_once_before_its_trainer_is_ready() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     assert suspended(run) == (None, Finish("suspended by somebody", End.SUSPENDED))
     late = [EngineRegistered(now=0.0, url=OTHER), StopAsked(now=0.0, reason="stopped by somebody"), Ticked(now=1e6)]
@@ -387,15 +387,15 @@ def test_a_run_is_suspended_at_once_before_its_trainer_has_come() -> None:
     assert sent == [], "nobody is there to be told"
 
 
-def test_a_trainer_that_does_not_save_holds_a_suspension_no_longer_than_is_said() -> None:
+def test_trainer_that_does_not_save_delays_a_suspension_up_to_the_limit() -> None:
     run = begun()
     suspended(run)
     assert ends(run.controller, Ticked(now=29.0)) == (None, None)
     assert ends(run.controller, Ticked(now=31.0))[1] == Finish("suspended by somebody", End.SUSPENDED)
 
 
-def test_a_run_that_is_being_stopped_may_still_be_suspended() -> None:
-    """Its last evaluation may take longer than there is time for."""
+def test_stopping_run_may_be_suspended() -> None:
+    """Its last evaluation may take longer than the user can wait."""
     run = World(controller(evaluation_problems=4), random.Random(0))
     run.begin()
     run.give(StopAsked(now=0.0, reason="stopped by somebody"))

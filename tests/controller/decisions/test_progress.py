@@ -1,4 +1,4 @@
-"""From every state that a run can reach, its next steps come within a bounded number of events."""
+"""Tests that from every reachable state, a run makes steps within a bounded number of events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AT_ONCE = 250
 
 
 def _stuck(seeds: range) -> list[str]:
-    """A sentence for each seed whose run stood still, or directed a publication that was under way already."""
+    """Return a sentence for each seed whose run stalled, or repeated a publication under way."""
     found = []
     for seed in seeds:
         world, waits = played(seed)
@@ -26,19 +26,19 @@ def _stuck(seeds: range) -> list[str]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_any_sequence_of_events_is_followed_by_steps(part: int) -> None:
+def test_steps_follow_any_sequence_of_events(part: int) -> None:
     assert _stuck(range(part * _AT_ONCE, (part + 1) * _AT_ONCE)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(20))
-def test_a_hundred_thousand_sequences_of_events_are_followed_by_steps(part: int) -> None:
+def test_steps_follow_a_hundred_thousand_sequences_of_events(part: int) -> None:
     assert _stuck(range(part * 5000, (part + 1) * 5000)) == []
 
 
-def test_publications_that_are_decided_at_steps_alone_leave_runs_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule as it once was: between steps, only engines without weights are due."""
+def test_deciding_on_publications_only_at_steps_would_stall_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apply an earlier rule: between steps, only engines without weights are due."""
 
     def between_steps(state: RunState, settings: ControllerSettings, *, again: bool = False) -> list[str]:
         due = publication_due(state, settings, again=again)
@@ -54,8 +54,8 @@ def test_publications_that_are_decided_at_steps_alone_leave_runs_stuck(monkeypat
     assert any(played(seed)[1] for seed in range(100))
 
 
-def test_bounds_that_fall_below_what_engines_serve_have_the_trainer_publish() -> None:
-    """The trainer waits for rollouts, and none may be issued: no step comes that could decide on a publication."""
+def test_bounds_lowered_below_the_served_version_cause_a_publication() -> None:
+    """The trainer waits for rollouts and none may be issued, so no step would decide on a publication."""
     run = World(controller(evaluation_problems=0, j=8, k=8, steps=100), unfair_world(0).rng)
     run.begin()
     run.publish()

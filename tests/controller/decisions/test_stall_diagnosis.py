@@ -1,4 +1,4 @@
-"""The watchdog names who is waited for, once for each stall, and is silent while anything gets on."""
+"""Tests of the watchdog: it names the blocker once per stall, and is silent during progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stalls(run: World, now: float) -> list[dict[str, Any]]:
     return [effect.fields for effect in effects if isinstance(effect, Record) and effect.kind == "stalled"]
 
 
-def test_a_run_without_engines_says_so_once() -> None:
+def test_run_without_engines_is_reported_once() -> None:
     run = World(controller(), random.Random(0))
     run.give(Ticked(now=1.0))
     assert stalls(run, STALL_S) == []
@@ -28,7 +28,7 @@ def test_a_run_without_engines_says_so_once() -> None:
     assert stalls(run, 3 * STALL_S) == [], "once"
 
 
-def test_what_gets_on_winds_the_clock_up_again() -> None:
+def test_progress_resets_the_watchdog() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     run.publish()
@@ -41,7 +41,7 @@ def test_what_gets_on_winds_the_clock_up_again() -> None:
     assert stalls(run, STALL_S - 1) == []
 
 
-def test_the_culprit_is_named() -> None:
+def test_blocker_is_named() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     state = run.controller.state
@@ -57,7 +57,7 @@ def test_the_culprit_is_named() -> None:
     assert waiting_for(state, now=62.0) == f"an engine to join; {ENGINE} is dead: no answer within 5 s"
 
 
-def test_a_dead_trainer_is_the_culprit_while_engines_wait_for_weights() -> None:
+def test_dead_trainer_is_named_while_engines_wait_for_weights() -> None:
     run = World(controller(), random.Random(0))
     run.begin()
     run.publish()
@@ -66,7 +66,7 @@ def test_a_dead_trainer_is_the_culprit_while_engines_wait_for_weights() -> None:
     assert waiting_for(run.controller.state, now=90.0).startswith(f"the trainer to publish its weights to {ENGINE}")
 
 
-def test_a_checkpoint_that_cannot_be_written_is_an_event_once_and_said_until_it_is_there() -> None:
+def test_delayed_checkpoint_is_recorded_once_and_shown_until_written() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     run.publish()
@@ -85,7 +85,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_event_once_and_said_until_it_
     assert told(delayed) == ["checkpoint_delayed"], "a new one"
 
 
-def test_an_engine_that_has_weights_is_waited_for_until_it_has_proven_them() -> None:
+def test_engine_with_weights_is_awaited_until_it_proves_them() -> None:
     run = World(controller(), random.Random(0))
     run.begin()
     state = run.controller.state

@@ -1,4 +1,4 @@
-"""The controller's routes in front of a service at work: what they do, and how they refuse."""
+"""Tests of the controller's routes with a running service: their effects and their errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def http(run: Running) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_status_of_a_run_that_waits_and_of_one_that_trains(run: Running, http: httpx.AsyncClient) -> None:
+async def test_status_of_a_waiting_and_of_a_training_run(run: Running, http: httpx.AsyncClient) -> None:
     status = RunStatus.from_json((await http.get("/status")).content)
     assert (status.phase, status.waiting_for) == (StatusPhase.STARTING, "an engine to join")
     await run.start()
@@ -53,8 +53,8 @@ async def test_status_of_a_run_that_waits_and_of_one_that_trains(run: Running, h
     assert status.ledger.trained == 2
 
 
-async def test_a_full_disk_is_what_a_run_waits_for(tmp_path: Path) -> None:
-    """It named the actor, which had not been heard since the streams, on that disk, took nothing more."""
+async def test_full_disk_is_named_as_the_blocker(tmp_path: Path) -> None:
+    """Otherwise the status would name the actor, which is silent because the streams are on the full disk."""
     with EventLog(tmp_path / "events.jsonl") as events:
         service = ControllerService(
             controller(), name="test", stream=MemoryStream(), probe=Probe(), events=events, start=Start.FROM_JOURNAL
@@ -64,8 +64,8 @@ async def test_a_full_disk_is_what_a_run_waits_for(tmp_path: Path) -> None:
         assert service.status().waiting_for == "room (events.jsonl: No space left on device)"
 
 
-async def test_a_controller_that_comes_back_says_nothing_before_it_knows(tmp_path: Path) -> None:
-    """An empty fleet would make every actor give up what it has at its engines."""
+async def test_restarted_controller_answers_only_once_its_state_is_restored(tmp_path: Path) -> None:
+    """With an empty fleet, every actor would give up its work at all engines."""
     before, stream = controller(), MemoryStream()
     before.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     await (await Journal.begin(stream)).snapshot(before.state)
@@ -121,7 +121,7 @@ async def test_knobs_change_and_are_logged(run: Running, http: httpx.AsyncClient
         (b'{"rollouts_per_step": 3}', 422, "invalid_knob", "rollouts_per_step must be a multiple"),
     ],
 )
-async def test_knobs_that_make_no_sense(
+async def test_invalid_knobs_are_rejected(
     run: Running, http: httpx.AsyncClient, body: bytes, status: int, code: str, sentence: str
 ) -> None:
     before = run.controller.state.knobs
@@ -134,7 +134,7 @@ async def test_knobs_that_make_no_sense(
     assert (run.controller.state.knobs, run.controller.state.knob_log) == (before, [])
 
 
-async def test_an_engine_joins_by_offering_itself_again_and_again(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engine_joins_and_repeats_its_offer(run: Running, http: httpx.AsyncClient) -> None:
     for _ in range(3):
         offered = await http.post("/engines", json={"url": f"{ENGINE}/", "incarnation": "1"})
         assert offered.json() == {"state": "joining"}
@@ -150,7 +150,7 @@ async def test_an_engine_joins_by_offering_itself_again_and_again(run: Running, 
     assert len(run.events("engine_joined")) == 1
 
 
-async def test_an_offer_that_says_nothing_new_is_not_written_down(run: Running, http: httpx.AsyncClient) -> None:
+async def test_repeated_offer_is_not_journaled(run: Running, http: httpx.AsyncClient) -> None:
     offer = {"url": ENGINE, "incarnation": "1", "name": "engine-0", "type": "torch"}
     await http.post("/engines", json=offer)
     entries = run.stream_length(JOURNAL)
@@ -160,14 +160,14 @@ async def test_an_offer_that_says_nothing_new_is_not_written_down(run: Running, 
     assert run.stream_length(JOURNAL) == entries + 1, "another life of it is news"
 
 
-async def test_in_a_large_fleet_each_engine_offers_itself_more_rarely(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engines_of_a_large_fleet_repeat_offers_less_often(run: Running, http: httpx.AsyncClient) -> None:
     for number in range(2 * OFFERS_AT_ONCE):
         run.controller.state.fleet.join(f"http://10.0.0.1:{9000 + number}", "1")
     answer = await http.post("/engines", json={"url": "http://10.0.0.1:9000", "incarnation": "1"})
     assert answer.json() == {"state": "joining", "again_s": 2 * OFFER_S}
 
 
-async def test_an_engine_that_was_taken_out_stays_out(run: Running, http: httpx.AsyncClient) -> None:
+async def test_removed_engine_stays_removed(run: Running, http: httpx.AsyncClient) -> None:
     offer = {"url": ENGINE, "incarnation": "1"}
     await http.post("/engines", json=offer)
     removed = await http.delete("/engines", params={"engine": f"{ENGINE}/"})
@@ -178,13 +178,13 @@ async def test_an_engine_that_was_taken_out_stays_out(run: Running, http: httpx.
     assert run.controller.state.fleet.members() == [ENGINE]
 
 
-async def test_a_host_that_nobody_can_look_up_is_refused_in_a_sentence(run: Running, http: httpx.AsyncClient) -> None:
+async def test_host_with_invalid_labels_is_rejected_with_a_sentence(run: Running, http: httpx.AsyncClient) -> None:
     answer = await http.post("/engines", json={"url": "http://gpu..box:8001"})
     assert answer.json()["error"]["message"].startswith("url: must name a host whose labels have 1 to 63 characters")
 
 
 def from_host(run: Running, host: str) -> httpx.AsyncClient:
-    """Whoever asks from `host`."""
+    """Return a client that connects from `host`."""
     transport = httpx.ASGITransport(create_api(run.service, token=TOKEN), client=(host, 40_000))
     headers = {"authorization": f"Bearer {TOKEN}"}
     return httpx.AsyncClient(transport=transport, base_url="http://controller", headers=headers)
@@ -193,10 +193,8 @@ def from_host(run: Running, host: str) -> httpx.AsyncClient:
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "127.0.1.1", "localhost", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]"]
 )
-async def test_an_engine_at_a_loopback_address_joins_from_the_controllers_own_machine_alone(
-    run: Running, host: str
-) -> None:
-    """Else two machines' engines of one address would take each other for a new life, again and again."""
+async def test_loopback_engine_may_only_join_from_the_controllers_machine(run: Running, host: str) -> None:
+    """Otherwise engines of two machines with the same address would replace each other repeatedly."""
     offer = {"url": f"http://{host}:8001", "incarnation": "1"}
     async with from_host(run, "10.0.0.7") as away:
         refused = await away.post("/engines", json=offer)
@@ -210,10 +208,8 @@ async def test_an_engine_at_a_loopback_address_joins_from_the_controllers_own_ma
             assert (await beside.post("/engines", json=offer)).json() == {"state": "joining"}
 
 
-async def test_an_operator_who_names_what_is_no_engine_is_told_so_at_once(
-    run: Running, http: httpx.AsyncClient
-) -> None:
-    """Else it would be found out by the next publication, which all other engines wait for."""
+async def test_operator_offering_a_dead_address_gets_an_error_at_once(run: Running, http: httpx.AsyncClient) -> None:
+    """Otherwise only the next publication would notice, and all other engines would wait for it."""
     run.probe.answer = EngineUnreachable("connection refused")
     refused = await http.post("/engines", json={"url": ENGINE})
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
@@ -222,7 +218,7 @@ async def test_an_operator_who_names_what_is_no_engine_is_told_so_at_once(
     assert (own.status_code, run.controller.state.fleet.records()) == (422, []), "nor may one offer itself unreachably"
 
 
-async def test_an_engine_that_does_not_answer_at_its_address_is_refused_within_seconds(
+async def test_unresponsive_engine_is_rejected_within_seconds(
     run: Running, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "_PROBE_S", 0.05)
@@ -232,7 +228,7 @@ async def test_an_engine_that_does_not_answer_at_its_address_is_refused_within_s
     assert run.controller.state.fleet.records() == []
 
 
-async def test_a_launcher_is_there_as_long_as_it_asks_for_the_status(run: Running, http: httpx.AsyncClient) -> None:
+async def test_launcher_is_present_while_it_polls_the_status(run: Running, http: httpx.AsyncClient) -> None:
     assert (await http.get("/engines")).json()["has_launcher"], "one may be about to ask"
     run.service._launcher_at -= 60.0
     await http.get("/status")
@@ -241,7 +237,7 @@ async def test_a_launcher_is_there_as_long_as_it_asks_for_the_status(run: Runnin
     assert (await http.get("/engines")).json()["has_launcher"]
 
 
-async def test_an_address_whose_engines_die_unproven_is_kept_waiting(run: Running, http: httpx.AsyncClient) -> None:
+async def test_address_whose_engines_die_unproven_must_wait(run: Running, http: httpx.AsyncClient) -> None:
     answers = [(await http.post("/engines", json={"url": ENGINE, "incarnation": f"{life}"})).json() for life in "1234"]
     assert [answer["state"] for answer in answers] == ["joining", "joining", "waiting", "waiting"]
     assert 0 < answers[-1]["again_s"] <= 1.0
@@ -249,7 +245,7 @@ async def test_an_address_whose_engines_die_unproven_is_kept_waiting(run: Runnin
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.7:8001", "http://[fd00::7]:8001", "http://gpu-1.lab:8001"])
-async def test_an_engine_elsewhere_joins_by_an_address_of_its_own(run: Running, url: str) -> None:
+async def test_remote_engine_joins_with_its_own_address(run: Running, url: str) -> None:
     async with from_host(run, "10.0.0.7") as away:
         assert (await away.post("/engines", json={"url": url})).status_code == 200
     assert run.controller.state.fleet.members() == [url]
@@ -279,7 +275,7 @@ async def test_an_engine_elsewhere_joins_by_an_address_of_its_own(run: Running, 
         {"url": ENGINE, "incarnation": 1},
     ],
 )
-async def test_what_is_no_engine_cannot_join(run: Running, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+async def test_invalid_engine_offer_is_rejected(run: Running, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
     answer = await http.post("/engines", json=body)
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] in ("url", "incarnation")
@@ -287,7 +283,7 @@ async def test_what_is_no_engine_cannot_join(run: Running, http: httpx.AsyncClie
     assert run.controller.state.fleet.records() == []
 
 
-async def test_taking_out_what_is_not_there(run: Running, http: httpx.AsyncClient) -> None:
+async def test_removing_an_unknown_engine_fails(run: Running, http: httpx.AsyncClient) -> None:
     await http.post("/engines", json={"url": ENGINE})
     answer = await http.delete("/engines", params={"engine": "http://other"})
     assert answer.status_code == 404
@@ -301,7 +297,7 @@ async def test_taking_out_what_is_not_there(run: Running, http: httpx.AsyncClien
     assert (await http.post("/engines/drain", json={"engine": "http://other"})).status_code == 404
 
 
-async def test_engines_are_hired_and_go_by_name_or_url(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engines_are_requested_and_removed_by_name_or_url(run: Running, http: httpx.AsyncClient) -> None:
     requested = await http.post("/engines/request", json={"type": "bigram", "count": 2})
     assert requested.json() == {"names": ["engine-1", "engine-2"]}, "the run began with one"
     assert [(h.name, h.type) for h in run.service.status().fleet.requested] == [
@@ -319,7 +315,7 @@ async def test_engines_are_hired_and_go_by_name_or_url(run: Running, http: httpx
     assert (status.to_stop, status.requested) == (("engine-1", "engine-2"), ())
 
 
-async def test_who_hires_at_the_same_time_is_told_the_names_of_his_own(
+async def test_concurrent_engine_requests_get_distinct_names(
     run: Running, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = run.stream.append
@@ -335,7 +331,7 @@ async def test_who_hires_at_the_same_time_is_told_the_names_of_his_own(
     assert told == {request.name: request.type for request in run.controller.state.engine_requests} and len(told) == 3
 
 
-async def test_an_engine_is_swapped_once(run: Running, http: httpx.AsyncClient) -> None:
+async def test_engine_is_replaced_only_once(run: Running, http: httpx.AsyncClient) -> None:
     await run.start()
     swap = {"type": "torch", "replaces": ENGINE}
     assert (await http.post("/engines/request", json=swap)).json() == {"names": ["engine-1"]}
@@ -357,7 +353,7 @@ async def test_an_engine_is_swapped_once(run: Running, http: httpx.AsyncClient) 
     assert len(run.controller.state.engine_requests) == 1
 
 
-async def test_an_engine_of_this_machine_has_one_name(run: Running, http: httpx.AsyncClient) -> None:
+async def test_localhost_and_loopback_address_are_one_engine(run: Running, http: httpx.AsyncClient) -> None:
     await http.post("/engines", json={"url": "http://127.0.0.1:8001", "incarnation": "1", "name": "engine-0"})
     assert (await http.post("/engines", json={"url": "http://localhost:8001/"})).status_code == 200
     assert run.controller.state.fleet.members() == ["http://127.0.0.1:8001"]
@@ -365,9 +361,7 @@ async def test_an_engine_of_this_machine_has_one_name(run: Running, http: httpx.
     assert run.controller.state.fleet.members() == []
 
 
-async def test_a_drained_engine_goes_once_it_has_had_nothing_to_do_for_a_while(
-    run: Running, http: httpx.AsyncClient
-) -> None:
+async def test_drained_engine_is_removed_after_being_idle(run: Running, http: httpx.AsyncClient) -> None:
     await run.start()
     assert (await http.post("/engines/drain", json={"engine": ENGINE})).status_code == 200
     said = (await http.get("/assignment")).json()
@@ -391,7 +385,7 @@ async def test_a_drained_engine_goes_once_it_has_had_nothing_to_do_for_a_while(
         ("/engines/drain", {"engine": ENGINE, "grace_s": -1}, "grace_s"),
     ],
 )
-async def test_orders_that_make_no_sense(
+async def test_invalid_engine_requests_are_rejected(
     run: Running, http: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
 ) -> None:
     answer = await http.post(path, json=body)
@@ -399,7 +393,7 @@ async def test_orders_that_make_no_sense(
     assert run.service.status().fleet.requested == ()
 
 
-async def test_stop_asks_for_the_last_directive_once(run: Running, http: httpx.AsyncClient) -> None:
+async def test_stop_sends_the_last_directive_once(run: Running, http: httpx.AsyncClient) -> None:
     await run.start()
     for _ in range(2):
         assert (await http.post("/stop")).json() == {"state": "stopping"}
@@ -424,14 +418,14 @@ async def test_stop_asks_for_the_last_directive_once(run: Running, http: httpx.A
         ("GET", "/assignment"),
     ],
 )
-async def test_nothing_without_the_token(run: Running, http: httpx.AsyncClient, method: str, path: str) -> None:
+async def test_routes_require_the_token(run: Running, http: httpx.AsyncClient, method: str, path: str) -> None:
     answer = await http.request(method, path, headers={"authorization": "Bearer other"})
     assert answer.status_code == 401 and answer.json()["error"]["code"] == "unauthorized"
     assert (await http.get("/health", headers={"authorization": ""})).json() == {"state": "ready"}
     assert run.controller.ending is None
 
 
-async def test_actors_are_told_of_verifier_services_as_long_as_these_are_there(http: httpx.AsyncClient) -> None:
+async def test_actors_learn_of_verifier_services_while_they_are_offered(http: httpx.AsyncClient) -> None:
     offer = {"url": "http://127.0.0.1:8200/", "incarnation": "1", "domains": {"words": "r1"}}
     for _ in range(2):
         assert (await http.post("/verifiers", json=offer)).json() == {"state": "leased"}
@@ -451,15 +445,13 @@ async def test_actors_are_told_of_verifier_services_as_long_as_these_are_there(h
         {"domains": {"x" * 257: "r"}},
     ],
 )
-async def test_a_verifier_service_that_cannot_be_used_is_refused(
-    http: httpx.AsyncClient, wrong: dict[str, Any]
-) -> None:
+async def test_invalid_verifier_offer_is_rejected(http: httpx.AsyncClient, wrong: dict[str, Any]) -> None:
     offer = {"url": "http://127.0.0.1:8200", "incarnation": "1", "domains": {"words": "r1"}}
     answer = await http.post("/verifiers", json={**offer, **wrong})
     assert answer.status_code == 422 and answer.json()["error"]["param"].startswith(next(iter(wrong)))
 
 
-async def test_a_loopback_address_of_another_machine_is_no_verifier_service(run: Running) -> None:
+async def test_loopback_verifier_of_another_machine_is_rejected(run: Running) -> None:
     transport = httpx.ASGITransport(create_api(run.service, token=TOKEN), client=("10.1.2.3", 5))
     headers = {"authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://controller", headers=headers) as away:

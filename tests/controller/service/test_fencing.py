@@ -1,4 +1,4 @@
-"""Of two trainers the controller hears the later: what the earlier says, or said before, changes nothing."""
+"""Tests of fencing: of two trainers the controller follows the later one, and ignores reports of the earlier."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def ready(run: World, name: str) -> TrainerReady:
 
 
 def taken_over() -> World:
-    """Trainer 1 has been fenced by trainer 2."""
+    """Return a run whose trainer 1 has been fenced by trainer 2."""
     run = World(controller(), random.Random(0))
     run.begin()
     run.tell(ready(run, "2"))
     return run
 
 
-def test_what_the_earlier_had_asked_twice_does_not_fence_the_later() -> None:
-    """It asks again every few seconds until it is answered, so its second question may lie behind the other's first."""
+def test_repeated_report_of_the_earlier_trainer_does_not_fence_the_later() -> None:
+    """A trainer repeats its report until it is answered, so a copy may follow the later trainer's first report."""
     run = taken_over()
     assert run.controller.handle(ready(run, "1"), now=1.0) == []
     assert run.controller.state.epoch == 2
@@ -35,15 +35,15 @@ def test_what_the_earlier_had_asked_twice_does_not_fence_the_later() -> None:
     assert run.controller.state.epoch == 3
 
 
-def test_the_epoch_is_above_all_that_the_trainers_directory_has_seen() -> None:
-    """A controller and a stream server begun anew, on another machine than the trainer, know of none of them."""
+def test_epoch_is_above_all_epochs_in_the_trainers_directory() -> None:
+    """A new controller and stream server on another machine know none of these epochs."""
     run = World(controller(), random.Random(0))
     run.give(EngineRegistered(now=0.0, url=ENGINE))
     (_, answer) = run.controller.handle(msgspec.structs.replace(ready(run, "1"), claimed=5), now=1.0)
     assert isinstance(answer, Send) and answer.directive.epoch == 6
 
 
-def test_a_checkpoint_of_the_earlier_is_no_event() -> None:
+def test_checkpoint_of_the_earlier_trainer_is_ignored() -> None:
     run = taken_over()
     assert run.controller.handle(Checkpointed(epoch=1, model_version=3, path="p"), now=1.0) == []
     assert run.controller.handle(Checkpointed(epoch=2, model_version=3, path="p"), now=1.0) != []

@@ -1,5 +1,6 @@
-"""A controller killed before or after any one of its side effects leaves a run that nobody can tell from an undisturbed
-one: the same prompts, the same directives, the same events, the same ledger.
+"""Tests of the journal: killing the controller before or after any side effect does not change the run.
+
+The prompts, directives, events and ledger are the same as in an undisturbed run.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ NEVER = 10**9
 
 
 class Killed(Exception):
-    """Stands for kill -9: nothing of the process is left."""
+    """Simulates kill -9: nothing of the process survives."""
 
 
 @dataclass
 class Killer:
-    """Kills at the n-th point that is passed; there is one before and one after each side effect.
+    """Kills at the n-th point; there is a point before and after each side effect.
 
-    What still moves in a process that was killed has no effects, until another is `born`.
+    Further actions of a killed process have no effect, until another is `born`.
     """
 
     at: int
@@ -90,7 +91,7 @@ class Killer:
 
 @dataclass
 class MortalStream:
-    """A stream that outlives its writer, who may be killed at each write; keeps what was ever appended."""
+    """A stream that outlives its writer, which may be killed at each write; keeps everything ever appended."""
 
     inner: MemoryStream
     killer: Killer
@@ -122,14 +123,14 @@ class MortalLog(EventLog):
 
 
 class Healthy:
-    """Every engine answers."""
+    """Lets every engine answer."""
 
     async def metrics(self, url: str) -> dict[str, float]:
         return {"slots": 4.0}
 
 
 def answers(version: int) -> list[ControlMessage]:
-    """Of the evaluation that began at `version`."""
+    """Return the answers of the evaluation that began at `version`."""
     return [
         EvaluationDone(
             order_id=f"eval-{version}-{-(-version // 5) + 1}-{i:06d}",
@@ -145,7 +146,7 @@ def answers(version: int) -> list[ControlMessage]:
 
 
 def reports(steps: int) -> list[ControlMessage]:
-    """What trainer and actors say in a run of two groups a step, of which every fifth order fails."""
+    """Return the reports of a run with two groups per step, in which every fifth order fails."""
 
     def published(version: int) -> Published:
         return Published(
@@ -187,7 +188,7 @@ def reports(steps: int) -> list[ControlMessage]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What others can see of a run."""
+    """The externally visible results of a run."""
 
     prompts: list[bytes]
     directives: list[Directive]
@@ -195,7 +196,7 @@ class Outcome:
 
 
 async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]:
-    """A whole run whose controller is killed at most once, and how many points it passed."""
+    """Run completely, killing the controller at most once; return the results and the number of points."""
     killer, inner = Killer(kill_at), MemoryStream()
     stream = MortalStream(inner, killer)
     start = Start.AFRESH
@@ -211,7 +212,7 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
                 await _serve(service, inner, reports(steps))
                 break
             except* Killed:
-                # A process that was killed before its journal began has done nothing: the launcher starts it again.
+                # A process killed before its journal began has had no effect, so the launcher restarts it.
                 start = Start.FROM_JOURNAL
     told = [event for event in read_events(folder / "events.jsonl") if event["kind"] not in VARYING]
     events = [{k: v for k, v in event.items() if k not in ("time", "elapsed_s", "decision")} for event in told]
@@ -219,12 +220,12 @@ async def live(folder: Path, *, steps: int, kill_at: int) -> tuple[Outcome, int]
     return Outcome(stream.history[PROMPTS], directives, events), killer.passed
 
 
-#: Events that tell of the controller's own life, or of the moment.
+#: Events about the controller's own process, or about the moment.
 VARYING = ("controller_returned", "run_started", "engines")
 
 
 async def _serve(service: ControllerService, stream: MemoryStream, said: list[ControlMessage]) -> None:
-    """The service runs to its end; the engine offers itself until it is taken, then the others speak, once."""
+    """Serve until the end; the engine repeats its offer until it is accepted, then the reports are sent once."""
 
     async def offer() -> None:
         while await stream.length(JOURNAL) == 0:
@@ -250,12 +251,12 @@ async def every_crash_point(tmp_path: Path, *, steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [10, pytest.param(20, marks=pytest.mark.chaos)])
-async def test_a_controller_killed_at_any_point_changes_nothing(tmp_path: Path, steps: int) -> None:
+async def test_controller_killed_at_any_point_changes_nothing(tmp_path: Path, steps: int) -> None:
     await every_crash_point(tmp_path, steps=steps)
 
 
-async def test_a_controller_killed_after_the_end_was_decided_ends(tmp_path: Path) -> None:
-    """Something was heard before it was gone: the end is not the last decision, whose effects are repeated."""
+async def test_controller_killed_after_deciding_the_end_still_ends(tmp_path: Path) -> None:
+    """Another input was journaled before the kill, so the end is not the last decision, which is repeated."""
     stream, made = MemoryStream(), controller(steps=1, evaluation_problems=0)
     made.decide(EngineRegistered(now=0.0, url=ENGINE, incarnation="1"))
     for number, report in enumerate(reports(1)):
@@ -275,7 +276,7 @@ async def test_a_controller_killed_after_the_end_was_decided_ends(tmp_path: Path
     assert [event["reason"] for event in told if event["kind"] == "run_finished"] == ["all 1 steps are done"]
 
 
-async def test_a_journal_with_a_gap_is_not_believed() -> None:
+async def test_journal_with_a_gap_is_rejected() -> None:
     stream = MemoryStream()
     journal = await Journal.begin(stream)
     assert await Journal.recover(stream) is None, "nothing was written"
@@ -283,7 +284,7 @@ async def test_a_journal_with_a_gap_is_not_believed() -> None:
     await journal.record(Decision(Ticked(now=0.0), 1, 1))
     found = await Journal.recover(stream)
     assert found is not None and len(found[1].decisions) == 1 and await journal.whole()
-    journal.number += 1  # an entry that the server has lost
+    journal.number += 1  # an entry that the server lost
     await journal.record(Decision(Ticked(now=0.0), 1, 1))
     assert not await journal.whole()
     assert await Journal.recover(stream) is None
@@ -293,8 +294,8 @@ async def test_a_journal_with_a_gap_is_not_believed() -> None:
     assert await stream.length(JOURNAL) == 1
 
 
-async def test_the_state_comes_back_as_it_was() -> None:
-    """All of it: what a journal leaves out, a controller that comes back would have forgotten."""
+async def test_state_is_restored_exactly() -> None:
+    """The journal must contain the whole state: a restarted controller would lose everything omitted."""
     stream, made = MemoryStream(), controller()
     made.decide(EngineRegistered(now=1.0, url=ENGINE, incarnation="a"))
     for report in reports(4)[:-1]:
@@ -308,7 +309,7 @@ async def test_the_state_comes_back_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("start", Start)
-async def test_of_two_controllers_the_first_is_fenced_before_it_does_anything(tmp_path: Path, start: Start) -> None:
+async def test_first_of_two_controllers_is_fenced_before_any_effect(tmp_path: Path, start: Start) -> None:
     stream = MemoryStream()
 
     @asynccontextmanager
@@ -341,10 +342,8 @@ async def test_of_two_controllers_the_first_is_fenced_before_it_does_anything(tm
 
 
 @pytest.mark.parametrize(("launch", "members"), [("this", ["http://first"]), ("another", [])])
-async def test_the_journal_of_another_launch_is_not_gone_on_with(
-    tmp_path: Path, launch: str, members: list[str]
-) -> None:
-    """A controller that failed as the run was resumed is started again, and must not find itself in the run before."""
+async def test_journal_of_another_launch_is_ignored(tmp_path: Path, launch: str, members: list[str]) -> None:
+    """A controller restarted while resuming a run must not continue the run of the previous launch."""
     before = controller()
     before.state.launch = "this"
     before.decide(EngineRegistered(now=0.0, url="http://first", incarnation="1"))
@@ -365,8 +364,8 @@ async def test_the_journal_of_another_launch_is_not_gone_on_with(
 
 @pytest.mark.parametrize("snapshot", [False, True])
 @pytest.mark.parametrize("uptime_s", [5.0, 1e9])
-async def test_time_goes_on_where_the_journal_ends(tmp_path: Path, uptime_s: float, snapshot: bool) -> None:
-    """The controller comes back on another machine, or after a reboot: what is awaited is due when it was."""
+async def test_clock_continues_from_the_journal(tmp_path: Path, uptime_s: float, snapshot: bool) -> None:
+    """After a reboot or on another machine, deadlines must stay the same."""
     stream = MemoryStream()
 
     @asynccontextmanager
@@ -399,7 +398,7 @@ async def test_time_goes_on_where_the_journal_ends(tmp_path: Path, uptime_s: flo
         assert second.status().actors[0].silent_s == 0.0
 
 
-async def test_a_journal_is_being_written_while_its_controller_hears_anything() -> None:
+async def test_active_journal_is_detected() -> None:
     stream = MemoryStream()
     assert not await Journal.is_being_written(stream, for_s=0.01), "nobody ever has"
     journal = await Journal.begin(stream)
@@ -411,7 +410,7 @@ async def test_a_journal_is_being_written_while_its_controller_hears_anything() 
     assert await asyncio.wait_for(looking, SOON_S), "it is told at once"
 
 
-async def test_an_answer_that_was_lost_is_no_fence() -> None:
+async def test_lost_answer_does_not_fence() -> None:
     stream = MemoryStream()
     journal = await Journal.begin(stream)
     await journal.snapshot(controller().state)
@@ -427,7 +426,7 @@ async def test_an_answer_that_was_lost_is_no_fence() -> None:
 
 
 def brought_back(state: RunState, since: list[AnyInput], **recipe: Any) -> RunState:
-    """What a controller that comes back makes of a snapshot and the inputs since."""
+    """Return the state that a restarted controller restores from a snapshot and later inputs."""
     made = controller(**recipe)
     made.state = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=RunState)
     for given in since:
@@ -436,7 +435,7 @@ def brought_back(state: RunState, since: list[AnyInput], **recipe: Any) -> RunSt
 
 
 def random_run(seed: int, *, deaths: random.Random | None, **recipe: Any) -> World:
-    """A run of random events, the same for the same seed, whose controller dies now and then."""
+    """Return a reproducible run of random events, whose controller is killed at random."""
     made = controller(k=random.Random(seed).choice([1.0, 2.0, 4.0, math.inf]), **recipe)
     run = World(made, random.Random(seed))
     snapshot, since, decide = msgspec.msgpack.encode(made.state), [], made.decide
@@ -487,19 +486,19 @@ def same_with_and_without_deaths(seed: int, **recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 40))])
-def test_a_controller_that_dies_again_and_again_decides_alike(seed: int) -> None:
+def test_controller_killed_repeatedly_decides_the_same(seed: int) -> None:
     same_with_and_without_deaths(seed)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_neither_group_sizes_nor_evaluation_sets_under_way_are_lost_with_it(seed: int) -> None:
+def test_restart_preserves_group_sizes_and_evaluation_sets_in_progress(seed: int) -> None:
     other = EvaluationSet(name="hard", place=1, problems=4, max_tokens=8, samples=2, interval_steps=3)
     same_with_and_without_deaths(seed, large=5, rollouts_per_step=8, other_sets=(other,), pin=Pin.AUTO)
 
 
 @pytest.mark.parametrize("older", [{}, {"layout": 2}])
-async def test_a_journal_of_another_layout_is_refused_before_its_state_is_read(older: dict[str, int]) -> None:
-    """The oldest snapshots say no layout, and hold a state that could be read as a new one's, its fields forgotten."""
+async def test_journal_of_another_layout_is_rejected_before_reading_its_state(older: dict[str, int]) -> None:
+    """The oldest snapshots have no layout version, and could be decoded as new ones with missing fields."""
     stream = MemoryStream()
     snapshot = {"type": "JournalSnapshot", "state": {"launch": "", "trainer_heard": None}, "reports_offset": "0-0"}
     await stream.append(JOURNAL, [msgspec.msgpack.encode(snapshot | older)], first_id=1)
@@ -510,6 +509,6 @@ async def test_a_journal_of_another_layout_is_refused_before_its_state_is_read(o
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
-def test_ten_thousand_random_runs_with_deaths_are_as_without() -> None:
+def test_ten_thousand_random_runs_with_kills_equal_those_without() -> None:
     for seed in range(10_000):
         same_with_and_without_deaths(seed)

@@ -1,4 +1,4 @@
-"""The controller's hands on a real stream: what is read, appended, trimmed, written down; a poll; the end."""
+"""Tests of the service on a real stream: reading, appending, trimming, journaling, polling and the end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FACTS = {"slots": 4.0, "running_sequences": 2.0}
 
 
 class Probe:
-    """An engine's metrics as a test says, and who was asked; satisfies `EngineProbe`. What is off answers nothing."""
+    """Engine metrics set by a test, and a log of requests; implements `EngineProbe`. Engines that are off hang."""
 
     def __init__(self) -> None:
         self.answer: Mapping[str, float] | EngineUnreachable = FACTS
@@ -71,7 +71,7 @@ class Probe:
 
 @dataclass
 class Running:
-    """A service at work, and everything around it."""
+    """A running service and its surroundings."""
 
     service: ControllerService
     stream: MemoryStream
@@ -85,7 +85,7 @@ class Running:
         return self.service.controller
 
     async def tell(self, *messages: ControlMessage | bytes) -> None:
-        """Put reports into the stream and wait until they were read."""
+        """Append reports to the stream and wait until they were read."""
         self.told += 1
         mark = ActorAlive(name="mark", groups_in_flight=0, groups_done=self.told, retries=0)
         await self.stream.append(REPORTS, [m if isinstance(m, bytes) else encode(m) for m in (*messages, mark)])
@@ -111,7 +111,7 @@ class Running:
         return [decode_directive(payload) for payload in await self.payloads(DIRECTIVES)]
 
     async def start(self) -> None:
-        """The engine joins, the trainer is ready and publishes version 0."""
+        """Let the engine join, and the trainer become ready and publish version 0."""
         await self.service.perform(EngineRegistered(now=0.0, url=ENGINE))
         await self.tell(ready("1"))
         epoch, membership = self.controller.state.epoch, self.controller.state.fleet.membership
@@ -129,7 +129,7 @@ def ready(incarnation: str) -> TrainerReady:
 
 
 def step(version: int, *, epoch: int = 1) -> StepDone:
-    """A step that trained two groups."""
+    """Return a step that trained two groups."""
     account = ConsumedReport(trained=2 * version, frontier=2 * version)
     return StepDone(
         report_id=f"e{epoch}-step-{version}", epoch=epoch, model_version=version, consumed=account, stats={"loss": 0.5}
@@ -169,7 +169,7 @@ async def running(
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_reports_become_directives_and_prompts(tmp_path: Path) -> None:
+async def test_reports_lead_to_directives_and_prompts(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         (directive,) = await run.directives()
@@ -181,7 +181,7 @@ async def test_reports_become_directives_and_prompts(tmp_path: Path) -> None:
         assert run.events("step")[0] | {"step": 1, "loss": 0.5} == run.events("step")[0]
 
 
-async def test_a_bad_report_is_buried_and_the_next_one_heard(tmp_path: Path) -> None:
+async def test_invalid_report_is_buried_and_the_next_one_processed(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.service.perform(EngineRegistered(now=0.0, url=ENGINE))
         await run.tell(b"\xc1", b"", encode(await _directive(run)), ready("1"))
@@ -189,7 +189,7 @@ async def test_a_bad_report_is_buried_and_the_next_one_heard(tmp_path: Path) -> 
         assert run.stream_length(DEAD_LETTERS) == 3
 
 
-async def test_answers_of_evaluations_go_to_the_samples_and_not_into_the_journal(tmp_path: Path) -> None:
+async def test_evaluation_answers_go_to_the_samples_and_not_to_the_journal(tmp_path: Path) -> None:
     shown = ShownProblem(
         problem_id="p",
         prompt="user: say it",
@@ -226,7 +226,7 @@ async def test_answers_of_evaluations_go_to_the_samples_and_not_into_the_journal
 
 
 async def _directive(run: Running) -> Directive:
-    """A message of another stream than the one it will be put into."""
+    """Return a message in the wrong stream."""
     knobs = run.controller.state.knobs
     return Directive(
         answers="x",
@@ -240,7 +240,7 @@ async def _directive(run: Running) -> Directive:
     )
 
 
-async def test_prompts_that_ended_are_trimmed(tmp_path: Path) -> None:
+async def test_ended_prompts_are_trimmed(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         for version in (1, 2):
@@ -250,14 +250,14 @@ async def test_prompts_that_ended_are_trimmed(tmp_path: Path) -> None:
 
 
 def forget(stream: MemoryStream, name: str, entries: int) -> None:
-    """What a server that was killed does with the end of its history."""
+    """Simulate a killed server that loses the end of its history."""
     kept = stream._logs[name]
     del kept.ids[-entries:], kept.payloads[-entries:]
     kept.last = kept.ids[-1]
 
 
-async def test_orders_that_the_server_forgot_are_issued_again_though_nobody_starves(tmp_path: Path) -> None:
-    """Two orders of the last step are gone: the trainer has enough to go on, so it would never tell."""
+async def test_orders_lost_by_the_server_are_reissued_without_starving(tmp_path: Path) -> None:
+    """Two orders of the last step are lost; the trainer has enough others and never reports starving."""
     async with running(tmp_path, k=8.0) as run:
         await run.start()
         await run.tell(step(1), published(epoch=1, version=1))
@@ -278,8 +278,8 @@ async def test_orders_that_the_server_forgot_are_issued_again_though_nobody_star
         assert run.controller.state.account.in_flight == 8 and len(run.events("orders_lost")) == 1
 
 
-async def test_an_epoch_that_was_begun_is_never_begun_again(tmp_path: Path) -> None:
-    """The checkpoint knows of no epoch, the stream of two: the next trainer gets the third."""
+async def test_started_epoch_is_never_reused(tmp_path: Path) -> None:
+    """The checkpoint knows no epoch and the stream knows two, so the next trainer gets the third."""
     stream = MemoryStream()
     async with running(tmp_path, stream) as run:
         await run.start()
@@ -291,7 +291,7 @@ async def test_an_epoch_that_was_begun_is_never_begun_again(tmp_path: Path) -> N
         assert await stream.last_id(EPOCHS) == "3-0"
 
 
-async def test_a_silent_engine_is_lost_and_comes_back(tmp_path: Path) -> None:
+async def test_silent_engine_is_lost_and_rejoins(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         run.probe.answer = EngineUnreachable("connection refused")
@@ -304,7 +304,7 @@ async def test_a_silent_engine_is_lost_and_comes_back(tmp_path: Path) -> None:
         assert (await run.directives())[-1].publish_to == [ENGINE], "it is given weights without waiting for a step"
 
 
-async def test_a_machine_that_is_off_delays_nobody_else(tmp_path: Path) -> None:
+async def test_machine_that_is_off_delays_no_other_poll(tmp_path: Path) -> None:
     off = "http://off"
     async with running(tmp_path) as run:
         await run.start()
@@ -319,7 +319,7 @@ async def test_a_machine_that_is_off_delays_nobody_else(tmp_path: Path) -> None:
         assert run.probe.asked[off] == 1, "one poll at a time"
 
 
-async def test_an_engine_that_is_out_is_asked_no_more(tmp_path: Path) -> None:
+async def test_expelled_engine_is_not_polled(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         await run.until(lambda: run.service.watch.load(ENGINE).metrics.running_sequences)
@@ -332,7 +332,7 @@ async def test_an_engine_that_is_out_is_asked_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("elastic", [None, ElasticRule()], ids=["as many as they are", "elastic"])
-async def test_measurements_are_decided_on_where_they_matter(tmp_path: Path, elastic: ElasticRule | None) -> None:
+async def test_load_is_measured_only_for_elastic_runs(tmp_path: Path, elastic: ElasticRule | None) -> None:
     async with running(tmp_path, engines_min={"bigram": 0}, engines_max={"bigram": 2}) as world:
         world.controller.settings = replace(world.controller.settings, elastic=elastic)
         await world.start()
@@ -343,7 +343,7 @@ async def test_measurements_are_decided_on_where_they_matter(tmp_path: Path, ela
 
 
 @pytest.mark.parametrize("nonsense", [{"slots": 1.5}, {"generated_tokens_total": float("nan")}])
-async def test_what_is_no_engine_does_not_stop_the_run(tmp_path: Path, nonsense: Mapping[str, float]) -> None:
+async def test_invalid_metrics_do_not_stop_the_run(tmp_path: Path, nonsense: Mapping[str, float]) -> None:
     async with running(tmp_path) as run:
         await run.start()
         run.probe.answer = nonsense
@@ -351,7 +351,7 @@ async def test_what_is_no_engine_does_not_stop_the_run(tmp_path: Path, nonsense:
         assert not run.task.done()
 
 
-async def test_metrics_of_other_engines_may_say_more(tmp_path: Path) -> None:
+async def test_additional_metrics_are_ignored(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         run.probe.answer = FACTS | {"temperature_of_the_room": 21.5}
         await run.start()
@@ -359,7 +359,7 @@ async def test_metrics_of_other_engines_may_say_more(tmp_path: Path) -> None:
 
 
 async def test_decisions_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each decision sees the effects of the one before carried out, however long the server takes."""
+    """Each decision sees the completed effects of the previous one, no matter how slow the server is."""
     async with running(tmp_path) as run:
         await run.start()
         append, decide, seen = run.stream.append, run.controller.decide, []
@@ -380,7 +380,7 @@ async def test_decisions_do_not_overlap(tmp_path: Path, monkeypatch: pytest.Monk
         assert seen == [0, 1, 2], "each decision saw the events of those before it"
 
 
-async def test_the_end_of_the_run_ends_the_service(tmp_path: Path) -> None:
+async def test_end_of_the_run_ends_the_service(tmp_path: Path) -> None:
     async with running(tmp_path, steps=1) as run:
         await run.start()
         await run.stream.append(REPORTS, [encode(step(1)), encode(TrainerStopped(epoch=1, model_version=1))])
@@ -391,7 +391,7 @@ async def test_the_end_of_the_run_ends_the_service(tmp_path: Path) -> None:
         assert end["ledger"]["issued"] == sum(count for fate, count in end["ledger"].items() if fate != "issued")
 
 
-async def test_a_report_whose_account_does_not_balance_counts_for_nothing(tmp_path: Path) -> None:
+async def test_report_with_an_unbalanced_account_is_ignored(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         await run.start()
         wrong = StepDone(

@@ -1,4 +1,4 @@
-"""Figures of evaluations by domain and tag against numbers worked out by hand, and against enumeration."""
+"""Tests of evaluation figures by domain and tag, against manual computation and enumeration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def done(
     truncated: int = 0,
     unjudged: tuple[int, ...] = (),
 ) -> EvaluationDone:
-    """An answer whose samples say one letter each (`-`: nothing), of which those in `right` are right."""
+    """Return an answer with one letter per sample (`-`: empty); samples with letters in `right` are correct."""
     said = ["" if letter == "-" else letter for letter in answers]
     judged = [place for place in range(len(said)) if place not in unjudged]
     is_right = [place in judged and letter in right for place, letter in enumerate(said)]
@@ -55,20 +55,20 @@ def done(
     [
         ("aab", "a", True),
         ("abb", "a", False),
-        ("abba", "a", True),  # as often: the first is taken
+        ("abba", "a", True),  # a tie: the first one wins
         ("baab", "a", False),
-        ("--a", "a", True),  # nothing has no vote
+        ("--a", "a", True),  # empty answers do not vote
         ("---", "a", False),
         ("", "a", False),
     ],
 )
-def test_the_answer_that_comes_most_often_is_taken(answers: str, right: str, expected: bool) -> None:
+def test_majority_answer_is_judged(answers: str, right: str, expected: bool) -> None:
     said = ["" if letter == "-" else letter for letter in answers]
     assert majority_right(said, [letter in right for letter in said]) is expected
 
 
-def test_maj_at_k_has_no_bias() -> None:
-    """Over all orders in which the same samples may come, its mean is that over all k of them in every order."""
+def test_maj_at_k_is_unbiased() -> None:
+    """Its mean over all orders of the samples equals the mean over all ordered draws of k samples."""
     samples, k = "aabbc", 3
     of_orders = [
         figures_of([done("".join(order), "a")], pass_at=(k,), seed=0).majority_at[0].value
@@ -79,7 +79,7 @@ def test_maj_at_k_has_no_bias() -> None:
     assert 0 < fmean(of_draws) < 1
 
 
-def test_figures_of_all_samples_of_all_problems() -> None:
+def test_figures_cover_all_samples_of_all_problems() -> None:
     answers = [
         done("aaab", "a", lengths=(1, 2, 3, 4), truncated=1),
         done("bbba", "a", lengths=(10, 10, 10, 10), truncated=1),
@@ -93,14 +93,14 @@ def test_figures_of_all_samples_of_all_problems() -> None:
     assert figures.length_p95 == 10.0
 
 
-def test_what_was_not_judged_is_not_among_the_samples() -> None:
+def test_unjudged_samples_are_excluded() -> None:
     (most,) = figures_of([done("xaabxx", "a", unjudged=(0, 4, 5))], pass_at=(3, 4), seed=0).majority_at
     assert (most.k, most.value) == (3, 1.0), "with the others, x would be taken"
     nothing = figures_of([done("aaa", "a", unjudged=(0, 1, 2))], pass_at=(1,), seed=0)
     assert (nothing.problems, nothing.accuracy, nothing.pass_at, nothing.majority_at) == (0, None, [], [])
 
 
-def test_a_verifier_without_answers_has_no_majority() -> None:
+def test_verifier_without_answers_has_no_majority() -> None:
     judge = done("---", "", domain="essay")
     assert figures_of([judge], pass_at=(3,), seed=0).majority_at == []
     both = figures_of([judge, done("aaa", "a")], pass_at=(3,), seed=0)
@@ -109,7 +109,7 @@ def test_a_verifier_without_answers_has_no_majority() -> None:
     assert silent.majority_at[0].value == 0.5, "in a domain that has answers, none is wrong"
 
 
-def test_each_domain_and_each_tag_has_figures_of_its_own() -> None:
+def test_each_domain_and_tag_has_its_own_figures() -> None:
     answers = [
         done("a", "a", domain="math", tags=("level=1", "short")),
         done("b", "a", domain="math", tags=("level=2", "short")),
@@ -128,7 +128,7 @@ def test_each_domain_and_each_tag_has_figures_of_its_own() -> None:
     }
 
 
-def test_tags_are_bounded_and_the_largest_are_kept() -> None:
+def test_only_the_largest_tags_are_kept() -> None:
     rare = [done("a", "a", tags=(f"id={number}", "all")) for number in range(3 * MOST_TAGS)]
     assert len(figures_by_tag(rare, pass_at=(), seed=0)) == MOST_TAGS
     assert "all" in figures_by_tag(rare, pass_at=(), seed=0)

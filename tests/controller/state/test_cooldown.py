@@ -1,4 +1,4 @@
-"""Solved problems are passed over as long as the recipe says: quotas stay exact, a resumed run asks the same."""
+"""Tests of the cooldown: solved problems are skipped as configured, quotas stay exact, and resumed runs agree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUOTA = Quota(0, 4)
 
 
 class Ring:
-    """A data set of so many problems, in the same order in each epoch."""
+    """A data set of `size` problems, in the same order in each epoch."""
 
     def __init__(self, domain: str, size: int) -> None:
         self._domain, self._size = domain, size
@@ -49,7 +49,7 @@ def solve(
     cooldown.note({name.partition(":")[0]: [(order, name)]}, rules, version=version)
 
 
-def test_a_solved_problem_is_passed_over_for_two_epochs_and_no_other_is_left_out() -> None:
+def test_solved_problem_is_skipped_for_two_epochs_and_no_other_is() -> None:
     cooldown, mixture = Cooldown(), alone(4)
     first = [asked(cooldown, mixture, index) for index in range(4)]
     solve(cooldown, 1, "easy:1")
@@ -59,14 +59,14 @@ def test_a_solved_problem_is_passed_over_for_two_epochs_and_no_other_is_left_out
     assert cooldown.take_figures() == {"easy": {"resting": 0.0, "passed_over": 2.0}}
 
 
-def test_a_rest_of_steps_ends_with_the_step() -> None:
+def test_rest_in_steps_ends_at_the_given_step() -> None:
     cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownRule(steps=3)}
     solve(cooldown, 0, "easy:0", rules=rules, version=5)
     assert [asked(cooldown, mixture, index, version=7) for index in range(3)] == ["easy:1"] * 3
     assert asked(cooldown, mixture, 3, version=8) == "easy:0"
 
 
-def test_two_orders_must_solve_it_and_one_that_is_told_twice_counts_once() -> None:
+def test_two_different_orders_must_solve_the_problem() -> None:
     cooldown, mixture, rules = Cooldown(), alone(2), {"easy": CooldownRule(epochs=1, times=2)}
     for _ in range(3):
         solve(cooldown, 0, "easy:0", rules=rules)
@@ -76,14 +76,14 @@ def test_two_orders_must_solve_it_and_one_that_is_told_twice_counts_once() -> No
 
 
 @pytest.mark.parametrize("rules", [{}, {"easy": CooldownRule()}, {"another": CooldownRule(epochs=1)}])
-def test_without_a_rule_nothing_rests_even_what_rested_by_a_former_recipe(rules: Mapping[str, CooldownRule]) -> None:
+def test_nothing_rests_without_a_rule_even_after_a_recipe_edit(rules: Mapping[str, CooldownRule]) -> None:
     cooldown, mixture = Cooldown(), alone(2)
     solve(cooldown, 0, "easy:0")
     solve(cooldown, 1, "easy:1", rules=rules)
     assert asked(cooldown, mixture, 2) == "easy:0"
 
 
-def test_an_order_that_is_issued_again_asks_what_it_asked() -> None:
+def test_reissued_order_repeats_its_problem() -> None:
     cooldown, mixture = Cooldown(), alone(5)
     first = []
     for index in range(30):
@@ -94,7 +94,7 @@ def test_an_order_that_is_issued_again_asks_what_it_asked() -> None:
     assert len(set(first)) == 5
 
 
-def test_where_all_rest_a_step_is_filled_all_the_same_and_that_is_counted() -> None:
+def test_steps_are_filled_and_counted_if_all_problems_rest() -> None:
     cooldown, mixture, rules = Cooldown(), alone(3), {"easy": CooldownRule(steps=100)}
     for number in range(3):
         solve(cooldown, number, f"easy:{number}", rules=rules)
@@ -103,7 +103,7 @@ def test_where_all_rest_a_step_is_filled_all_the_same_and_that_is_counted() -> N
     assert cooldown.take_figures()["easy"] == {"resting": 3.0, "passed_over": 0.0}, "each is told once"
 
 
-def test_quotas_stay_exact_and_a_resumed_run_asks_the_same() -> None:
+def test_quotas_stay_exact_and_resumed_run_draws_the_same_problems() -> None:
     def mixture() -> Mixture:
         domains = [Domain(name="easy", weight=3.0, source=Ring("easy", 40)),
                    Domain(name="hard", weight=1.0, source=Ring("hard", 40))]  # fmt: skip
@@ -131,7 +131,7 @@ def test_quotas_stay_exact_and_a_resumed_run_asks_the_same() -> None:
     assert max(counts[name] for name in solvable) < min(counts[name] for name in others)
 
 
-def test_what_a_trainer_reports_as_solved_is_passed_over_by_the_orders_that_follow() -> None:
+def test_solved_problem_reported_by_the_trainer_is_skipped_by_later_orders() -> None:
     def turns_of(rule: CooldownRule) -> tuple[list[str], float]:
         run = World(controller(evaluation_problems=0, k=1), random.Random(0))
         run.controller.settings = replace(run.controller.settings, cooldown={"b": rule})

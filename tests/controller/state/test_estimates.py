@@ -1,4 +1,4 @@
-"""pass@k against every subset counted, and intervals against numbers worked out by hand and against their promise."""
+"""Tests of pass@k against enumerated subsets, and of intervals against published values and their coverage."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from pipelinerl.rng import generator
         (0, 0, 0.0, 1.0),
     ],
 )
-def test_wilson(successes: int, trials: int, low: float, high: float) -> None:
+def test_wilson_interval_matches_published_values(successes: int, trials: int, low: float, high: float) -> None:
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n: int) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(n: int) -> None:
     for c in range(n + 1):
         right = [i < c for i in range(n)]
         for k in range(1, n + 1):
@@ -37,21 +37,21 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n: int) -> None:
             assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
-def test_pass_at_k_is_stable_where_binomials_are_huge() -> None:
+def test_pass_at_k_is_stable_for_huge_binomials() -> None:
     n, c, k = 20_000, 3, 10_000
-    exact = 1 - (10_000 * 9_999 * 9_998) / (20_000 * 19_999 * 19_998)  # no right one among k: all three are elsewhere
+    exact = 1 - (10_000 * 9_999 * 9_998) / (20_000 * 19_999 * 19_998)  # all three correct samples are elsewhere
     assert pass_at_k(n, c, k) == pytest.approx(exact, rel=1e-10)
     assert pass_at_k(10**6, 1, 1) == pytest.approx(1e-6, rel=1e-9)
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (4, -1, 1), (0, 0, 1)])
-def test_what_cannot_be_estimated_is_refused(n: int, c: int, k: int) -> None:
+def test_impossible_counts_are_rejected(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError, match=f"got n = {n}, c = {c}, k = {k}"):
         pass_at_k(n, c, k)
 
 
-def test_pass_at_k_is_without_bias() -> None:
-    """Its mean over draws of n samples is 1 − (1 − p)^k; the plug-in 1 − (1 − c/n)^k is not near it."""
+def test_pass_at_k_is_unbiased() -> None:
+    """Its mean over draws of n samples is 1 − (1 − p)^k; the plug-in 1 − (1 − c/n)^k is far from it."""
     p, n, k, draws = 0.15, 8, 4, 20_000
     counts = generator(0, "unbiased").binomial(n, p, size=draws)
     truth = 1 - (1 - p) ** k
@@ -61,9 +61,9 @@ def test_pass_at_k_is_without_bias() -> None:
     assert abs((1 - (1 - counts / n) ** k).mean() - truth) > 10 * error
 
 
-def test_an_interval_holds_the_truth_in_about_95_of_100() -> None:
+def test_interval_covers_the_truth_in_about_95_percent() -> None:
     draw = generator(1, "coverage")
-    truth, held = 0.6, 0  # skills drawn from Beta(3, 2); eight samples of each of 100 problems
+    truth, held = 0.6, 0  # accuracies drawn from Beta(3, 2); eight samples of each of 100 problems
     for seed in range(300):
         values = draw.binomial(8, draw.beta(3, 2, size=100)) / 8
         low, high = bootstrap_interval(values.tolist(), seed=seed)
@@ -78,7 +78,7 @@ def test_equal_seeds_give_equal_intervals() -> None:
     assert bootstrap_interval([0.1, 0.9] * 300_000, seed=1) == pytest.approx((0.499, 0.501), abs=5e-4)
 
 
-def test_where_the_bootstrap_knows_nothing_wilson_stands_in() -> None:
+def test_wilson_replaces_the_bootstrap_for_equal_values() -> None:
     assert (estimate([0.0, 1.0, 1.0], seed=0).low, estimate([0.0, 1.0, 1.0], seed=0).high) == wilson_interval(2, 3)
     certain = estimate([1.0] * 20, seed=0)
     assert (certain.value, certain.high) == (1.0, 1.0) and certain.low == wilson_interval(20, 20)[0] < 0.9

@@ -1,4 +1,4 @@
-"""What an evaluation takes for an answer, and its figures, against numbers worked out by hand."""
+"""Tests of accepted evaluation answers and of their figures, against manual computation."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def evaluation(problems: int, pin: Pin = Pin.NONE, **plan: Any) -> Evaluation:
 
 
 def result_of(evaluation: Evaluation, **at: int) -> EvaluationResult:
-    """Of an evaluation of one set."""
+    """Return the result of an evaluation of one set."""
     (result,) = evaluation.results(**at)  # type: ignore[arg-type]
     return result
 
 
-def test_only_what_was_judged_counts() -> None:
+def test_only_judged_answers_count() -> None:
     asked = evaluation(5, attempts=1)
     for index, given in enumerate([answer(0, correct=1), answer(1), answer(2, judged=0), None]):
         assert not asked.add(index, given, now=1.0 + index)
@@ -54,14 +54,14 @@ def test_only_what_was_judged_counts() -> None:
     assert result.at_least == pytest.approx(2 / 4), "who could not be judged says nothing, who failed is wrong"
 
 
-def test_who_could_not_be_judged_has_answered() -> None:
+def test_unjudged_problem_counts_as_answered() -> None:
     asked = evaluation(2)
     asked.add(0, answer(0, correct=1), now=1.0)
     asked.add(1, answer(1, judged=0), now=1.0)
     assert (result_of(asked).accuracy, result_of(asked).unjudged, result_of(asked).incomplete) == (1.0, 1, "")
 
 
-def test_a_problem_that_fails_is_asked_again_so_many_times() -> None:
+def test_failed_problem_is_retried_up_to_the_limit() -> None:
     asked = evaluation(2, attempts=3)
     assert asked.add(0, None, now=1.0) and asked.add(0, None, now=2.0)
     assert not asked.add(0, answer(0, correct=1), now=3.0)
@@ -70,7 +70,7 @@ def test_a_problem_that_fails_is_asked_again_so_many_times() -> None:
     assert (result_of(asked).accuracy, result_of(asked).incomplete) == (1.0, "1 of 2 problems had no answer")
 
 
-def test_the_first_answer_stands() -> None:
+def test_first_answer_is_kept() -> None:
     asked = evaluation(2)
     asked.add(0, answer(0, correct=1), now=1.0)
     asked.add(0, answer(0), now=2.0)
@@ -78,7 +78,7 @@ def test_the_first_answer_stands() -> None:
     assert result_of(asked).accuracy == 1.0 and not asked.complete
 
 
-def test_an_evaluation_without_answers_knows_nothing() -> None:
+def test_evaluation_without_answers_has_no_figures() -> None:
     asked = evaluation(3, pass_at=(1,))
     asked.given_up = "no answer came"
     result = result_of(asked)
@@ -87,7 +87,7 @@ def test_an_evaluation_without_answers_knows_nothing() -> None:
 
 
 @pytest.mark.parametrize("other", [{"versions": (4, 5)}, {"versions": (5, 6)}, {"versions": (6, 6)}, {"epoch": 2}])
-def test_an_answer_of_other_weights_is_asked_for_again_so_many_times(other: dict[str, Any]) -> None:
+def test_answer_from_other_weights_is_retried_up_to_the_limit(other: dict[str, Any]) -> None:
     asked = evaluation(2, Pin.ENGINE, attempts=3)
     assert asked.add(0, answer(0, correct=1, **other), now=1.0)
     assert asked.add(0, answer(0, correct=1, **other), now=2.0)
@@ -100,13 +100,13 @@ def test_an_answer_of_other_weights_is_asked_for_again_so_many_times(other: dict
     assert (result.version_min, result.version_max, result.steps_meanwhile) == (5, 5, 4)
 
 
-def test_without_a_pin_any_weights_may_answer() -> None:
+def test_any_weights_may_answer_without_a_pin() -> None:
     asked = evaluation(1)
     assert not asked.add(0, answer(0, correct=1, versions=(3, 8), epoch=2), now=1.0)
     assert result_of(asked).accuracy == 1.0 and not result_of(asked).one_version
 
 
-def test_questions_are_asked_so_that_no_more_than_the_window_are_out() -> None:
+def test_questions_in_flight_stay_within_the_window() -> None:
     asked = evaluation(5)
     assert asked.to_ask(2) == [0, 1]
     assert asked.to_ask(2) == []
@@ -118,7 +118,7 @@ def test_questions_are_asked_so_that_no_more_than_the_window_are_out() -> None:
     assert asked.to_ask(9) == []
 
 
-def test_pass_at_k_is_over_the_problems_with_enough_samples() -> None:
+def test_pass_at_k_covers_problems_with_enough_samples() -> None:
     asked = evaluation(4, samples=4, temperature=1.0, pass_at=(1, 2, 4), attempts=1)
     asked.add(0, answer(0, correct=1, judged=4), now=1.0)
     asked.add(1, answer(1, correct=0, judged=4), now=1.0)
@@ -127,14 +127,14 @@ def test_pass_at_k_is_over_the_problems_with_enough_samples() -> None:
     result = result_of(asked, seed=3)
     assert result.accuracy == pytest.approx((1 / 4 + 0 + 1 / 2) / 3)
     assert [(each.k, each.problems) for each in result.pass_at] == [(1, 3), (2, 3), (4, 2)]
-    # k = 2 of 4 with one right: 1 − C(3, 2)/C(4, 2) = 1 − 3/6; of 2 with one right: always
+    # k = 2 of 4 with one correct: 1 − C(3, 2)/C(4, 2) = 1 − 3/6; of 2 with one correct: always
     assert [each.value for each in result.pass_at] == pytest.approx([0.25, (0.5 + 0 + 1) / 3, 0.5])
     assert all(0.0 <= each.low <= each.value <= each.high <= 1.0 for each in result.pass_at)
     assert result_of(asked, seed=3) == result
 
 
 def of_two_sets(**plan: Any) -> Evaluation:
-    """Two problems asked once, and two asked four times."""
+    """Return an evaluation with two problems sampled once, and two sampled four times."""
     sets = (
         EvaluationSet(name="easy", problems=2, max_tokens=8),
         EvaluationSet(name="hard", place=1, problems=2, max_tokens=8, samples=4, temperature=1.0, pass_at=(4,)),
@@ -142,7 +142,7 @@ def of_two_sets(**plan: Any) -> Evaluation:
     return Evaluation(model_version=5, number=1, epoch=1, pin=Pin.ENGINE, plan=EvaluationPlan(sets=sets, **plan))
 
 
-def test_sets_that_are_asked_together_have_figures_of_their_own() -> None:
+def test_sets_evaluated_together_have_their_own_figures() -> None:
     asked = of_two_sets(attempts=2)
     assert (asked.problems, asked.to_ask(9)) == (4, [0, 1, 2, 3])
     asked.add(0, answer(0, correct=1), now=1.0)
@@ -163,7 +163,7 @@ def test_sets_that_are_asked_together_have_figures_of_their_own() -> None:
     assert {easy.steps_meanwhile, hard.steps_meanwhile} == {2}
 
 
-def test_of_two_sets_the_one_that_has_its_answers_is_whole() -> None:
+def test_set_with_all_answers_is_complete_if_another_is_not() -> None:
     asked = of_two_sets()
     asked.add(2, answer(2, correct=4, judged=4), now=1.0)
     asked.add(3, answer(3, correct=4, judged=4), now=1.0)
@@ -173,7 +173,7 @@ def test_of_two_sets_the_one_that_has_its_answers_is_whole() -> None:
     assert (hard.accuracy, hard.at_least, hard.incomplete) == (1.0, 1.0, "")
 
 
-def test_a_question_is_of_one_problem_of_one_set() -> None:
+def test_each_question_belongs_to_one_problem_of_one_set() -> None:
     plan = of_two_sets().plan
     assert [(asked.name, place) for asked, place in map(plan.question, range(4))] == [
         ("easy", 0),

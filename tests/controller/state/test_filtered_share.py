@@ -1,4 +1,4 @@
-"""Pacing knows what will be filtered: the estimate, its bound, and what it saves a trainer that filters."""
+"""Tests of the filtered share: the estimate, its bound, and the time it saves a trainer that filters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pipelinerl.controller.state.filtered_share import FilteredShare
 from pipelinerl.staleness import StalenessBounds
 
 
-def test_nothing_is_taken_to_be_filtered_until_it_was() -> None:
+def test_initial_estimate_is_that_nothing_is_filtered() -> None:
     share = FilteredShare()
     assert (share.share, share.expected(10, waiting=3, most=4.0)) == (0.0, 10)
     share.note_step(trained=1, filtered=1)
     assert 0 < share.share < 0.2, "one step is no evidence yet"
 
 
-def test_the_estimate_comes_to_the_share_and_follows_it() -> None:
+def test_estimate_converges_to_the_share_and_follows_it() -> None:
     share = FilteredShare()
     for _ in range(100):
         share.note_step(trained=8, filtered=24)
@@ -36,9 +36,9 @@ def test_compensation_is_bounded() -> None:
 
 
 def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple[int, int]:
-    """Ticks for so many steps, and groups that became stale, where an order takes three ticks and a step one.
+    """Return the ticks for `steps` steps, and the groups that became stale.
 
-    Engines have room for all; k = 4, j = 1, four groups a step.
+    An order takes three ticks and a step one; engines have room for all; k = 4, j = 1, four groups per step.
     """
     noise, share, bounds, groups_per_step = random.Random(seed), FilteredShare(), StalenessBounds(1, 4), 4
     version = tick = stale = dropped = waiting = 0
@@ -69,7 +69,7 @@ def ticks(most: float, *, filtered: float, seed: int, steps: int = 200) -> tuple
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_trainer_that_filters_three_of_four_groups_waits_half_as_long(seed: int) -> None:
+def test_compensation_halves_the_wait_if_three_of_four_groups_are_filtered(seed: int) -> None:
     (without, _), (compensated, stale) = (ticks(most, filtered=0.75, seed=seed) for most in (1.0, 3.0))
     assert compensated < 0.5 * without
     assert stale < 0.25 * 4 * 200, "and most of what is sampled for it is trained"

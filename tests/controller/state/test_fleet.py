@@ -1,4 +1,4 @@
-"""Who may be given work: every cell of the table at the top of `fleet.py`, and when a new group must be formed."""
+"""Tests of the fleet: every cell of the table in `fleet.py`, and when the membership changes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ A, B = "http://a", "http://b"
 
 
 def serve(fleet: Fleet, url: str, version: int) -> None:
-    """Publish to it, and have it prove."""
+    """Publish `version` to the engine, and let it prove the weights."""
     fleet.on_published(url, version, membership=fleet.membership)
     assert fleet.on_verified(url, version, membership=fleet.membership)
 
 
 @pytest.fixture
 def fleet() -> Fleet:
-    """A serves version 3; B has joined and waits for weights."""
+    """Return a fleet in which A serves version 3, and B has joined and waits for weights."""
     made = Fleet(updates_to_expulsion=2)
     made.join(A, "1")
     serve(made, A, 3)
@@ -84,7 +84,7 @@ TABLE: dict[str, tuple[EngineLifecycle, ...]] = {
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("before", EngineLifecycle)
-def test_every_cell(fleet: Fleet, event: str, before: EngineLifecycle) -> None:
+def test_every_cell_of_the_transition_table(fleet: Fleet, event: str, before: EngineLifecycle) -> None:
     REACH[before](fleet)
     assert lifecycle(fleet, B) is before
     members = fleet.members()
@@ -109,11 +109,13 @@ def test_every_cell(fleet: Fleet, event: str, before: EngineLifecycle) -> None:
         max_size=60,
     )
 )
-def test_no_unproven_engine_ever_serves(events: list[tuple[str, str, int, int]]) -> None:
-    """Whatever happens in whatever order, with reports of memberships past: the test keeps its own account of who has
-    been given weights in this life and this epoch, and has proven just those."""
+def test_unproven_engine_never_serves(events: list[tuple[str, str, int, int]]) -> None:
+    """Check arbitrary event sequences, including reports of past memberships.
+
+    The test tracks which engines have received weights in this incarnation and epoch, and have proven exactly those.
+    """
     fleet = Fleet()
-    given: dict[str, tuple[int, int]] = {}  # version and membership of the last publication to this life
+    given: dict[str, tuple[int, int]] = {}  # version and membership of the last publication to this incarnation
     proven: set[str] = set()
     born: dict[str, int] = {}
     lives = 0
@@ -196,11 +198,11 @@ def test_no_unproven_engine_ever_serves(events: list[tuple[str, str, int, int]])
         ("engine-0", "engine-0"),
     ],
 )
-def test_one_engine_has_one_url(named: str, known: str) -> None:
+def test_urls_of_one_engine_are_equal(named: str, known: str) -> None:
     assert base_url(named) == known
 
 
-def test_only_a_publication_and_its_proof_make_healthy(fleet: Fleet) -> None:
+def test_only_a_publication_and_its_proof_make_an_engine_healthy(fleet: Fleet) -> None:
     assert (fleet.members(), fleet.serving(), fleet.to_verify()) == ([A, B], [A], [B])
     assert fleet.without_weights() == [B] and fleet.oldest_loaded() == 3
     fleet.on_published(B, 5, membership=fleet.membership)
@@ -212,7 +214,7 @@ def test_only_a_publication_and_its_proof_make_healthy(fleet: Fleet) -> None:
     assert fleet.members() == [A, B]
 
 
-def test_a_report_of_an_older_set_says_nothing_of_an_engine_that_joined_later(fleet: Fleet) -> None:
+def test_report_of_an_older_membership_is_ignored_for_later_engines(fleet: Fleet) -> None:
     before = fleet.membership
     fleet.join(B, "2")
     fleet.on_published(B, 5, membership=before)
@@ -220,7 +222,7 @@ def test_a_report_of_an_older_set_says_nothing_of_an_engine_that_joined_later(fl
     assert fleet.without_weights() == [B] and lifecycle(fleet, B) is EngineLifecycle.JOINING
 
 
-def test_a_refuted_engine_waits_for_other_weights_and_is_out_the_second_time(fleet: Fleet) -> None:
+def test_engine_with_failed_proof_waits_for_a_newer_version_and_is_expelled_the_second_time(fleet: Fleet) -> None:
     fleet.on_published(B, 3, membership=fleet.membership)
     assert fleet.canary_failed(B, 3, "0.5 nats off", membership=fleet.membership)
     assert lifecycle(fleet, B) is EngineLifecycle.DIRTY and fleet.members() == [A]
@@ -235,22 +237,22 @@ def test_a_refuted_engine_waits_for_other_weights_and_is_out_the_second_time(fle
     assert fleet.by_url[B].last_error == "0.5 nats off"
 
 
-def test_a_refuted_engine_is_asked_at_once_when_nobody_else_serves(fleet: Fleet) -> None:
+def test_engine_with_failed_proof_is_retried_at_once_if_no_other_serves(fleet: Fleet) -> None:
     fleet.canary_failed(B, 3, "x", membership=fleet.membership)
     assert not fleet.answered(B, version=3)
     fleet.on_timeout(A, "gone")
     assert fleet.answered(B, version=3) and fleet.without_weights() == [B]
 
 
-def test_a_refuted_engine_is_asked_at_once_by_a_new_trainer(fleet: Fleet) -> None:
-    """Its weights are others, whatever their number."""
+def test_engine_with_failed_proof_is_retried_at_once_by_a_new_trainer(fleet: Fleet) -> None:
+    """A new trainer's weights differ, even if their version number is the same."""
     fleet.canary_failed(B, 3, "x", membership=fleet.membership)
     fleet.begin_epoch()
     serve(fleet, A, 3)
     assert fleet.answered(B, version=3)
 
 
-def test_an_engine_that_takes_weights_and_never_gives_a_proof_is_out_in_the_end(fleet: Fleet) -> None:
+def test_engine_that_takes_weights_but_never_proves_them_is_expelled(fleet: Fleet) -> None:
     for failures in range(1, fleet.updates_to_expulsion + 1):
         assert lifecycle(fleet, B) is EngineLifecycle.JOINING
         fleet.on_published(B, 3, membership=fleet.membership)
@@ -261,7 +263,7 @@ def test_an_engine_that_takes_weights_and_never_gives_a_proof_is_out_in_the_end(
     )
 
 
-def test_a_repeated_offer_changes_nothing_but_what_it_is_called(fleet: Fleet) -> None:
+def test_repeated_offer_only_updates_name_and_type(fleet: Fleet) -> None:
     before = (fleet.membership, fleet.records())
     assert not fleet.join(A, "1") and not fleet.join(A) and not fleet.join(B, "1")
     assert (fleet.membership, fleet.records()) == before
@@ -269,7 +271,7 @@ def test_a_repeated_offer_changes_nothing_but_what_it_is_called(fleet: Fleet) ->
     assert (fleet.by_url[A].name, fleet.by_url[A].type, fleet.serving()) == ("engine-0", "torch", [A])
 
 
-def test_an_engine_that_an_operator_named_first_keeps_its_weights_at_its_own_offer() -> None:
+def test_engine_named_by_an_operator_keeps_its_weights_at_its_own_offer() -> None:
     fleet = Fleet()
     assert fleet.join(A)
     serve(fleet, A, 1)
@@ -278,7 +280,7 @@ def test_an_engine_that_an_operator_named_first_keeps_its_weights_at_its_own_off
     assert fleet.join(A, "2")
 
 
-def test_failed_updates_end_in_expulsion_which_its_own_offers_do_not_undo_at_once(fleet: Fleet) -> None:
+def test_failed_updates_lead_to_an_expulsion_that_offers_do_not_undo_at_once(fleet: Fleet) -> None:
     assert fail(fleet, A)
     assert lifecycle(fleet, A) is EngineLifecycle.DIRTY and fleet.members() == [B], (
         "it is not asked again before it answers"
@@ -298,21 +300,21 @@ def test_failed_updates_end_in_expulsion_which_its_own_offers_do_not_undo_at_onc
 
 
 @pytest.mark.parametrize("incarnation", ["", "2"], ids=["an operator", "a new life"])
-def test_who_brings_an_expelled_engine_back(fleet: Fleet, incarnation: str) -> None:
+def test_operator_or_new_incarnation_readmits_an_expelled_engine(fleet: Fleet, incarnation: str) -> None:
     fleet.expel(A, "removed by an operator", to_stop=True)
     assert fleet.members() == [B] and not fleet.join(A, "1") and fleet.by_url[A].to_stop
     assert fleet.join(A, incarnation)
     assert lifecycle(fleet, A) is EngineLifecycle.JOINING and not fleet.by_url[A].to_stop
 
 
-def test_an_engine_that_restarts_while_it_is_drained_is_out_for_that_life_too(fleet: Fleet) -> None:
+def test_engine_that_restarts_while_draining_is_expelled_with_its_new_incarnation(fleet: Fleet) -> None:
     assert fleet.drain(A, now=1.0, by=5.0) and not fleet.drain(A, now=2.0, by=9.0)
     assert fleet.finishing() == [A, B] and fleet.is_draining(A)
     assert fleet.join(A, "2") and not fleet.join(A, "2")
     assert lifecycle(fleet, A) is EngineLifecycle.EXPELLED and fleet.by_url[A].to_stop
 
 
-def test_an_engine_that_misses_updates_because_of_others_is_never_expelled(fleet: Fleet) -> None:
+def test_engine_that_misses_updates_because_of_others_is_never_expelled(fleet: Fleet) -> None:
     for version in range(3, 3 + 4 * fleet.updates_to_expulsion):
         assert fleet.update_missed(A, "16 joins wait for their peers", membership=fleet.membership)
         assert lifecycle(fleet, A) is EngineLifecycle.DIRTY
@@ -328,7 +330,7 @@ def expel_for_failures(fleet: Fleet, url: str) -> None:
     assert lifecycle(fleet, url) is EngineLifecycle.EXPELLED
 
 
-def test_an_expelled_engine_that_lives_returns_after_a_rest_that_doubles(fleet: Fleet) -> None:
+def test_expelled_engine_returns_after_a_rest_that_doubles(fleet: Fleet) -> None:
     now = 100.0
     for rest_s in (30.0, 60.0, 120.0):
         expel_for_failures(fleet, B)
@@ -345,7 +347,7 @@ def test_an_expelled_engine_that_lives_returns_after_a_rest_that_doubles(fleet: 
 
 
 @pytest.mark.parametrize("reason", ["removed", "permanent", "wrong weights"])
-def test_an_engine_that_time_does_not_mend_stays_out_for_its_life(fleet: Fleet, reason: str) -> None:
+def test_permanently_failed_engine_stays_expelled_for_its_lifetime(fleet: Fleet, reason: str) -> None:
     if reason == "removed":
         fleet.expel(B, "removed by an operator", to_stop=True)
     elif reason == "permanent":
@@ -359,7 +361,7 @@ def test_an_engine_that_time_does_not_mend_stays_out_for_its_life(fleet: Fleet, 
     assert lifecycle(fleet, B) is EngineLifecycle.EXPELLED
 
 
-def test_lives_that_die_unproven_wait_longer_and_longer(fleet: Fleet) -> None:
+def test_incarnations_that_die_unproven_wait_ever_longer(fleet: Fleet) -> None:
     now, waits = 0.0, []
     for life in range(2, 12):
         wait_s = fleet.offer_wait_s(B, f"{life}", now=now)
@@ -373,7 +375,7 @@ def test_lives_that_die_unproven_wait_longer_and_longer(fleet: Fleet) -> None:
     assert fleet.offer_wait_s(B, "13", now=now) == 0, "a proof forgives"
 
 
-def test_an_unproven_engine_that_fails_is_tried_again_at_growing_intervals() -> None:
+def test_unproven_failing_engine_is_retried_at_growing_intervals() -> None:
     fleet, now, waits = Fleet(updates_to_expulsion=9), 0.0, []
     fleet.join(A, "1")
     for _ in range(8):
@@ -387,7 +389,7 @@ def test_an_unproven_engine_that_fails_is_tried_again_at_growing_intervals() -> 
     assert fail(fleet, A) and fleet.answered(A, version=2, now=now), "one that has proven itself is tried at once"
 
 
-def test_a_suspect_keeps_its_weights(fleet: Fleet) -> None:
+def test_suspect_engine_keeps_its_weights(fleet: Fleet) -> None:
     before = fleet.membership
     assert fleet.on_missed_poll(A) and not fleet.on_missed_poll(A) and not fleet.on_missed_poll(B)
     assert (fleet.serving(), fleet.verified(), fleet.finishing()) == ([], [A], [A, B])
@@ -396,7 +398,7 @@ def test_a_suspect_keeps_its_weights(fleet: Fleet) -> None:
     assert fleet.membership == before
 
 
-def test_who_restarted_has_lost_its_weights(fleet: Fleet) -> None:
+def test_restarted_engine_has_lost_its_weights(fleet: Fleet) -> None:
     before = fleet.membership
     assert fleet.restarted(A) and lifecycle(fleet, A) is EngineLifecycle.JOINING and fleet.membership == before + 1
     assert not fleet.restarted(B), "who waits for weights has none to lose"

@@ -1,4 +1,4 @@
-"""The ledger: every order issued has exactly one fate, whatever dies and is told again."""
+"""Tests of the ledger: every issued order has exactly one outcome, despite crashes and repeated reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelinerl.training.rollouts.admission import ConsumedLedger, GroupOutcome
 
 
 def consumed(ledger: ConsumedLedger) -> ConsumedReport:
-    """What the trainer reports of its ledger."""
+    """Return the trainer's report of its ledger."""
     counts = {str(fate): n for fate, n in ledger.counts.items()}
     return ConsumedReport(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
 
@@ -23,7 +23,7 @@ def balanced(account: IssuedLedger) -> bool:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["issue", "fail", *GroupOutcome]), st.integers(0, 15)), max_size=60))
-def test_it_balances_after_any_history(history: list[tuple[str, int]]) -> None:
+def test_ledger_balances_after_any_history(history: list[tuple[str, int]]) -> None:
     account, ledger = IssuedLedger(), ConsumedLedger()
     for what, number in history:
         if what == "issue":
@@ -38,7 +38,7 @@ def test_it_balances_after_any_history(history: list[tuple[str, int]]) -> None:
 
 
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.integers(0, 30), st.sets(st.integers(0, 30)))
-def test_what_is_open_is_what_has_not_ended(
+def test_unsettled_orders_are_those_that_have_not_ended(
     failed: set[int], outdated: set[int], frontier: int, beyond: set[int]
 ) -> None:
     report = ConsumedReport(frontier=frontier, beyond=sorted(beyond))
@@ -47,8 +47,8 @@ def test_what_is_open_is_what_has_not_ended(
     assert account.unsettled_stale == sorted(each for each in outdated if not has_ended(each, frontier, beyond))
 
 
-def test_a_failed_order_that_was_trained_after_all_counts_once() -> None:
-    """A second copy of the order was answered by another actor: the trainer's account decides."""
+def test_failed_order_that_was_trained_counts_once() -> None:
+    """Another actor answered a second copy of the order, so the trainer's account decides."""
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(3):
         account.next_index()
@@ -62,14 +62,14 @@ def test_a_failed_order_that_was_trained_after_all_counts_once() -> None:
     assert account.unsettled == []
 
 
-def test_an_account_that_cannot_be_is_refused() -> None:
+def test_inconsistent_account_is_rejected() -> None:
     account = IssuedLedger()
     account.next_index()
     with pytest.raises(LedgerError, match="issued 1 orders but 2 ended"):
         account.update(ConsumedReport(trained=2, frontier=1))
 
 
-def test_a_resumed_account_issues_again_what_nobody_will_answer() -> None:
+def test_resumed_account_reissues_unanswered_orders() -> None:
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(8):
         account.next_index()
@@ -83,8 +83,8 @@ def test_a_resumed_account_issues_again_what_nobody_will_answer() -> None:
     assert balanced(resumed)
 
 
-def test_groups_of_orders_younger_than_the_checkpoint_move_the_cursor() -> None:
-    """The controller's snapshot is older than what lay in the stream: what was trained is not issued again."""
+def test_groups_of_orders_newer_than_the_checkpoint_move_the_cursor() -> None:
+    """The snapshot is older than the groups in the stream: orders trained since are not issued again."""
     resumed, ledger = IssuedLedger(cursor=4), ConsumedLedger()
     ledger.settle([0, 1, 2, 3, 6], GroupOutcome.TRAINED)
     resumed.update(consumed(ledger))

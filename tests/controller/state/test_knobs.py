@@ -1,4 +1,4 @@
-"""Knobs as one value: what a patch may say, and how they look in JSON. Sentences of refusals: `test_controller.py`."""
+"""Tests of knobs as one value: valid patches, and the JSON form. For error messages see `test_controller.py`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from pipelinerl.errors import RecipeError
 from tests.controller.world import knobs
 
 
-def test_numbers_may_come_as_text() -> None:
-    """The command line sends text, HTTP sends numbers: both mean the same."""
+def test_numbers_may_be_text() -> None:
+    """The command line sends text and HTTP sends numbers, with the same meaning."""
     given = {"j": "2", "k": "inf", "temperature": "0.5", "rollouts_per_step": "8"}
     assert knobs().patched(given) == knobs(j=2, k=math.inf, temperature=0.5, rollouts_per_step=8)
     assert type(knobs().patched({"j": "2"}).j) is int
 
 
-def test_what_json_says_can_be_patched_back() -> None:
+def test_json_form_can_be_patched_back() -> None:
     for some in (knobs(), knobs(k=math.inf), knobs(j=3, k=7)):
         shown = some.to_json()
         assert "group_sizes" not in shown and "max_groups" not in shown and "k_finite" not in shown
         assert some.patched(shown) == some
 
 
-def test_k_stays_a_number_where_weights_are_kept_for_it() -> None:
+def test_k_must_be_finite_if_weights_are_kept_for_it() -> None:
     assert knobs(k_finite=True).patched({"k": 400}).k == 400
     with pytest.raises(RecipeError, match=r"staleness.k must be a number with training.old_logprobs"):
         knobs(k_finite=True).patched({"k": "inf"})
 
 
-def test_domain_weights_change_one_by_one_or_as_a_table() -> None:
+def test_domain_weights_change_individually_or_as_a_table() -> None:
     base = knobs(domain_weights={"math": 1.0, "code": 2.0})
     assert base.patched({"domain_weights.code": "5"}).domain_weights == {"math": 1.0, "code": 5.0}
     both = base.patched({"domain_weights": {"math": 0}, "domain_weights.code": 3})
@@ -50,7 +50,7 @@ def test_domain_weights_change_one_by_one_or_as_a_table() -> None:
         ({"groups_in_flight": 0}, "groups_in_flight must be a positive number"),
     ],
 )
-def test_mixtures_that_cannot_be_drawn_from_are_refused(change: dict[str, Any], sentence: str) -> None:
+def test_invalid_mixtures_are_rejected(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         knobs(domain_weights={"math": 1.0, "code": 2.0}).patched(change)
 
@@ -65,7 +65,7 @@ def test_j_and_k_change_together_or_not_at_all() -> None:
     "value", [None, [], {}, "", "1e999x", True, 10**400, math.nan, "nan", [[1]] * 10**5], ids=lambda v: type(v).__name__
 )
 @pytest.mark.parametrize("name", ["j", "k", "learning_rate", "preset"])
-def test_values_of_no_meaning_get_a_short_sentence(name: str, value: Any) -> None:
+def test_meaningless_values_get_a_short_error(name: str, value: Any) -> None:
     with pytest.raises(RecipeError) as refused:
         knobs().patched({name: value})
     assert str(refused.value).startswith((f"{name} must be", f"staleness.{name} must be"))
@@ -73,7 +73,7 @@ def test_values_of_no_meaning_get_a_short_sentence(name: str, value: Any) -> Non
 
 
 @pytest.mark.parametrize("name", ["group_sizes", "max_groups", "", "__class__"])
-def test_what_a_run_fixes_is_no_knob(name: str) -> None:
+def test_fixed_settings_are_not_knobs(name: str) -> None:
     with pytest.raises(RecipeError, match="unknown knob"):
         knobs().patched({name: 1})
 
@@ -92,19 +92,19 @@ def test_what_a_run_fixes_is_no_knob(name: str) -> None:
         ({"temperature": 101}, "temperature must be from 1e-05 to 100, got 101"),
     ],
 )
-def test_numbers_that_journal_or_engines_cannot_take_are_refused(change: dict[str, Any], sentence: str) -> None:
+def test_numbers_that_journal_or_engines_cannot_represent_are_rejected(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RecipeError) as refused:
         knobs().patched(change)
     assert str(refused.value) == sentence
 
 
-def test_a_step_must_fit_the_streams() -> None:
+def test_step_must_fit_the_streams() -> None:
     with pytest.raises(RecipeError, match="rollouts_per_step must be at most 100, the room of the streams"):
         knobs(max_groups=50).patched({"rollouts_per_step": 102})
     assert knobs(max_groups=50).patched({"rollouts_per_step": 100}).groups_per_step == 50
 
 
-def test_no_knob_may_be_infinite_but_k() -> None:
+def test_only_k_may_be_infinite() -> None:
     base = knobs()
     for name in ("temperature", "learning_rate"):
         with pytest.raises(RecipeError, match=f"{name} must be a positive number, got inf"):
@@ -122,12 +122,12 @@ def test_no_knob_may_be_infinite_but_k() -> None:
         ({"a": 4096, "b": 1}, 4096, 2),
     ],
 )
-def test_a_step_has_as_many_groups_as_their_mean_size_says(sizes: dict[str, int], rollouts: int, groups: int) -> None:
+def test_groups_per_step_follow_from_the_mean_group_size(sizes: dict[str, int], rollouts: int, groups: int) -> None:
     made = knobs(domain_weights={"a": 1.0, "b": 1.0}, group_sizes=sizes, rollouts_per_step=rollouts)
     assert made.groups_per_step == groups
 
 
-def test_where_sizes_differ_a_step_is_no_multiple_but_has_room_for_the_largest_group() -> None:
+def test_step_of_mixed_group_sizes_must_hold_the_largest_group() -> None:
     mixed = knobs(domain_weights={"a": 1.0, "b": 1.0}, group_sizes={"a": 16, "b": 6}, rollouts_per_step=17)
     assert mixed.patched({"domain_weights.a": 0}).groups_per_step == 3, "weights are live, and so is what follows"
     with pytest.raises(RecipeError, match="rollouts_per_step must be at least the largest group size, 16, got 15"):

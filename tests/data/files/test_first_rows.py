@@ -1,4 +1,4 @@
-"""A look at the first rows of a file: as many as asked for and no more, whatever the format; what is wrong is named."""
+"""Checks of a file's first rows: exactly the requested number, in every format, with errors that name the row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEBIBYTE = 2**20
 
 
 def looked_at(path: Path, rows: int, *, size: int = MEBIBYTE, refuse: str = "", **parameters: Any) -> list[str]:
-    """The questions that were looked at; the one that is `refuse` is refused."""
+    """Return the questions that were checked; the check rejects the question `refuse`."""
     seen: list[str] = []
 
     def check(problem: Problem) -> None:
@@ -36,7 +36,7 @@ def looked_at(path: Path, rows: int, *, size: int = MEBIBYTE, refuse: str = "", 
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_as_many_rows_are_looked_at_as_asked_for(name: str, tmp_path: Path) -> None:
+def test_only_the_requested_number_of_rows_is_checked(name: str, tmp_path: Path) -> None:
     path = WRITERS[name](tmp_path / name)
     questions = [row["prompt"] for row in ROWS]
     each = 10 if name != "saved" else 5  # of each of two files
@@ -47,7 +47,7 @@ def test_as_many_rows_are_looked_at_as_asked_for(name: str, tmp_path: Path) -> N
         looked_at(path, 1000, refuse=questions[3])
 
 
-def test_the_last_whole_line_within_the_bytes_is_the_last(tmp_path: Path) -> None:
+def test_check_stops_at_the_last_whole_line_within_the_byte_limit(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     third_half_read = len(lines[0] + lines[1]) + len(lines[2]) // 2
@@ -55,7 +55,7 @@ def test_the_last_whole_line_within_the_bytes_is_the_last(tmp_path: Path) -> Non
     assert looked_at(path, 1000, size=5) == []
 
 
-def test_a_row_that_cannot_be_made_is_named_as_a_run_would(tmp_path: Path) -> None:
+def test_invalid_row_gives_the_same_error_as_in_a_run(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [*ROWS, {"prompt": "a", "answer": "b", "metadata": "c"}])
     with pytest.raises(RecipeError, match=r"a\.jsonl line 61: field 'metadata' must be an object, got 'c'"):
         looked_at(path, 1000)
@@ -65,7 +65,7 @@ def test_a_row_that_cannot_be_made_is_named_as_a_run_would(tmp_path: Path) -> No
         looked_at(path, 10, rate_field="rate", order="easy_first")
 
 
-def test_a_generator_is_looked_at_too() -> None:
+def test_generators_are_checked_too() -> None:
     seen: list[Problem] = []
     asked = SourceRequest(domain="d", split=Split.TRAIN, seed=0, parameters={"max_digits": 1}, prompts=Prompts())
     assert look_at("addition", asked, FirstRows(100, MEBIBYTE), seen.append) == seen[0]

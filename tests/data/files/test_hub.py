@@ -1,4 +1,4 @@
-"""The source `hub:<id>`: out of the cache where the hub cannot be reached, and one sentence where neither has it."""
+"""The source `hub:<id>`: a fallback to the cache, and one sentence if neither has the data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(first and first.messages[0].content, len(seen))
 
 
 def asked(cache: Path, program: str = ASK) -> str:
-    """What a process says that is told to stay away from the network; the library reads that when it is imported."""
+    """Return the output of a process without network access; the library reads that setting at import."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True
@@ -48,7 +48,7 @@ def asked(cache: Path, program: str = ASK) -> str:
     return done.stdout.strip()
 
 
-def test_what_the_cache_has_is_read_as_a_folder(tmp_path: Path) -> None:
+def test_cached_data_set_is_read_as_a_folder(tmp_path: Path) -> None:
     commit = "0" * 40
     repository = tmp_path / "hub" / "datasets--some--thing"
     parquet(repository / "snapshots" / commit / "data" / "train-00000-of-00001.parquet", ROWS[:40])
@@ -59,11 +59,11 @@ def test_what_the_cache_has_is_read_as_a_folder(tmp_path: Path) -> None:
     assert asked(tmp_path, LOOK) == f"{ROWS[0]['prompt']} 18", "nine rows of each file"
 
 
-def test_nothing_is_fetched_for_a_look(tmp_path: Path) -> None:
+def test_check_before_a_run_fetches_nothing(tmp_path: Path) -> None:
     assert asked(tmp_path, LOOK) == "None 0"
 
 
-def test_what_cannot_be_fetched_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_failed_fetch_is_reported_in_one_sentence(tmp_path: Path) -> None:
     said = asked(tmp_path)
     assert said.startswith("domains.d.source: hub:some/thing cannot be fetched from here, and is not in the cache (")
     assert 'say source = "files" with its path' in said and "\n" not in said
@@ -78,6 +78,6 @@ def test_what_cannot_be_fetched_is_said_in_one_sentence(tmp_path: Path) -> None:
         ("hub:a b", {}, "domains.d.source: Repo id must"),
     ],
 )
-def test_what_names_no_data_set_is_refused(source: str, parameters: dict[str, object], sentence: str) -> None:
+def test_invalid_data_set_reference_is_rejected(source: str, parameters: dict[str, object], sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
         open_source(source, domain="d", split=Split.TRAIN, seed=0, parameters=parameters)

@@ -1,4 +1,4 @@
-"""The source `files`: every format gives the same problems, and what is wrong is named by row and field."""
+"""The source `files`: all formats give the same problems, and errors name row and field."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def arrow_stream(path: Path, rows: Rows = ROWS) -> Path:
 
 
 def saved_to_disk(folder: Path, rows: Rows = ROWS) -> Path:
-    """As `datasets.Dataset.save_to_disk` of version 4 leaves it, in two files."""
+    """Write the layout of `datasets.Dataset.save_to_disk`, version 4, in two files."""
     folder.mkdir(parents=True)
     names = [f"data-0000{number}-of-00002.arrow" for number in range(2)]
     for name, part in zip(names, (rows[:25], rows[25:]), strict=True):
@@ -131,7 +131,7 @@ def test_every_format_gives_the_same_problems(name: str, tmp_path: Path) -> None
     assert found[Split.TRAIN][0].ground_truth.isdigit()
 
 
-def test_several_files_and_globs_are_one_data_set(tmp_path: Path) -> None:
+def test_several_files_and_globs_form_one_data_set(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", ROWS[:20])
     parquet(tmp_path / "b.parquet", ROWS[20:])
     named = opened([str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet")])
@@ -175,7 +175,7 @@ def plain_folder(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("made", "parameters"), [(hub_folder, {"config": "main"}), (dataset_dict, {}), (plain_folder, {})]
 )
-def test_the_splits_of_a_data_set_are_used_and_the_hash_makes_the_one_that_is_missing(
+def test_existing_splits_are_used_and_missing_ones_are_made_by_hash(
     made: Callable[[Path], Path], parameters: dict[str, str], tmp_path: Path
 ) -> None:
     found = by_split(made(tmp_path / "set"), **parameters)
@@ -184,7 +184,7 @@ def test_the_splits_of_a_data_set_are_used_and_the_hash_makes_the_one_that_is_mi
     assert 0 < len(found[Split.VALIDATION]) < 12
 
 
-def test_a_split_may_be_called_anything_and_a_path_of_its_own_comes_first(tmp_path: Path) -> None:
+def test_split_names_are_configurable_and_own_paths_take_precedence(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     for name, rows in (("train_sft", ROWS[:30]), ("test_sft", ROWS[30:40]), ("train_prefs", ROWS[40:])):
         saved_to_disk(folder / name, rows)
@@ -203,7 +203,7 @@ def test_a_split_may_be_called_anything_and_a_path_of_its_own_comes_first(tmp_pa
     assert found[Split.HELD_OUT] == {row["prompt"] for row in ROWS[3:5]}
 
 
-def test_the_configuration_of_a_hub_folder_must_be_named_where_there_are_several(tmp_path: Path) -> None:
+def test_hub_folder_with_several_configurations_needs_a_name(tmp_path: Path) -> None:
     folder = hub_folder(tmp_path / "set")
     with pytest.raises(RecipeError, match="has several configurations; name one as config: main, hard"):
         opened(folder)
@@ -217,7 +217,7 @@ def test_the_configuration_of_a_hub_folder_must_be_named_where_there_are_several
         opened(folder, config="main")
 
 
-def test_rows_that_are_there_twice_are_one_problem(tmp_path: Path) -> None:
+def test_duplicate_rows_become_one_problem(tmp_path: Path) -> None:
     source = opened(jsonl(tmp_path / "a.jsonl", [*ROWS, *ROWS[:30]]))
     assert len(questions(source)) == len(source) == len(opened(jsonl(tmp_path / "b.jsonl")))
 
@@ -226,7 +226,7 @@ def test_rows_that_are_there_twice_are_one_problem(tmp_path: Path) -> None:
 
 
 def only(path: Path, **parameters: Any) -> Problem:
-    """The one problem of a file with one row, whatever its split."""
+    """Return the only problem of a file with one row, whatever its split."""
     for split in Split:
         try:
             return opened(path, split, **parameters).problem(0)
@@ -246,7 +246,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize(("name", "write"), [("a.parquet", parquet), ("a.jsonl", jsonl)])
-def test_fields_are_mapped_nested_ones_by_a_dot(name: str, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_fields_are_mapped_and_dots_select_nested_ones(name: str, write: Callable[..., Path], tmp_path: Path) -> None:
     problem = only(
         write(tmp_path / name, [NESTED]),
         messages_field="chat",
@@ -271,7 +271,7 @@ def test_a_prompt_field_may_hold_messages(tmp_path: Path) -> None:
     assert problem.ground_truth == '["a",1]'
 
 
-def test_unified_structs_are_stripped_of_their_nulls(tmp_path: Path) -> None:
+def test_nulls_of_unified_structs_are_removed(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "answer": "1", "metadata": {"tests": [{"stdin": "x"}, {"argv": ["y"]}]}},
         {"prompt": "b", "answer": "2", "metadata": {"level": 2}},
@@ -283,7 +283,7 @@ def test_unified_structs_are_stripped_of_their_nulls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [parquet, arrow_stream])
-def test_missing_column_names_every_column_of_the_file(write: Callable[[Path, Rows], Path], tmp_path: Path) -> None:
+def test_missing_column_error_lists_all_columns(write: Callable[[Path, Rows], Path], tmp_path: Path) -> None:
     rows = [{"question": f"{n} + 1", "solution": str(n + 1), "level": 1, "answer": None} for n in range(40)]
     path = write(tmp_path / ("a.parquet" if write is parquet else "a.arrow"), rows)
     with pytest.raises(RecipeError, match=r'row 0: field "answer" is missing; the row has level, question, solution$'):
@@ -332,7 +332,7 @@ def _all(path: Path, split: Split) -> list[Problem]:
         ("a.json", json_array, "a.json row 2"),
     ],
 )
-def test_row_and_field_are_named(
+def test_invalid_field_error_names_row_and_field(
     name: str,
     write: Callable[..., Path],
     place: str,
@@ -366,7 +366,7 @@ def test_row_and_field_are_named(
         ("a.jsonl", "\n\n", "the train split of its files is empty"),
     ],
 )
-def test_damaged_files_are_named(name: str, text: str, sentence: str, tmp_path: Path) -> None:
+def test_damaged_file_error_names_the_file(name: str, text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(RecipeError, match=sentence):
         opened(tmp_path / name)
@@ -384,7 +384,7 @@ def test_damaged_files_are_named(name: str, text: str, sentence: str, tmp_path: 
         ({}, "parameters.path must be the path of a file or folder, got None"),
     ],
 )
-def test_wrong_parameters_are_named(
+def test_invalid_parameter_error_names_the_parameter(
     parameters: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -393,8 +393,8 @@ def test_wrong_parameters_are_named(
         open_source("files", domain="d", split=Split.TRAIN, seed=0, parameters=parameters)
 
 
-def test_the_quick_way_to_a_rows_digest_is_the_slow_one() -> None:
-    """`index_of` takes a short cut for rows of plain texts: it finds what `FieldMap.text` says."""
+def test_fast_path_of_the_row_digest_agrees_with_the_slow_path() -> None:
+    """`index_of` has a fast path for rows of plain text, which must agree with `FieldMap.text`."""
     columns = FieldMap(prompt_field="prompt")
     indexed = index_of(RowSequence(ROWS, "rows"), columns)
     assert columns.plain_prompt

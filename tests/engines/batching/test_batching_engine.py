@@ -1,4 +1,4 @@
-"""The engine's promises, on the bigram model: each can be checked exactly, since a token depends on the one before."""
+"""Tests of `BatchingEngine` on the bigram model, whose tokens depend only on the previous one and are exactly known."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _ask(*prompt: int, n: int = 1, max_tokens: int = 5, **others: object) -> Cha
 
 
 async def _submitted(engine: BatchingEngine, request: ChatCompletionRequest) -> asyncio.Task[ChatCompletion]:
-    """The request in the queue; it is admitted before the next step."""
+    """Submit a request; it is in the queue on return, and admitted before the next step."""
     task = asyncio.create_task(engine.complete(request))
     await asyncio.sleep(0)
     return task
@@ -54,7 +54,7 @@ async def _submitted(engine: BatchingEngine, request: ChatCompletionRequest) -> 
 async def _started(
     engine: BatchingEngine, gate: GatedRunner, request: ChatCompletionRequest
 ) -> asyncio.Task[ChatCompletion]:
-    """The first request of an idle engine, at the gate to its first step."""
+    """Submit the first request of an idle engine; on return, it waits at the gate to its first step."""
     task = await _submitted(engine, request)
     await _until(lambda: gate.waiting)
     return task
@@ -67,13 +67,13 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 async def _steps(engine: BatchingEngine, gate: GatedRunner, count: int) -> None:
-    """Let `count` steps happen; returns when the next one waits, or there is nothing left to do."""
+    """Allow `count` steps; returns when the next one waits, or no work is left."""
     await asyncio.to_thread(gate.allow, count)
     await _until(lambda: gate.waiting or engine.metrics().running_sequences + engine.metrics().waiting_sequences == 0)
 
 
 def _stage(engine: BatchingEngine, seed: int) -> NDArray[np.float32]:
-    """Put another model's weights into the staging buffer; returns its logits."""
+    """Write another model's weights to the staging buffer; return its logits."""
     size = engine.layout.parameters[0].shape[0]
     logits = BigramModel.random(size, seed=seed).logits
     engine.staging()[:] = logits.reshape(-1).view(np.uint8)
@@ -81,7 +81,7 @@ def _stage(engine: BatchingEngine, seed: int) -> NDArray[np.float32]:
 
 
 def _logprobs_by(tables: dict[int, NDArray[np.float32]], prompt: list[int], choice: Choice) -> list[float]:
-    """What the log-probs must be if the spans tell the truth."""
+    """Return the log-probs that the version spans imply."""
     versions = [version for version, count in choice.version_spans or [] for _ in range(count)]
     before = [prompt[-1], *(choice.token_ids or [])[:-1]]
     expected = []
@@ -98,7 +98,7 @@ def _table(gate: GatedRunner) -> NDArray[np.float32]:
 # --- one request -------------------------------------------------------------------------------------------------
 
 
-async def test_an_answer_carries_what_was_sampled(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_completion_contains_tokens_logprobs_and_spans(engine: BatchingEngine, gate: GatedRunner) -> None:
     gate.open()
     answer = await engine.complete(_ask(7, 8, 9, n=2, logprobs=True))
     assert [choice.index for choice in answer.choices] == [0, 1]
@@ -124,7 +124,7 @@ async def test_messages_are_tokenised_by_the_engine(
     assert answer.prompt_token_ids == endless.encode_chat([message])
 
 
-async def test_a_conversation_is_continued_by_its_tokens(
+async def test_conversation_continues_from_its_token_ids(
     engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
 ) -> None:
     gate.open()
@@ -138,7 +138,7 @@ async def test_a_conversation_is_continued_by_its_tokens(
     assert answer.prompt_token_ids is not None and answer.prompt_token_ids[:3] == known
 
 
-async def test_an_end_of_turn_token_is_kept_and_has_no_text(gate: GatedRunner, tokenizer: ChatTokenizer) -> None:
+async def test_end_of_turn_token_is_kept_without_text(gate: GatedRunner, tokenizer: ChatTokenizer) -> None:
     (end,) = tokenizer.eos_token_ids
     logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
     logits[7, 8] = logits[8, end] = 0.0
@@ -151,8 +151,10 @@ async def test_an_end_of_turn_token_is_kept_and_has_no_text(gate: GatedRunner, t
     assert choice.message.content == tokenizer.decode([8])
 
 
-async def test_with_ignore_eos_no_token_ends_a_sample_nor_a_prefix(gate: GatedRunner, tokenizer: ChatTokenizer) -> None:
-    """A token that would end one is as any other: it has its text, streamed or not, and others follow it."""
+async def test_ignore_eos_lets_end_tokens_continue_samples_and_prefixes(
+    gate: GatedRunner, tokenizer: ChatTokenizer
+) -> None:
+    """An end token then behaves like any other: it has text, streamed or not, and others follow it."""
     (end,) = tokenizer.eos_token_ids
     logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
     logits[7, 8] = logits[8, end] = logits[end, 8] = 0.0
@@ -173,7 +175,7 @@ async def test_with_ignore_eos_no_token_ends_a_sample_nor_a_prefix(gate: GatedRu
     await built.close()
 
 
-async def test_a_stop_string_cuts_the_text_and_keeps_the_token_that_completed_it(
+async def test_stop_string_cuts_text_and_keeps_its_last_token(
     engine: BatchingEngine, gate: GatedRunner, endless: ChatTokenizer
 ) -> None:
     gate.open()
@@ -188,7 +190,7 @@ async def test_a_stop_string_cuts_the_text_and_keeps_the_token_that_completed_it
     assert stop in endless.decode(cut.token_ids) and stop not in endless.decode(cut.token_ids[:-1])
 
 
-async def test_the_context_bounds_the_answer(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_context_length_limits_answers(engine: BatchingEngine, gate: GatedRunner) -> None:
     gate.open()
     answer = await engine.complete(_ask(*range(6, 46), max_tokens=1000))
     assert answer.usage.total_tokens == gate.context_length
@@ -204,7 +206,7 @@ async def test_the_context_bounds_the_answer(engine: BatchingEngine, gate: Gated
         (_ask(7, n=21), InvalidRequest, "n must be at most 20"),
     ],
 )
-async def test_what_cannot_be_served_is_refused(
+async def test_unsupported_requests_are_rejected(
     engine: BatchingEngine, request_: ChatCompletionRequest, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -215,7 +217,7 @@ async def test_what_cannot_be_served_is_refused(
 # --- batching ----------------------------------------------------------------------------------------------------
 
 
-async def test_noise_does_not_depend_on_the_crowd(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_noise_is_independent_of_the_batch(engine: BatchingEngine, gate: GatedRunner) -> None:
     gate.open()
     alone = await engine.complete(_ask(7, n=3, max_tokens=9))
     crowd = [_ask(i, n=1 + i % 3, max_tokens=1 + i % 7, seed=i) for i in range(6, 12)]
@@ -225,18 +227,18 @@ async def test_noise_does_not_depend_on_the_crowd(engine: BatchingEngine, gate: 
     assert first.choices == alone.choices
 
 
-async def test_samples_share_one_prefill_also_when_they_join_late(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_samples_share_one_prefill_even_when_joining_late(engine: BatchingEngine, gate: GatedRunner) -> None:
     task = await _started(engine, gate, _ask(7, 8, 9, n=6, max_tokens=3))
     await _steps(engine, gate, 1)
     assert gate.log == ["prefill 2 tokens to rows [0, 1, 2, 3]"]
     gate.open()
     answer = await task
-    # Four rows, six samples of equal length: when the two others join, no sibling runs any more.
+    # Four rows, six samples of equal length: when the last two join, no sibling is running.
     assert gate.log[1:] == ["prefill 2 tokens to rows [0, 1]"]
     assert [len(choice.token_ids or []) for choice in answer.choices] == [3] * 6
 
 
-async def test_a_late_sample_copies_the_cache_of_a_running_sibling(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_late_sample_copies_cache_of_running_sibling(engine: BatchingEngine, gate: GatedRunner) -> None:
     short = await _started(engine, gate, _ask(7, 8, max_tokens=2))
     long = await _submitted(engine, _ask(7, 8, 9, n=4, max_tokens=4))
     await _steps(engine, gate, 2)
@@ -255,7 +257,8 @@ async def test_sequences_join_and_leave_at_every_step(engine: BatchingEngine, ga
     tasks = [await _started(engine, gate, _ask(7, max_tokens=1))]
     tasks += [await _submitted(engine, _ask(7, max_tokens=length)) for length in lengths[1:]]
     await _steps(engine, gate, 9)
-    # After the first, alone: 1, 2, 3, 4 | 5, 2, 3, 4 | 5, 6, 3, 4 | 5, 6, 7, 4 | 5, 6, 7 | 5, 6, 7 | 6, 7 | 6, 7.
+    # After the first step, alone, the rows are: 1, 2, 3, 4 | 5, 2, 3, 4 | 5, 6, 3, 4 | 5, 6, 7, 4 | 5, 6, 7 | 5, 6, 7 |
+    # 6, 7 | 6, 7.
     assert gate.batch_sizes == [1, 4, 4, 4, 4, 3, 3, 2, 2]
     gate.open()
     answers = await asyncio.gather(*tasks)
@@ -263,10 +266,10 @@ async def test_sequences_join_and_leave_at_every_step(engine: BatchingEngine, ga
     metrics = engine.metrics()
     assert metrics.occupied_slot_steps_total == metrics.generated_tokens_total == sum(lengths)
     assert (metrics.finished_sequences_total, metrics.running_sequences) == (8, 0)
-    assert metrics.busy_s_total > 0  # of the steps before the last, which may still be being delivered
+    assert metrics.busy_s_total > 0  # without the last step, which may still be in delivery
 
 
-async def test_a_cancelled_request_frees_its_rows_and_its_place(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_cancelled_request_frees_its_rows_and_queue_slots(engine: BatchingEngine, gate: GatedRunner) -> None:
     gone = await _started(engine, gate, _ask(7, n=6, max_tokens=50))
     waiting = await _submitted(engine, _ask(8, n=2, max_tokens=2))
     await _steps(engine, gate, 1)
@@ -280,7 +283,7 @@ async def test_a_cancelled_request_frees_its_rows_and_its_place(engine: Batching
     assert (metrics.aborted_sequences_total, metrics.running_sequences, metrics.waiting_sequences) == (6, 0, 0)
 
 
-async def test_the_queue_is_bounded(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_queue_is_bounded(engine: BatchingEngine, gate: GatedRunner) -> None:
     running = await _started(engine, gate, _ask(7, n=4))
     waiting = await _submitted(engine, _ask(7, n=16))
     assert engine.metrics().waiting_sequences == 16
@@ -293,7 +296,7 @@ async def test_the_queue_is_bounded(engine: BatchingEngine, gate: GatedRunner) -
 # --- streaming ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_stream_says_the_same_as_the_whole_answer(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_stream_equals_whole_answer(engine: BatchingEngine, gate: GatedRunner) -> None:
     gate.open()
     asked = {"n": 2, "max_tokens": 12, "stop": ["a"], "stream_options": StreamOptions(include_usage=True)}
     whole = await engine.complete(_ask(7, 8, **asked))
@@ -313,9 +316,7 @@ async def test_a_stream_says_the_same_as_the_whole_answer(engine: BatchingEngine
     assert ends == {choice.index: choice.finish_reason for choice in whole.choices}
 
 
-async def test_a_stream_yields_as_tokens_come_and_closing_it_frees_the_row(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_stream_yields_each_token_and_closing_it_frees_the_row(engine: BatchingEngine, gate: GatedRunner) -> None:
     async with aclosing(engine.stream(_ask(7, max_tokens=50))) as stream:
         pending = asyncio.ensure_future(anext(stream))
         await _until(lambda: gate.waiting)
@@ -323,7 +324,7 @@ async def test_a_stream_yields_as_tokens_come_and_closing_it_frees_the_row(
         await pending
         assert (await anext(stream)).choices[0].token_ids
         assert gate.steps == 1
-    await _steps(engine, gate, 1)  # the one that was already waiting at the gate
+    await _steps(engine, gate, 1)  # the step that already waited at the gate
     await _until(lambda: engine.metrics().running_sequences == 0)
 
 
@@ -337,7 +338,7 @@ async def _commit(engine: BatchingEngine, on_update: OnUpdate, version: int = 1)
 
 
 async def test_spans_name_the_weights_that_sampled_each_token(engine: BatchingEngine, gate: GatedRunner) -> None:
-    """A log-prob of the bigram model tells which table it came from, so a span that is off by one token is seen."""
+    """A log-prob of the bigram model identifies its table, so a span that is off by one token is detected."""
     tables = {0: _table(gate)}
     task = await _started(engine, gate, _ask(7, n=3, max_tokens=12))
     await _steps(engine, gate, 3)
@@ -354,7 +355,7 @@ async def test_spans_name_the_weights_that_sampled_each_token(engine: BatchingEn
     assert (answer.model_version, answer.epoch, engine.serving()) == (5, 0, (0, 5))
 
 
-async def test_continue_keeps_the_cache_and_recompute_rebuilds_it(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_continue_keeps_cache_and_recompute_rebuilds_it(engine: BatchingEngine, gate: GatedRunner) -> None:
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12))
     await _steps(engine, gate, 1)
     for version, on_update in ((1, OnUpdate.CONTINUE), (2, OnUpdate.RECOMPUTE_KV)):
@@ -374,7 +375,7 @@ async def test_continue_keeps_the_cache_and_recompute_rebuilds_it(engine: Batchi
     assert len((await task).choices) == 2
 
 
-async def test_what_several_rows_hold_is_recomputed_once(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_shared_context_is_recomputed_once(engine: BatchingEngine, gate: GatedRunner) -> None:
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12, temperature=0.0))
     await _steps(engine, gate, 1)
     _stage(engine, seed=1)
@@ -394,10 +395,10 @@ async def test_what_several_rows_hold_is_recomputed_once(engine: BatchingEngine,
         (OnUpdate.RECOMPUTE_KV, ["copy 2 tokens from row 0 to rows [3]", "copy 2 tokens from row 0 to rows [3]"]),
     ],
 )
-async def test_a_late_sample_takes_no_prompt_that_older_weights_computed(
+async def test_late_sample_ignores_prompt_cache_of_older_weights(
     engine: BatchingEngine, gate: GatedRunner, on_update: OnUpdate, joins: list[str]
 ) -> None:
-    """Its span says that the new ones sampled it; so they compute the prompt once more, and then that one is shared."""
+    """Its span names the new weights, so the prompt is recomputed once and that cache is shared."""
     shorts = [await _started(engine, gate, _ask(7, 8, max_tokens=3))]
     shorts.append(await _submitted(engine, _ask(7, 8, max_tokens=3)))
     long = await _submitted(engine, _ask(7, 8, 9, n=4, max_tokens=9))
@@ -407,7 +408,7 @@ async def test_a_late_sample_takes_no_prompt_that_older_weights_computed(
     await _steps(engine, gate, 1)
     await commit
     known = len(gate.log)
-    await _steps(engine, gate, 2)  # each ends one of the short ones, whose row a late sample takes
+    await _steps(engine, gate, 2)  # each ends a short sample, whose row a late one takes
     assert gate.log[known:] == joins
     gate.open()
     choices = (await long).choices
@@ -415,8 +416,8 @@ async def test_a_late_sample_takes_no_prompt_that_older_weights_computed(
     await asyncio.gather(*shorts)
 
 
-async def test_a_top_k_beyond_the_vocabulary_keeps_every_token(engine: BatchingEngine, gate: GatedRunner) -> None:
-    """However large it is, it never reaches the arrays of a runner; and it costs no sorting."""
+async def test_top_k_beyond_vocabulary_keeps_every_token(engine: BatchingEngine, gate: GatedRunner) -> None:
+    """A top-k beyond the vocabulary never reaches the runner's arrays, and costs no sorting."""
     placed: list[RowState] = []
     place = gate.place
     gate.place = lambda states: (placed.extend(states), place(states))[1]  # type: ignore[method-assign]
@@ -426,7 +427,7 @@ async def test_a_top_k_beyond_the_vocabulary_keeps_every_token(engine: BatchingE
     assert [state.top_k for state in placed] == [0, 0, gate.vocab_size - 1]
 
 
-async def test_abort_ends_running_samples_with_what_they_have(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_abort_ends_running_samples_with_their_tokens(engine: BatchingEngine, gate: GatedRunner) -> None:
     running = await _started(engine, gate, _ask(7, n=4, max_tokens=12))
     waiting = await _submitted(engine, _ask(8, max_tokens=2))
     await _steps(engine, gate, 2)
@@ -443,7 +444,7 @@ async def test_abort_ends_running_samples_with_what_they_have(engine: BatchingEn
     assert (metrics.aborted_sequences_total, metrics.finished_sequences_total) == (4, 1)
 
 
-async def test_abort_tells_a_stream(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_abort_is_reported_to_streams(engine: BatchingEngine, gate: GatedRunner) -> None:
     async def chunks() -> list[FinishReason | None]:
         stream = engine.stream(_ask(7, max_tokens=12))
         return [choice.finish_reason async for chunk in stream for choice in chunk.choices]
@@ -475,7 +476,7 @@ async def test_drain_lets_running_samples_finish_first(engine: BatchingEngine, g
     assert gate.batch_sizes == [3] * 6 + [1] * 2
 
 
-async def test_an_idle_engine_commits_at_once(engine: BatchingEngine) -> None:
+async def test_idle_engine_commits_at_once(engine: BatchingEngine) -> None:
     _stage(engine, seed=1)
     async with asyncio.timeout(DEADLINE_S):
         for version, on_update in enumerate(OnUpdate, start=1):
@@ -486,14 +487,14 @@ async def test_an_idle_engine_commits_at_once(engine: BatchingEngine) -> None:
 # --- the end -----------------------------------------------------------------------------------------------------
 
 
-async def test_closing_answers_everyone(engine: BatchingEngine, gate: GatedRunner) -> None:
+async def test_closing_answers_all_requests(engine: BatchingEngine, gate: GatedRunner) -> None:
     running = await _started(engine, gate, _ask(7, n=4, max_tokens=50))
     waiting = await _submitted(engine, _ask(8))
     await _steps(engine, gate, 1)
     _stage(engine, seed=1)
     commit = await _commit(engine, OnUpdate.DRAIN)
     closing = asyncio.create_task(engine.close())
-    await _until(lambda: engine.health().state is EngineState.STOPPED)  # else it samples on to the answers' ends
+    await _until(lambda: engine.health().state is EngineState.STOPPED)  # otherwise it samples until the answers end
     gate.open()
     await closing
     for task in (running, waiting, commit):
@@ -504,10 +505,10 @@ async def test_closing_answers_everyone(engine: BatchingEngine, gate: GatedRunne
     assert engine.health().state is EngineState.STOPPED
 
 
-async def test_closing_answers_who_comes_with_a_text_or_has_not_been_tokenised(
+async def test_closing_answers_requests_before_and_during_tokenisation(
     engine: BatchingEngine, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a request is another engine's, and no failure of this one: a group would be lost by it."""
+    """Such a request belongs to another engine. If it counted as a failure, a group would be lost."""
     asked = ChatCompletionRequest(messages=[ChatMessage(role="user", content="hi")], max_tokens=2, seed=0)
     begun, go_on = threading.Event(), threading.Event()
 
@@ -528,7 +529,7 @@ async def test_closing_answers_who_comes_with_a_text_or_has_not_been_tokenised(
 
 
 def _spoil(gate: GatedRunner, *, step: int, row: int) -> None:
-    """From now on the `step`-th decode has no finite log-prob in `row`."""
+    """Give the `step`-th decode from now on a non-finite log-prob in `row`."""
     decode, first = gate.decode, gate.steps
 
     def spoiled(num_rows: int) -> tuple[list[int], list[float]]:
@@ -540,14 +541,12 @@ def _spoil(gate: GatedRunner, *, step: int, row: int) -> None:
     gate.decode = spoiled  # type: ignore[method-assign]
 
 
-async def test_a_request_without_finite_logits_is_refused_and_the_others_go_on(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
-    """In one of its three rows while a fourth sample waits; the others do not notice, nor does the one behind it."""
+async def test_request_without_finite_logits_is_rejected_alone(engine: BatchingEngine, gate: GatedRunner) -> None:
+    """One of its three rows fails while a fourth sample waits; other requests are unaffected, queued ones included."""
     one, doomed, other = _ask(7, max_tokens=9), _ask(8, n=4, max_tokens=9, seed=5), _ask(9, max_tokens=9, seed=6)
     tasks = [await _started(engine, gate, request) for request in (one,)]
     tasks += [await _submitted(engine, request) for request in (doomed, other)]
-    _spoil(gate, step=3, row=2)  # the first one is alone in the first step
+    _spoil(gate, step=3, row=2)  # the first request is alone in the first step
     await _steps(engine, gate, 3)
     with pytest.raises(NotFinite, match="NaN or infinity for token 1 of choice 1 after a prompt of 1 token"):
         await asyncio.wait_for(tasks[1], DEADLINE_S)
@@ -560,9 +559,7 @@ async def test_a_request_without_finite_logits_is_refused_and_the_others_go_on(
     assert answers == [(await engine.complete(request)).choices for request in (one, other)]
 
 
-async def test_a_row_that_moves_into_the_place_of_a_refused_one_keeps_its_token(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_row_moved_into_a_rejected_rows_place_keeps_its_token(engine: BatchingEngine, gate: GatedRunner) -> None:
     doomed, kept = _ask(8, max_tokens=9), _ask(9, max_tokens=9, seed=6)
     tasks = [await _started(engine, gate, doomed), await _submitted(engine, kept)]
     _spoil(gate, step=2, row=0)
@@ -572,7 +569,7 @@ async def test_a_row_that_moves_into_the_place_of_a_refused_one_keeps_its_token(
     assert (await tasks[1]).choices == (await engine.complete(kept)).choices
 
 
-async def test_a_stream_without_finite_logits_ends_with_the_refusal_and_without_the_token(
+async def test_stream_without_finite_logits_ends_with_error_and_without_the_token(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     _spoil(gate, step=3, row=0)
@@ -585,7 +582,7 @@ async def test_a_stream_without_finite_logits_ends_with_the_refusal_and_without_
     assert engine.health().state is EngineState.READY
 
 
-async def test_a_fault_of_the_model_answers_everyone(
+async def test_model_exception_answers_all_requests(
     gate: GatedRunner, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reported: list[str] = []
@@ -600,7 +597,7 @@ async def test_a_fault_of_the_model_answers_everyone(
     assert reported == ["device lost"]
 
 
-async def test_a_model_that_does_not_load_is_reported_by_start(endless: ChatTokenizer) -> None:
+async def test_load_failure_is_raised_by_start(endless: ChatTokenizer) -> None:
     def load() -> BigramRunner:
         raise RuntimeError("no such model")
 
@@ -610,10 +607,10 @@ async def test_a_model_that_does_not_load_is_reported_by_start(endless: ChatToke
     await built.close()
 
 
-async def test_a_start_that_is_cancelled_leaves_no_thread(
+async def test_cancelled_start_leaves_no_thread(
     gate: GatedRunner, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model loads on, as nothing can interrupt that; then nobody is told, and nothing is reported."""
+    """Loading cannot be interrupted, so it completes; then nothing is reported."""
     reported: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr("threading.excepthook", reported.append)
     loading, may_load = threading.Event(), threading.Event()

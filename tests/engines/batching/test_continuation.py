@@ -1,4 +1,4 @@
-"""An answer that another engine began is gone on with to the token; and what a running one has is told in time."""
+"""Continuation of answers that another engine began, and streaming of running answers at intervals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ask(n: int, *, max_tokens: int = 20, **others: Any) -> ChatCompletionRequest
 
 
 def cut(choices: list[Choice], ends: dict[int, int]) -> list[AnswerPrefix]:
-    """The first tokens of some choices."""
+    """Return the first tokens of some choices as prefixes."""
     return [AnswerPrefix(index=i, token_ids=(choices[i].token_ids or [])[:end]) for i, end in ends.items()]
 
 
@@ -38,10 +38,10 @@ def rare(n: int, interval_s: float, **others: Any) -> ChatCompletionRequest:
 
 
 @pytest.mark.parametrize("ends", [{0: 1, 1: 0, 4: 19}, {2: 7}, {0: 5, 1: 5, 2: 5, 3: 5, 4: 5}])
-async def test_the_rest_is_that_of_the_undisturbed_answer(
+async def test_continuation_equals_the_undisturbed_answer(
     engine: BatchingEngine, gate: GatedRunner, ends: dict[int, int]
 ) -> None:
-    """Also where there are more samples than the four rows."""
+    """Holds for more samples than the four rows, too."""
     gate.open()
     whole = (await engine.complete(ask(5))).choices
     answer = await engine.complete(ask(len(ends), prefixes=cut(whole, ends)))
@@ -54,7 +54,7 @@ async def test_the_rest_is_that_of_the_undisturbed_answer(
         assert (choice.message, choice.finish_reason) == (undisturbed.message, FinishReason.LENGTH)
 
 
-async def test_each_prefix_is_computed_once_with_its_prompt_and_no_sibling_lends_it(
+async def test_each_prefix_is_prefilled_once_without_sharing_siblings(
     engine: BatchingEngine, gate: GatedRunner
 ) -> None:
     gate.open()
@@ -71,9 +71,7 @@ async def test_each_prefix_is_computed_once_with_its_prompt_and_no_sibling_lends
     ]
 
 
-async def test_a_cache_that_is_recomputed_for_new_weights_is_that_of_the_whole_answer(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_recomputed_cache_covers_prefix_and_new_tokens(engine: BatchingEngine, gate: GatedRunner) -> None:
     prefix = AnswerPrefix(index=0, token_ids=[5, 6])
     running = asyncio.create_task(engine.complete(ask(1, prefixes=[prefix])))
     await asyncio.to_thread(gate.allow, 2)
@@ -94,7 +92,7 @@ async def test_a_cache_that_is_recomputed_for_new_weights_is_that_of_the_whole_a
         ({"prefixes": [AnswerPrefix(index=0, token_ids=[5, 9999])]}, "has a token outside"),
     ],
 )
-async def test_what_cannot_be_gone_on_with_is_refused(
+async def test_invalid_prefixes_are_rejected(
     engine: BatchingEngine, gate: GatedRunner, endless: Any, fields: dict[str, Any], says: str
 ) -> None:
     prefixes = [AnswerPrefix(index=0, token_ids=endless.encode("hi"))]
@@ -102,9 +100,7 @@ async def test_what_cannot_be_gone_on_with_is_refused(
         await engine.complete(ask(1, **{"prefixes": prefixes} | fields))
 
 
-async def test_a_running_answer_is_told_at_intervals_but_for_its_newest_token(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
+async def test_interval_streaming_sends_all_but_the_newest_token(engine: BatchingEngine, gate: GatedRunner) -> None:
     async with aclosing(engine.stream(rare(2, 0.02))) as stream, asyncio.timeout(DEADLINE_S):  # type: ignore[type-var]
         coming = asyncio.ensure_future(anext(stream))  # type: ignore[call-overload]
         await asyncio.to_thread(gate.allow, 4)
@@ -121,10 +117,8 @@ async def test_a_running_answer_is_told_at_intervals_but_for_its_newest_token(
     assert [part.delta.content for part in rest if part.finish_reason] == [c.message.content for c in whole.choices]
 
 
-async def test_an_engine_that_closes_tells_what_it_has_before_it_says_so(
-    engine: BatchingEngine, gate: GatedRunner
-) -> None:
-    """However long the interval is: nothing that was sampled is lost."""
+async def test_closing_engine_streams_all_tokens_before_its_error(engine: BatchingEngine, gate: GatedRunner) -> None:
+    """No sampled token is lost, however long the interval."""
     came: list[int] = []
 
     async def follow() -> None:
@@ -135,7 +129,7 @@ async def test_an_engine_that_closes_tells_what_it_has_before_it_says_so(
     await asyncio.to_thread(gate.allow, 5)
     closing = asyncio.create_task(engine.close())
     async with asyncio.timeout(DEADLINE_S):
-        while engine.health().state is not EngineState.STOPPED:  # else it samples on to the answer's end
+        while engine.health().state is not EngineState.STOPPED:  # otherwise it samples until the answer ends
             await asyncio.sleep(0.001)
     gate.open()
     with pytest.raises(EngineStopped):

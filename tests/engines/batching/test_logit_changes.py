@@ -1,4 +1,4 @@
-"""Bias and penalties follow their rows and count what each row has sampled."""
+"""Bias and penalties follow their rows and count the tokens that each row has sampled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_changes_move_with_their_rows() -> None:
     assert added(changes, 4) == {(0, 5): -1.5}
 
 
-def test_plain_request_in_the_same_row_changes_nothing() -> None:
+def test_plain_request_in_a_reused_row_changes_nothing() -> None:
     changes = LogitChanges()
     changes.place(0, BIAS, [])
     changes.place(0, None, [])

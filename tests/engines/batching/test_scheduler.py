@@ -1,4 +1,4 @@
-"""The scheduler: rows stay dense, moves never collide, what waits begins by priority, then as it came."""
+"""The scheduler keeps rows dense, makes disjoint moves, and starts requests by priority, then by arrival."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_samples_of_a_request_are_admitted_together_and_in_order() -> None:
     assert scheduler.num_waiting == 2
 
 
-def test_of_what_waits_the_lowest_priority_begins_first_and_then_what_came_first() -> None:
-    """Also before the rest of a request that has begun; what runs is left alone."""
+def test_lowest_priority_starts_first_then_oldest() -> None:
+    """The remaining samples of a started request may be overtaken, too; running samples are not preempted."""
     scheduler = _scheduler(slots=2)
     for request in (_request("begun", samples=3), _request("a"), _request("later", priority=1), _request("b")):
         scheduler.submit(request)
@@ -59,7 +59,7 @@ def test_of_what_waits_the_lowest_priority_begins_first_and_then_what_came_first
     assert began == ["first", "soon", "soon too", "begun", "a", "b", "later"]
 
 
-def test_a_sample_that_joins_late_takes_the_prompt_from_a_sibling() -> None:
+def test_late_sample_takes_prompt_from_a_sibling() -> None:
     scheduler = _scheduler(slots=2)
     request = _request("a", samples=3)
     scheduler.submit(request)
@@ -70,7 +70,7 @@ def test_a_sample_that_joins_late_takes_the_prompt_from_a_sibling() -> None:
     assert late.sequences == [request.sequences[2]]
 
 
-def test_without_a_sibling_the_prompt_is_computed_again() -> None:
+def test_prompt_is_recomputed_without_a_sibling() -> None:
     scheduler = _scheduler(slots=2)
     scheduler.submit(_request("a", samples=3))
     scheduler.admit()
@@ -79,7 +79,7 @@ def test_without_a_sibling_the_prompt_is_computed_again() -> None:
     assert late.sibling is None
 
 
-def test_the_queue_is_bounded_in_samples() -> None:
+def test_queue_is_bounded_in_samples() -> None:
     scheduler = _scheduler(slots=4, max_waiting=3)
     scheduler.submit(_request("running", samples=4))
     scheduler.admit()
@@ -101,7 +101,7 @@ def test_samples_for_free_rows_do_not_count_as_waiting() -> None:
 
 
 @pytest.mark.parametrize("running", [0, 4])
-def test_more_samples_than_rows_and_queue_hold_are_refused_for_good(running: int) -> None:
+def test_more_samples_than_total_capacity_are_invalid(running: int) -> None:
     scheduler = _scheduler(slots=4, max_waiting=2)
     if running:
         scheduler.submit(_request("running", samples=running))
@@ -111,7 +111,7 @@ def test_more_samples_than_rows_and_queue_hold_are_refused_for_good(running: int
     assert raised.value.param == "n" and scheduler.num_waiting == 0
 
 
-def test_prompts_beyond_the_budget_wait_for_the_next_step_but_a_long_one_still_enters() -> None:
+def test_prompts_beyond_the_budget_wait_but_a_single_long_one_is_admitted() -> None:
     scheduler = _scheduler(prefill_tokens=10)
     for name, prompt in (("a", 50), ("b", 6), ("c", 5)):
         scheduler.submit(_request(name, prompt=prompt))
@@ -120,7 +120,7 @@ def test_prompts_beyond_the_budget_wait_for_the_next_step_but_a_long_one_still_e
     assert [each.request.request_id for each in scheduler.admit()] == ["c"]
 
 
-def test_a_withdrawn_request_leaves_the_queue_and_names_its_rows() -> None:
+def test_withdrawn_request_leaves_the_queue_and_returns_its_rows() -> None:
     scheduler = _scheduler(slots=2)
     gone, other = _request("a", samples=3), _request("b")
     scheduler.submit(gone)
@@ -134,7 +134,7 @@ def test_a_withdrawn_request_leaves_the_queue_and_names_its_rows() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_stay_dense_and_moves_are_disjoint(seed: int) -> None:
-    """Replays the moves on an array of rows, as a runner does, and compares with the scheduler's own list."""
+    """Replays the moves on an array of rows, as a runner does, and compares it with the scheduler's own list."""
     random = rng.generator(seed, "scheduler")
     scheduler = _scheduler(slots=8)
     rows: dict[int, object] = {}

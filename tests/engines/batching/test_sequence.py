@@ -1,4 +1,4 @@
-"""Text windows: nothing from a stop string on is shown, however it arrives."""
+"""A text window never returns text from a stop string on, however the string arrives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _window(tokenizer: ChatTokenizer, *stops: str) -> TextWindow:
 
 
 def _feed(window: TextWindow, tokenizer: ChatTokenizer, text: str) -> tuple[bool, str]:
-    """Push until a stop; returns whether it stopped and all text taken on the way."""
+    """Push tokens until a stop; return whether it stopped, and all text taken on the way."""
     taken = ""
     for token_id in tokenizer.encode(text):
         stopped = window.push(token_id)
@@ -50,7 +50,7 @@ def test_all_short_texts_agree_with_a_plain_search(tokenizer: ChatTokenizer) -> 
     stops = ("aba", "bb")
     for letters in itertools.product("ab", repeat=7):
         text = "".join(letters)
-        # A stop counts when its last letter has come: the earliest end decides, then the earliest beginning.
+        # A stop string counts when its last letter arrives: the earliest end wins, then the earliest beginning.
         ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
         shown = text[: min(ends)[1]] if ends else text
         assert _feed(_window(tokenizer, *stops), tokenizer, text) == (bool(ends), shown), text

@@ -1,4 +1,4 @@
-"""The core loop over a core of the test's: what it does when that refuses, dies, or tells of samples in any order."""
+"""The core loop over a scripted core that rejects requests, dies, or delivers samples in any order."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ STOP = 0
 
 @final
 class ScriptedCore:
-    """Satisfies `EngineCore`: tells what the test says, and refuses or dies when it is told to."""
+    """An `EngineCore` that delivers scripted steps, and rejects or dies on demand."""
 
     def __init__(self) -> None:
         self.begun: list[Sequence] = []
         self.news: asyncio.Queue[Step | Exception] = asyncio.Queue()
         self.refusal: ValueError | None = None
-        self.last_act: Callable[[], object] = lambda: None  # before it dies, in the same turn of its event loop
+        self.last_act: Callable[[], object] = lambda: None  # called before the core dies, in the same loop iteration
         self.may_pause = threading.Event()
         self.may_pause.set()
         self.may_close = threading.Event()
@@ -44,7 +44,7 @@ class ScriptedCore:
         self.is_closed = False
 
     def check(self, request: Request) -> None:
-        """Everything is let through."""
+        """Accept every request."""
 
     async def add(self, sequences: list[Sequence], *, salt: str) -> None:
         if self.refusal is not None:
@@ -81,7 +81,7 @@ class ScriptedCore:
 
 
 class Letters:
-    """Satisfies `Tokenizer`: a letter for each token."""
+    """A `Tokenizer` with a letter for each token."""
 
     eos_token_ids = frozenset({STOP})
 
@@ -100,7 +100,7 @@ class Letters:
 
 @final
 class World:
-    """An engine over the core, and what a test does to both."""
+    """An engine over the core, with helpers that act on both."""
 
     def __init__(self, core: ScriptedCore) -> None:
         self.core = core
@@ -122,7 +122,7 @@ class World:
         return self.loop
 
     async def asked(self, n: int = 1) -> asyncio.Task[ChatCompletion]:
-        """A request whose samples the core has begun."""
+        """Submit a request; returns when the core has begun its samples."""
         task = asyncio.create_task(self.engine.complete(ChatCompletionRequest(prompt_token_ids=[1, 2], n=n)))
         while len(self.core.begun) < n:
             await asyncio.sleep(0.002)
@@ -142,7 +142,7 @@ async def world() -> AsyncIterator[World]:
         await made.engine.close()
 
 
-async def test_what_the_core_refuses_is_answered_and_the_engine_goes_on() -> None:
+async def test_core_rejection_is_answered_and_the_engine_continues() -> None:
     async with world() as made:
         made.core.refusal = ValueError("temperature must be in [0, 2], got 2.5.")
         with pytest.raises(InvalidRequest, match="core refuses the request: temperature must be in"):
@@ -154,8 +154,10 @@ async def test_what_the_core_refuses_is_answered_and_the_engine_goes_on() -> Non
         assert (await asyncio.wait_for(asked, PATIENCE_S)).epoch == 1
 
 
-async def test_the_epoch_is_that_of_the_first_token_of_any_sample() -> None:
-    """The samples of a request are asked for one by one, and the first of them may begin last, in a later epoch."""
+async def test_request_epoch_is_that_of_its_first_token() -> None:
+    """The samples of a request start one by one, and the sample with the first token may start last, in a later
+    epoch.
+    """
     async with world() as made:
         asked = await made.asked(2)
         first, second = (sample_id(sequence) for sequence in made.core.begun)
@@ -164,7 +166,7 @@ async def test_the_epoch_is_that_of_the_first_token_of_any_sample() -> None:
         assert (await asyncio.wait_for(asked, PATIENCE_S)).epoch == 1
 
 
-async def test_it_is_busy_while_the_core_has_samples_and_not_between_them() -> None:
+async def test_busy_time_counts_only_while_the_core_has_samples() -> None:
     async with world() as made:
         for number in (1, 2):
             task = await made.asked(number)
@@ -179,7 +181,7 @@ async def test_it_is_busy_while_the_core_has_samples_and_not_between_them() -> N
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
-async def test_a_dead_core_is_missed_at_once_however_long_it_takes_to_close() -> None:
+async def test_core_death_is_noticed_before_the_core_is_closed() -> None:
     async with world() as made:
         made.core.may_close.clear()
         asked = await made.asked()
@@ -193,14 +195,14 @@ async def test_a_dead_core_is_missed_at_once_however_long_it_takes_to_close() ->
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
-async def test_a_core_that_is_being_closed_is_closed_to_the_end_however_often_it_is_stopped() -> None:
-    """What it holds, connections for one, would stay open."""
+async def test_repeated_stop_does_not_interrupt_closing_the_core() -> None:
+    """An interrupted close would leak its resources, such as connections."""
     async with world() as made:
         made.core.may_close.clear()
         asked = await made.asked()
         made.tell(RuntimeError("the core has died"))
         with pytest.raises(EngineStopped):
-            await asyncio.wait_for(asked, PATIENCE_S)  # from here on it is closed
+            await asyncio.wait_for(asked, PATIENCE_S)  # the core is being closed from here on
         for _ in range(2):
             assert not await asyncio.to_thread(made.loop.stop, 0.05)
         assert not made.core.is_closed
@@ -210,8 +212,8 @@ async def test_a_core_that_is_being_closed_is_closed_to_the_end_however_often_it
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loop's thread dies of it
-async def test_a_commit_of_the_turn_in_which_the_core_dies_is_answered() -> None:
-    """It is queued, and has no turn any more."""
+async def test_commit_queued_as_the_core_dies_is_answered() -> None:
+    """The queued commit never gets to run."""
     async with world() as made:
         queued: list[Future[float]] = []
         made.core.last_act = lambda: queued.append(made.loop.commit(version=58, epoch=1, on_update=OnUpdate.CONTINUE))
@@ -223,8 +225,8 @@ async def test_a_commit_of_the_turn_in_which_the_core_dies_is_answered() -> None
         assert isinstance(queued[0].exception(), EngineStopped)
 
 
-async def test_a_commit_that_nobody_waits_for_any_more_breaks_off() -> None:
-    """What runs is ended, since nobody knows which weights would go on with it; the next commit is taken."""
+async def test_abandoned_commit_is_cancelled() -> None:
+    """Running samples are ended, because the weights that would continue them are unknown; the next commit works."""
     async with world() as made:
         asked = await made.asked()
         made.core.may_pause.clear()
@@ -243,12 +245,12 @@ async def test_a_commit_that_nobody_waits_for_any_more_breaks_off() -> None:
         assert made.loop.serving == (1, 58)
 
 
-async def test_a_loop_may_be_stopped_while_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its event loop is closed before the thread is gone; the thread is held between the two."""
+async def test_stop_is_safe_while_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop closes before the thread ends; the test holds the thread between the two."""
     ending, may_end = threading.Event(), threading.Event()
 
     def hold(_: threading.ExceptHookArgs) -> None:
-        """Called by the thread with what it dies of, when all of its own work is done."""
+        """Excepthook of the thread, called after all of its own work."""
         ending.set()
         may_end.wait(PATIENCE_S)
 

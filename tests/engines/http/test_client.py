@@ -1,4 +1,4 @@
-"""The client gives back what the engine raised, and names the URL when there is no engine."""
+"""The client raises the engine's own errors, and names the URL if no engine answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ask(**fields: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest(messages=[ChatMessage(role="user", content="1 + 2")], max_tokens=4, **fields)
 
 
-async def test_every_route(client: EngineClient, url: str) -> None:
+async def test_every_route_is_callable(client: EngineClient, url: str) -> None:
     completion = await client.chat(url, ask(n=3, seed=1, return_token_ids=True))
     assert len(completion.choices) == 3 and completion.choices[2].token_ids
     assert (await client.health(url)).model_version == 0
@@ -63,14 +63,14 @@ async def test_update_errors_keep_their_class_and_param(client: EngineClient, ur
     assert refused.value.param == "group"
 
 
-async def test_a_wrong_token(url: str) -> None:
+async def test_wrong_token_is_unauthorized(url: str) -> None:
     async with EngineClient(token="wrong") as stranger:
         assert (await stranger.health(url)).model_version == 0
         with pytest.raises(Unauthorized):
             await stranger.models(url)
 
 
-async def test_nobody_listens(client: EngineClient) -> None:
+async def test_closed_port_is_unreachable(client: EngineClient) -> None:
     with pytest.raises(
         EngineUnreachable, match=r"^GET http://127\.0\.0\.1:9/health failed: .*is the engine running\?$"
     ):
@@ -78,12 +78,12 @@ async def test_nobody_listens(client: EngineClient) -> None:
 
 
 @pytest.mark.parametrize("host", ["gpu..box:8001", f"{'h' * 64}:8001", "host:65536"])
-async def test_a_name_that_no_resolver_takes(client: EngineClient, host: str) -> None:
+async def test_invalid_host_name_is_unreachable(client: EngineClient, host: str) -> None:
     with pytest.raises(EngineUnreachable, match=r"^GET http://.*/health failed: "):
         await client.health(f"http://{host}")
 
 
-async def test_nobody_answers() -> None:
+async def test_silent_server_hits_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         async with EngineClient(state_timeout_s=0.2) as client:
@@ -93,7 +93,7 @@ async def test_nobody_answers() -> None:
 
 @asynccontextmanager
 async def answering(answer: bytes) -> AsyncIterator[tuple[str, list[int]]]:
-    """A server that answers so once per connection, whatever it is asked; and how many connections it has seen."""
+    """Run a server that sends `answer` once per connection; yields its URL and the number of connections."""
     connections = [0]
 
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -125,13 +125,13 @@ def whole(body: bytes, status: bytes = b"200 OK", more: bytes = b"") -> bytes:
     ],
     ids=["no answer of the contract", "no HTTP", "a proxy's error", "a server that ends", "a login page"],
 )
-async def test_something_else_answers(answer: bytes, raised: type[Exception], sentence: str) -> None:
+async def test_other_servers_are_named_as_such(answer: bytes, raised: type[Exception], sentence: str) -> None:
     async with answering(answer) as (url, _), EngineClient() as client:
         with pytest.raises(raised, match=sentence):
             await client.health(url)
 
 
-async def test_a_connection_that_was_closed_while_idle_is_made_anew() -> None:
+async def test_idle_connection_closed_by_the_server_is_reopened() -> None:
     async with answering(whole(HEALTH)) as (url, connections), EngineClient() as client:
         for asked in (1, 2):
             assert (await client.health(url)).model_version == 3
@@ -139,7 +139,7 @@ async def test_a_connection_that_was_closed_while_idle_is_made_anew() -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_every_form_of_answer_is_read() -> None:
+async def test_every_form_of_response_is_read() -> None:
     chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (HEALTH[:9], HEALTH[9:], b""))
     for answer in (
         whole(HEALTH, more=b"connection: close\r\n"),

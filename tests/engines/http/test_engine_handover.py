@@ -1,4 +1,4 @@
-"""What one engine has sampled another goes on with: whatever ends the first, only what had not come is sampled anew."""
+"""Handover of an answer to another engine: only tokens that had not arrived are sampled again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ask(**fields: Any) -> ChatCompletionRequest:
 
 @final
 class Followed:
-    """A `ChatClient` over HTTP that keeps count of the chunks with tokens that came for each request, by its seed."""
+    """A `ChatClient` over HTTP that counts the chunks with tokens of each request, by its seed."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -58,15 +58,19 @@ class Followed:
         async with aclosing(self._client.stream(url, request)) as chunks:
             async for chunk in chunks:
                 yield chunk
-                self.came[request.seed] += any(part.token_ids for part in chunk.choices)  # and has been taken
+                self.came[request.seed] += any(part.token_ids for part in chunk.choices)  # it was taken as well
 
 
 @final
 class Scripted:
-    """A `ChatClient`; token t of sample i is 10·i + t. Each engine streams so many tokens, then ends as it is told."""
+    """A `ChatClient` whose token t of sample i is 10·i + t. Each engine streams some tokens and then ends as
+    scripted.
+    """
 
     def __init__(self, **engines: tuple[Any, ...]) -> None:
-        """`engines`: (epoch, version, tokens of each sample that come, what is raised then; None: it ends whole)."""
+        """`engines`: (epoch, version, tokens to send of each sample, exception to raise then, or None for a complete
+        answer).
+        """
         self.engines = engines
         self.offers = dict.fromkeys(engines, Continuation.SAME_NOISE)
         self.asked: list[tuple[str, list[int] | None]] = []
@@ -125,7 +129,7 @@ def is_whole(answer: Answered) -> None:
 
 
 @pytest.mark.parametrize("error", [EngineUnreachable("dead"), Dirty("half"), EngineStopped("closing")])
-async def test_an_engine_that_fails_is_followed_by_one_that_goes_on(error: Exception) -> None:
+async def test_another_engine_continues_after_a_failure(error: Exception) -> None:
     client, begun = Scripted(a=(1, 7, 4, error), b=(1, 6, 0, None)), []
     answer = await EnginePool(client, ["a", "b"], min_epoch=1).complete(ask(), begun=lambda: begun.append(len(begun)))
     is_whole(answer)
@@ -135,7 +139,7 @@ async def test_an_engine_that_fails_is_followed_by_one_that_goes_on(error: Excep
     assert begun == [0], "its oldest token is as old as it was"
 
 
-async def test_what_runs_at_an_engine_that_is_taken_out_is_gone_on_with_elsewhere() -> None:
+async def test_another_engine_continues_after_a_removal() -> None:
     client = Scripted(a=(1, 7, 3, STANDS_STILL), b=(1, 7, 0, None))
     pool = EnginePool(client, ["a"])
     running = asyncio.create_task(pool.complete(ask()))
@@ -146,8 +150,8 @@ async def test_what_runs_at_an_engine_that_is_taken_out_is_gone_on_with_elsewher
     assert client.asked == [("a", None), ("b", [3, 3])] and answer.tokens_kept == 6
 
 
-async def test_samples_that_have_ended_are_not_asked_for_again() -> None:
-    """Sample 1 is short, and whole when the first engine dies."""
+async def test_ended_samples_are_not_requested_again() -> None:
+    """Sample 1 is short, and complete when the first engine dies."""
     client = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(1, 7, 0, None))
     client.short = {1: 3}
     answer = await EnginePool(client, ["a", "b"]).complete(ask(n=3))
@@ -159,14 +163,14 @@ async def test_samples_that_have_ended_are_not_asked_for_again() -> None:
     assert client.asked == [("a", None), ("b", [4, 4])] and answer.tokens_kept == 11
 
 
-async def test_an_answer_that_is_whole_when_its_stream_breaks_is_an_answer() -> None:
+async def test_complete_answer_survives_a_broken_stream() -> None:
     client = Scripted(a=(1, 7, LENGTH, EngineUnreachable("dead")), b=(1, 7, 0, None))
     answer = await EnginePool(client, ["a", "b"]).complete(ask())
     is_whole(answer)
     assert client.asked == [("a", None)] and answer.url == "a"
 
 
-async def test_an_engine_that_knows_nothing_of_it_is_asked_for_the_whole() -> None:
+async def test_engine_without_continuation_is_asked_for_the_whole_answer() -> None:
     client, begun = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(1, 7, 0, None)), []
     client.offers["b"] = Continuation.NONE
     answer = await EnginePool(client, ["a", "b"]).complete(ask(), begun=lambda: begun.append(0))
@@ -174,8 +178,8 @@ async def test_an_engine_that_knows_nothing_of_it_is_asked_for_the_whole() -> No
     assert (answer.tokens_kept, answer.tokens_resampled) == (0, 8)
 
 
-async def test_weights_of_another_epoch_begin_anew() -> None:
-    """A prefix of an abandoned line is not joined to its successor."""
+async def test_weights_of_another_epoch_start_over() -> None:
+    """A prefix from diverged weights is not joined to another epoch."""
     client, begun = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(2, 6, 0, None)), []
     answer = await EnginePool(client, ["a", "b"]).complete(ask(), begun=lambda: begun.append(0))
     is_whole(answer)
@@ -184,14 +188,14 @@ async def test_weights_of_another_epoch_begin_anew() -> None:
     assert (answer.tokens_kept, answer.tokens_resampled, answer.completion.epoch) == (0, 8, 2)
 
 
-async def test_an_engine_that_restarted_adds_nothing_to_an_answer() -> None:
+async def test_restarted_engine_adds_nothing_to_an_answer() -> None:
     client = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(0, 0, 0, None), c=(1, 7, 0, None))
     answer = await EnginePool(client, ["a", "b", "c"], min_epoch=1).complete(ask())
     is_whole(answer)
     assert client.asked == [("a", None), ("b", [4, 4]), ("c", [4, 4])] and answer.tokens_kept == 8
 
 
-async def test_an_engine_that_refuses_to_go_on_is_asked_from_the_beginning() -> None:
+async def test_engine_that_rejects_the_continuation_starts_over() -> None:
     client = Scripted(a=(1, 7, 4, EngineUnreachable("dead")), b=(1, 7, 0, InvalidRequest("no prefixes here")))
     pool = EnginePool(client, ["a", "b"], suspect_s=60.0)
     with pytest.raises(InvalidRequest, match="b: no prefixes here"):
@@ -200,7 +204,7 @@ async def test_an_engine_that_refuses_to_go_on_is_asked_from_the_beginning() -> 
 
 
 async def _until_only(pool: EnginePool, client: Scripted) -> Answered:
-    """As soon as one has failed it is taken out, so that the other alone can refuse."""
+    """Remove an engine as soon as it has failed, so that only the other can reject."""
     running = asyncio.create_task(pool.complete(ask()))
     while not client.asked:
         await asyncio.sleep(0)
@@ -208,7 +212,7 @@ async def _until_only(pool: EnginePool, client: Scripted) -> Answered:
     return await running
 
 
-async def test_a_model_without_finite_logits_in_mid_answer_is_asked_of_each_engine_once() -> None:
+async def test_non_finite_logits_in_mid_answer_are_tried_once_per_engine() -> None:
     error: ContractError = NotFinite("NaN")
     client = Scripted(a=(1, 7, 2, error), b=(1, 7, 2, error))
     with pytest.raises(NotFinite, match="b: NaN"):
@@ -224,14 +228,14 @@ async def test_without_an_interval_answers_come_whole() -> None:
 
 # --- real engines -------------------------------------------------------------------------------------------------
 
-#: Seconds of a step of the engine that is left: its answers would take half a minute.
+#: Seconds per step of the failing engine: its answers would take half a minute.
 SLOW_S = "0.2"
 
 
 async def _kept_when(
     ends: Callable[[EnginePool, Any], None], dies: str, process: Any, stays: str
 ) -> tuple[list[Answered], list[ChatCompletion]]:
-    """Answers that began at `dies`, which `ends` ends in the middle, and what an undisturbed engine answers."""
+    """Return answers that began at `dies`, which `ends` ends midway, and those of an undisturbed engine."""
     requests = [ask(n=4, max_tokens=150, seed=seed) for seed in range(6)]
     async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
         expected = [await client.chat(stays, request) for request in requests]
@@ -245,7 +249,7 @@ async def _kept_when(
         return await asyncio.gather(*running), expected
 
 
-async def test_a_killed_engine_costs_what_had_not_come_and_the_answers_are_the_undisturbed_ones() -> None:
+async def test_killed_engine_loses_only_unsent_tokens_and_answers_stay_equal() -> None:
     with (
         in_thread(application()) as stays,
         as_process("tests.fakes.scripted_engine", "none", SLOW_S) as (dies, process),
@@ -255,7 +259,7 @@ async def test_a_killed_engine_costs_what_had_not_come_and_the_answers_are_the_u
     assert all(answer.tokens_kept > 0 and answer.tokens_resampled == 0 for answer in answers)
 
 
-async def test_leaving_an_engine_frees_what_it_did() -> None:
+async def test_leaving_an_engine_frees_its_slots() -> None:
     slow = ScriptedEngine(step_s=float(SLOW_S))
     with in_thread(create_app(slow, token=None)) as leaves, in_thread(application()) as stays:
         answers, expected = await _kept_when(lambda pool, _: pool.update([stays]), leaves, None, stays)

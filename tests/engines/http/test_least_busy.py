@@ -1,4 +1,4 @@
-"""The heap says what looking at every engine would, and looks at few of them."""
+"""The heap picks the same engine as a scan of all engines, but looks at few of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ URLS = ("a", "b", "c", "d")
 
 
 def slow(tokens: Counter[str], serving: set[str], avoided: set[str]) -> str | None:
-    """The twin: every engine is looked at."""
+    """Return the engine that a scan of all engines picks."""
     return min(serving - avoided, key=lambda url: (tokens[url], url), default=None)
 
 
@@ -27,7 +27,7 @@ def slow(tokens: Counter[str], serving: set[str], avoided: set[str]) -> str | No
         max_size=200,
     )
 )
-def test_it_picks_what_looking_at_every_engine_does(history: list[tuple[str, str | set[str], int]]) -> None:
+def test_pick_equals_a_scan_of_all_engines(history: list[tuple[str, str | set[str], int]]) -> None:
     load, tokens, serving = LeastBusy(), Counter[str](), set[str]()
     asked: list[tuple[str, int]] = []
     for what, of, number in history:
@@ -49,7 +49,7 @@ def test_it_picks_what_looking_at_every_engine_does(history: list[tuple[str, str
         assert load.outstanding == {url: tokens[url] for url in serving}
 
 
-def test_ties_go_by_name_or_in_an_order_of_its_own() -> None:
+def test_ties_follow_the_name_or_the_given_order() -> None:
     urls = [f"http://10.0.0.{number}" for number in range(100)]
 
     def in_order(ties: str) -> list[str]:
@@ -66,7 +66,7 @@ def test_ties_go_by_name_or_in_an_order_of_its_own() -> None:
     assert len({*first[:25], *second[:25]}) > 30, "two actors do not begin with the same engines"
 
 
-def test_a_thousand_engines_are_not_looked_at_for_each_request() -> None:
+def test_picking_does_not_scan_a_thousand_engines() -> None:
     load, looked = LeastBusy(), Counter[str]()
     load.serve(f"{number:04}" for number in range(1000))
 

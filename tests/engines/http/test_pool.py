@@ -1,4 +1,4 @@
-"""Completing survives engines that are full, dirty, gone or slow."""
+"""The pool completes requests while engines are full, dirty, gone or slow."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ask(**fields: Any) -> ChatCompletionRequest:
 
 
 class Script:
-    """A `ChatClient` whose engines each answer, wait or raise as they are told."""
+    """A `ChatClient` whose engines each answer, wait or raise as scripted."""
 
     def __init__(self, **engines: Callable[[], Any]) -> None:
         self._engines = engines
@@ -69,7 +69,7 @@ class Script:
 
     async def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
         raise AssertionError("it does not offer to go on with an answer")
-        yield  # a stream by its type
+        yield  # makes this function an async generator
 
 
 def test_cost_counts_the_prompt_once_and_every_sample() -> None:
@@ -77,7 +77,7 @@ def test_cost_counts_the_prompt_once_and_every_sample() -> None:
     assert cost(ChatCompletionRequest(messages=[ChatMessage(role="user", content="x" * 40)], max_tokens=1)) == 11
 
 
-async def test_work_is_spread_by_tokens_and_given_back() -> None:
+async def test_work_is_spread_by_outstanding_tokens() -> None:
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: may_end), ["a", "b"])
     answers = [asyncio.create_task(pool.complete(ask(n=n))) for n in (8, 1, 1, 1)]
@@ -88,7 +88,7 @@ async def test_work_is_spread_by_tokens_and_given_back() -> None:
     assert pool.outstanding == {"a": 0, "b": 0}
 
 
-async def test_the_engine_of_an_earlier_turn_is_preferred_until_it_is_much_busier() -> None:
+async def test_engine_of_an_earlier_turn_is_preferred_until_much_busier() -> None:
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: may_end), ["a", "b"])
     large = ask(n=1, max_tokens=NEAR_TOKENS)
@@ -103,7 +103,7 @@ async def test_the_engine_of_an_earlier_turn_is_preferred_until_it_is_much_busie
 @pytest.mark.parametrize(
     "error", [Overloaded("full"), Dirty("half"), EngineStopped("closing"), EngineUnreachable("gone")]
 )
-async def test_a_failing_engine_is_left_for_another_with_the_same_seed(error: Exception) -> None:
+async def test_failing_engine_is_replaced_with_the_same_seed(error: Exception) -> None:
     client = Script(a=lambda: error, b=lambda: None)
     pool = EnginePool(client, ["a", "b"])
     assert (await pool.complete(ask())).url == "b"
@@ -113,7 +113,7 @@ async def test_a_failing_engine_is_left_for_another_with_the_same_seed(error: Ex
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), NotFinite("a fault")])
-async def test_what_one_engine_refuses_another_is_asked_for(error: ContractError) -> None:
+async def test_request_rejected_by_one_engine_is_sent_to_another(error: ContractError) -> None:
     client = Script(a=lambda: error, b=lambda: None)
     pool = EnginePool(client, ["a", "b"])
     assert [(await pool.complete(ask())).url for _ in range(2)] == ["b", "b"]
@@ -121,7 +121,7 @@ async def test_what_one_engine_refuses_another_is_asked_for(error: ContractError
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), NotFinite("a fault")])
-async def test_what_every_engine_refuses_is_refused_promptly_by_the_last(error: ContractError) -> None:
+async def test_request_rejected_by_every_engine_raises_promptly(error: ContractError) -> None:
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: error)
     with pytest.raises(type(error), match=f"^b: {error}$") as raised:
         await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask()), SOON_S)
@@ -129,7 +129,7 @@ async def test_what_every_engine_refuses_is_refused_promptly_by_the_last(error: 
     assert client.asked == [("a", 4), ("b", 4)]
 
 
-async def test_a_fault_without_a_name_is_a_refusal_only_when_it_has_come_three_times() -> None:
+async def test_unspecific_fault_counts_as_rejection_after_three_times() -> None:
     outcomes: list[Any] = [ContractError("a fault"), ContractError("a fault"), None]
     client = Script(a=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
@@ -139,14 +139,14 @@ async def test_a_fault_without_a_name_is_a_refusal_only_when_it_has_come_three_t
     assert len(client.asked) == 3
 
 
-async def test_after_a_refusal_an_engine_that_is_full_is_waited_for_and_the_other_not_asked_again() -> None:
+async def test_full_engine_is_awaited_and_a_rejecting_one_not_retried() -> None:
     outcomes: list[Any] = [Overloaded("full"), Overloaded("full"), None]
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a", "b"]).complete(ask())).url == "b"
     assert [url for url, _ in client.asked] == ["a", "b", "b", "b"]
 
 
-async def test_a_refusal_holds_once_no_other_engine_serves_but_not_while_none_does() -> None:
+async def test_rejection_is_final_once_no_other_engine_serves_but_not_while_none_does() -> None:
     pool = EnginePool(Script(a=lambda: InvalidRequest("too long"), b=lambda: Dirty("half received")), ["a", "b"])
     asked = asyncio.create_task(pool.complete(ask()))
     await asyncio.sleep(0.01)
@@ -158,8 +158,8 @@ async def test_a_refusal_holds_once_no_other_engine_serves_but_not_while_none_do
         await asyncio.wait_for(asked, SOON_S)
 
 
-async def test_a_prompt_too_long_for_one_engine_is_answered_by_one_with_room_for_it(tokenizer: ChatTokenizer) -> None:
-    """Real engines, one of a shorter context than the other's."""
+async def test_prompt_too_long_for_one_engine_is_answered_by_a_larger_one(tokenizer: ChatTokenizer) -> None:
+    """Uses real engines, one of a shorter context than the other's."""
 
     def built(context_length: int) -> BatchingEngine:
         model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=context_length)
@@ -169,34 +169,34 @@ async def test_a_prompt_too_long_for_one_engine_is_answered_by_one_with_room_for
     with in_thread(create_app(built(32), token=None)) as one, in_thread(create_app(built(64), token=None)) as other:
         async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
             pool = EnginePool(client, [one, other])
-            answers = await asyncio.gather(*(pool.complete(long) for _ in range(3)))  # at once, so that each is asked
+            answers = await asyncio.gather(*(pool.complete(long) for _ in range(3)))  # at once, so each engine gets one
             assert {answer.url for answer in answers} == {other}
             pool.update([one])
             with pytest.raises(InvalidRequest, match=f"^{one}: .*context of 32 tokens"):
                 await pool.complete(long)
 
 
-async def test_a_lone_engine_is_tried_again_when_its_suspicion_ends() -> None:
+async def test_single_engine_is_retried_after_its_suspicion() -> None:
     outcomes: list[ContractError | None] = [Overloaded("full"), Overloaded("full"), None]
     client = Script(a=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a"], suspect_s=0.01).complete(ask())).url == "a"
     assert outcomes == []
 
 
-async def test_the_deadline_names_engines_and_the_last_failure() -> None:
+async def test_deadline_error_names_engines_and_the_last_failure() -> None:
     pool = EnginePool(Script(a=lambda: Dirty("half received")), ["a"], deadline_s=0.15, suspect_s=0.02)
     with pytest.raises(DeadlineError, match=r"within 0\.15 s \(engines: a\); last: a: half received"):
         await pool.complete(ask())
 
 
-async def test_a_silent_engine_is_given_up_at_the_deadline() -> None:
+async def test_silent_engine_is_given_up_at_the_deadline() -> None:
     began = time.monotonic()
     with pytest.raises(DeadlineError, match="a had not answered after"):
         await EnginePool(Script(a=lambda: PATIENCE_S), ["a"], deadline_s=0.1).complete(ask())
     assert time.monotonic() - began < SOON_S
 
 
-async def test_an_engine_that_let_a_deadline_pass_is_suspect_and_one_that_was_taken_out_is_not() -> None:
+async def test_missed_deadline_makes_an_engine_suspect_unless_it_was_removed() -> None:
     client = Script(a=lambda: 30.0, b=lambda: None)
     pool = EnginePool(client, ["a", "b"], deadline_s=0.1, suspect_s=60.0)
     with pytest.raises(DeadlineError, match="a had not answered after"):
@@ -209,7 +209,7 @@ async def test_an_engine_that_let_a_deadline_pass_is_suspect_and_one_that_was_ta
     assert (await running).url == "b" and not pool._suspect_until
 
 
-async def test_a_prompt_without_finite_logits_is_asked_of_each_engine_once_and_makes_none_suspect() -> None:
+async def test_prompt_without_finite_logits_is_tried_once_per_engine_without_suspicion() -> None:
     client = Script(a=lambda: NotFinite("NaN"), b=lambda: NotFinite("NaN"))
     pool = EnginePool(client, ["a", "b"])
     with pytest.raises(NotFinite, match="b: NaN"):
@@ -217,7 +217,7 @@ async def test_a_prompt_without_finite_logits_is_asked_of_each_engine_once_and_m
     assert client.asked == [("a", 4), ("b", 4)] and not pool._suspect_until
 
 
-async def test_an_engine_that_joins_is_used_at_once() -> None:
+async def test_joining_engine_is_used_at_once() -> None:
     pool = EnginePool(Script(late=lambda: None), deadline_s=PATIENCE_S)
     waiting = asyncio.create_task(pool.complete(ask()))
     await asyncio.sleep(0.02)
@@ -225,7 +225,7 @@ async def test_an_engine_that_joins_is_used_at_once() -> None:
     assert (await waiting).url == "late"
 
 
-async def test_an_engine_that_leaves_while_it_works_is_not_missed() -> None:
+async def test_engine_that_leaves_during_work_is_replaced() -> None:
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: None), ["a"])
     running = asyncio.create_task(pool.complete(ask()))
@@ -235,7 +235,7 @@ async def test_an_engine_that_leaves_while_it_works_is_not_missed() -> None:
     assert (await running).url == "a" and pool.outstanding == {"b": 0}
 
 
-async def test_what_runs_at_an_engine_that_misses_a_poll_still_counts_when_it_is_back() -> None:
+async def test_requests_of_an_engine_that_misses_a_poll_still_count() -> None:
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: None), ["a"])
     old = asyncio.create_task(pool.complete(ask(n=8)))
@@ -248,7 +248,7 @@ async def test_what_runs_at_an_engine_that_misses_a_poll_still_counts_when_it_is
     assert (await old).url == "a" and pool.outstanding == {"a": 0, "b": 0}
 
 
-async def test_what_runs_at_an_engine_that_was_taken_out_is_handed_over_with_its_seed() -> None:
+async def test_requests_of_a_removed_engine_move_with_their_seed() -> None:
     client, begun = Script(a=lambda: 30.0, b=lambda: None), []
     pool = EnginePool(client, ["a"])
     running = asyncio.create_task(pool.complete(ask(), begun=lambda: begun.append(len(client.asked))))
@@ -260,7 +260,7 @@ async def test_what_runs_at_an_engine_that_was_taken_out_is_handed_over_with_its
     assert pool.outstanding == {"b": 0}
 
 
-async def test_a_request_that_is_handed_over_frees_its_places_at_the_engine() -> None:
+async def test_moved_request_frees_its_slots() -> None:
     slow = ScriptedEngine(step_s=0.5)
     with in_thread(create_app(slow, token=None)) as leaves, in_thread(application()) as stays:
         async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
@@ -274,10 +274,10 @@ async def test_a_request_that_is_handed_over_frees_its_places_at_the_engine() ->
                 await asyncio.sleep(0.005)
 
 
-async def test_a_killed_engine_costs_no_request() -> None:
-    """Real engines: one of two is killed with requests in flight, and every answer is that of an undisturbed engine."""
+async def test_killed_engine_loses_no_request() -> None:
+    """Kills one of two real engines with requests in flight; every answer equals that of an undisturbed engine."""
     requests = [ask(n=4, max_tokens=150, return_token_ids=True).model_copy(update={"seed": seed}) for seed in range(8)]
-    # So slow that none of its answers can be whole before it is killed.
+    # Slow enough that no answer is complete before the kill.
     slow = as_process("tests.fakes.scripted_engine", "none", "0.5")
     with in_thread(application()) as stays, slow as (dies, process):
         async with EngineClient() as client:
@@ -291,13 +291,13 @@ async def test_a_killed_engine_costs_no_request() -> None:
     assert {answer.url for answer in answers} == {stays}
 
 
-async def test_an_engine_that_restarted_and_serves_other_weights_is_no_answer() -> None:
+async def test_restarted_engine_with_initial_weights_is_rejected() -> None:
     pool = EnginePool(Script(a=lambda: None), ["a"], deadline_s=0.2, suspect_s=0.05, min_epoch=1)
     with pytest.raises(DeadlineError, match="it serves weights of epoch 0, not those of this run"):
         await pool.complete(ask())
 
 
-async def test_an_engine_that_is_named_answers_alone_and_is_left_to_those_who_name_it() -> None:
+async def test_named_engine_answers_alone_and_gets_no_other_requests() -> None:
     may_end = asyncio.Event()
     client = Script(a=lambda: may_end, b=lambda: 0.0)
     pool = EnginePool(client, ["a", "b"])
@@ -311,14 +311,14 @@ async def test_an_engine_that_is_named_answers_alone_and_is_left_to_those_who_na
     assert (await pool.complete(ask())).url == "a", "when nobody names it any more"
 
 
-async def test_what_a_named_engine_refuses_is_refused() -> None:
+async def test_rejection_by_a_named_engine_is_final() -> None:
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: None)
     with pytest.raises(InvalidRequest, match="a: too long"):
         await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask(), engine="a"), SOON_S)
     assert client.asked == [("a", 4)]
 
 
-async def test_a_named_engine_may_be_one_that_gets_no_other_work_but_not_one_that_is_gone() -> None:
+async def test_named_engine_may_be_finishing_but_not_gone() -> None:
     outcomes: list[Any] = [Overloaded("full"), None]
     pool = EnginePool(Script(a=lambda: outcomes.pop(0), b=lambda: None))
     waiting = asyncio.create_task(pool.complete(ask(), engine="a"))

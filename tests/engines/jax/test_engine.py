@@ -1,4 +1,4 @@
-"""The JAX engine against the torch engine on the same weights, call for call; its programs; its weights."""
+"""The JAX engine against the torch engine on the same weights, call by call; its programs; its weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.fakes.spoiled_token import refuses_alone, spoil, untied
 from tests.fakes.update_in_flight import samples_across_an_update
 from trainer_contract.types import Device
 
-#: Two lengths are compiled for, 128 and all of it.
+#: Compiled at two lengths: 128 and the full context.
 CONTEXT: Final = 160
 SLOTS: Final = 8
 COMPILED: Final[Counter[str]] = Counter()
@@ -52,13 +52,13 @@ jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: COM
 
 
 def _programs() -> int:
-    """How many programs this process has compiled."""
+    """Return the number of programs that this process has compiled."""
     return COMPILED["/jax/core/compile/backend_compile_duration"]
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose attention matters: its weights are larger than at initialisation."""
+    """A random model with larger weights than at initialisation, so that attention matters."""
     path = tmp_path_factory.mktemp("qwen3")
     tokenizer = char_tokenizer()
     shape = DecoderShape(
@@ -81,7 +81,7 @@ def options(model_path: Path) -> EngineOptions:
 
 @pytest.fixture(scope="module")
 def runner(options: EngineOptions) -> JaxRunner:
-    """Shared by the tests that do not change its weights; each places its rows anew."""
+    """A runner shared by the tests that do not change its weights; each places its own rows."""
     return jax_engine.load_runner(options)
 
 
@@ -105,7 +105,9 @@ Steps = list[tuple[list[int], list[float]]]
 
 
 def _script(runner: ModelRunner) -> Steps:
-    """Groups, a single token, greedy and truncated rows; then rows end, move, and a sibling and a long prompt join."""
+    """Run groups, a single token, greedy and truncated rows; then end and move rows, and add a sibling and a long
+    prompt.
+    """
     group, alone, single = _prompt(1, 9), _prompt(2, 30), _prompt(3, 1)
     runner.prefill([Prefill(group[:-1], [0, 1, 2]), Prefill(alone[:-1], [4])])
     runner.place([_state(0, group), _state(1, group, temperature=0.0), _state(2, group, temperature=0.6)])
@@ -126,24 +128,24 @@ def _agree(ours: Steps, theirs: Steps) -> None:
         assert logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_it_samples_what_the_torch_engine_samples(runner: JaxRunner, twin: ModelRunner) -> None:
-    """Across both lengths; greedy rows among them."""
+def test_samples_equal_those_of_the_torch_engine(runner: JaxRunner, twin: ModelRunner) -> None:
+    """Covers both lengths and greedy rows."""
     _agree(_script(runner), _script(twin))
 
 
-def test_the_cache_is_changed_where_it_lies(runner: JaxRunner) -> None:
-    """No call makes a second one: prompts, steps, moves and copies write into the same memory."""
+def test_cache_is_updated_in_place(runner: JaxRunner) -> None:
+    """No call allocates a second cache: prompts, steps, moves and copies write into the same memory."""
     lies = [slots.unsafe_buffer_pointer() for slots in runner._cache]
     _script(runner)
     assert [slots.unsafe_buffer_pointer() for slots in runner._cache] == lies
 
 
-def test_the_same_calls_give_the_same_bits(runner: JaxRunner) -> None:
+def test_same_calls_give_the_same_bits(runner: JaxRunner) -> None:
     assert _script(runner) == _script(runner)
 
 
 def test_many_prompts_of_all_lengths(runner: JaxRunner, twin: ModelRunner) -> None:
-    """More at once than run together, so that some are padded and some wait for the next pass."""
+    """More prompts than run together, so that some are padded and some wait for the next pass."""
     prompts = [_prompt(20 + row, length) for row, length in enumerate((2, 128, 129, 140, 64, 5, 90, 17))]
     steps: list[Steps] = []
     for each in (runner, twin):
@@ -153,7 +155,7 @@ def test_many_prompts_of_all_lengths(runner: JaxRunner, twin: ModelRunner) -> No
     _agree(*steps)
 
 
-def test_the_last_token_of_the_context(runner: JaxRunner, twin: ModelRunner) -> None:
+def test_last_token_of_the_context_is_sampled(runner: JaxRunner, twin: ModelRunner) -> None:
     prompt = _prompt(5, CONTEXT - 3)
     steps: list[Steps] = []
     for each in (runner, twin):
@@ -163,8 +165,8 @@ def test_the_last_token_of_the_context(runner: JaxRunner, twin: ModelRunner) -> 
     _agree(*steps)
 
 
-def test_after_the_start_nothing_is_compiled(runner: JaxRunner) -> None:
-    """Whatever lengths and numbers of rows come, and whatever weights; only truncation is compiled when it comes."""
+def test_nothing_is_compiled_after_the_start(runner: JaxRunner) -> None:
+    """Holds for all lengths, numbers of rows and weights; only truncation is compiled on first use."""
     random = rng.generator(0, "ragged")
     before = _programs()
     for _ in range(12):
@@ -179,7 +181,7 @@ def test_after_the_start_nothing_is_compiled(runner: JaxRunner) -> None:
     assert _programs() == before
 
 
-def test_heads_may_be_divided_over_devices(options: EngineOptions, twin: ModelRunner) -> None:
+def test_heads_can_be_divided_over_devices(options: EngineOptions, twin: ModelRunner) -> None:
     divided = jax_engine.assembled(replace(options, devices=2))
     prompt = _prompt(1, 9)
     steps: list[Steps] = []
@@ -190,7 +192,7 @@ def test_heads_may_be_divided_over_devices(options: EngineOptions, twin: ModelRu
     _agree(*steps)
 
 
-def test_programs_are_few_and_bounded() -> None:
+def test_number_of_programs_is_small_and_bounded() -> None:
     buckets = Buckets.of(rows=256, context=4096, prefill_tokens=1024)
     assert buckets.rows == (16, 32, 64, 128, 256)
     assert buckets.lengths == (128, 256, 512, 1024, 2048, 4096)
@@ -203,7 +205,7 @@ def test_programs_are_few_and_bounded() -> None:
 
 
 @pytest.mark.parametrize("changed_rows", [0, 1, 3])
-def test_changes_are_added_to_the_logits_of_their_rows(changed_rows: int) -> None:
+def test_logit_changes_apply_to_their_rows(changed_rows: int) -> None:
     changes = LogitChanges()
     for row in range(changed_rows):
         changes.place(row, LogitChange({0: 1.5, row: -2.0}, 0.5, 0.25), [4, 4])
@@ -216,7 +218,7 @@ def test_changes_are_added_to_the_logits_of_their_rows(changed_rows: int) -> Non
 
 
 @pytest.mark.parametrize("vocab", [50, 2100])
-def test_it_samples_as_the_plain_sampler_does(vocab: int) -> None:
+def test_sampler_agrees_with_the_plain_sampler(vocab: int) -> None:
     random = rng.generator(vocab, "jax sampling")
     rows = 64
     logits = np.float32(random.standard_normal((rows, vocab)) * 3)
@@ -258,8 +260,8 @@ def test_it_samples_as_the_plain_sampler_does(vocab: int) -> None:
     assert not jax.config.read("jax_enable_x64")
 
 
-def test_no_log_prob_is_above_zero_however_low_the_temperature() -> None:
-    """A temperature of 1e-5 makes logits of 1e5 and more, of which fp32 has only the hundredths."""
+def test_logprobs_stay_below_zero_at_low_temperatures() -> None:
+    """A temperature of 1e-5 makes logits of 1e5 and more, which fp32 resolves only to hundredths."""
     logits = rng.generator(1, "cold").standard_normal((64, 50)).astype(np.float32)
     logprobs = sample(
         jax.numpy.asarray(logits),
@@ -274,9 +276,7 @@ def test_no_log_prob_is_above_zero_however_low_the_temperature() -> None:
 
 @pytest.mark.parametrize("vocab", [50, 2100])
 @pytest.mark.parametrize("wrong", [{0: np.nan}, {3: np.inf}, {"all": np.nan}, {"all": -np.inf}])
-def test_a_row_without_a_distribution_is_told_of_and_the_others_are_sampled(
-    vocab: int, wrong: dict[Any, float]
-) -> None:
+def test_row_without_distribution_gets_nan_and_others_are_sampled(vocab: int, wrong: dict[Any, float]) -> None:
     random = rng.generator(vocab, "not finite")
     logits = np.float32(random.standard_normal((4, vocab)))
     spoiled = logits.copy()
@@ -304,7 +304,7 @@ def _bytes(model: torch.nn.Module) -> np.ndarray:
     return torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()]).numpy()
 
 
-def test_the_layout_is_the_torch_engines(runner: JaxRunner, twin: ModelRunner) -> None:
+def test_layout_equals_the_torch_engines(runner: JaxRunner, twin: ModelRunner) -> None:
     assert runner.layout == twin.layout
 
 
@@ -318,7 +318,7 @@ def test_half_precision_weights_arrive_bit_for_bit(model_path: Path) -> None:
             parameter.mul_(1.5)
     weights.staging()[:] = _bytes(other)
     weights.finish_staging()
-    weights.staging()[:] = 0  # the next one arrives: what is staged must not lie in this memory
+    weights.staging()[:] = 0  # the next update arrives: staged weights must not share this memory
     weights.swap()
     sent = dict(other.named_parameters())
     for entry in config.parameters:
@@ -345,20 +345,20 @@ async def gate_and_engine(
 
 
 @pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
-async def test_an_update_in_flight(
+async def test_update_in_flight(
     gate_and_engine: tuple[GatedRunner, BatchingEngine], model_path: Path, on_update: OnUpdate
 ) -> None:
-    """And nothing is compiled for it."""
+    """An update also compiles nothing."""
     before_any = _programs()
     await samples_across_an_update(*gate_and_engine, model_path, on_update, factor=1.2, tolerance=1e-4, as_bytes=_bytes)
     assert _programs() == before_any
 
 
 @pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.slow)])
-async def test_a_prompt_without_finite_logits_is_refused_alone(
+async def test_prompt_without_finite_logits_is_rejected_alone(
     options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
 ) -> None:
-    """And who comes next in its row finds nothing of it in the cache, whether or not there is another row."""
+    """The next request in its row finds a finite cache, whether or not there is another row."""
     untied(model_path, tmp_path)
     own_head = replace(options, model_path=tmp_path, slots=slots)
     engine = BatchingEngine(own_head, load=lambda: jax_engine.load_runner(own_head), tokenizer=endless)
@@ -371,7 +371,7 @@ async def test_a_prompt_without_finite_logits_is_refused_alone(
 # --- platforms and refusals ----------------------------------------------------------------------------------------
 
 
-def test_the_tpu_kernel_agrees_in_its_interpreter() -> None:
+def test_tpu_kernel_agrees_in_its_interpreter() -> None:
     random = rng.generator(0, "attention")
     query, key, value = (
         jax.numpy.asarray(random.standard_normal((1, 256, heads, 16)), jax.numpy.float32) for heads in (2, 1, 1)
@@ -383,7 +383,7 @@ def test_the_tpu_kernel_agrees_in_its_interpreter() -> None:
     assert PromptAttention.on("cpu", devices=1) is PromptAttention.PLAIN
 
 
-def test_what_it_cannot_serve_is_refused_in_one_sentence(options: EngineOptions, tmp_path: Path) -> None:
+def test_unsupported_models_give_a_clear_error(options: EngineOptions, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
         jax_engine.load_runner(replace(options, context_length=CONTEXT + 1))
     needed = 2 * 2 * SLOTS * CONTEXT * 2 * 8 * 4

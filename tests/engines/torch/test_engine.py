@@ -1,4 +1,4 @@
-"""The torch engine as a whole: settings, chat, groups, and an update in the middle of a generation."""
+"""The torch engine as a whole: settings, chat, groups, and an update during generation."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def gate_and_engine(
     await engine.close()
 
 
-async def test_an_engine_from_options_chats(model_path: Path) -> None:
+async def test_engine_from_options_chats(model_path: Path) -> None:
     engine = from_options(
         EngineOptions(
             model_path=model_path, model_id="m", slots=4, max_waiting=8, context_length=64, device=Device.CPU, threads=1
@@ -90,17 +90,17 @@ def _bytes(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
-async def test_an_update_in_flight(
+async def test_update_in_flight(
     gate_and_engine: tuple[GatedRunner, BatchingEngine], model_path: Path, on_update: OnUpdate
 ) -> None:
     await samples_across_an_update(*gate_and_engine, model_path, on_update, factor=1.5, tolerance=1e-5, as_bytes=_bytes)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-async def test_a_prompt_without_finite_logits_is_refused_alone(
+async def test_prompt_without_finite_logits_is_rejected_alone(
     options: EngineOptions, model_path: Path, endless: ChatTokenizer, tmp_path: Path, slots: int
 ) -> None:
-    """And who comes next in its row finds nothing of it in the cache, whether or not there is another row."""
+    """The next request in its row finds a finite cache, whether or not there is another row."""
     untied(model_path, tmp_path)
     own_head = replace(options, model_path=tmp_path, slots=slots)
     engine = BatchingEngine(own_head, load=lambda: load_runner(own_head), tokenizer=endless)
@@ -110,10 +110,10 @@ async def test_a_prompt_without_finite_logits_is_refused_alone(
     await engine.close()
 
 
-async def test_an_engine_whose_weights_were_not_finite_serves_the_next_ones(
+async def test_engine_recovers_from_non_finite_weights_with_the_next_update(
     options: EngineOptions, endless: ChatTokenizer
 ) -> None:
-    """They have spoiled the cache of every row."""
+    """Such weights corrupt the cache of every row."""
     few = replace(options, slots=2)
     engine = BatchingEngine(few, load=lambda: load_runner(few), tokenizer=endless)
     await engine.start()
@@ -131,7 +131,7 @@ async def test_an_engine_whose_weights_were_not_finite_serves_the_next_ones(
     await engine.close()
 
 
-def test_a_cache_beyond_its_budget_is_refused_with_what_it_needs(options: EngineOptions) -> None:
+def test_cache_beyond_its_budget_is_rejected_with_its_size(options: EngineOptions) -> None:
     needed = load_runner(options).cache_bytes
     assert needed == 2 * 2 * 8 * 2 * CONTEXT * 8 * 4
     load_runner(options, cache_bytes=needed)
@@ -139,14 +139,14 @@ def test_a_cache_beyond_its_budget_is_refused_with_what_it_needs(options: Engine
         load_runner(options, cache_bytes=needed - 1)
 
 
-def test_a_share_of_a_gpus_memory_bounds_nothing_on_a_cpu(options: EngineOptions) -> None:
-    """The launcher gives shares of the GPU that it sees, which a torch without CUDA does not use."""
+def test_gpu_memory_share_has_no_effect_on_cpu(options: EngineOptions) -> None:
+    """The launcher sets shares for GPUs that it sees, which a torch without CUDA does not use."""
     load_runner(replace(options, device=Device.CPU, memory_share=1e-9))
 
 
 @pytest.mark.gpu
-def test_the_cache_must_fit_the_share_of_the_gpus_memory(options: EngineOptions) -> None:
-    """And nothing of the process goes beyond it; the last line gives the memory back to the other tests."""
+def test_cache_must_fit_the_gpu_memory_share(options: EngineOptions) -> None:
+    """The process stays within its share; the last line restores the memory limit for other tests."""
     on_gpu = replace(options, device=Device.CUDA)
     load_runner(replace(on_gpu, memory_share=0.5))
     with pytest.raises(ModelError, match=r"bytes of cache, allowed are -?\d+; lower slots or context_length"):
@@ -154,6 +154,6 @@ def test_the_cache_must_fit_the_share_of_the_gpus_memory(options: EngineOptions)
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_context_beyond_the_models_is_refused(options: EngineOptions) -> None:
+def test_context_beyond_the_models_is_rejected(options: EngineOptions) -> None:
     with pytest.raises(ModelError, match=f"at most the {CONTEXT} positions"):
         load_runner(replace(options, context_length=CONTEXT + 1))

@@ -72,7 +72,7 @@ def test_logits_are_not_rounded_to_the_models_dtype(model_path: Path, forward: F
     torch.testing.assert_close(exact, rounded.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_the_straight_line_rounds_less_than_modules_do(model_path: Path) -> None:
+def test_module_free_forward_rounds_less_than_modules(model_path: Path) -> None:
     full = logits_after_prompt(runner(model_path, WeightDType.FLOAT32, HeadPrecision.MODEL, ForwardKind.MODULES))
     line, modules = (
         logits_after_prompt(runner(model_path, WeightDType.BFLOAT16, HeadPrecision.FP32, kind)) for kind in ForwardKind
@@ -80,7 +80,7 @@ def test_the_straight_line_rounds_less_than_modules_do(model_path: Path) -> None
     assert (line - full).abs().mean() < (modules - full).abs().mean()
 
 
-def test_a_swap_reaches_the_head() -> None:
+def test_swap_reaches_the_head() -> None:
     engine = runner(MODELS / "tiny_speller", WeightDType.BFLOAT16, HeadPrecision.FP32, ForwardKind.AUTO)
     engine.staging().zero_()
     engine.finish_staging()

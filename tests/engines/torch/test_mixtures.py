@@ -1,4 +1,4 @@
-"""The torch engine on mixtures of experts: it serves them, and tells which experts computed each token."""
+"""The torch engine on mixtures of experts: it serves them, and reports the experts of each token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.patience import PATIENCE_S
 from trainer_contract.types import Device
 
 PROMPT = [7, 8, 9, 10, 11]
-#: Checks of the kit that weights of experts, or their names, could fail.
+#: Checks of the conformance kit that depend on expert weights or their names.
 OF_EXPERTS = ["routed_experts_come_or_are_refused", "update_is_served"]
 
 
@@ -76,17 +76,15 @@ def told(routed: RoutedExperts | None) -> Any:
 
 
 def chosen_by(path: Path, token_ids: list[int]) -> Any:
-    """[tokens, layers, top_k] that transformers' own model chooses, in one forward."""
+    """Return the experts [tokens, layers, top_k] that transformers' own model chooses in one forward."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([token_ids]), output_router_logits=True).router_logits
     return torch.stack([each.topk(ROUTING.top_k, dim=-1).indices for each in logits], dim=1).numpy()
 
 
-async def test_the_experts_of_each_token_are_those_that_the_model_chooses(
-    engine: BatchingEngine, mixture: Path
-) -> None:
-    """Of more samples than there are rows, beside a request that wants to know nothing."""
+async def test_reported_experts_equal_the_models_choice(engine: BatchingEngine, mixture: Path) -> None:
+    """Runs more samples than there are rows, and another request that does not ask for routing."""
     quiet = engine.complete(asked(n=1, return_routed_experts=False))
     answer, silent = await engine.complete(asked(n=6)), await quiet
     assert silent.prompt_routed_experts is None and silent.choices[0].routed_experts is None
@@ -96,7 +94,7 @@ async def test_the_experts_of_each_token_are_those_that_the_model_chooses(
         np.testing.assert_array_equal(rows, chosen_by(mixture, tokens)[:-1])
 
 
-async def test_a_prompt_of_one_token_has_no_experts_before_its_first(engine: BatchingEngine, mixture: Path) -> None:
+async def test_single_token_prompt_has_no_prompt_experts(engine: BatchingEngine, mixture: Path) -> None:
     answer = await engine.complete(asked(prompt_token_ids=[7], n=1))
     assert told(answer.prompt_routed_experts).shape == (0, ROUTING.layers, ROUTING.top_k)
     (choice,) = answer.choices
@@ -104,7 +102,7 @@ async def test_a_prompt_of_one_token_has_no_experts_before_its_first(engine: Bat
 
 
 @pytest.mark.parametrize("interval_s", [0.0, 0.001])
-async def test_a_stream_tells_what_the_whole_answer_does(engine: BatchingEngine, interval_s: float) -> None:
+async def test_stream_reports_the_same_experts_as_the_whole_answer(engine: BatchingEngine, interval_s: float) -> None:
     whole = await engine.complete(asked())
     stream = engine.stream(asked(stream=True, stream_options=StreamOptions(interval_s=interval_s)))
     chunks = [chunk async for chunk in stream]
@@ -116,7 +114,7 @@ async def test_a_stream_tells_what_the_whole_answer_does(engine: BatchingEngine,
         )
 
 
-async def test_the_rest_of_an_answer_has_the_experts_of_its_new_tokens(engine: BatchingEngine) -> None:
+async def test_continued_answer_reports_experts_of_its_new_tokens(engine: BatchingEngine) -> None:
     whole = await engine.complete(asked(n=1))
     (choice,) = whole.choices
     prefix = AnswerPrefix(index=0, token_ids=(choice.token_ids or [])[:4])
@@ -125,10 +123,10 @@ async def test_the_rest_of_an_answer_has_the_experts_of_its_new_tokens(engine: B
     np.testing.assert_array_equal(told(rest.choices[0].routed_experts), told(choice.routed_experts)[4:])
 
 
-async def test_an_update_leaves_the_experts_of_what_was_sampled(
+async def test_update_keeps_the_experts_of_sampled_tokens(
     gate_and_engine: tuple[GatedRunner, BatchingEngine], mixture: Path
 ) -> None:
-    """Also where it computes the cache anew: log-probs are those of the old choice."""
+    """This includes recomputing the cache: log-probs are those of the old choice."""
     gate, engine = gate_and_engine
     running = asyncio.create_task(engine.complete(asked(n=1)))
     await asyncio.to_thread(gate.allow, 3)
@@ -138,7 +136,7 @@ async def test_an_update_leaves_the_experts_of_what_was_sampled(
             router.weight.neg_()  # now the least likely are chosen
     engine.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
     swapped = asyncio.create_task(engine.commit(version=1, epoch=0, digest="d", on_update=OnUpdate.RECOMPUTE_KV))
-    await asyncio.sleep(0)  # a turn, in which it is asked for
+    await asyncio.sleep(0)  # lets the commit be requested
     gate.open()
     await swapped
     answer: ChatCompletion = await running
@@ -153,7 +151,7 @@ async def test_an_update_leaves_the_experts_of_what_was_sampled(
     assert not np.array_equal(np.sort(rows[before:]), np.sort(old[before:]))
 
 
-async def test_an_engine_without_experts_says_so(tmp_path: Path) -> None:
+async def test_engine_without_experts_rejects_routing(tmp_path: Path) -> None:
     tokenizer = char_tokenizer()
     shape = DecoderShape(hidden=16, layers=1, heads=2, intermediate=16, vocab=len(tokenizer))
     random_decoder(shape).save_pretrained(tmp_path)
@@ -166,8 +164,8 @@ async def test_an_engine_without_experts_says_so(tmp_path: Path) -> None:
     await engine.close()
 
 
-def test_latent_attention_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    """DeepSeek's, whose routers the trainer could compute."""
+def test_latent_attention_is_rejected(tmp_path: Path) -> None:
+    """DeepSeek's attention, whose routers the trainer could compute."""
     config = DeepseekV3Config(
         vocab_size=16,
         hidden_size=16,
@@ -190,7 +188,7 @@ def test_latent_attention_is_refused_with_a_sentence(tmp_path: Path) -> None:
         load_runner(engine_options(model_path=tmp_path, device=Device.CPU, threads=1))
 
 
-def test_a_mixture_keeps_the_contract_over_http(options: EngineOptions) -> None:
+def test_mixture_passes_the_conformance_kit_over_http(options: EngineOptions) -> None:
     with in_thread(create_app(from_options(options), token=None)) as url:
         results = run(url, only=OF_EXPERTS, timeout_s=PATIENCE_S)
     assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}

@@ -1,4 +1,4 @@
-"""Linear layers in whole numbers against their slow twin, which multiplies the same rounded values as floats."""
+"""Integer linear layers against a slow reference, which multiplies the same rounded values as floats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUANTIZED = [WeightFormat.INT8, WeightFormat.INT4]
 
 
 def _save(path: Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
-    """A random model whose layers matter: its weights are larger than at initialisation."""
+    """Save a random model with larger weights than at initialisation, so that its layers matter."""
     model = random_decoder(SHAPE, seed=seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,14 +71,14 @@ def _start(runner: TorchRunner) -> None:
 
 
 def _sampled(runner: TorchRunner) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Tokens and log-probs [STEPS, rows] of fresh rows."""
+    """Return tokens and log-probs [STEPS, rows] of fresh rows."""
     _start(runner)
     steps = [runner.decode(len(PROMPTS)) for _ in range(STEPS)]
     return np.array([tokens for tokens, _ in steps]), np.array([logprobs for _, logprobs in steps])
 
 
 def _rescored(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Log-probs [STEPS, rows] of the same tokens by a transformers model, each row as one whole forward."""
+    """Return log-probs [STEPS, rows] of the same tokens by a transformers model, with one whole forward per row."""
     columns = []
     for prompt, sampled in zip(PROMPTS, tokens.T.tolist(), strict=True):
         with torch.no_grad():
@@ -88,13 +88,13 @@ def _rescored(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _rounded(x: Tensor, levels: int) -> Tensor:
-    """The slow twin of `quantize`: what is left of `x` after rounding, in float64."""
+    """Return the float64 value of `x` after rounding: the reference for `quantize`."""
     steps = x.double().abs().amax(-1, keepdim=True) / levels
     return (x.double() / steps).round() * steps
 
 
 def _rounding_model(path: Path, weights: WeightFormat) -> Any:
-    """The model as transformers has it, but every linear layer except the head multiplies rounded floats."""
+    """Return transformers' model, in which all linear layers but the head multiply rounded floats."""
     model: Any = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     levels = {WeightFormat.INT8: 127, WeightFormat.INT4: 7}[weights]
     for module in model.model.modules():
@@ -114,16 +114,16 @@ def _stage(runner: TorchRunner, path: Path) -> None:
     runner.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in sent.parameters()])
 
 
-def test_values_and_steps_by_hand() -> None:
+def test_values_and_steps_match_precomputed_ones() -> None:
     values, steps = quantize(torch.tensor([[1.0, -4.0, 2.0], [0.0, 0.0, 0.0], [0.5, 127.0, -63.4]]), 127)
-    assert values.tolist() == [[32, -127, 64], [0, 0, 0], [0, 127, -63]]  # half-way goes to the even one
+    assert values.tolist() == [[32, -127, 64], [0, 0, 0], [0, 127, -63]]  # ties round to even
     assert steps[0].item() == pytest.approx(4 / 127)
     assert (values[1] * steps[1]).tolist() == [0.0, 0.0, 0.0]
     assert quantize(torch.tensor([[1.0, -4.0, 1.5]]), 7)[0].tolist() == [[2, -7, 3]]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_a_number_does_not_become_one(bad: float) -> None:
+def test_non_finite_values_stay_non_finite(bad: float) -> None:
     layer = QuantizedLinear(*_layer(torch.eye(2)))
     y = layer(torch.tensor([[1.0, bad], [1.0, 2.0]]))
     assert not torch.isfinite(y[0]).any()
@@ -135,7 +135,7 @@ def _layer(weight: Tensor) -> tuple[Tensor, Tensor, None]:
     return values, step[:, 0], None
 
 
-def test_a_row_does_not_depend_on_what_else_is_in_the_batch() -> None:
+def test_row_does_not_depend_on_the_rest_of_the_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     layer = QuantizedLinear(*_layer(torch.randn(48, 32, generator=generator)))
     x = torch.randn(5, 7, 32, generator=generator)
@@ -146,11 +146,11 @@ def test_a_row_does_not_depend_on_what_else_is_in_the_batch() -> None:
 
 
 @pytest.mark.parametrize("weights", QUANTIZED)
-def test_decoding_is_that_of_the_rounded_model(path: Path, weights: WeightFormat) -> None:
+def test_decoding_equals_the_rounded_model(path: Path, weights: WeightFormat) -> None:
     """The log-probs are the quantised model's own, and not the float32 one's.
 
-    An activation that lies half-way between two values may fall to either side in the twin: then log-probs differ by
-    a part of what quantising changes, in few places.
+    An activation half-way between two values may round either way in the reference: then log-probs differ in few
+    places, by a fraction of the effect of quantisation.
     """
     tokens, logprobs = _sampled(_runner(path, weights))
     native = _rescored(hf.AutoModelForCausalLM.from_pretrained(path), tokens)
@@ -177,8 +177,8 @@ def test_half_precision_stays_near_full_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", QUANTIZED)
-def test_an_update_serves_what_loading_it_would(path: Path, other: Path, weights: WeightFormat) -> None:
-    """Bit for bit, there and back; until the swap nothing of it is seen."""
+def test_update_equals_loading_the_new_model(path: Path, other: Path, weights: WeightFormat) -> None:
+    """The weights are equal bit for bit, there and back, and unchanged until the swap."""
     runner = _runner(path, weights)
     before, after = _sampled(_runner(path, weights)), _sampled(_runner(other, weights))
     assert not np.array_equal(before[1], after[1])
@@ -192,13 +192,13 @@ def test_an_update_serves_what_loading_it_would(path: Path, other: Path, weights
         assert np.array_equal(logprobs, then[1])
 
 
-def test_the_wire_carries_the_models_own_layout(path: Path) -> None:
+def test_received_layout_is_the_models_own(path: Path) -> None:
     native, quantized = _runner(path, WeightFormat.NATIVE), _runner(path, WeightFormat.INT8)
     assert quantized.layout == native.layout
     assert quantized.staging().shape == native.staging().shape == (native.layout.num_bytes,)
 
 
-def test_a_swap_moves_no_bytes(path: Path, other: Path) -> None:
+def test_swap_moves_no_bytes(path: Path, other: Path) -> None:
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     runner = TorchRunner(model, engine_options(slots=1, context_length=8, weights=WeightFormat.INT8))
     _stage(runner, other)
@@ -213,7 +213,7 @@ def test_a_swap_moves_no_bytes(path: Path, other: Path) -> None:
     assert [parameter.data_ptr() for parameter in model.parameters()] == served
 
 
-def test_what_serves_is_a_quarter_but_for_embeddings_and_norms(path: Path) -> None:
+def test_served_weights_are_a_quarter_except_embeddings_and_norms(path: Path) -> None:
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape[0] != VOCAB)
     rest = sum(parameter.numel() for parameter in model.parameters()) - linears
@@ -223,14 +223,14 @@ def test_what_serves_is_a_quarter_but_for_embeddings_and_norms(path: Path) -> No
     assert served == linears + 4 * (rest + scales)
 
 
-def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+def test_model_without_linear_layers_is_rejected(tmp_path: Path) -> None:
     config = hf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=CONTEXT)
     hf.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"no torch\.nn\.Linear besides its head"):
         _runner(tmp_path, WeightFormat.INT8)
 
 
-def test_linear_layers_that_share_weights_are_refused(path: Path) -> None:
+def test_linear_layers_with_shared_weights_are_rejected(path: Path) -> None:
     model: Any = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight share their weights"):

@@ -1,6 +1,6 @@
-"""Which rows a prompt goes on from: always tokens that this row has, never more than all but the last.
+"""A prompt continues only from tokens that a row has, and never from all of its tokens.
 
-Rows count as alike exactly while they hold the same, as far as anybody was told.
+Rows count as duplicates exactly while they hold the same tokens, by the recorded events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROWS = 8
 COMMON = list(range(STEP * 2 + 3))
 
 
-def test_one_goes_ahead_of_those_that_begin_alike() -> None:
+def test_one_of_several_alike_prompts_goes_first() -> None:
     beginnings = RowBeginnings(4)
     waiting = [Prefill([*COMMON, 200 + row], [row]) for row in range(3)]
     first = beginnings.next_of(waiting)
@@ -24,14 +24,14 @@ def test_one_goes_ahead_of_those_that_begin_alike() -> None:
     assert (rest.start, rest.sources, len(rest.prefills), waiting) == (2 * STEP, [0, 0], 2, [])
 
 
-def test_of_a_prompt_that_a_row_has_whole_the_last_token_is_computed() -> None:
+def test_last_token_of_a_fully_cached_prompt_is_computed() -> None:
     beginnings = RowBeginnings(2)
     beginnings.note([1], COMMON[: 2 * STEP])
     assert beginnings.next_of([Prefill(COMMON[: 2 * STEP], [0])]).start == STEP
 
 
-def test_whatever_happens_to_rows_what_is_found_is_there() -> None:
-    """Rows are filled, copied, moved and forgotten at random, beside what they hold written down."""
+def test_found_beginnings_are_correct_after_random_events() -> None:
+    """Fills, copies, moves and forgets rows at random, next to a plain record of their tokens."""
     random = np.random.default_rng(0)
     beginnings, held = RowBeginnings(6), [[] for _ in range(6)]
     stems = [random.integers(0, 9, 3 * STEP).tolist() for _ in range(3)]
@@ -59,7 +59,7 @@ def test_whatever_happens_to_rows_what_is_found_is_there() -> None:
                     held[prefill.rows[0]] = prefill.token_ids
 
 
-def test_too_few_that_are_alike_are_none() -> None:
+def test_too_few_duplicates_are_ignored() -> None:
     alike = AlikeRows(ROWS)
     alike.begin(range(2))
     assert alike.step(np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)) is not None
@@ -68,7 +68,7 @@ def test_too_few_that_are_alike_are_none() -> None:
     assert alike.step(np.zeros(2 * ROWS, np.int64), np.zeros(2 * ROWS, np.int64)) is None
 
 
-def test_one_stands_for_those_that_hold_the_same() -> None:
+def test_one_row_represents_its_duplicates() -> None:
     alike = AlikeRows(ROWS)
     alike.begin([1, 3, 5])
     alike.begin([0, 2])
@@ -85,8 +85,8 @@ def test_one_stands_for_those_that_hold_the_same() -> None:
     assert [found.first[of] for of in found.of_row] == [0, 1, 0, 3, 4, 1], "who has parted stays apart"
 
 
-def test_whatever_happens_to_rows_those_that_are_alike_hold_the_same() -> None:
-    """Rows begin, step, end, move and take their neighbours' places at random, beside what they hold written down."""
+def test_duplicates_are_correct_after_random_events() -> None:
+    """Rows begin, step, end, move and replace others at random, next to a plain record of their tokens."""
     random = np.random.default_rng(0)
     alike, held, count = AlikeRows(ROWS), [()] * ROWS, 0
     merged = 0
@@ -95,7 +95,7 @@ def test_whatever_happens_to_rows_those_that_are_alike_hold_the_same() -> None:
         if kind == 0 and count < ROWS:
             rows = list(range(count, min(ROWS, count + int(random.integers(1, 5)))))
             alike.begin(rows)
-            beginning = (f"prompt {random.integers(0, 3)}",)  # equal prompts that came apart may count as different
+            beginning = (f"prompt {random.integers(0, 3)}",)  # equal prompts that diverged may count as different
             for row in rows:
                 held[row] = beginning
             count += len(rows)

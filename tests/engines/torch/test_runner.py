@@ -1,6 +1,7 @@
-"""Cached, batched decoding against its slow twin: the same model, unmodified, run over the whole sequence again.
+"""Cached, batched decoding against a slow reference: the same unmodified model, run over the whole sequence each time.
 
-Every architecture below goes through transformers' own modules, and those that fit also through the straight line.
+Every architecture below runs through transformers' own modules, and supported ones also through the module-free
+forward.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ STRAIGHT = {"qwen2_tied", "qwen2_untied", "qwen2_window", "qwen3", "llama", "lla
 
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random models whose attention matters: their weights are larger than at initialisation."""
+    """Random models with larger weights than at initialisation, so that attention matters."""
     root = tmp_path_factory.mktemp("models")
     for index, (name, build) in enumerate(ARCHITECTURES.items()):
         with torch.random.fork_rng(devices=[]):
@@ -84,7 +85,7 @@ def _runner(path: Path, forward: ForwardKind = ForwardKind.AUTO) -> TorchRunner:
 
 @dataclass
 class Row:
-    """What a test knows of a row."""
+    """A row's expected state."""
 
     prompt: list[int]
     temperature: float = 1.0
@@ -119,7 +120,7 @@ def _inverse_cdf(logp: torch.Tensor, noise_key: int, position: int) -> int:
 
 
 def _reference(model: hf.PreTrainedModel, row: Row) -> tuple[list[int], list[float]]:
-    """Sample the row again, one whole forward per token."""
+    """Sample the row again, with one whole forward per token."""
     tokens, logprobs = list(row.prompt), []
     for position in range(len(row.token_ids)):
         with torch.no_grad():
@@ -132,7 +133,7 @@ def _reference(model: hf.PreTrainedModel, row: Row) -> tuple[list[int], list[flo
 
 
 def _agree(path: Path, rows: Sequence[Row]) -> None:
-    """Every token is the reference's, and every log-prob within 1e-5 of it."""
+    """Assert that every token equals the reference's, and every log-prob within 1e-5."""
     model = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     for row in rows:
         token_ids, logprobs = _reference(model, row)
@@ -159,14 +160,14 @@ def test_batched_decoding_equals_full_recomputation(
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_straight_line_is_taken_where_it_fits(directories: dict[str, Path], name: str) -> None:
+def test_module_free_forward_is_used_where_it_fits(directories: dict[str, Path], name: str) -> None:
     model = load_for_decoding(directories[name], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     chosen = {kind: type(forward_of(model, kind, context_length=8)) for kind in ForwardKind}
     expected = LlamaForward if name in STRAIGHT else ModuleForward
     assert chosen == {ForwardKind.AUTO: expected, ForwardKind.MODULES: ModuleForward}
 
 
-def test_rotary_embeddings_that_depend_on_the_length_are_left_to_the_modules() -> None:
+def test_length_dependent_rotary_embeddings_use_the_modules() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     assert not LlamaForward.fits(hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, rope_parameters=rope)))
 
@@ -180,7 +181,7 @@ def test_parameters_are_those_a_trainer_sends(directories: dict[str, Path], name
     assert any("lm_head" in spec.name for spec in layout.parameters) == (name not in TIED)
 
 
-def test_a_group_shares_its_prefill(directories: dict[str, Path]) -> None:
+def test_group_shares_its_prefill(directories: dict[str, Path]) -> None:
     path = directories["qwen2_tied"]
     runner = _runner(path)
     groups = [_prompt(1, 9), _prompt(2, 5)]
@@ -192,7 +193,7 @@ def test_a_group_shares_its_prefill(directories: dict[str, Path]) -> None:
 
 
 def _computed(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[int, ...]]:
-    """Of each forward of a prefill: prompts, and tokens of each."""
+    """Return the number of prompts and the tokens of each, for every forward of a prefill."""
     forward, shapes = runner._forward, []
 
     class Counting:
@@ -210,10 +211,12 @@ def _computed(runner: TorchRunner, prefills: Sequence[Prefill]) -> list[tuple[in
 
 @pytest.mark.parametrize("forward", ForwardKind)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_prompt_goes_on_from_where_another_began_alike(
+def test_prompt_reuses_the_cache_of_a_shared_beginning(
     directories: dict[str, Path], name: str, forward: ForwardKind
 ) -> None:
-    """70 tokens in common: the first of them is computed whole, the others from the 64th token on, in one forward."""
+    """With 70 tokens in common, the first prompt is computed whole, the others from the 64th token on, in one
+    forward.
+    """
     runner, common = _runner(directories[name], forward), _prompt(0, 70)
     rows = [Row(common + _prompt(i, 3 + i), noise_key=i) for i in range(1, 5)]
     rows += [Row(_prompt(9, 12), noise_key=9)]
@@ -223,7 +226,7 @@ def test_a_prompt_goes_on_from_where_another_began_alike(
     _decode(runner, rows, 4)
     _agree(directories[name], rows)
 
-    late = Row(common + _prompt(7, 2), noise_key=7)  # a row that still decodes began so; a row that was moved, too
+    late = Row(common + _prompt(7, 2), noise_key=7)  # a decoding row has this beginning, and so does a moved one
     runner.move([4], [1])
     assert _computed(runner, [Prefill(late.prompt[:-1], [4, 5])]) == [(1, 7)]
     runner.place([late.state(4)])
@@ -232,7 +235,7 @@ def test_a_prompt_goes_on_from_where_another_began_alike(
     _agree(directories[name], kept)
 
 
-def test_other_weights_have_computed_nothing(directories: dict[str, Path]) -> None:
+def test_cache_of_other_weights_is_not_reused(directories: dict[str, Path]) -> None:
     runner, prompt = _runner(directories["llama"]), _prompt(0, 70)
     assert _computed(runner, [Prefill(prompt, [0])]) == [(1, 70)]
     assert _computed(runner, [Prefill(prompt, [1])]) == [(1, 6)]
@@ -242,10 +245,10 @@ def test_other_weights_have_computed_nothing(directories: dict[str, Path]) -> No
 
 @pytest.mark.parametrize("forward", ForwardKind)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_rows_that_are_alike_are_computed_once_until_they_part(
+def test_duplicate_rows_are_computed_once_until_they_diverge(
     directories: dict[str, Path], name: str, forward: ForwardKind
 ) -> None:
-    """Two groups, one of an empty prompt, at temperatures that keep them together for a while; others beside."""
+    """Two groups, one of an empty prompt, at temperatures that keep them equal for a while, among other rows."""
     runner = _runner(directories[name], forward)
     one, other = _prompt(1, 9), _prompt(2, 1)
     rows = [Row(one, 0.0)] + [Row(one, 0.3, noise_key=i) for i in range(3)]
@@ -268,7 +271,7 @@ def test_rows_that_are_alike_are_computed_once_until_they_part(
 
 
 def _fed(runner: TorchRunner) -> list[int]:
-    """How many rows the model is fed at each step from now on."""
+    """Record the number of rows that the model is fed at each step from now on."""
     forward, counts = runner._forward, []
 
     class Counting:
@@ -294,7 +297,7 @@ def test_prefills_may_name_rows_in_any_order_and_leave_gaps(directories: dict[st
 
 
 def test_rows_join_leave_and_move(directories: dict[str, Path]) -> None:
-    """Rows of unequal length come and go, across a growth of the cache, and each goes on as if it were alone."""
+    """Rows of unequal length come and go, across a growth of the cache, and each decodes as if it were alone."""
     path = directories["qwen3"]
     runner = _runner(path)
     first = [Row(_prompt(i, 2 + 5 * i), noise_key=i) for i in range(5)]
@@ -311,8 +314,8 @@ def test_rows_join_leave_and_move(directories: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap"])
-def test_a_few_long_rows_among_many_short_ones(directories: dict[str, Path], name: str) -> None:
-    """The long rows are attended to apart; the plan is looked at, so that the test keeps testing it."""
+def test_few_long_rows_among_many_short_ones(directories: dict[str, Path], name: str) -> None:
+    """Long rows are attended to separately; the test checks that the plan still splits them."""
     path = directories[name]
     runner = _runner(path)
     rows = [Row(_prompt(i, 88 if i == 2 else 3), noise_key=i) for i in range(8)]
@@ -324,7 +327,7 @@ def test_a_few_long_rows_among_many_short_ones(directories: dict[str, Path], nam
     _agree(path, rows)
 
 
-def test_a_late_sibling_takes_the_prompt_from_a_running_row(directories: dict[str, Path]) -> None:
+def test_late_sibling_takes_prompt_from_a_running_row(directories: dict[str, Path]) -> None:
     path = directories["qwen2_tied"]
     runner = _runner(path)
     rows = [Row(_prompt(1, 9), noise_key=1)]
@@ -338,7 +341,7 @@ def test_a_late_sibling_takes_the_prompt_from_a_running_row(directories: dict[st
     _agree(path, rows)
 
 
-def test_alone_and_in_a_crowd_the_tokens_are_the_same(directories: dict[str, Path]) -> None:
+def test_tokens_are_independent_of_the_batch(directories: dict[str, Path]) -> None:
     alone, crowd = [Row(_prompt(3, 6), noise_key=5)], [Row(_prompt(i, 2 + i), noise_key=i) for i in range(7)]
     runner = _runner(directories["llama"])
     _start(runner, alone)
@@ -351,7 +354,7 @@ def test_alone_and_in_a_crowd_the_tokens_are_the_same(directories: dict[str, Pat
 
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen2_untied", "gpt2"])
 def test_swapped_weights_serve_and_recomputation_rebuilds_the_cache(directories: dict[str, Path], name: str) -> None:
-    """After a swap and a fresh prefill nothing of the old weights is left; without the prefill the old cache is."""
+    """After a swap and a new prefill, no trace of the old weights is left; without the prefill, the old cache is."""
     runner = _runner(directories[name])
     row = Row(_prompt(3, 6), noise_key=5)
     _start(runner, [row])
@@ -380,7 +383,7 @@ def test_swapped_weights_serve_and_recomputation_rebuilds_the_cache(directories:
     assert after["kept"].logprobs != pytest.approx(logprobs, abs=1e-3)
 
 
-def test_a_swap_moves_no_bytes_and_a_second_one_restores(directories: dict[str, Path]) -> None:
+def test_swap_moves_no_bytes_and_a_second_swap_restores(directories: dict[str, Path]) -> None:
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     runner = TorchRunner(model, engine_options(slots=1, context_length=8))
     parameters = list(model.parameters())
@@ -395,7 +398,7 @@ def test_a_swap_moves_no_bytes_and_a_second_one_restores(directories: dict[str, 
 
 
 def test_mixed_dtypes_are_served_from_one_buffer(directories: dict[str, Path]) -> None:
-    """A half-precision parameter of odd size leaves the next one off its boundary."""
+    """A half-precision parameter of odd size misaligns the next one."""
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     model.model.layers[0].input_layernorm.weight.data = torch.ones(31, dtype=torch.bfloat16)
     expected = [parameter.detach().clone() for parameter in model.parameters()]
@@ -425,7 +428,7 @@ def test_half_precision_stays_near_the_reference(
         assert row.logprobs == pytest.approx(expected, abs=0.15)
 
 
-def test_architectures_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_architectures_are_rejected_by_name(tmp_path: Path) -> None:
     falcon = hf.FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     hf.FalconForCausalLM(falcon).save_pretrained(tmp_path / "falcon")
     with pytest.raises(ModelError, match="Falcon"):

@@ -50,7 +50,7 @@ def _both(
 
 @pytest.mark.parametrize("vocab", [2, 50, 1024, 1025, 5000])
 @pytest.mark.parametrize("kind", ["plain", "warm", "greedy", "top_k", "top_p", "both", "mixed"])
-def test_it_agrees_with_the_plain_sampler(vocab: int, kind: str) -> None:
+def test_sampler_agrees_with_the_plain_sampler(vocab: int, kind: str) -> None:
     random = rng.generator(vocab, kind)
     rows = 64
     logits = np.float32(random.standard_normal((rows, vocab)) * 3).astype(np.float64)
@@ -87,7 +87,7 @@ def test_min_p_agrees_with_the_plain_sampler(vocab: int) -> None:
     assert ours[1] == pytest.approx(plain[1], abs=2e-5)
 
 
-def test_top_tokens_are_those_of_the_distribution_sampled_from() -> None:
+def test_top_tokens_come_from_the_distribution_sampled_from() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 0.0, 4.0]])
     drawn = sample(
         logits,
@@ -104,7 +104,7 @@ def test_top_tokens_are_those_of_the_distribution_sampled_from() -> None:
     assert drawn.logprobs.tolist() == [drawn.top_logprobs[0, 1].item(), drawn.top_logprobs[1, 0].item()]
 
 
-def test_changes_are_added_once_to_each_logit() -> None:
+def test_logit_changes_apply_once() -> None:
     changes = LogitChanges()
     changes.place(1, LogitChange({2: 10.0, 0: -1.0}, 0.5, 0.25), [0, 0, 3])
     changed = add_to_logits(torch.zeros(2, 4, dtype=torch.bfloat16), changes)
@@ -112,8 +112,10 @@ def test_changes_are_added_once_to_each_logit() -> None:
 
 
 @pytest.mark.parametrize("vocab", [8, 3000])
-def test_noise_at_the_edges_stays_within_the_likely_tokens(vocab: int) -> None:
-    """Noise 0 gives the first and noise next to 1 the last token that has a probability, also in a large vocabulary."""
+def test_extreme_noise_stays_within_the_possible_tokens(vocab: int) -> None:
+    """Noise 0 gives the first token of non-zero probability and noise next to 1 the last, also in a large
+    vocabulary.
+    """
     logits = torch.full((2, vocab), -torch.inf)
     logits[:, 3] = logits[:, vocab - 2] = 0.0
     token_ids, logprobs, _, _ = sample(
@@ -128,7 +130,7 @@ def test_noise_at_the_edges_stays_within_the_likely_tokens(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", [6, 2100])
-def test_frequencies_are_the_probabilities(vocab: int) -> None:
+def test_frequencies_match_the_probabilities(vocab: int) -> None:
     draws = 4_000
     logits = torch.full((1, vocab), -20.0)
     likely = [0, vocab // 2, vocab - 1]
@@ -146,7 +148,7 @@ def test_frequencies_are_the_probabilities(vocab: int) -> None:
         assert chosen.float().mean().item() == pytest.approx(logprobs[chosen][0].exp().item(), abs=2e-3)
 
 
-def test_rows_do_not_touch_one_another() -> None:
+def test_rows_do_not_affect_one_another() -> None:
     random = rng.generator(0, "rows")
     logits = torch.from_numpy(random.standard_normal((5, 40))).float()
     noise = torch.from_numpy(random.random(5))
@@ -164,7 +166,7 @@ def test_rows_do_not_touch_one_another() -> None:
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.9)]
 )
-def test_a_row_without_a_distribution_is_told_of_and_the_others_are_sampled(
+def test_row_without_distribution_gets_nan_and_others_are_sampled(
     vocab: int, wrong: dict[Any, float], temperature: float, top_k: int, top_p: float
 ) -> None:
     random = rng.generator(vocab, "not finite")

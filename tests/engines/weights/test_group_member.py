@@ -1,4 +1,4 @@
-"""A membership that another replaces is left, and nobody waits for the end of that: neither the loop nor the join."""
+"""Leaving a replaced membership blocks neither the event loop nor the join."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.patience import PATIENCE_S, SOON_S
 
 
 class Endpoint:
-    """Takes as long to leave as it is told to, as gloo's threads do that look every 10 ms whether they are to end."""
+    """An endpoint that takes a given time to leave, like gloo's threads, which poll every 10 ms."""
 
     def __init__(self) -> None:
         self.may_leave, self.left = threading.Event(), threading.Event()
@@ -28,7 +28,7 @@ class Endpoint:
 
 
 class Endpoints:
-    """Joins at once."""
+    """A factory whose joins succeed at once."""
 
     def __init__(self) -> None:
         self.made: list[Endpoint] = []
@@ -57,7 +57,7 @@ def joining(generation: int) -> InitProcessGroupRequest:
     )
 
 
-async def test_a_join_does_not_wait_until_the_membership_before_has_been_left() -> None:
+async def test_join_does_not_wait_for_the_previous_membership_to_end() -> None:
     endpoints = Endpoints()
     member = GroupMember(endpoints)
     await member.join(joining(1))

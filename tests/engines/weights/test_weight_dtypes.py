@@ -1,4 +1,4 @@
-"""Weights that travel in another dtype than the engine keeps: taken and converted, or refused before any collective."""
+"""Weights sent in another dtype than the engine's are converted, or rejected before any collective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S
 
 
 def wire_of(dtype: DType) -> WeightLayout:
-    """The target's parameters as they travel in `dtype`."""
+    """Return the layout of the target's parameters when sent in `dtype`."""
     return WeightLayout(parameters=tuple(row.model_copy(update={"dtype": dtype}) for row in LAYOUT.parameters))
 
 
@@ -31,7 +31,7 @@ def digest_of(data: torch.Tensor) -> str:
 
 
 async def update(setting: Setting, wire: WeightLayout, data: torch.Tensor, version: int, **named: Any) -> UpdateStatus:
-    """A whole update; `named` says how PREPARE names the layout."""
+    """Run a whole update; `named` selects how PREPARE names the layout."""
     await setting.phase(UpdatePhase.PREPARE, version, **(named or {"layout": wire}))
     trainer = setting.trainer
     assert trainer is not None
@@ -42,7 +42,7 @@ async def update(setting: Setting, wire: WeightLayout, data: torch.Tensor, versi
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
-async def test_half_precision_is_served_in_float32_under_the_digest_of_what_travelled(dtype: DType) -> None:
+async def test_half_precision_is_served_in_float32_with_the_digest_of_the_sent_bytes(dtype: DType) -> None:
     setting, wire = Setting(), wire_of(dtype)
     await setting.join()
     values = torch.linspace(-3, 3, 32).to(getattr(torch, dtype.value))
@@ -53,7 +53,7 @@ async def test_half_precision_is_served_in_float32_under_the_digest_of_what_trav
     assert setting.target.finished == [setting.target.current.tobytes()], "what is finished is converted already"
 
 
-async def test_the_id_of_what_travels_is_enough_the_second_time_and_the_engines_own_stays_known() -> None:
+async def test_layout_id_suffices_after_the_first_update_and_the_engines_own_stays_known() -> None:
     setting, wire = Setting(), wire_of(DType.BFLOAT16)
     await setting.join()
     data = torch.ones(32, dtype=torch.bfloat16).view(torch.uint8)
@@ -66,7 +66,7 @@ async def test_the_id_of_what_travels_is_enough_the_second_time_and_the_engines_
         await setting.phase(UpdatePhase.PREPARE, 4, layout=None, layout_id=wire_of(DType.FLOAT16).layout_id)
 
 
-async def test_what_is_not_converted_is_refused_for_good_and_says_what_would_be_taken() -> None:
+async def test_unsupported_dtypes_are_rejected_with_the_supported_ones() -> None:
     setting = Setting()
     await setting.join()
     sentence = r"'first' must have dtype float32 or bfloat16 or float16, got float64"
@@ -76,7 +76,7 @@ async def test_what_is_not_converted_is_refused_for_good_and_says_what_would_be_
     assert NotPrepared("x").persistence is Persistence.TRANSIENT
 
 
-async def test_an_overflow_leaves_the_old_weights_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_overflow_keeps_the_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting()
     half = wire_of(DType.FLOAT16)
     monkeypatch.setattr(type(setting.target), "layout", property(lambda _: half))
@@ -88,7 +88,7 @@ async def test_an_overflow_leaves_the_old_weights_serving(monkeypatch: pytest.Mo
     assert setting.target.serving() == (0, 0)
 
 
-def test_a_worker_is_sent_other_dtypes_through_memory_that_it_maps_and_that_costs_nothing_before() -> None:
+def test_worker_receives_other_dtypes_through_shared_memory_reserved_on_demand() -> None:
     endpoints, shared = WorkerEndpointFactory(frozenset([Backend.GLOO])), SharedBytes(100, further=2**40)
     with shared:
         mapped = attach(shared.path, 100 + 64)

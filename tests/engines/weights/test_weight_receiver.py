@@ -1,4 +1,4 @@
-"""What the kit cannot see from outside: deadlines, the dirty state, and the order of memberships."""
+"""Behaviour that the conformance kit cannot observe: deadlines, the dirty state, and the order of memberships."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ BYTES = np.arange(LAYOUT.num_bytes, dtype=np.uint8)
 
 
 class Target:
-    """Two buffers and a swap, whose next commit can be told to fail or to take its time."""
+    """Two buffers and a swap, whose next commit can be made to fail or to wait."""
 
     def __init__(self) -> None:
         self.current = np.zeros(LAYOUT.num_bytes, np.uint8)
@@ -115,7 +115,7 @@ class Setting:
         self.trainer = await self.met(generation, self.receiver.init_process_group(self.joining(generation)))
 
     async def met(self, generation: int, joined: Awaitable[Any], *, timeout_s: float = PATIENCE_S) -> Collective:
-        """Rank 0 of a group, once rank 1 has `joined`."""
+        """Return rank 0 of a group, once rank 1 has `joined`."""
         own = in_background(
             "rank-0",
             lambda: Collective.join(
@@ -141,7 +141,7 @@ class Setting:
         return (await self.receiver.request_weight_update(request)).status
 
     async def has_come(self, num_bytes: int) -> None:
-        """Wait until the thread that receives has counted so many bytes."""
+        """Wait until the receiving thread has counted `num_bytes`."""
         update = self.receiver._update
         assert update is not None
         async with asyncio.timeout(PATIENCE_S):
@@ -169,8 +169,8 @@ async def setting() -> Setting:
     return Setting()
 
 
-async def test_a_group_between_gpus_is_refused_before_it_forms(setting: Setting) -> None:
-    """Nobody else has come to the rendezvous: an engine that tried to join would wait there until its deadline."""
+async def test_gpu_group_is_rejected_before_it_forms(setting: Setting) -> None:
+    """No other rank joins: an engine that tried to join would wait until its deadline."""
     began = time.monotonic()
     with pytest.raises(InvalidRequest, match=r"backend must be gloo for this engine.*got nccl") as error:
         await setting.receiver.init_process_group(
@@ -180,8 +180,8 @@ async def test_a_group_between_gpus_is_refused_before_it_forms(setting: Setting)
     await setting.join()
 
 
-async def test_a_broadcast_may_take_longer_than_its_timeout_as_long_as_it_goes_on(setting: Setting) -> None:
-    """The timeout bounds the silence, so that it can be short however large the model is."""
+async def test_broadcast_may_exceed_its_timeout_while_it_progresses(setting: Setting) -> None:
+    """The timeout bounds the time without progress, so it can be short for models of any size."""
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=3.0, bucket_bytes=16)
     data, trainer = torch.from_numpy(BYTES.copy()), setting.trainer
@@ -200,7 +200,7 @@ async def test_a_broadcast_may_take_longer_than_its_timeout_as_long_as_it_goes_o
     assert time.monotonic() - began < SOON_S, "rank 0 says nothing: the receive ends by itself"
 
 
-async def test_bytes_digest_and_totals(setting: Setting) -> None:
+async def test_update_reports_bytes_digest_and_totals(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, on_update=OnUpdate.RECOMPUTE_KV)
     await setting.send()
@@ -214,7 +214,7 @@ async def test_bytes_digest_and_totals(setting: Setting) -> None:
     assert setting.receiver.digest == _digest(BYTES)
 
 
-async def test_commit_names_how_far_the_bytes_came(setting: Setting) -> None:
+async def test_commit_timeout_names_the_progress(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send(buckets=1)
@@ -236,7 +236,7 @@ async def assert_only_a_higher_generation_serves(setting: Setting) -> None:
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_silence_fails_the_receive_and_names_the_parameters(setting: Setting) -> None:
+async def test_silent_sender_fails_the_receive_and_names_the_parameters(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=2.0)
     await setting.send(buckets=1)
@@ -246,7 +246,7 @@ async def test_silence_fails_the_receive_and_names_the_parameters(setting: Setti
     await assert_only_a_higher_generation_serves(setting)
 
 
-async def test_an_update_that_nobody_commits_gives_way_to_the_next_of_its_group(setting: Setting) -> None:
+async def test_uncommitted_update_is_replaced_by_the_next_of_its_group(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=2.0)
     await setting.send()
@@ -256,14 +256,14 @@ async def test_an_update_that_nobody_commits_gives_way_to_the_next_of_its_group(
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_a_receive_that_failed_unseen_asks_for_another_group(setting: Setting) -> None:
+async def test_unnoticed_failed_receive_requires_another_group(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=0.3)
     await asyncio.sleep(0.6)
     await assert_only_a_higher_generation_serves(setting)
 
 
-async def test_a_dead_trainer_fails_the_receive_at_once(setting: Setting) -> None:
+async def test_dead_trainer_fails_the_receive_at_once(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
     assert setting.trainer is not None
@@ -275,7 +275,7 @@ async def test_a_dead_trainer_fails_the_receive_at_once(setting: Setting) -> Non
     assert setting.receiver.totals.failures == 1
 
 
-async def test_a_wrong_digest_keeps_the_group(setting: Setting) -> None:
+async def test_wrong_digest_keeps_the_group(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
@@ -286,7 +286,7 @@ async def test_a_wrong_digest_keeps_the_group(setting: Setting) -> None:
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
 
 
-async def test_a_swap_that_breaks_off_is_dirty_until_the_same_version_is_published_again(setting: Setting) -> None:
+async def test_failed_swap_is_dirty_until_the_version_is_published_again(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
@@ -300,7 +300,7 @@ async def test_a_swap_that_breaks_off_is_dirty_until_the_same_version_is_publish
     assert setting.receiver.dirty is None
 
 
-async def test_a_swap_that_is_refused_is_not_dirty(setting: Setting) -> None:
+async def test_rejected_swap_is_not_dirty(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE)
     await setting.send()
@@ -310,7 +310,7 @@ async def test_a_swap_that_is_refused_is_not_dirty(setting: Setting) -> None:
     assert setting.receiver.dirty is None and setting.receiver.totals.failures == 1
 
 
-async def test_a_swap_that_takes_longer_than_asked_still_happens(setting: Setting) -> None:
+async def test_swap_beyond_its_timeout_still_happens(setting: Setting) -> None:
     await setting.join()
     setting.target.may_commit.clear()
     await setting.phase(UpdatePhase.PREPARE)
@@ -324,7 +324,7 @@ async def test_a_swap_that_takes_longer_than_asked_still_happens(setting: Settin
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.ALREADY_SERVING
 
 
-async def test_two_commits_at_once_swap_once(setting: Setting) -> None:
+async def test_concurrent_commits_swap_once(setting: Setting) -> None:
     await setting.join()
     setting.target.may_commit.clear()
     await setting.phase(UpdatePhase.PREPARE)
@@ -337,7 +337,7 @@ async def test_two_commits_at_once_swap_once(setting: Setting) -> None:
     assert setting.receiver.totals.updates == 1 and np.array_equal(setting.target.current, BYTES)
 
 
-async def test_a_new_membership_drops_what_the_old_had_staged(setting: Setting) -> None:
+async def test_new_membership_drops_the_staged_update(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
     old, setting.trainer = setting.trainer, None
@@ -349,7 +349,7 @@ async def test_a_new_membership_drops_what_the_old_had_staged(setting: Setting) 
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_a_prepare_waits_for_the_dropped_receive_to_let_go_of_the_buffer(setting: Setting) -> None:
+async def test_prepare_waits_until_the_dropped_receive_frees_the_buffer(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
     old, setting.trainer = setting.trainer, None
@@ -359,7 +359,7 @@ async def test_a_prepare_waits_for_the_dropped_receive_to_let_go_of_the_buffer(s
     assert old is not None
 
 
-async def test_a_join_without_the_others_ends_at_its_deadline_and_spends_its_generation(setting: Setting) -> None:
+async def test_lone_join_ends_at_its_deadline_and_uses_up_its_generation(setting: Setting) -> None:
     with pytest.raises(DeadlineExceeded, match="joining group 'g' generation 1"):
         await setting.receiver.init_process_group(setting.joining(1, timeout_s=0.3))
     with pytest.raises(StaleGeneration, match="another than 1, which was tried"):
@@ -367,7 +367,7 @@ async def test_a_join_without_the_others_ends_at_its_deadline_and_spends_its_gen
     await setting.join(2)
 
 
-async def test_a_higher_generation_overtakes_a_join_that_waits(setting: Setting) -> None:
+async def test_higher_generation_overtakes_a_waiting_join(setting: Setting) -> None:
     waiting = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=0.5)))
     await asyncio.sleep(0.05)
     await setting.join(2)
@@ -378,8 +378,8 @@ async def test_a_higher_generation_overtakes_a_join_that_waits(setting: Setting)
     assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
 
 
-async def test_the_loop_is_free_while_a_join_waits(setting: Setting) -> None:
-    """The others come only once this loop has gone on: were it held, the join would end at its deadline."""
+async def test_event_loop_is_free_while_a_join_waits(setting: Setting) -> None:
+    """The other ranks join only once this loop has progressed: a blocked loop would make the join time out."""
     joining = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=SOON_S)))
     for _ in range(10):
         await asyncio.sleep(0.005)
@@ -441,7 +441,7 @@ async def test_weights_are_pulled_without_a_group(setting: Setting) -> None:
         (DigestMismatch("store did not answer"), DigestMismatch),
     ],
 )
-async def test_a_pull_that_fails_leaves_the_old_weights_and_the_next_works(
+async def test_failed_pull_keeps_the_old_weights_and_the_next_works(
     setting: Setting, failure: Exception, raised: type[ContractError]
 ) -> None:
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(failure))
@@ -455,7 +455,7 @@ async def test_a_pull_that_fails_leaves_the_old_weights_and_the_next_works(
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_commit_names_how_far_a_pull_came(setting: Setting) -> None:
+async def test_commit_timeout_names_the_progress_of_a_pull(setting: Setting) -> None:
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(waits=True))
     await setting.phase(UpdatePhase.PREPARE, **PULL)
     await setting.has_come(64)
@@ -464,7 +464,7 @@ async def test_commit_names_how_far_a_pull_came(setting: Setting) -> None:
     assert await setting.phase(UpdatePhase.ABORT) is UpdateStatus.ABORTED
 
 
-async def test_an_abort_ends_a_pull_so_that_the_next_has_the_buffer(setting: Setting) -> None:
+async def test_abort_ends_a_pull_and_frees_the_buffer(setting: Setting) -> None:
     pull = _Pull(waits=True)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S, **PULL)
@@ -478,8 +478,8 @@ async def test_an_abort_ends_a_pull_so_that_the_next_has_the_buffer(setting: Set
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["under way", "whole"])
-async def test_a_later_version_is_pulled_in_place_of_one_that_nobody_commits(setting: Setting, waits: bool) -> None:
-    """The COMMIT was lost: who publishes the next version has given it up, and has no group to leave."""
+async def test_later_version_replaces_an_uncommitted_pull(setting: Setting, waits: bool) -> None:
+    """The COMMIT was lost: the publisher of the next version has given this one up, and has no group to leave."""
     pull = _Pull(waits=waits)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
     await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S, **PULL)
@@ -491,7 +491,7 @@ async def test_a_later_version_is_pulled_in_place_of_one_that_nobody_commits(set
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_a_parameter_larger_than_a_bucket_comes_in_pieces(setting: Setting) -> None:
+async def test_parameter_larger_than_a_bucket_comes_in_pieces(setting: Setting) -> None:
     await setting.join()
     await setting.phase(UpdatePhase.PREPARE, bucket_bytes=24)
     await setting.send(buckets=99, bucket_bytes=24)
@@ -499,7 +499,7 @@ async def test_a_parameter_larger_than_a_bucket_comes_in_pieces(setting: Setting
     assert np.array_equal(setting.target.current, BYTES)
 
 
-async def test_a_later_epoch_ends_what_an_earlier_has_under_way_and_shuts_it_out(setting: Setting) -> None:
+async def test_later_epoch_drops_an_earlier_update_and_rejects_its_trainer(setting: Setting) -> None:
     """The trainer of epoch 1 was stopped before its COMMIT; that of epoch 2 does not wait for it."""
     pull = _Pull(waits=True)
     setting.receiver = WeightReceiver(setting.target, pull=pull)
@@ -514,8 +514,8 @@ async def test_a_later_epoch_ends_what_an_earlier_has_under_way_and_shuts_it_out
     assert await setting.phase(UpdatePhase.COMMIT, version=4, epoch=2) is UpdateStatus.COMMITTED
 
 
-async def test_a_prepare_that_replaces_an_update_takes_its_commit_away(setting: Setting) -> None:
-    """Both at once: were the commit let through, what is received next would land in the weights that it serves."""
+async def test_prepare_that_replaces_an_update_fails_its_commit(setting: Setting) -> None:
+    """If the concurrent commit succeeded, the next bytes would be written into the serving weights."""
     gate = threading.Event()
     setting.receiver = WeightReceiver(setting.target, pull=_Pull(gate=gate))
     await setting.phase(UpdatePhase.PREPARE, **PULL)
@@ -524,7 +524,7 @@ async def test_a_prepare_that_replaces_an_update_takes_its_commit_away(setting: 
         setting.phase(UpdatePhase.PREPARE, version=2, **PULL),
         return_exceptions=True,
     )
-    await asyncio.sleep(0)  # the one waits for the bytes now, the other for the end of their coming
+    await asyncio.sleep(0)  # one now waits for the bytes, the other for the receive to end
     gate.set()
     committed, prepared = await both
     assert isinstance(committed, NotPrepared) and prepared is UpdateStatus.PREPARED
@@ -532,15 +532,13 @@ async def test_a_prepare_that_replaces_an_update_takes_its_commit_away(setting: 
     assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
 
 
-async def test_pull_that_is_not_offered_is_refused(setting: Setting) -> None:
+async def test_unavailable_pull_is_rejected(setting: Setting) -> None:
     with pytest.raises(InvalidRequest, match="transport pull is not offered"):
         await setting.phase(UpdatePhase.PREPARE, **PULL)
 
 
 @pytest.mark.parametrize("layout", [True, False], ids=["layout", "layout_id"])
-async def test_weights_that_would_come_byte_by_byte_are_refused(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch, layout: bool
-) -> None:
+async def test_tiny_buckets_are_rejected(setting: Setting, monkeypatch: pytest.MonkeyPatch, layout: bool) -> None:
     monkeypatch.setattr(weight_receiver, "MAX_PIECES", LAYOUT.num_bytes - 1)
     named = {} if layout else {"layout": None, "layout_id": LAYOUT.layout_id}
     with pytest.raises(InvalidRequest, match="bucket_bytes must be at least 2 for these weights, got 1"):

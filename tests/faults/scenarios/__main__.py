@@ -1,6 +1,6 @@
-"""`python -m tests.faults.scenarios`: plays scenarios by name and seed; what `pipelinerl chaos` runs in a checkout.
+"""`python -m tests.faults.scenarios`: play scenarios by name and seed, as `pipelinerl chaos` does in a checkout.
 
-The exit status is 1 when something that was promised did not hold, 2 for an unknown name.
+The exit status is 1 when a promise did not hold, and 2 for an unknown name.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.list:
         print("\n".join(f"{name:<18} {summary(name)}" for name in chosen))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is put in order
-    logging.disable(logging.ERROR)  # what is killed and comes back says so
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up started processes
+    logging.disable(logging.ERROR)  # killed roles log errors
     broken = False
     for name in chosen:
         seeds = range(given.seed, given.seed + given.count)

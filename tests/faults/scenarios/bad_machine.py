@@ -1,8 +1,8 @@
-"""Every role is killed, stood still or starved by its machine: none lost, none trained twice, no process left.
+"""Every role is killed, suspended or starved by its machine: no order lost or trained twice, no process left.
 
-A whole run by `pipelinerl run`, of bigram roles, in one of the situations below, the seed's remainder. It must take
-steps afterwards, end when it is told to, balance its account, train each order once in the lineage of the last weights,
-and leave no process. Where a machine is so bad that no run can begin, one sentence says so, and nothing was begun.
+A whole run by `pipelinerl run`, of bigram roles, in one of the situations below (the seed's remainder). Afterwards it
+must take steps, end on request, balance its ledger, train each order once in the lineage of the last weights, and leave
+no process. Where no run can start, one sentence says so, and nothing was started.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.faults.scenarios.scenario import Verdict
 
 
 class Situation(IntEnum):
-    """What is bad about the machine."""
+    """Faults of the machine."""
 
     KILLS = 0
     STANDSTILL = 1
@@ -43,7 +43,7 @@ class Situation(IntEnum):
     READ_ONLY = 7
 
 
-#: A run of processes that come and go costs a minute: in short, the machine on which none can begin.
+#: A run whose processes come and go costs a minute; the short form is the machine on which none can start.
 SHORT = range(Situation.READ_ONLY, Situation.READ_ONLY + 1)
 #: Two hundred kills, and every other situation once.
 LONG = (*range(8), *range(8, 8 * 20, 8))
@@ -52,7 +52,7 @@ ROLES: Final = ("controller", "engine-0", "actor-0", "trainer", "redis")
 _KILLS: Final = 10
 _STANDS_STILL_S: Final = 20.0
 _WAIT_S: Final = 180.0
-#: A wall clock that jumps by up to an hour, to and fro, every second; the monotonic one goes on.
+#: A wall clock that jumps by up to an hour in both directions every second; the monotonic clock is unaffected.
 _JUMPING: Final = """
 import random, time
 _true, _drawn = time.time, random.Random()
@@ -65,7 +65,7 @@ time.time = _jumping
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """One run in the seed's situation."""
+    """Play one run in the seed's situation."""
     situation, figures = Situation(seed % len(Situation)), Counter[str]()
     figures[f"runs with {situation.name.lower().replace('_', ' ')}"] = 1
     written = directory / "recipe.toml"
@@ -97,7 +97,7 @@ def _recipe(seed: int) -> dict[str, Any]:
 
 
 def _prepared(situation: Situation, directory: Path) -> tuple[Sequence[str], Mapping[str, str]]:
-    """The command that becomes the launcher's, and what its environment has besides."""
+    """Return the command that becomes the launcher's, and additions to its environment."""
     match situation:
         case Situation.FEW_FILES:
             return ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh"), {}
@@ -113,7 +113,7 @@ def _prepared(situation: Situation, directory: Path) -> tuple[Sequence[str], Map
 
 
 def _mounted(options: str, place: str) -> Sequence[str]:
-    """Become a command that sees another, tiny file system at `place`; as nobody may mount, without one."""
+    """Return a command prefix that mounts a tiny file system at `place`; without it where mounting is forbidden."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         return ()
     fill = f"head -c 4096 /dev/zero > {place}/full 2>/dev/null"
@@ -124,7 +124,7 @@ def _mounted(options: str, place: str) -> Sequence[str]:
 
 
 def _nothing(run: LiveRun, seed: int, figures: Counter[str]) -> None:
-    """The machine is bad from the beginning."""
+    """Do nothing: the machine is bad from the start."""
     _gets_on(run)
 
 
@@ -150,7 +150,7 @@ def _standstill(run: LiveRun, seed: int, figures: Counter[str]) -> None:
 
 
 def _port_taken(run: LiveRun, seed: int, figures: Counter[str]) -> None:
-    """Another program binds a role's port as soon as that has died, and keeps it for a while."""
+    """Let another program bind a role's port as soon as the role has died, and keep it for a while."""
     for role in ("engine-0", "controller"):
         words = run.role(role).cmdline()
         port = int(words[words.index("--port") + 1])
@@ -186,7 +186,7 @@ _TROUBLE: Final[Mapping[Situation, Callable[[LiveRun, int, Counter[str]], None]]
 
 
 def _signal(run: LiveRun, role: str, number: int) -> psutil.Process:
-    """Send a signal to a role, once it is up again."""
+    """Send a signal to a role once it is up again."""
     found: list[psutil.Process] = []
 
     def is_up(run: LiveRun) -> bool:
@@ -208,14 +208,14 @@ def _gets_on(run: LiveRun) -> None:
 
 
 def _closed(run: LiveRun) -> list[str]:
-    """The terminal is closed: the run ends, and nothing of it is left."""
+    """Close the terminal: the run ends, and no process of it is left."""
     os.killpg(run.launcher.pid, signal.SIGHUP)
     status = run.end(_WAIT_S)
     return ([] if status == 130 else [f"a closed terminal ends a run with 130, not {status}"]) + _left(run)
 
 
 def _settled(run: LiveRun) -> list[str]:
-    """The run is told to end; then its account is looked at."""
+    """End the run, then check its ledger."""
     deadline = time.monotonic() + _WAIT_S
     while run.launcher.poll() is None:
         try:
@@ -236,10 +236,10 @@ def _left(run: LiveRun) -> list[str]:
 
 
 def unbalanced(run: LiveRun) -> list[str]:
-    """What the event log says of orders that were trained twice, or that are nowhere."""
+    """Return sentences on orders that the event log shows as trained twice, or as lost."""
     trained: dict[int, list[int]] = {}
     for event in run.events():
-        if event["kind"] == "trainer_ready":  # what the one before had trained beyond its checkpoint is gone with it
+        if event["kind"] == "trainer_ready":  # work beyond the last checkpoint is lost
             trained = {step: orders for step, orders in trained.items() if step <= event["model_version"]}
         elif event["kind"] == "step":
             trained[event["step"]] = event["orders"]
@@ -255,7 +255,7 @@ def unbalanced(run: LiveRun) -> list[str]:
 
 
 def _read_only(arguments: Sequence[str], path: Path) -> list[str]:
-    """No run can begin where nothing can be written."""
+    """Check that no run starts where nothing can be written."""
     through = _mounted("-o ro", str(path.parent))
     if not through:
         return []

@@ -1,4 +1,4 @@
-"""The controller is killed between any two side effects; prompts, directives, events and ledger are as without.
+"""The controller is killed between any two side effects; prompts, directives, events and ledger are unchanged.
 
 Each seed plays a random run of the pure core twice, once with deaths, and kills the service of a scripted run at some
 of its crash points: before or after each append, trim and line of the event log.
@@ -14,7 +14,7 @@ from tests.controller.service.test_journal import NEVER, live, same_with_and_wit
 from tests.faults.scenarios.scenario import Verdict
 
 SHORT = range(10)
-#: Every crash point over 20 steps, and 10,000 random runs, are tests/controller/service/test_journal.py's.
+#: Every crash point over 20 steps, and 10,000 random runs, are tested in tests/controller/service/test_journal.py.
 LONG = range(100)
 
 STEPS = 6
@@ -22,7 +22,7 @@ CRASHES = 4
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """One random run with deaths, and four crash points of a scripted one."""
+    """Play one random run with deaths, and four crash points of a scripted one."""
     broken = []
     try:
         same_with_and_without_deaths(seed)

@@ -1,9 +1,9 @@
-"""Engines that are dead, or die at their first join, keep registering: the run keeps its speed and loses no engine.
+"""Dead engines, or engines that die at their first join, keep registering: the run keeps its speed and its engines.
 
-What crash-looping engines produce: 60 offers in 40 s from three addresses, each with a new incarnation. On even seeds
-nobody listens there; on odd seeds something answers polls there and hangs up whenever it is asked to join, as an engine
-that dies of the first update does. The run walks (its answers are judged after a pause), so that its speed is not that
-of the machine. While a second wave comes, an honest engine is added.
+Crash-looping engines produce this: 60 offers in 40 s from three addresses, each with a new incarnation. On even seeds
+no process listens there. On odd seeds a process answers polls and hangs up at every join, like an engine that dies of
+its first update. Answers are judged after a pause, so that the run's speed does not depend on the machine. During a
+second wave, an honest engine is added.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from tests.faults.scenarios.scenario import Verdict
 SHORT = range(2)
 LONG = range(6)
 
-#: A run that learns nothing, since one whose answers become all alike slows down by itself.
+#: A run that does not learn, because a run whose answers become equal slows down by itself.
 _STEADY: Final = ("actor.groups_in_flight=8", "staleness.k=8", "optimizer.learning_rate=1e-9")
-#: What is promised: of the speed before, and from the request of an engine to its first work. Each engine that
-#: answers polls costs a new group as often as it is tried.
+#: Promised: the share of the speed before, and the seconds from an engine's request to its first work. Each engine that
+#: answers polls costs a new group whenever it is tried.
 _SPEED: Final = {"nobody listens": 0.9, "hangs up": 0.7}
 _SERVES_WITHIN_S: Final = 30.0
 _ADDRESSES: Final = 3
 
 
 class _HangsUp(BaseHTTPRequestHandler):
-    """Answers a poll as an engine does, and nothing else."""
+    """Answers a poll like an engine, and nothing else."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -64,7 +64,7 @@ def _hanging_up() -> Iterator[str]:
 
 
 def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0) -> Verdict:
-    """One run, as fast before as during and after `offers` of dead engines; then an engine more."""
+    """Compare the speed before, during and after `offers` of dead engines; then add an engine."""
     draw, path, broken = generator(seed, "dead offers"), directory / "run", list[str]()
     with ExitStack() as stack:
         run = stack.enter_context(launched(endless_run(path, *_STEADY), path))
@@ -110,7 +110,7 @@ def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0
 
 
 def _offer(run: LiveRun, urls: Sequence[str], gaps_s: Sequence[float]) -> None:
-    """Offer each address in turn, each time as another life of an engine there."""
+    """Offer each address in turn, each time with a new incarnation."""
     with controller_of(run.directory) as controller:
         for number, gap_s in enumerate(gaps_s):
             offer = {"url": urls[number % len(urls)], "incarnation": f"life-{time.monotonic_ns()}"}
@@ -122,14 +122,14 @@ def _offer(run: LiveRun, urls: Sequence[str], gaps_s: Sequence[float]) -> None:
 
 
 def _speed(run: LiveRun, meanwhile: Callable[[], None]) -> float:
-    """Steps per second while something happens."""
+    """Return steps per second while `meanwhile` runs."""
     began, first = time.monotonic(), max(run.steps())
     meanwhile()
     return (max(run.steps()) - first) / (time.monotonic() - began)
 
 
 def _added_s(run: LiveRun) -> float:
-    """Add an engine; returns after how many seconds it serves."""
+    """Add an engine; return the seconds until it serves."""
     began = time.monotonic()
     engines(run, "add", "--type", "bigram", "--no-wait")
     until_serving(run, "engine-1")

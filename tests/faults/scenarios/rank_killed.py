@@ -1,9 +1,9 @@
-"""A process of the trainer's mesh is killed (kill -9): the other is ended, no group is lost or trained twice.
+"""A process of the trainer's mesh is killed (kill -9): the other ends, and no group is lost or trained twice.
 
 The run is a real one: two ranks, engine, actor, controller and streams. Each seed is one run with five kills at any
-moment, of rank 0 or 1 as the seed says. After each the other rank must be ended, and both come back from the newest
-checkpoint; at the end the ledger balances, and each step has trained as many groups as a step has. How many were found
-within a second is told and not demanded, since that hangs on the machine's load.
+moment, of rank 0 or 1 by the seed. After each, the other rank must end, and both come back from the newest checkpoint.
+At the end the ledger balances, and every step has trained its number of groups. The deaths noticed within a second are
+counted but not required, because they depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SETTINGS = (
     "checkpoint.interval_steps=2",
     "launch.restarts=1000",
 )
-#: Of `tests.fakes.live_run.SMALL`, by the recipe's eight rollouts in a group.
+#: By `tests.fakes.live_run.SMALL` and the recipe's eight rollouts in a group.
 GROUPS_IN_A_STEP = 8
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """One run with kills of the rank that the seed says."""
+    """Play one run with kills of the seed's rank."""
     figures, broken = Counter[str](), []
     with launched(new_run(directory / "run", *SETTINGS), directory / "run") as run:
         try:
@@ -55,12 +55,12 @@ def play(seed: int, directory: Path) -> Verdict:
 
 
 def disturb(run: LiveRun, seed: int, number: int, figures: Counter[str]) -> None:
-    """The run gets on by two steps; then a rank dies, the other is ended, and both come back."""
+    """Wait for two steps; then kill a rank, and check that the other ends and both come back."""
     random = generator(seed, "rank", number)
     run_on(run, steps=2)
     ranks, lives = ranks_of(run), len(run.events("trainer_ready"))
     rank = int(random.integers(2))
-    time.sleep(random.uniform(0, 1))  # wherever in a step that is
+    time.sleep(random.uniform(0, 1))  # at any place of a step
     killed = time.monotonic()
     ranks[rank].kill()
     while is_alive(ranks[1 - rank]):
@@ -73,20 +73,20 @@ def disturb(run: LiveRun, seed: int, number: int, figures: Counter[str]) -> None
 
 
 def run_on(run: LiveRun, *, steps: int) -> None:
-    """Wait for so many further steps, of whatever version."""
+    """Wait for this many further steps, of any version."""
     before = len(run.steps())
     run.until(lambda run: len(run.steps()) >= before + steps, f"{steps} further steps")
 
 
 def ranks_of(run: LiveRun) -> tuple[psutil.Process, psutil.Process]:
-    """The two processes of the trainer."""
+    """Return the two processes of the trainer."""
     found = [process for process in run.note_processes().values() if "trainer-rank" in arguments_of(process)]
     assert len([process for process in found if is_alive(process)]) == 1, run.story()
     return run.role("trainer"), next(process for process in found if is_alive(process))
 
 
 def arguments_of(process: psutil.Process) -> list[str]:
-    """Of one that has ended, none."""
+    """Return its arguments, or none if it has ended."""
     try:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -94,7 +94,7 @@ def arguments_of(process: psutil.Process) -> list[str]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Does it run, unlike one that nobody has waited for yet?"""
+    """True if it runs and is no zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -102,10 +102,10 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def unbalanced(run: LiveRun, figures: Counter[str]) -> list[str]:
-    """What the ledger says that cannot be.
+    """Return contradictions in the ledger.
 
-    The run's version is that of its last step: a life that was killed before its checkpoint was whole may have got
-    further, and what it trained since the checkpoint before was trained by no step of the run.
+    The run's version is that of its last step. A life that was killed before its checkpoint was complete may have got
+    further; what it trained since its last checkpoint belongs to no step of the run.
     """
     finished = run.events("run_finished")
     if not finished:

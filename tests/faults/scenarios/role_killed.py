@@ -1,16 +1,16 @@
 """Any role, or Redis, is killed (kill -9) at random points: no acknowledged rollout is lost, none trained twice.
 
 A rollout group is acknowledged once the server has answered its append. Each copy of a group that was ever acknowledged
-must come to one of these ends, or it is lost:
+must have one of these outcomes, or it is lost:
 
-    trained      in the lineage of the weights that are left at the end, exactly once
-    duplicate    another copy of the same order, earlier in the stream, was
-    abandoned    weights have sampled it that went with a trainer; the order is issued again
-    forgotten    the killed server had not written it down: under `appendfsync everysec` it may hold a write back while
-                 the disk is busy, and forgets the end of its history. The order is issued again
-    waiting      it lies after the offset of the newest checkpoint, for whoever goes on
+    trained      in the lineage of the final weights, exactly once
+    duplicate    an earlier copy of the same order in the stream was trained
+    abandoned    the weights that sampled it were lost with a trainer; the order is issued again
+    forgotten    the killed server had not written it: under `appendfsync everysec` it may delay a write while the disk
+                 is busy, and loses the end of its history. The order is issued again
+    waiting      it lies after the offset of the newest checkpoint, for the next trainer
 
-Every order that was issued ends once or is in flight: the ledger balances. Each seed is one run with five kills.
+Every issued order ends once or is in flight: the ledger balances. Each seed is one run with five kills.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ SHORT = range(1)
 LONG = range(40)
 
 KILLS = 5
-#: Where a role may die. What a right trainer never does (it acknowledges nothing) ends in a kill at any moment.
+#: Operations at which a role may die. One that a correct trainer never performs (it acknowledges nothing) means a kill
+#: at any moment.
 POINTS = {
     "trainer": ("append", "read", "trim", "update", "checkpoint", "acknowledge"),
     "actor": ("append", "claim", "acknowledge", "renew"),
@@ -47,7 +48,7 @@ PARTITION = f"{ROLLOUTS}actor"
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) -> Verdict:
-    """One run with kills of whoever the seed says; of a mutant, kills of the trainer alone."""
+    """Play one run with kills of the seed's roles; with a mutant, of the trainer alone."""
     broken: list[str] = []
     forgotten: set[int] = set()
     figures = Counter[str]()
@@ -70,7 +71,7 @@ def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) ->
 
 
 def disturb(cluster: Cluster, seed: int, number: int, forgotten: set[int], figures: Counter[str], mutant: str) -> None:
-    """The run gets on by two steps; then somebody dies, and is started again."""
+    """Wait for two steps; then kill a process and restart it."""
     random = generator(seed, "kill", number)
     steps = len(cluster.events("step"))
     cluster.until(lambda: len(cluster.events("step")) >= steps + 2, f"two steps before kill {number}")
@@ -80,7 +81,7 @@ def disturb(cluster: Cluster, seed: int, number: int, forgotten: set[int], figur
         made = {group["entry"] for group in cluster.kill_server()}
         with Redis.from_url(cluster.server.url) as server:
             kept = {_number(entry_id) for entry_id, _ in server.xrange(f"chaos:{PARTITION}")}
-        gone = {entry for entry in made - kept if entry > min(kept, default=0)}  # what was trimmed lies before the rest
+        gone = {entry for entry in made - kept if entry > min(kept, default=0)}  # trimmed entries lie before the rest
         forgotten |= gone
         figures["forgotten by a server"] += len(gone)
     else:
@@ -93,7 +94,7 @@ def disturb(cluster: Cluster, seed: int, number: int, forgotten: set[int], figur
 
 
 def settle(cluster: Cluster) -> None:
-    """The run gets on once more and is stopped by its owner."""
+    """Wait for further steps, and have the owner stop the run."""
     steps = len(cluster.events("step"))
     cluster.until(lambda: len(cluster.events("step")) >= steps + 4, "four steps after the last kill")
     with controller_of(cluster.directory) as controller:
@@ -102,12 +103,14 @@ def settle(cluster: Cluster) -> None:
 
 
 def _ended(cluster: Cluster) -> bool:
-    """Trainer and controller end by themselves when the run is over."""
+    """True once trainer and controller have ended by themselves."""
     return cluster.processes["controller"].exitcode == 0
 
 
 def still_read(cluster: Cluster, offset: int) -> set[int]:
-    """Entries that whoever goes on will read: after the offset; of a mutant, what its group has not acknowledged."""
+    """Return entries that the next trainer will read: after the offset, or, for a mutant, not acknowledged by its
+    group.
+    """
     key = f"chaos:{PARTITION}"
     with Redis.from_url(cluster.server.url) as server:
         kept = {_number(entry_id) for entry_id, _ in server.xrange(key)}
@@ -123,7 +126,7 @@ def _number(entry_id: bytes) -> int:
 
 
 class Findings:
-    """What the witnesses, the event log, the last checkpoint and the stream say together."""
+    """The combined evidence of witness files, event log, last checkpoint and stream."""
 
     def __init__(self, cluster: Cluster, forgotten: set[int]) -> None:
         self.made = sorted(cluster.witnessed("made"), key=lambda group: group["entry"])
@@ -147,7 +150,9 @@ class Findings:
         ]
 
     def _lineage(self, steps: Iterable[dict[str, Any]], last: int | None) -> list[tuple[int, str]]:
-        """Groups behind the weights of the newest checkpoint: (order, copy), a step's that was made twice once."""
+        """Return the groups behind the weights of the newest checkpoint as (order, copy); a repeated step counts
+        once.
+        """
         by_version: dict[int, tuple[int, list[tuple[int, str]]]] = {}
         for step in steps:
             epoch, version = step["epoch"], step["version"]
@@ -163,7 +168,7 @@ class Findings:
             index, entry = group["index"], group["entry"]
             copy = trained.get(index)
             if copy is not None and entry_of.get(copy, -1) <= entry:
-                continue  # it was trained itself, or a copy before it was
+                continue  # it, or an earlier copy, was trained
             abandoned = any(later > group["epoch"] and began < group["newest"] for later, began in self._began.items())
             waiting = copy is None and entry in self._waiting
             if not (abandoned or waiting or entry in self._forgotten):

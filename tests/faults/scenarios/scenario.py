@@ -1,8 +1,8 @@
-"""`Scenario`: a fault, drawn from a seed and brought upon the real thing, and what must hold all the same.
+"""`Scenario`: a fault drawn from a seed and applied to the real thing, and what must hold nevertheless.
 
-A scenario is a module beside this file with a function `play(seed, directory) -> Verdict`, the seeds `SHORT` (for
-`make test`) and `LONG` (for `make chaos`), and a first line that says what dies and what survives. pytest and
-`pipelinerl chaos` play the same functions, so a seed that fails in the one is replayed by the other.
+A scenario is a module in this folder with a function `play(seed, directory) -> Verdict`, the seeds `SHORT` (for `make
+test`) and `LONG` (for `make chaos`), and a first line that states the fault and the promise. pytest and `pipelinerl
+chaos` play the same functions, so that a failing seed of one can be replayed by the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOT_SCENARIOS = frozenset({"__main__", "scenario"})
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one seed: figures, which add up over seeds, and sentences on what did not hold (none: all did)."""
+    """The result of one seed: figures, which add up over seeds, and sentences on broken promises (empty: none)."""
 
     figures: Mapping[str, int]
     broken: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Scenario:
 
 @dataclass(slots=True)
 class Tally:
-    """Verdicts of one scenario, summed up."""
+    """The summed verdicts of one scenario."""
 
     scenario: Scenario
     seeds: list[int] = field(default_factory=list)
@@ -56,27 +56,27 @@ class Tally:
 
 
 def names() -> list[str]:
-    """Scenarios that exist: the modules beside this file that define `play`."""
+    """Return the scenarios: modules in this folder that define `play`."""
     files = {path.stem: path for path in Path(__file__).parent.glob("*.py")}
     return sorted(name for name in files.keys() - _NOT_SCENARIOS if "\ndef play(" in files[name].read_text())
 
 
 def find(name: str) -> Scenario:
-    """The scenario of that name; ModuleNotFoundError when there is none."""
+    """Return the scenario of that name. Raises ModuleNotFoundError if there is none."""
     module = importlib.import_module(f"tests.faults.scenarios.{name}")
     return Scenario(name, module.play, module.SHORT, module.LONG)
 
 
 def summary(name: str) -> str:
-    """What it is about, in a line; nothing is imported."""
+    """Return its description in a line, without importing it."""
     text = Path(__file__).with_name(f"{name}.py").read_text()
     return (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
 
 
 def play(scenario: Scenario, seeds: Iterable[int], *, told: Callable[[str], None] = lambda line: None) -> Tally:
-    """Play seed after seed, each in an empty directory; what was promised and did not hold names its seed.
+    """Play seeds one after another, each in an empty directory; a broken promise names its seed.
 
-    `told` hears of each seed as it ends.
+    `told` is called with a line when a seed ends.
     """
     tally = Tally(scenario)
     began = time.monotonic()

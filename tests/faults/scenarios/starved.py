@@ -1,8 +1,8 @@
-"""Nothing can be trained (no engine, no signal, no room, nobody who answers): no hang, no step, and the culprit named.
+"""Nothing can be trained (no engine, no signal, no room, no answer): no hang, no step, and the cause is named.
 
 The pure controller and batcher in the simulated world of tests/controller, on a simulated clock. Each seed runs well
-for a while, then falls into one situation for ten minutes, and then out of it: while it lasts the step must stand
-still and the watchdog say once whose fault it is; afterwards the run must get on again.
+for a while, enters one situation for ten minutes, and leaves it. Meanwhile the step must stand still and the watchdog
+must name the cause once; afterwards the run must continue.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BEAT_S = 5
 
 
 class Situation(Enum):
-    """What is missing, and what the watchdog must say of it."""
+    """What is missing, and the watchdog's report of it."""
 
     NO_ENGINE = "an engine to join"
     DEAD_ENGINE = f"an engine to join; {ENGINE} is dead: connection refused"
@@ -51,7 +51,7 @@ class Situation(Enum):
 @final
 @dataclass
 class TimedController:
-    """The real one, for a world without a clock: what it is given happens now, and what it records is kept."""
+    """The real controller for a world without a clock: inputs happen now, and its records are kept."""
 
     inner: Controller
     now: float = 0.0
@@ -68,7 +68,7 @@ class TimedController:
 
 @dataclass
 class Starved:
-    """One run: well, starved, relieved."""
+    """One run: healthy, starved, relieved."""
 
     situation: Situation
     world: World
@@ -77,7 +77,7 @@ class Starved:
     starving: bool = False
 
     def second(self) -> None:
-        """A second passes, in which one thing happens that can."""
+        """Advance one second, in which one possible thing happens."""
         self.timed.now += 1.0
         self.rng.choice(self._possible())()
         if self.timed.now % BEAT_S == 0 and not self._is(Situation.DEAD_ACTOR):
@@ -95,7 +95,7 @@ class Starved:
             self.world.begin()
 
     def fall(self) -> str:
-        """The situation sets in; returns what is said at once, if it is refused at once."""
+        """Enter the situation; return the immediate error, if there is one."""
         self.starving = True
         match self.situation:
             case Situation.DEAD_ENGINE:
@@ -127,7 +127,7 @@ class Starved:
         return possible or [lambda: None]
 
     def _waits_for_publication(self) -> bool:
-        """A trainer ends the publication under way before it changes weights."""
+        """True if the trainer must finish the publication in progress before it changes weights."""
         return self._is(Situation.NO_PUBLICATION) and bool(self.world.publications)
 
     def _answer(self) -> None:
@@ -149,20 +149,20 @@ class Starved:
 
 
 def drawn(seed: int) -> Starved:
-    """The run of a seed, before it begins."""
+    """Return the run of a seed, before it starts."""
     rng = random.Random(seed)
     situation = list(Situation)[seed % len(Situation)]
     j, k = rng.choice([(1, 1.0), (1, 2.0), (2, 4.0), (1, math.inf)])
     k = min(k, 4.0) if situation is Situation.ALL_STALE else k
     made = controller(steps=10_000, evaluation_problems=0, j=j, k=k, max_groups=6)
-    # That a run without an engine ends at last is `giving_up`'s; here it waits for as long as it takes.
+    # `giving_up` ends a run without an engine; here it waits without limit.
     made.settings = replace(made.settings, max_groups=rng.choice([2, 3, 6]), engine_timeout_s=math.inf)
     timed = TimedController(made)
     return Starved(situation, World(timed, rng), timed, rng)  # type: ignore[arg-type]
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """One run through one situation."""
+    """Play one run through one situation."""
     run, broken = drawn(seed), []
     world, situation, grace_s = run.world, run.situation, run.timed.settings.stall_s
     run.begin()

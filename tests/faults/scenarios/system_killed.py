@@ -1,8 +1,8 @@
-"""Launcher, roles and Redis are killed at once: losses, weights and prompts are those of an undisturbed run.
+"""Launcher, roles and Redis are killed at once: losses, weights and prompts equal those of an undisturbed run.
 
 Lockstep (j = k = 1, the ratio over recomputed log-probs) on the CPU, where a run is a function of its seed, through the
-real `pipelinerl run` and `pipelinerl run --resume`. The moment is when the event log has reached a drawn length. What
-is compared, to the bit: every step's figures and the orders it was trained on, and the files of the last checkpoint.
+real `pipelinerl run` and `pipelinerl run --resume`. The kill happens when the event log has reached a random length.
+Compared to the bit are every step's figures and trained orders, and the files of the last checkpoint.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SHORT = range(1)
 LONG = range(20)
 
 FIGURES = ("loss", "grad_norm", "reward", "entropy", "tokens", "sampled_tokens", "orders")
-#: Of a run's own life, not of what it learned: the manifest names stream offsets, the copies of its log grow.
+#: These describe the run's life, not its learning: the manifest holds stream offsets, and the log copies grow.
 NOT_COMPARED = ("manifest.json", "run/")
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a run has come to."""
+    """What a run has learned."""
 
     steps: dict[int, tuple[Any, ...]]
     files: dict[str, str]
@@ -40,7 +40,7 @@ class Learned:
         newest = run.directory / "checkpoints" / f"step-{STEPS:06d}"
         found = {str(path.relative_to(newest)): path for path in newest.rglob("*") if path.is_file()}
         return cls(
-            # of a step that was made twice, the later
+            # of a repeated step, the later
             steps={event["step"]: tuple(event[name] for name in FIGURES) for event in run.events("step")},
             files={
                 name: hashlib.blake2b(path.read_bytes()).hexdigest()
@@ -52,7 +52,7 @@ class Learned:
 
 
 def play(seed: int, directory: Path) -> Verdict:
-    """One run that is killed whole and resumed."""
+    """Play one run that is killed whole and resumed."""
     expected = Learned.by(undisturbed())
     at = int(generator(seed, "whole system").integers(1, len(undisturbed().events())))
     path = directory / "run"
@@ -69,19 +69,19 @@ def play(seed: int, directory: Path) -> Verdict:
 
 
 def kill_everything(run: LiveRun) -> int:
-    """`kill -9` to every process of the run; how many there were."""
+    """`kill -9` every process of the run; return their number."""
     processes = [run.launcher.pid, *run.note_processes()]
     for pid in processes:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
-            continue  # it has gone with the launcher
+            continue  # it has ended with the launcher
     run.launcher.wait()
     return len(processes)
 
 
 def differences(expected: Learned, found: Learned) -> list[str]:
-    """In words: what is not as in the undisturbed run."""
+    """Return the differences to the undisturbed run, in words."""
     told = [
         f"step {step}: {dict(zip(FIGURES, found.steps.get(step, ()), strict=False))} instead of {figures}"
         for step, figures in expected.steps.items()

@@ -1,9 +1,9 @@
-"""SIGTERM to a run at any instant, its start included: no step is lost, it is gone in time, and it goes on from there.
+"""SIGTERM to a run at any moment, its start included: no step is lost, it ends in time, and it can be resumed.
 
-A light run through the real `pipelinerl run` and `pipelinerl run --resume`, told to stop again and again, as Slurm, a
-pod's end and a spot machine's notice do it. What is promised of each: the launcher ends with nothing left of it within
-the grace that Kubernetes gives by default, the next life begins at the last step that the log tells, and in the end
-each step is there once more or once.
+A light run through the real `pipelinerl run` and `pipelinerl run --resume`, stopped again and again, as by Slurm, by
+the end of a pod or by a spot machine's notice. Promised each time: the launcher ends without leftovers within the
+default grace period of Kubernetes; the next life starts at the last logged step; in the end each step exists once, or
+once more.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SHORT = range(1)
 LONG = range(10)
 
 GRACE_S = 30.0
-#: Instants are drawn from so many seconds after the launch; a life works after three or four.
+#: Moments are drawn from this many seconds after the launch; a run works after three or four.
 _WITHIN_S = 12.0
 
 
 def play(seed: int, directory: Path, *, times: int = 5) -> Verdict:
-    """One run that is told to stop `times` times, and then to end."""
+    """Stop one run `times` times, then let it end."""
     draw, path, broken = generator(seed, "told to stop"), directory / "run", list[str]()
     steps, slowest_s = 0, 0.0
     for number in range(times):
@@ -52,12 +52,12 @@ def play(seed: int, directory: Path, *, times: int = 5) -> Verdict:
 
 
 def _arguments(path: Path) -> list[str]:
-    """Of the next life; one that was told to stop before it had written anything down is begun once more."""
+    """Return the arguments of the next life; a run that was stopped before it wrote anything starts again."""
     return resumed(path) if (path / "recipe.toml").is_file() else endless_run(path)
 
 
 def _amiss(run: LiveRun, status: int, took_s: float, *, began_at: int) -> list[str]:
-    """What is not as promised of a life that was told to stop."""
+    """Return the broken promises of a life that was stopped."""
     found = []
     if status not in (130, 143, -signal.SIGTERM):
         found.append(f"ended with {status}:\n{run.story()}")
@@ -75,7 +75,7 @@ def _amiss(run: LiveRun, status: int, took_s: float, *, began_at: int) -> list[s
 
 
 def _unlike_one_run(run: LiveRun) -> list[str]:
-    """In words: steps that are missing or were made twice, orders that were trained twice."""
+    """Return missing or repeated steps, and orders that were trained twice, in words."""
     steps, told = run.steps(), []
     if steps != list(range(1, max(steps) + 1)):
         told.append(f"the steps of all lives are {steps}, expected each once")

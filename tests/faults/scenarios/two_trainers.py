@@ -1,20 +1,19 @@
-"""A second trainer takes over while the first is stopped in the middle of a write: the first writes nothing afterwards.
+"""A second trainer takes over while the first is suspended in the middle of a write: the first writes nothing after.
 
-The first is stopped (kill -STOP, as a machine that swaps or a network that is cut would do) at a random point: around a
-report, a read, a phase of a weight update, a checkpoint that is about to be put in place. A second trainer begins a
-higher epoch and trains; then the first goes on where it was. It must say that it is fenced and end; and of what it
-tries until then nothing may come into effect:
+The first is stopped (kill -STOP, like a swapping machine or a cut network) at a random point: around a report, a read,
+a phase of a weight update, or a checkpoint that is about to be put in place. A second trainer starts a higher epoch and
+trains; then the first continues where it was. It must report that it is fenced, and end. Nothing that it tries until
+then may take effect:
 
-    reports       no event of the controller tells of its steps, publications or checkpoints
+    reports       no event of the controller mentions its steps, publications or checkpoints
     weights       no rollout is sampled by weights of its epoch that are newer than those at the take-over
-    checkpoints   none of its epoch is put in place, and the new trainer's are whole
-    trims         it trims no stream: what it asks for is refused
+    checkpoints   none of its epoch is put in place, and the new trainer's are complete
+    trims         it trims no stream: its requests are rejected
 
 Each seed is one run with three take-overs, each by a trainer that the next one fences.
 
-A first that was stopped with a checkpoint about to be put in place can be made to go on at the one instant at which
-nothing but the fence keeps it from that: the second has claimed the directory, and stands still before it clears away
-what others have begun there.
+A first trainer that was stopped before putting a checkpoint in place can be continued at the one instant at which only
+the fence prevents that: the second has claimed the directory, and is suspended before it removes incomplete work there.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ WORDS = "has taken over"
 
 @dataclass(slots=True)
 class TakeOver:
-    """What was there when the second trainer had begun, and the first had not gone on yet."""
+    """The state when the second trainer had started, and before the first continued."""
 
     epoch: int
     at: float = field(default_factory=time.time)
@@ -62,12 +61,12 @@ class TakeOver:
 
 
 def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE_OVERS) -> Verdict:
-    """One run with take-overs; a mutant always goes on at the instant at which nothing but the fence could hold it."""
+    """Play one run with take-overs; a mutant always continues at the instant at which only the fence could stop it."""
     broken: list[str] = []
     figures = Counter({"take-overs": 0, "in the middle of a write": 0, "held by the fence alone": 0})
     figures["writes after fencing"] = 0
     with running(directory, seed=seed, mutant=mutant) as cluster:
-        cluster.supervised.add("trainer")  # one that began while a later checkpoint was put in place starts again
+        cluster.supervised.add("trainer")  # restart it if it started during a take-over
         try:
             for number in range(take_overs):
                 found = take_over(cluster, generator(seed, "take-over", number), figures, mutant=mutant)
@@ -80,17 +79,18 @@ def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE
 
 
 def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mutant: str) -> list[str]:
-    """Stop the trainer, start another, let the first go on; what it wrote all the same."""
+    """Stop the trainer, start another, continue the first; return what it wrote nevertheless."""
     steps_are(cluster, 3, "three steps before a take-over")
     first = cluster.processes.pop("trainer")
     try:
-        # A mutant's is on the disk: while that is slow, the first would be fenced before it comes to put it in place.
+        # A mutant's checkpoint is on the disk: while the disk is slow, the first would be fenced before it reaches that
+        # point.
         operation = "durable" if mutant else str(random.choice(POINTS))
         patience_s = PATIENCE_S if mutant else 2.0
         points = int(random.integers(6))
         in_a_write = stop(cluster, first.pid, operation=operation, points=points, up_to_s=patience_s)
         figures["in the middle of a write"] += in_a_write
-        # Stopped anywhere else it may hold the fence's lock, for which the second would wait.
+        # Stopped elsewhere, it may hold the fence's lock, for which the second would wait.
         by_the_fence = in_a_write and (bool(mutant) or (operation == "checkpoint" and bool(random.integers(2))))
         figures["held by the fence alone"] += by_the_fence
         epoch = len(cluster.events("trainer_ready"))
@@ -119,20 +119,20 @@ def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mut
 
 
 def head_start(cluster: Cluster, *, up_to_s: float) -> None:
-    """The second trainer makes a step, if it can: a broadcast that the first has not ended keeps it from publishing."""
+    """Let the second trainer make a step, if it can: an unfinished broadcast of the first keeps it from publishing."""
     steps, deadline = len(cluster.events("step")), time.monotonic() + up_to_s
     while len(cluster.events("step")) == steps and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def steps_are(cluster: Cluster, more: int, what: str) -> None:
-    """Wait for so many more steps."""
+    """Wait for this many more steps."""
     steps = len(cluster.events("step"))
     cluster.until(lambda: len(cluster.events("step")) >= steps + more, what)
 
 
 def stop(cluster: Cluster, pid: int, *, operation: str, points: int, up_to_s: float) -> bool:
-    """Stop the trainer at that point, or after a while wherever it is; True when it was at the point."""
+    """Stop the trainer at that point, or anywhere after a while; return whether it was at the point."""
     cluster.fuses["trainer"].light(operation, points, signal.SIGSTOP)
     deadline = time.monotonic() + up_to_s
     while time.monotonic() < deadline:
@@ -147,16 +147,16 @@ def stop(cluster: Cluster, pid: int, *, operation: str, points: int, up_to_s: fl
 def _is_stopped(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (FileNotFoundError, ProcessLookupError):  # it has ended, which whoever waits for it is told
+    except (FileNotFoundError, ProcessLookupError):  # it has ended, which its waiter reports
         return False
 
 
 def before(cluster: Cluster, epoch: int) -> TakeOver:
-    """The state of things after `epoch` has been fenced."""
+    """Return the state after `epoch` has been fenced."""
     sampled = [group["newest"] for group in cluster.witnessed("made") if group["epoch"] <= epoch]
     published = [event["model_version"] for event in cluster.events("publish")]
     served = cluster.served_weights()
-    claimed = CheckpointFence(cluster.directory / "checkpoints").epoch > epoch  # looked at before what it guards
+    claimed = CheckpointFence(cluster.directory / "checkpoints").epoch > epoch  # read before what it guards
     return TakeOver(
         epoch,
         events=len(_told(cluster)),
@@ -167,7 +167,7 @@ def before(cluster: Cluster, epoch: int) -> TakeOver:
 
 
 def put_in_place(cluster: Cluster, seen: TakeOver) -> Iterator[str]:
-    """Checkpoints of the fenced trainer that are there since, in words."""
+    """Yield the fenced trainer's checkpoints that appeared since, in words."""
     for name, inode in _checkpoints(cluster).items():
         path = cluster.directory / "checkpoints" / name
         if seen.claimed and seen.checkpoints.get(name) != inode and _epoch_of(path) == seen.epoch:
@@ -175,8 +175,8 @@ def put_in_place(cluster: Cluster, seen: TakeOver) -> Iterator[str]:
 
 
 def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Iterator[str]:
-    """What else the fenced trainer has done since, in words."""
-    told = _told(cluster)[seen.events :]  # read first: what it tells of was witnessed before
+    """Yield the fenced trainer's other effects since, in words."""
+    told = _told(cluster)[seen.events :]  # read first: its reports were witnessed before
     reported = {(step["epoch"], step["version"]) for step in cluster.witnessed("trained")}
     for event in told:
         version = event["model_version"]
@@ -193,12 +193,12 @@ def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Iterator[str]:
 
 
 def _told(cluster: Cluster) -> list[Any]:
-    """Events that a trainer's reports lead to."""
+    """Return events that follow from a trainer's reports."""
     return [event for event in cluster.events() if event["kind"] in ("step", "checkpoint")]
 
 
 def _checkpoints(cluster: Cluster) -> dict[str, int]:
-    """Inodes by name; the second trainer, which works on, may remove one meanwhile."""
+    """Return inodes by name; the second trainer may remove one meanwhile."""
     found = {}
     for path in (cluster.directory / "checkpoints").glob("step-*"):
         with suppress(FileNotFoundError):
@@ -207,7 +207,7 @@ def _checkpoints(cluster: Cluster) -> dict[str, int]:
 
 
 def _epoch_of(path: Path) -> int:
-    """Of a checkpoint that is there and whole; one that was removed meanwhile has none."""
+    """Return the epoch of a complete checkpoint; one that was removed meanwhile has none."""
     try:
         return load(path).epoch
     except (CheckpointError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""The JAX decoder against Hugging Face's own, in fp32; loading and exporting, and directories that do not fit."""
+"""The JAX decoder against Hugging Face's own, in fp32; loading and exporting; rejected directories."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ CONFIGS = {
 
 @pytest.fixture
 def saved(tmp_path):
-    """name → a random model with large weights, biases and norms that matter, and its directory."""
+    """Return a function from a name to a random model with large weights, biases and norms, and its directory."""
 
     def make(name):
         torch.manual_seed(3)
@@ -72,7 +72,7 @@ def causal(query, key, value, state):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logprobs_are_hugging_faces(name, saved):
+def test_logprobs_equal_hugging_faces(name, saved):
     model, path = saved(name)
     tokens = generator(0, name).integers(0, 48, (2, 60))
     config, weights = loaded(path)
@@ -84,7 +84,7 @@ def test_logprobs_are_hugging_faces(name, saved):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_what_is_exported_is_what_was_saved(name, saved):
+def test_exported_weights_equal_the_saved_ones(name, saved):
     model, path = saved(name)
     config, weights = loaded(path)
     got = exported(config, weights, dtype=np.float32)
@@ -95,7 +95,7 @@ def test_what_is_exported_is_what_was_saved(name, saved):
     assert layers == sorted(layers), "layer by layer"
 
 
-def test_files_in_several_shards_and_in_bfloat16(saved):
+def test_sharded_and_bfloat16_files_are_loaded(saved):
     model, path = saved("llama")
     model.to(torch.bfloat16).save_pretrained(path, max_shard_size="10KB")
     assert len(list(path.glob("model-*.safetensors"))) > 1
@@ -107,7 +107,7 @@ def test_files_in_several_shards_and_in_bfloat16(saved):
         assert np.array_equal(got[name].astype(np.float32), parameter.float().detach().numpy())
 
 
-def test_a_tied_head_that_is_stored_again_is_the_embedding(saved):
+def test_stored_tied_head_is_the_embedding(saved):
     _, path = saved("qwen2")
     tensors = load_file(path / "model.safetensors")
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, path / "model.safetensors")
@@ -132,14 +132,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("sentence", BROKEN)
-def test_weights_that_do_not_fit(sentence, saved):
+def test_weights_that_do_not_fit_are_rejected(sentence, saved):
     _, path = saved("llama")
     save_file(BROKEN[sentence](load_file(path / "model.safetensors")), path / "model.safetensors")
     with pytest.raises(ModelError, match=sentence):
         loaded(path)
 
 
-def test_a_damaged_file(saved):
+def test_damaged_file_is_rejected(saved):
     _, path = saved("llama")
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -1,4 +1,4 @@
-"""JAX reads how much memory it may take under the name that is set here, and what the user has set stays."""
+"""JAX's memory limit is set under a name that JAX reads, and the user's own setting stays."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pipelinerl.models.jax import memory as jax_memory
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.2"}, 0.45, 0.2),
     ],
 )
-def test_what_xla_is_asked_for(
+def test_memory_share_reaches_xla(
     before: dict[str, str], share: float | None, asked_of_xla: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     xla_client = pytest.importorskip("jaxlib.xla_client")
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        monkeypatch.setenv(name, "")  # so that it is restored afterwards
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     for name, value in before.items():
         monkeypatch.setenv(name, value)

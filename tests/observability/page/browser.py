@@ -1,7 +1,7 @@
 """A real browser for tests of the live page: Debian's chromium, driven by playwright.
 
-Promises: whatever a page of `opened` writes to its console, asks of another host or throws fails the test; waits have
-the patience of all other tests.
+A page of `opened` fails the test if it writes to its console, calls another host or throws. Waits use the common test
+timeout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 CHROMIUM: Final = shutil.which("chromium")
-#: Why nothing can be tried; empty where it can.
+#: The reason why the browser tests cannot run; empty if they can.
 MISSING: Final = (
     "" if CHROMIUM and find_spec("playwright") else "the live page is not tried: chromium or playwright is not here"
 )
@@ -27,7 +27,7 @@ MISSING: Final = (
 
 @contextmanager
 def a_browser() -> Iterator[Browser]:
-    """One process, for as long as the block."""
+    """Yield one browser process for the duration of the block."""
     from playwright.sync_api import expect, sync_playwright
 
     expect.set_options(timeout=PATIENCE_S * 1e3)
@@ -43,7 +43,7 @@ def a_browser() -> Iterator[Browser]:
 
 @contextmanager
 def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
-    """A page of its own, with the key of the server at `url`; `options` are playwright's."""
+    """Yield a page in its own context, with the key of the server at `url`; `options` are playwright's."""
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"} | options)
     context.set_default_timeout(PATIENCE_S * 1e3)
     context.add_cookies([{"name": "pipelinerl", "value": TOKEN, "url": url}])

@@ -1,4 +1,4 @@
-"""A run in which every text that a page shows tries to run something: 200 ways to write `pwned(i)`."""
+"""A run in which every visible text tries to run code: 200 ways to write `pwned(i)`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WAYS: Final = (
 )
 _BEFORE: Final = ("", "</div>", "-->", "]]>", "\u202e", "\x00", "&lt;", "`", "<!--", "\u2028")
 
-#: One way after another, each with what comes before it.
+#: Every way with every prefix.
 HOSTILE: Final = tuple(
     f"{before}{way.format(i=number)}"
     for number, (before, way) in enumerate((before, way) for before in _BEFORE for way in _WAYS)
@@ -43,7 +43,7 @@ HOSTILE: Final = tuple(
 
 
 def hostile_run(run_dir: Path) -> Path:
-    """Names, domains, tags, prompts, answers, tokens, reasons, knobs, marks and a recipe, all of them hostile."""
+    """Write a run with hostile names, domains, tags, prompts, answers, tokens, reasons, knobs, marks and recipe."""
     written_run(run_dir, steps=2, end=False)
     texts = iter(HOSTILE * 2)
     domain, tag = next(texts), next(texts)
@@ -70,7 +70,7 @@ def hostile_run(run_dir: Path) -> Path:
 
 
 def long_silent(run_dir: Path) -> Path:
-    """The run, with every event a minute older: of one that has just written, nobody knows yet that it was killed."""
+    """Make every event a minute older: a run that has just written does not yet count as killed."""
     log = run_dir / "events.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()]
     log.write_text("".join(json.dumps(event | {"time": event["time"] - 60.0}) + "\n" for event in events))

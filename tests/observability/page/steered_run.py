@@ -1,7 +1,7 @@
-"""A run that lives as far as its page can see: the files of one that was written, and the real controller.
+"""A run that is live from its page's view: files written in advance, and the real controller.
 
-What is steered goes to the controller's own HTTP API, and what comes of it is in the events that it writes; steps are
-reported to it by the test, as a trainer reports them.
+Changes go to the controller's own HTTP API, and their results appear in its events. The test reports steps in place of
+a trainer.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ _STATS = {"loss": 0.5, "grad_norm": 0.5, "reward": 0.5}
 
 @dataclass(frozen=True)
 class SteeredRun:
-    """The run's directory, and the controller in a thread of its own."""
+    """The run's directory, and the controller in its own thread."""
 
     directory: Path
     world: Running
     loop: asyncio.AbstractEventLoop
 
     def takes(self, number: int) -> None:
-        """Report a step, and wait until the controller has read that."""
+        """Report a step and wait until the controller has read it."""
         told = self.world.tell(replace(step(number), stats=_STATS))
         asyncio.run_coroutine_threadsafe(told, self.loop).result(PATIENCE_S)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """What the controller has written of this kind."""
+        """Return the controller's events of this kind."""
         return [event for event in read_events(self.directory / "events.jsonl") if event["kind"] == kind]
 
 
 @contextmanager
 def steered_run(directory: Path) -> Iterator[SteeredRun]:
-    """A run of one engine with k = 4; its controller is gone with the block, without a word."""
+    """Yield a run of one engine with k = 4; its controller ends abruptly with the block."""
     written_run(directory, steps=1, end=False, overrides=["sampling.group_size=2"])
-    recipe = (directory / "recipe.toml").read_text()  # with the domains of the controller that answers here
+    recipe = (directory / "recipe.toml").read_text()  # use the domains of the controller in this test
     (directory / "recipe.toml").write_text(recipe.replace('"short_words"', '"a"').replace('"long_words"', '"b"'))
     begun: Future[tuple[SteeredRun, asyncio.Future[None]]] = Future()
 

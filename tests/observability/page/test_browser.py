@@ -1,6 +1,6 @@
-"""The live page in a real browser: each screen over a killed run's files and beside a live run, by mouse and keyboard.
+"""The live page in a real browser: each screen, for a killed and a live run, by mouse and keyboard.
 
-Nothing here waits for a time to pass: each step waits for what the one before must have brought about.
+No test sleeps for a fixed time: each step waits for the effect of the one before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 STEPS: Final = 12
 SCREENS: Final = ("now", "steer", "timeline", "samples", "compare")
 
-#: Contrasts below 4.5 of texts and controls that are drawn (WCAG 2, relative luminance); what is behind is composed.
+#: Visible texts and controls with a contrast below 4.5 (WCAG 2, relative luminance), composed over their background.
 CONTRASTS: Final = """() => {
   const channels = (text) => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return [r, g, b, a]; };
   const over = ([r, g, b, a], [R, G, B]) => [r * a + R * (1 - a), g * a + G * (1 - a), b * a + B * (1 - a), 1];
@@ -58,26 +58,26 @@ CONTRASTS: Final = """() => {
   return { seen: seen.length, low };
 }"""
 
-#: Does what has the focus show it? Its name where it does not.
+#: Empty if the focused element shows its focus; otherwise its HTML.
 UNSEEN_FOCUS: Final = """() => {
   const { outlineStyle, outlineWidth } = getComputedStyle(document.activeElement);
   return outlineStyle !== "none" && parseFloat(outlineWidth) >= 1 ? "" : document.activeElement.outerHTML.slice(0, 200);
 }"""
 
-#: The step that the page tells.
+#: The step that the page shows.
 STEP: Final = "Number(document.querySelector('.facts').textContent.match(/step ([\\d,]+)/)[1].replaceAll(',', ''))"
 
-#: Makes the page believe that it is hidden, or that somebody looks at it.
+#: Makes the page believe that it is hidden or visible.
 VISIBILITY: Final = """(hidden) => {
   Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
   document.dispatchEvent(new Event("visibilitychange"));
 }"""
 
-#: What was asked last: address, from and to so many milliseconds of the page's life, and the status.
+#: The last requests: address, start and end in milliseconds of the page's life, and status.
 ASKED: Final = """() => performance.getEntriesByType("resource").slice(-20)
   .map((each) => [each.name, Math.round(each.startTime), Math.round(each.responseEnd), each.responseStatus])"""
 
-#: Has the canvas a point that is not its ground?
+#: True if anything is drawn on the canvas.
 DRAWN: Final = """(canvas) => {
   const { width, height } = canvas;
   return width > 0 && canvas.getContext("2d").getImageData(0, 0, width, height).data.some((each) => each > 0);
@@ -92,7 +92,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
-    """Run 0 was killed, run 1 is hostile."""
+    """Serve a killed run as number 0 and a hostile run as number 1."""
     folder = tmp_path_factory.mktemp("browser")
     killed = long_silent(written_run(folder / "killed", steps=STEPS, end=False))
     with served_page(killed, hostile_run(folder / "hostile")) as served:
@@ -103,7 +103,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
 
 @contextmanager
 def troubled(browser: Browser, server: ServedPage) -> Iterator[Page]:
-    """A page with a key that is about to meet trouble: what its console says of that is not looked at."""
+    """Yield a page with a key for tests that cause errors; its console is not checked."""
     context = browser.new_context()
     context.set_default_timeout(PATIENCE_S * 1e3)
     context.add_cookies([{"name": "pipelinerl", "value": server.http.cookies["pipelinerl"], "url": server.url}])
@@ -114,13 +114,13 @@ def troubled(browser: Browser, server: ServedPage) -> Iterator[Page]:
 
 
 def go(page: Page, url: str, screen: str) -> None:
-    """To a screen, by its permanent link, until it shows what it has."""
+    """Open a screen by its permanent link and wait for its content."""
     page.goto(f"{url}/#/{screen}")
     shown(page, screen.split("/")[0].split("?")[0])
 
 
 def shown(page: Page, screen: str) -> None:
-    """Wait for what only this screen shows, and only with data."""
+    """Wait for content that only this screen shows, and only with data."""
     from playwright.sync_api import TimeoutError as NotShown
 
     main = page.locator("main")
@@ -141,7 +141,7 @@ def shown(page: Page, screen: str) -> None:
 
 
 def group_of(server: ServedPage, run: int = 0, **query: Any) -> str:
-    """The permanent id of a group that has tokens."""
+    """Return the permanent id of a group that has tokens."""
     samples = server.get("/api/samples", run=run, kind="any", **query)["samples"]
     return str(next(each["group"] for each in samples if each["has_tokens"]))
 
@@ -152,7 +152,7 @@ def every_screen(server: ServedPage) -> list[str]:
     return [*SCREENS, f"group/{group}", *(f"tokens/{group}/0?by={each}" for each in colours)]
 
 
-def test_each_screen_shows_a_killed_runs_files(browser: Browser, server: ServedPage) -> None:
+def test_each_screen_shows_the_files_of_a_killed_run(browser: Browser, server: ServedPage) -> None:
     from playwright.sync_api import expect
 
     with opened(browser, server.url) as page:
@@ -169,7 +169,7 @@ def test_each_screen_shows_a_killed_runs_files(browser: Browser, server: ServedP
         expect(page.get_by_role("region", name="Changes of knobs")).to_contain_text("cli")
 
 
-def test_samples_are_filtered_and_sorted_and_links_last(browser: Browser, server: ServedPage) -> None:
+def test_samples_can_be_filtered_and_sorted_and_links_are_permanent(browser: Browser, server: ServedPage) -> None:
     from playwright.sync_api import expect
 
     with opened(browser, server.url) as page:
@@ -183,7 +183,7 @@ def test_samples_are_filtered_and_sorted_and_links_last(browser: Browser, server
         page.get_by_role("button", name="length").click()
         expect(page.get_by_role("columnheader", name="length")).to_have_attribute("aria-sort", "descending")
         expect(rows.first).to_contain_text("7")
-        page.reload()  # the address has it all
+        page.reload()  # the address holds the whole state
         expect(page.get_by_role("columnheader", name="length")).to_have_attribute("aria-sort", "descending")
         rows.first.get_by_role("link").click()
         shown(page, "group")
@@ -202,7 +202,7 @@ def test_samples_are_filtered_and_sorted_and_links_last(browser: Browser, server
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 3840)])
-def test_screens_fit_and_can_be_read(browser: Browser, server: ServedPage, scheme: Any, width: int) -> None:
+def test_screens_fit_and_have_enough_contrast(browser: Browser, server: ServedPage, scheme: Any, width: int) -> None:
     with opened(browser, server.url, color_scheme=scheme, viewport={"width": width, "height": 900}) as page:
         for screen in every_screen(server):
             go(page, server.url, screen)
@@ -216,7 +216,7 @@ def test_screens_fit_and_can_be_read(browser: Browser, server: ServedPage, schem
 
 
 def tab_to(page: Page, reached: str) -> None:
-    """Press Tab until `reached` holds of what has the focus; whatever is passed shows that it has it."""
+    """Press Tab until `reached` holds for the focused element; every element on the way must show its focus."""
     for _ in range(150):
         page.keyboard.press("Tab")
         assert page.evaluate(UNSEEN_FOCUS) == ""
@@ -225,7 +225,7 @@ def tab_to(page: Page, reached: str) -> None:
     raise AssertionError(f"no Tab leads to {reached}")
 
 
-def test_the_keyboard_alone_leads_everywhere(browser: Browser, server: ServedPage) -> None:
+def test_every_screen_is_reachable_by_keyboard(browser: Browser, server: ServedPage) -> None:
     from playwright.sync_api import expect
 
     with opened(browser, server.url) as page:
@@ -271,9 +271,7 @@ def test_the_wheel_zooms_into_the_timeline(browser: Browser, server: ServedPage)
         expect(heading).to_have_text(whole)
 
 
-def test_a_page_asks_only_for_what_is_new_as_the_benchmarks_do_and_nothing_while_it_is_hidden(
-    browser: Browser, tmp_path: Path
-) -> None:
+def test_page_requests_only_new_data_and_nothing_while_hidden(browser: Browser, tmp_path: Path) -> None:
     run_dir = written_run(tmp_path / "live", steps=40, end=False)
     last = next(event for event in reversed(events(40)) if event["kind"] == "step")
 
@@ -293,17 +291,17 @@ def test_a_page_asks_only_for_what_is_new_as_the_benchmarks_do_and_nothing_while
             expected = now_question(facts, rows)
             assert next(each for each in asked if each[0] == "/api/now") == expected and expected[1]["since"] == "40"
             assert {path for path, _ in asked} <= {"/api/now", "/api/run"}
-            for step, norm in ((30, 1.5), (42, 8.5)):  # it was resumed: what is here is no more, though it goes on
+            for step, norm in ((30, 1.5), (42, 8.5)):  # resumed: later steps are void although the run continues
                 write(log, last | {"step": step, "grad_norm": norm})
             gradient("8.5").wait_for()
             assert now_question(facts) in asked
-            while run_question() not in asked:  # the test's own time limit ends it
+            while run_question() not in asked:  # bounded by the test's time limit
                 page.wait_for_timeout(20)
             with page.expect_event("requestfailed", lambda sent: "/api/stream" in sent.url):
                 page.evaluate(VISIBILITY, True)
             hidden_at = len(asked)
             write(log, last | {"step": 43, "grad_norm": 7.5})
-            while server.runs[0].view.step != 43:  # the test's own time limit ends it
+            while server.runs[0].view.step != 43:  # bounded by the test's time limit
                 page.wait_for_timeout(20)
             assert asked[hidden_at:] == []
             page.evaluate(VISIBILITY, False)
@@ -312,20 +310,20 @@ def test_a_page_asks_only_for_what_is_new_as_the_benchmarks_do_and_nothing_while
 
 
 def question_of(url: str) -> tuple[str, dict[str, str]]:
-    """Path and query."""
+    """Return path and query."""
     parts = urlsplit(url)
     return parts.path, dict(parse_qsl(parts.query))
 
 
-def test_a_link_that_is_followed_while_the_page_begins_is_followed(browser: Browser, server: ServedPage) -> None:
-    """After the first drawing, and before what follows it."""
+def test_link_followed_during_startup_is_opened(browser: Browser, server: ServedPage) -> None:
+    """The link is followed after the first drawing and before its effects."""
     with opened(browser, server.url) as page:
         page.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/timeline'; })")
         page.reload()
         shown(page, "timeline")
 
 
-def test_a_connection_that_is_lost_is_shown_and_comes_back_by_itself(browser: Browser, server: ServedPage) -> None:
+def test_lost_connection_is_shown_and_restored(browser: Browser, server: ServedPage) -> None:
     with troubled(browser, server) as page:
         page.route("**/api/stream*", lambda route: route.abort())
         page.goto(server.url)
@@ -334,8 +332,8 @@ def test_a_connection_that_is_lost_is_shown_and_comes_back_by_itself(browser: Br
         page.locator("[data-heard=open]").wait_for()
 
 
-def test_an_answer_that_is_lost_is_asked_for_again(browser: Browser, server: ServedPage) -> None:
-    """Though the stream is heard all the while, and has nothing to tell."""
+def test_failed_request_is_retried(browser: Browser, server: ServedPage) -> None:
+    """The stream stays open and silent during the retry."""
     with troubled(browser, server) as page:
         page.route("**/api/samples*", lambda route: route.abort())
         page.goto(f"{server.url}/#/samples")
@@ -346,8 +344,8 @@ def test_an_answer_that_is_lost_is_asked_for_again(browser: Browser, server: Ser
         page.get_by_role("alert").wait_for(state="detached")
 
 
-def test_what_was_read_before_the_stream_was_heard_is_not_missed(browser: Browser, server: ServedPage) -> None:
-    """The first answer is of a run whose files are being read; by the time that the stream is open they have been."""
+def test_loading_that_ends_before_the_stream_opens_is_noticed(browser: Browser, server: ServedPage) -> None:
+    """The first response says that files are still being read; by the time the stream opens, they have been read."""
     early = server.get("/api/run") | {"loading": {"events": 0.5, "samples": 0.25}}
     with troubled(browser, server) as page:
         page.route("**/api/run*", lambda route: route.fulfill(json=early), times=1)
@@ -356,7 +354,7 @@ def test_what_was_read_before_the_stream_was_heard_is_not_missed(browser: Browse
         page.get_by_text("The run's files are being read").wait_for(state="detached")
 
 
-def test_who_has_no_key_is_told_what_to_do(browser: Browser, server: ServedPage) -> None:
+def test_page_without_a_key_explains_what_to_do(browser: Browser, server: ServedPage) -> None:
     with troubled(browser, server) as page:
         page.goto(server.url)
         shown(page, "now")
@@ -365,7 +363,7 @@ def test_who_has_no_key_is_told_what_to_do(browser: Browser, server: ServedPage)
         page.get_by_role("alert").filter(has_text="open the link that").first.wait_for()
 
 
-def test_a_used_link_asks_for_another_key_and_takes_it(browser: Browser, server: ServedPage) -> None:
+def test_used_link_asks_for_another_key_and_accepts_it(browser: Browser, server: ServedPage) -> None:
     used = server.keys[-1]
     server.http.get(f"/?key={used}")
     context = browser.new_context()
@@ -405,7 +403,7 @@ def test_charts_are_smoothed_and_show_the_value_at_the_pointer(browser: Browser,
         expect(figure.locator(".choice")).to_be_hidden()
 
 
-def test_two_hundred_hostile_texts_are_shown_and_none_runs(browser: Browser, server: ServedPage) -> None:
+def test_hostile_texts_are_shown_and_never_run(browser: Browser, server: ServedPage) -> None:
     from playwright.sync_api import expect
 
     assert len(HOSTILE) == len(set(HOSTILE)) == 200
@@ -428,12 +426,12 @@ def test_two_hundred_hostile_texts_are_shown_and_none_runs(browser: Browser, ser
 
 
 def go_on(page: Page, screen: str) -> None:
-    """The same without a new document: what hostile text has left behind would still be there."""
+    """Open a screen without loading a new document, so that effects of hostile text persist."""
     page.evaluate("(hash) => { location.hash = hash; }", f"#/{screen}")
     shown(page, screen.split("/")[0].split("?")[0])
 
 
-def test_k_is_moved_by_its_slider_while_the_controller_lives(browser: Browser, tmp_path: Path) -> None:
+def test_slider_changes_k_while_the_controller_is_live(browser: Browser, tmp_path: Path) -> None:
     from playwright.sync_api import expect
 
     with steered_run(tmp_path / "run") as run:
@@ -442,7 +440,7 @@ def test_k_is_moved_by_its_slider_while_the_controller_lives(browser: Browser, t
             k_is_moved_to_6(page, server)
             assert moved_to(run.events("knobs"), 6)
             run.takes(2)
-            page.wait_for_function(f"() => {STEP} === 2")  # by itself, from the stream
+            page.wait_for_function(f"() => {STEP} === 2")  # pushed by the stream
     with served_page(long_silent(run.directory)) as server, opened(browser, server.url) as page:
         go(page, server.url, "steer")
         expect(page.locator("main")).to_contain_text("ended without a word")
@@ -451,14 +449,14 @@ def test_k_is_moved_by_its_slider_while_the_controller_lives(browser: Browser, t
 
 
 def k_is_moved_to_6(page: Page, server: ServedPage) -> None:
-    """From 4, on the screen for that; then what the run is doing is shown again."""
+    """Move k from 4 to 6 on the steering screen, then return to the first screen."""
     from playwright.sync_api import expect
 
     go(page, server.url, "steer")
     apply = page.get_by_role("button", name="Apply")
     warmer = page.get_by_role("textbox", name="temperature")
     warmer.fill("-1")
-    expect(page.locator("form .why")).to_contain_text("temperature must be")  # before it is sent
+    expect(page.locator("form .why")).to_contain_text("temperature must be")  # checked before it is sent
     expect(apply).to_be_disabled()
     page.get_by_role("button", name="Undo").click()
     slider = page.get_by_role("slider", name="k, slider", exact=True)
@@ -472,8 +470,8 @@ def k_is_moved_to_6(page: Page, server: ServedPage) -> None:
     shown(page, "now")
 
 
-@pytest.mark.slow  # in short, beside the controller alone: the test before
-def test_k_is_moved_by_its_slider_while_the_run_lives(browser: Browser, tmp_path: Path) -> None:
+@pytest.mark.slow  # the test above covers this with the controller alone
+def test_slider_changes_k_while_the_run_is_live(browser: Browser, tmp_path: Path) -> None:
     from playwright.sync_api import expect
 
     directory = tmp_path / "runs" / "live"
@@ -484,7 +482,7 @@ def test_k_is_moved_by_its_slider_while_the_run_lives(browser: Browser, tmp_path
             run.until(lambda live: moved_to(live.events("knobs"), 6), "the event of k = 6")
             step = newest(run.steps)
             run.until_step(step + 2)
-            page.wait_for_function(f"(step) => {STEP} > step", arg=step)  # by itself, from the stream
+            page.wait_for_function(f"(step) => {STEP} > step", arg=step)  # pushed by the stream
             run.until(lambda live: list(live.directory.glob("samples/training-*.jsonl")), "a sample, after a tokenizer")
     with served_page(directory) as server, opened(browser, server.url) as page:
         go(page, server.url, "now")
@@ -492,8 +490,8 @@ def test_k_is_moved_by_its_slider_while_the_run_lives(browser: Browser, tmp_path
         go(page, server.url, "samples")
 
 
-@pytest.mark.slow  # four processes are started one after the other; the requests themselves are in test_steering
-def test_engines_are_added_swapped_drained_and_removed_while_the_run_lives(browser: Browser, tmp_path: Path) -> None:
+@pytest.mark.slow  # starts four processes in sequence; test_steering covers the requests
+def test_engines_can_be_added_swapped_drained_and_removed_in_a_live_run(browser: Browser, tmp_path: Path) -> None:
     from playwright.sync_api import expect
 
     directory = tmp_path / "runs" / "fleet"
@@ -518,12 +516,12 @@ def test_engines_are_added_swapped_drained_and_removed_while_the_run_lives(brows
             expect(page.locator("main")).not_to_contain_text("Starting:")
             page.get_by_role("button", name="Drain engine-0").click()
             page.get_by_role("button", name="No", exact=True).click()
-            expect(rows.filter(has_text="engine-0").locator(".pill")).to_have_text("healthy")  # nothing was asked
+            expect(rows.filter(has_text="engine-0").locator(".pill")).to_have_text("healthy")  # no request was sent
             page.get_by_role("button", name="Drain engine-0").click()
             page.get_by_role("button", name="Yes, drain").click()
             expect(rows.filter(has_text="engine-0").locator(".pill")).to_have_text("left")
             step = newest(run.steps)
-            run.until_step(step + 2)  # what was swapped in does the work alone
+            run.until_step(step + 2)  # the swapped-in engine does all the work
             for screen in SCREENS:
                 go_on(page, screen)
             go_on(page, "steer")

@@ -1,4 +1,4 @@
-"""The page's own renderer and templates, in the browser that runs them."""
+"""The page's own renderer and templates, in a real browser."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
-#: Runs `body` with `html`, the hooks and an empty `place`; `settled()` waits for what a change of state draws.
+#: Runs `body` with `html`, the hooks and an empty `place`; `settled()` waits until state changes are drawn.
 SETUP = """async (body) => {
   const view = await import("/static/view.js");
   const place = document.createElement("div");
@@ -39,7 +39,7 @@ def run(page: Page, body: str) -> Any:
     return page.evaluate(SETUP, body)
 
 
-def test_a_template_becomes_elements_texts_and_attributes(page: Page) -> None:
+def test_template_becomes_elements_texts_and_attributes(page: Page) -> None:
     drawn = run(
         page,
         """
@@ -52,14 +52,14 @@ def test_a_template_becomes_elements_texts_and_attributes(page: Page) -> None:
     assert drawn == '<p class="a b" title="t" id="x" hidden="">one 2 <b>three</b>four</p>'
 
 
-def test_a_value_never_becomes_markup(page: Page) -> None:
+def test_value_never_becomes_markup(page: Page) -> None:
     drawn = run(
         page, "render(html`<p title=${'<b>'}>${'<b>x</b>'}</p>`, place); return place.firstChild.children.length;"
     )
     assert drawn == 0
 
 
-def test_keyed_children_move_and_keep_their_nodes_and_state(page: Page) -> None:
+def test_keyed_children_keep_their_nodes_and_state_when_moved(page: Page) -> None:
     drawn = run(
         page,
         """
@@ -81,7 +81,7 @@ def test_keyed_children_move_and_keep_their_nodes_and_state(page: Page) -> None:
     assert drawn == ["firstcbdlast", True]
 
 
-def test_a_component_that_draws_nothing_comes_back_in_its_place(page: Page) -> None:
+def test_component_that_drew_nothing_reappears_in_its_place(page: Page) -> None:
     drawn = run(
         page,
         """
@@ -96,7 +96,7 @@ def test_a_component_that_draws_nothing_comes_back_in_its_place(page: Page) -> N
     assert drawn == ["1ib2", "12", "1ib2"]
 
 
-def test_effects_run_when_their_inputs_change_and_end_with_their_component(page: Page) -> None:
+def test_effects_run_when_their_inputs_change_and_are_cleaned_up(page: Page) -> None:
     drawn = run(
         page,
         """
@@ -115,7 +115,7 @@ def test_effects_run_when_their_inputs_change_and_end_with_their_component(page:
     assert drawn == ["on a", "off a", "on b", "off b"]
 
 
-def test_several_changes_of_state_are_drawn_once(page: Page) -> None:
+def test_several_state_changes_are_drawn_once(page: Page) -> None:
     drawn = run(
         page,
         """
@@ -130,7 +130,7 @@ def test_several_changes_of_state_are_drawn_once(page: Page) -> None:
     assert drawn == ["2", 2]
 
 
-def test_what_somebody_writes_outlasts_a_drawing_and_a_choice_follows_its_value(page: Page) -> None:
+def test_typed_text_survives_a_redraw_and_select_follows_its_value(page: Page) -> None:
     drawn = run(
         page,
         """
@@ -153,6 +153,6 @@ def test_what_somebody_writes_outlasts_a_drawing_and_a_choice_follows_its_value(
     assert drawn == ["half a wo", "b"]
 
 
-def test_a_broken_template_is_an_error_that_shows_where(page: Page) -> None:
+def test_malformed_template_raises_an_error_with_its_position(page: Page) -> None:
     said = run(page, 'try { html`<p class="a ${1}">x</p>`; } catch (error) { return error.message; }')
     assert said.startswith("a template cannot be read from here on")

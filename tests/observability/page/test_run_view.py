@@ -1,4 +1,4 @@
-"""What the events come to: what stands, what was undone, in bounded memory, whatever they hold."""
+"""A run's view: current state, undone steps, bounded memory, and malformed events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def view(*taken: dict[str, Any]) -> RunView:
     return made
 
 
-def test_a_resume_undoes_the_end_and_the_steps_above_it() -> None:
+def test_resume_undoes_the_end_and_the_steps_above_it() -> None:
     made = view(*events(30))
     assert made.state == "finished" and made.step == 30
     assert not made.take({"kind": "run_started", "elapsed_s": 1.0, "run": "tiny", "knobs": {"k": 2}})
@@ -30,7 +30,7 @@ def test_a_resume_undoes_the_end_and_the_steps_above_it() -> None:
     assert made.state == "failed"
 
 
-def test_alarms_stand_until_they_are_cleared_and_knobs_as_last_changed() -> None:
+def test_alarms_stay_until_cleared_and_knobs_have_their_last_values() -> None:
     alarm = {"kind": "alarm", "alarm": "stale", "domain": "a", "step": 3, "what": "too old"}
     change = {"kind": "knobs", "changes": {"k": 8}, "who": "ann", "step": 4}
     made = view(alarm, change)
@@ -40,7 +40,7 @@ def test_alarms_stand_until_they_are_cleared_and_knobs_as_last_changed() -> None
     assert overview(made, window=5)["alarms"] == []
 
 
-def test_an_engine_that_was_drained_has_left_and_is_not_lost() -> None:
+def test_drained_engine_has_left_and_is_not_lost() -> None:
     lost = {"kind": "engine_lost", "url": "http://a:1", "reason": "drained"}
     made = view({"kind": "engine_joined", "url": "http://a:1"}, lost | {"planned": True})
     assert made.engines["http://a:1"]["state"] == "left"
@@ -52,7 +52,7 @@ def test_an_engine_that_was_drained_has_left_and_is_not_lost() -> None:
     assert made.engines["http://a:1"]["state"] == "expelled" and made.incidents[-1]["kind"] == "engine_lost"
 
 
-def test_marks_are_told_from_where_somebody_was_though_the_oldest_have_gone() -> None:
+def test_marks_after_a_number_are_returned_although_the_oldest_are_gone() -> None:
     made = RunView(marks=deque(maxlen=3))
     for version in range(5):
         made.take({"kind": "checkpoint", "model_version": version, "path": "x"})
@@ -60,7 +60,7 @@ def test_marks_are_told_from_where_somebody_was_though_the_oldest_have_gone() ->
     assert told == {0: [2, 3, 4], 1: [2, 3, 4], 3: [3, 4], 5: [], 9: [2, 3, 4]} and made.mark_count == 5
 
 
-def test_stale_groups_are_told_by_who_gave_them_up() -> None:
+def test_stale_groups_are_counted_by_who_dropped_them() -> None:
     step = {"kind": "step", "step": 1, "by_domain": {"a": {"groups": 6.0, "stale_groups": 3.0, "rollouts": 48.0}}}
     outdated = {"kind": "group_outdated", "order_id": "prompt-1"}
     stale = overview(view(outdated, step, outdated, step | {"step": 2}), window=1)["stale"]
@@ -68,11 +68,11 @@ def test_stale_groups_are_told_by_who_gave_them_up() -> None:
     assert [each["groups"] for each in stale["by_cause"]] == [2.0, 1.0]
 
 
-def test_an_interval_is_of_steps_each_by_its_rollouts() -> None:
+def test_interval_weights_steps_by_their_rollouts() -> None:
     steps = [{"reward": value, "rollouts": 10.0} for value in (0.0, 1.0)] + [{"reward": 0.5, "rollouts": 0}, {}]
     found = estimate(steps, "reward")
     assert found is not None and found["mean"] == 0.5
-    # two equal weights: the standard error of the mean is |difference| / 2
+    # For two equal weights, the standard error of the mean is |difference| / 2.
     assert found["high"] == pytest.approx(0.5 + 1.959964 * 0.5)
     assert estimate(steps[:1], "reward") == {"mean": 0.0, "low": None, "high": None}
     share = estimate([{"accuracy": 0.5, "rollouts": 100.0}], "accuracy", share=True)
@@ -80,7 +80,7 @@ def test_an_interval_is_of_steps_each_by_its_rollouts() -> None:
     assert estimate([], "reward") is None
 
 
-def test_events_of_any_form_are_taken_and_little_is_kept() -> None:
+def test_malformed_events_are_accepted_in_bounded_memory() -> None:
     odd: list[Any] = [None, "x" * 100_000, -1, 10**400, [], {}, {"a": {"b": None}}, True]
     kinds = ("step", "publish", "run_started", "knobs", "evaluation", "engines", "alarm", "engine_joined",
              "engine_lost", "run_finished", "group_outdated", "unheard of")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Samples are found, ranked and gone through, while the log grows, turns over and is taken again."""
+"""Samples are found, sorted and paged through while the log grows, rotates and repeats steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def steps(index: SampleIndex, wanted: SampleFilter) -> list[int]:
     return found
 
 
-def test_the_newest_come_first_and_a_step_taken_again_counts_once(tmp_path: Path) -> None:
+def test_newest_samples_come_first_and_repeated_steps_count_once(tmp_path: Path) -> None:
     kept(tmp_path, *(group(step) for step in range(1, 6)))
     index = read(SampleIndex(tmp_path))
     assert steps(index, SampleFilter(limit=3)) == [5, 4, 3] and index.count == 5
@@ -46,7 +46,7 @@ def test_the_newest_come_first_and_a_step_taken_again_counts_once(tmp_path: Path
     assert found == copied and found is not None and found.answers[0].text == "again", "names are permanent"
 
 
-def test_what_the_log_drops_is_gone(tmp_path: Path) -> None:
+def test_samples_that_the_log_dropped_disappear(tmp_path: Path) -> None:
     long = tuple(answer("x" * 4000) for _ in range(4))
     kept(tmp_path, *(group(step, *long) for step in range(1, 30)), max_bytes=2**20)
     index = read(SampleIndex(tmp_path))
@@ -59,7 +59,7 @@ def test_what_the_log_drops_is_gone(tmp_path: Path) -> None:
     assert index.share == 1.0
 
 
-def test_what_has_no_value_comes_last_both_ways_and_pages_leave_nothing_out(tmp_path: Path) -> None:
+def test_missing_values_sort_last_and_paging_omits_no_sample(tmp_path: Path) -> None:
     rewards = [0.5, None, 0.25, 1.0, None, 0.5]
     kept(tmp_path, *(group(step, answer(reward=reward)) for step, reward in enumerate(rewards, start=1)))
     index = read(SampleIndex(tmp_path))
@@ -74,14 +74,14 @@ def test_what_has_no_value_comes_last_both_ways_and_pages_leave_nothing_out(tmp_
         assert seen[0] == first and sorted(seen) == [1, 2, 3, 4, 5, 6] and set(seen[-2:]) == {2, 5}
 
 
-def test_only_the_newest_are_held_where_there_are_too_many(tmp_path: Path) -> None:
+def test_only_the_newest_samples_are_kept_beyond_the_limit(tmp_path: Path) -> None:
     kept(tmp_path, *(group(step) for step in range(1, 26)))
     index = read(SampleIndex(tmp_path, most=10))
     assert index.count == 10 and index.left_out == 15
     assert sorted(steps(index, SampleFilter())) == list(range(16, 26))
 
 
-def test_a_line_that_is_being_written_is_read_once_it_is_whole(tmp_path: Path) -> None:
+def test_incomplete_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
     kept(tmp_path, group(1), group(2))
     (path,) = (tmp_path / "samples").iterdir()
     whole = path.read_bytes()
@@ -93,7 +93,7 @@ def test_a_line_that_is_being_written_is_read_once_it_is_whole(tmp_path: Path) -
     assert index.count == len(group(1).answers) * 2 and steps(index, SampleFilter(limit=9))[-1] == 1
 
 
-def test_lines_of_others_and_torn_ones_are_no_samples(tmp_path: Path) -> None:
+def test_foreign_and_torn_lines_are_ignored(tmp_path: Path) -> None:
     kept(tmp_path, group(1))
     (path,) = (tmp_path / "samples").iterdir()
     with path.open("ab") as file:

@@ -1,4 +1,4 @@
-"""Steps in columns: whole or merged they keep every outlier, in bounded memory, across resumes."""
+"""Step columns keep every outlier, merged or not, in bounded memory and across resumes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def table(steps: int, *, most_numbers: int = 2**25, **fields: Any) -> StepTable:
     return made
 
 
-def test_merged_rows_keep_the_least_and_the_greatest_of_each_part() -> None:
+def test_merged_rows_keep_minimum_and_maximum() -> None:
     values = generator(0, "table").normal(size=5000)
     made = StepTable()
     for step, value in enumerate(values.tolist(), start=1):
@@ -32,7 +32,7 @@ def test_merged_rows_keep_the_least_and_the_greatest_of_each_part() -> None:
     assert np.allclose(rows.means["loss"], parts[:, 1::2].mean(axis=1), atol=1e-6), "what is not known is left out"
 
 
-def test_a_run_that_is_too_long_keeps_its_outliers_in_bounded_memory() -> None:
+def test_long_run_keeps_its_outliers_in_bounded_memory() -> None:
     made = StepTable(most_numbers=64 * 20_000)
     for step in range(1, 100_001):
         made.add({"step": step, "reward": {3_000: -7.0, 3_001: 9.0}.get(step, 0.5), "rollouts": 2})
@@ -45,7 +45,7 @@ def test_a_run_that_is_too_long_keeps_its_outliers_in_bounded_memory() -> None:
     assert fresh.each == 1 and len(fresh.places["step"]) == 101, "the newest are whole"
 
 
-def test_a_step_that_is_taken_again_takes_what_followed_away() -> None:
+def test_repeated_step_removes_later_steps() -> None:
     made = table(9000)
     assert made.add({"step": 4000, "reward": 7.0, "rollouts": 4})
     assert made.bounds == (1, 4000) and made.count == 4000
@@ -55,8 +55,8 @@ def test_a_step_that_is_taken_again_takes_what_followed_away() -> None:
     assert made.add({"step": 1, "reward": 1.0}) and made.count == 1
 
 
-def test_what_is_asked_for_since_a_step_is_the_end_of_what_is_asked_for_whole() -> None:
-    made = table(4099)  # more than one piece of it
+def test_rows_since_a_step_equal_the_end_of_all_rows() -> None:
+    made = table(4099)  # spans more than one chunk
     whole = made.rows(["reward"], points=4100)
     for since in (0, 4095, 4096, 4098, 4099, 9999):
         rows = made.rows(["reward", "nothing"], points=4100, since=since)
@@ -65,13 +65,13 @@ def test_what_is_asked_for_since_a_step_is_the_end_of_what_is_asked_for_whole() 
         assert np.array_equal(rows.places["samples"], whole.places["samples"][since:]), since
 
 
-def test_columns_are_plain_as_each_of_them_is() -> None:
+def test_plain_columns_equals_plain_of_each_column() -> None:
     columns = {"a": np.array([1.23456789, np.nan]), "b": np.array([-1e-9, 12345678.0])}
     assert plain_columns(columns) == {name: plain(column) for name, column in columns.items()}
     assert plain_columns({}) == {} and plain_columns({"a": np.zeros(0)}) == {"a": []}
 
 
-def test_windows_and_what_there_is_not() -> None:
+def test_windows_and_missing_figures() -> None:
     made = table(100)
     assert made.rows(["reward"], points=10, first=11, last=20).places["step"].tolist() == list(range(11, 21))
     assert made.rows(["reward"], points=10, first=200).means["reward"].tolist() == []
@@ -79,7 +79,7 @@ def test_windows_and_what_there_is_not() -> None:
     assert StepTable().rows(["reward"], points=10).places["step"].tolist() == [] and StepTable().bounds == (0, 0)
 
 
-def test_figures_by_domain_have_names_and_odd_values_do_no_harm() -> None:
+def test_domain_figures_are_named_and_odd_values_are_ignored() -> None:
     made = StepTable()
     odd = {"huge": 10**400, "nan": math.nan, "text": "x", "flag": True, "list": [1], "big": 1e200}
     domains = {"a/b": {"reward": 1.0, "x": "y"}, "c": 3}
@@ -91,7 +91,7 @@ def test_figures_by_domain_have_names_and_odd_values_do_no_harm() -> None:
     assert made.count == 1
 
 
-def test_figures_that_come_later_and_too_many_of_them() -> None:
+def test_late_figures_are_nan_before_and_excess_figures_are_dropped() -> None:
     made = table(10)
     made.add({"step": 11, **{f"figure {number}": 1.0 for number in range(2 * MOST_FIGURES)}})
     assert len(made.figures) == MOST_FIGURES
@@ -99,7 +99,7 @@ def test_figures_that_come_later_and_too_many_of_them() -> None:
     assert np.isnan(rows.means["figure 70"][:10]).all() and rows.means["figure 70"][10] == 1.0
 
 
-def test_numbers_as_people_write_them() -> None:
+def test_plain_rounds_to_significant_digits() -> None:
     values = np.array([0.1, np.float32(0.41), 1234567.0, 1e-9, 0.0, -2.5, np.nan, np.inf])
     assert plain(values) == [0.1, 0.41, 1234570.0, 1e-09, 0.0, -2.5, None, None]
     assert plain(np.array([1234567.0]), 12) == [1234567.0]

@@ -1,4 +1,4 @@
-"""Sample groups made to measure."""
+"""Builders of sample groups for tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from pipelinerl.observability.samples.record import AnswerRecord, SampleGroup, SampleKind
 
-#: Text as a model may write it to do harm: markup, a cursor that moves, text turned round, a NUL, half a character.
+#: Hostile model output: markup, cursor movement, reversed text, a NUL, a lone surrogate.
 HOSTILE = "<script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\u202edrow\u2069\x00\u200b\ud800 & \"'</dd></details>"
 
 

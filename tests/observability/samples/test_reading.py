@@ -1,4 +1,4 @@
-"""What is asked for is what is found, while the files grow and after they are torn."""
+"""Queries and readers of the sample log, while files grow and after they are torn."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def line(made: SampleGroup) -> bytes:
         ({"kinds": frozenset((SampleKind.EVALUATION,)), "evaluation": "aime"}, "g"),
     ],
 )
-def test_choosing(wanted: dict[str, Any], texts: str) -> None:
+def test_query_chooses_matching_samples(wanted: dict[str, Any], texts: str) -> None:
     assert "".join(each.answer.text for each in SampleQuery(**wanted).choose(GROUPS)) == texts
 
 
-def test_a_reader_goes_on_where_it_was_and_takes_no_line_by_halves(tmp_path: Path) -> None:
+def test_reader_continues_at_its_position_and_reads_only_whole_lines(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     path, reader = tmp_path / "samples" / "training-000001.jsonl", SampleReader(tmp_path)
     assert reader.new() == []
@@ -61,7 +61,7 @@ def test_a_reader_goes_on_where_it_was_and_takes_no_line_by_halves(tmp_path: Pat
     assert reader.new() == []
 
 
-def test_of_a_step_taken_twice_the_last_counts(tmp_path: Path) -> None:
+def test_last_samples_of_a_repeated_step_count(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     again = group(1, answer("again"), time=9.0)
     (tmp_path / "samples" / "training-000001.jsonl").write_bytes(line(GROUPS[0]) + b"torn {\n" + line(again))

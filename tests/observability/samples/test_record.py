@@ -1,4 +1,4 @@
-"""A line says what its group says, within its bytes, whatever somebody wrote into the group."""
+"""An encoded line holds its group within the byte limit, whatever its texts contain."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from pipelinerl.observability.samples.record import (
 from tests.observability.samples.groups import HOSTILE, answer, group
 
 
-def test_a_group_comes_back_as_it_was() -> None:
+def test_group_survives_encoding() -> None:
     made = group(3, answer(parts=(("format", 0.5),), advantage=-0.25), answer(reward=None), tags=("a", "b"), why="w")
     line = encode(made, most_bytes=10_000)
     assert line is not None and line.endswith(b"\n") and line.count(b"\n") == 1
     assert decode(line[:-1]) == made
 
 
-def test_a_long_text_keeps_its_beginning_and_its_end_and_says_how_much_is_gone() -> None:
+def test_long_text_keeps_both_ends_and_counts_the_omitted() -> None:
     text = shortened("a" * 600_000 + "b" * 400_000, 1000)
     assert text.startswith("a" * 750 + " […999,000 characters left out…] ") and text.endswith("b" * 250)
     assert shortened("short", 5) == "short"
 
 
 @pytest.mark.parametrize("most_bytes", [131072, 20_000, 3000])
-def test_no_line_is_longer_than_it_may_be(most_bytes: int) -> None:
+def test_line_never_exceeds_its_limit(most_bytes: int) -> None:
     line = encode(group(1, *(answer("\x00" * 10**6, reason="r" * 10**5) for _ in range(8))), most_bytes=most_bytes)
     assert line is not None and len(line) <= most_bytes
     kept = decode(line[:-1])
@@ -42,11 +42,11 @@ def test_no_line_is_longer_than_it_may_be(most_bytes: int) -> None:
     )
 
 
-def test_what_cannot_be_made_to_fit_has_no_line() -> None:
+def test_group_that_cannot_fit_has_no_line() -> None:
     assert encode(group(1, *(answer() for _ in range(1000))), most_bytes=10_000) is None
 
 
-def test_hostile_text_makes_a_line_that_can_be_read() -> None:
+def test_hostile_text_can_be_encoded_and_read() -> None:
     line = encode(group(1, answer(HOSTILE, reason=HOSTILE), domain=HOSTILE, tags=(HOSTILE,)), most_bytes=10_000)
     assert line is not None
     kept = decode(line[:-1])
@@ -54,16 +54,16 @@ def test_hostile_text_makes_a_line_that_can_be_read() -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"null", b"[1]", b'{"kind": "other"}', b"\xff\xfe", b"[" * 100_000])
-def test_what_is_no_line_of_ours_is_no_group(line: bytes) -> None:
+def test_malformed_line_decodes_to_none(line: bytes) -> None:
     assert decode(line) is None
 
 
-def test_a_number_that_json_cannot_say_is_left_out_by_its_maker() -> None:
+def test_non_finite_reward_is_stored_as_none() -> None:
     line = encode(group(1, answer(reward=math.nan)), most_bytes=10_000)
     assert line is not None and (kept := decode(line[:-1])) is not None and kept.answers[0].reward is None
 
 
-def test_of_too_many_tokens_a_beginning_and_an_end_are_kept() -> None:
+def test_both_ends_of_too_many_tokens_are_kept() -> None:
     count = 10_000
     tokens = AnswerTokens(
         tokens=TokenTexts(ids=tuple(range(count)), texts=("t",) * count),

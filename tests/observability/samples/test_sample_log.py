@@ -1,4 +1,4 @@
-"""The log is bounded, never in the way, whole after a kill, and harmless when the disk is not there."""
+"""The log is bounded, never blocks, is intact after a kill, and is harmless without a disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def log_in(path: Path, *, max_bytes: int = MAX_BYTES) -> SampleLog:
     return SampleLog(path / "samples", "training", max_bytes=max_bytes)
 
 
-def test_what_is_put_can_be_read(tmp_path: Path) -> None:
+def test_put_samples_can_be_read(tmp_path: Path) -> None:
     log = log_in(tmp_path)
     for step in (1, 2, 3):
         log.put(lambda step=step: [group(step)])  # type: ignore[misc]
@@ -33,9 +33,9 @@ def test_what_is_put_can_be_read(tmp_path: Path) -> None:
     assert [each.step for each in read_samples(tmp_path)] == [1, 2, 3] and log.left_out == 0
 
 
-def test_the_bytes_are_bounded_at_every_moment_and_the_newest_stay(tmp_path: Path) -> None:
+def test_log_never_exceeds_its_limit_and_keeps_the_newest(tmp_path: Path) -> None:
     sizes, last = [], 0
-    for life in range(3):  # each begins a file of its own
+    for life in range(3):  # each writer starts a new file
         log = log_in(tmp_path)
 
         def make(step: int) -> list[SampleGroup]:
@@ -52,14 +52,14 @@ def test_the_bytes_are_bounded_at_every_moment_and_the_newest_stay(tmp_path: Pat
     assert steps == list(range(301 - len(steps), 301)), "the newest, and none is missing in between"
 
 
-def test_a_line_that_does_not_fit_is_left_out_and_the_next_is_not(tmp_path: Path) -> None:
+def test_oversized_line_is_dropped_and_the_next_is_kept(tmp_path: Path) -> None:
     log = log_in(tmp_path)
     log.put(lambda: [group(1, *(answer() for _ in range(500))), group(2)])
     log.close()
     assert [each.step for each in read_samples(tmp_path)] == [2] and log.left_out == 1
 
 
-def test_a_writer_that_is_slow_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_slow_writer_does_not_block_put(tmp_path: Path) -> None:
     log, gate = log_in(tmp_path, max_bytes=2**22), threading.Event()
 
     def slow() -> list[SampleGroup]:
@@ -76,7 +76,7 @@ def test_a_writer_that_is_slow_keeps_nobody_waiting(tmp_path: Path) -> None:
     assert 0 < log.left_out < 1000 and log.left_out + len(read_samples(tmp_path)) == 1000
 
 
-def test_a_torn_tail_is_skipped_and_nothing_is_written_behind_it(tmp_path: Path) -> None:
+def test_torn_tail_is_skipped_and_never_appended_to(tmp_path: Path) -> None:
     first = log_in(tmp_path)
     first.put(lambda: [group(1)])
     first.close()
@@ -89,7 +89,7 @@ def test_a_torn_tail_is_skipped_and_nothing_is_written_behind_it(tmp_path: Path)
     assert [each.step for each in read_samples(tmp_path)] == [1, 2]
 
 
-def test_a_directory_that_cannot_be_made_costs_samples_and_nothing_else(tmp_path: Path) -> None:
+def test_unusable_directory_costs_only_samples(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("in the way")
     log = log_in(tmp_path)
     log.put(lambda: [group(1)])
@@ -98,9 +98,7 @@ def test_a_directory_that_cannot_be_made_costs_samples_and_nothing_else(tmp_path
     assert log.left_out == 2
 
 
-def test_a_sample_that_cannot_be_told_costs_none_of_the_later_ones(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sample_that_fails_to_build_costs_no_later_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = log_in(tmp_path)
 
     def make() -> list[SampleGroup]:
@@ -113,7 +111,7 @@ def test_a_sample_that_cannot_be_told_costs_none_of_the_later_ones(
     assert "RuntimeError: the tokenizer is borrowed" in caplog.text
 
 
-def test_files_are_their_owners_only(tmp_path: Path) -> None:
+def test_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     log = log_in(tmp_path)
     log.put(lambda: [group(1)])
     log.close()

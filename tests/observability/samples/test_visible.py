@@ -1,4 +1,4 @@
-"""Nothing that a terminal or a browser would act on gets through, and ordinary text is left alone."""
+"""Characters that control a terminal or browser are escaped; ordinary text is unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelinerl.observability.samples.visible import visible
 @pytest.mark.parametrize(
     "text", ["plain", "two\nlines\tand a tab", "žluťoučký kůň", "漢字", "שלום", "x² ≤ ½ → ∞", "🙂"]
 )
-def test_ordinary_text_stays(text: str) -> None:
+def test_ordinary_text_is_unchanged(text: str) -> None:
     assert visible(text) == text
 
 
@@ -30,11 +30,11 @@ def test_ordinary_text_stays(text: str) -> None:
         ("\ud800", "\\ud800"),
     ],
 )
-def test_what_is_not_seen_is_written_out(text: str, shown: str) -> None:
+def test_invisible_characters_are_escaped(text: str, shown: str) -> None:
     assert visible(text) == shown
 
 
-def test_of_all_characters_none_that_controls_gets_through() -> None:
+def test_no_control_character_of_unicode_passes() -> None:
     everything = "".join(map(chr, range(0x110000)))
     kept = set(visible(everything)) - {"\n", "\t"}
     assert not [hex(ord(c)) for c in kept if unicodedata.category(c)[0] == "C" or unicodedata.bidirectional(c) in

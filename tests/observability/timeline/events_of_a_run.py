@@ -1,4 +1,4 @@
-"""Events of a run that never was, for tests of the timeline: two engines, groups, an evaluation, a death, a resume."""
+"""Events of an invented run for timeline tests: two engines, groups, an evaluation, a checkpoint and a knob change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def event(kind: str, elapsed_s: float, **fields: Any) -> dict[str, Any]:
 
 
 def stages(order: int, at: float, *, engine: str = A, spans: Any = ((0, 4), (1, 2))) -> list[Any]:
-    """Claimed a second before `at`, sampled for most of it, verified for the rest (Unix seconds)."""
+    """Return stages in Unix seconds: claimed a second before `at`, mostly sampling, then verification."""
     return [order, BEGAN + at - 1.0, BEGAN + at - 0.2, BEGAN + at - 0.1, engine, [list(span) for span in spans]]
 
 
@@ -36,7 +36,7 @@ def publish(version: int, at: float, *urls: str) -> dict[str, Any]:
 
 
 def run(steps: int = 6, *, ended: bool = True) -> Events:
-    """A step a second from second 10 on, each published at once; an evaluation before the first."""
+    """Return a run with a step per second from second 10 on, each published at once, after an evaluation."""
     made = [
         event("run_started", 0.5, run="tiny"),
         event("engine_joined", 1.0, url=A),

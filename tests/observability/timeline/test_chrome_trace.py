@@ -1,4 +1,4 @@
-"""The rules of Chrome's trace format, on traces of runs that ended, go on, died and went on."""
+"""Rules of Chrome's trace format, checked on traces of finished, live, killed and resumed runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _spans(trace: list[dict[str, Any]]) -> dict[Track, list[tuple[int, int, str]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_trace_keeps_the_rules_of_the_format(name: str) -> None:
+def test_trace_follows_the_rules_of_the_format(name: str) -> None:
     trace = _trace(RUNS[name])
     named = {(each["pid"], each["tid"]) for each in trace if each["name"] == "thread_name"}
     processes = Counter(each["pid"] for each in trace if each["name"] == "process_name")
@@ -70,7 +70,7 @@ def test_every_trace_keeps_the_rules_of_the_format(name: str) -> None:
 
 
 def _flows(trace: list[dict[str, Any]], name: str) -> list[list[str]]:
-    """The spans that each flow of that name leads through."""
+    """Return the spans on the path of each flow of that name."""
     spans, flows = _spans(trace), defaultdict(list)
     for each in trace:
         if each["ph"] in "stf" and each["name"] == name:
@@ -79,18 +79,18 @@ def _flows(trace: list[dict[str, Any]], name: str) -> list[list[str]]:
     return list(flows.values())
 
 
-def test_an_order_leads_to_the_step_that_trained_it() -> None:
+def test_order_flows_to_the_step_that_trained_it() -> None:
     assert _flows(_trace(run(3)), "order 4") == [["sampling", "verification", "waiting for its step", "step 2"]]
 
 
-def test_a_version_leads_from_its_step_over_its_publication_to_what_engines_serve() -> None:
+def test_version_flows_from_its_step_over_publication_to_engines() -> None:
     trace = _trace(run(3))
     assert sorted(_flows(trace, "v2")) == [["publish 2", "v2"], ["publish 2", "v2"], ["step 2", "publish 2"]]
     names = {each["args"]["name"] for each in trace if each["name"] == "process_name"}
     assert names == {"run", "trainer", "publication", "evaluation", "checkpoint", "groups", A, B}
 
 
-def test_groups_that_overlap_lie_in_rows_of_their_own_and_what_finds_none_is_counted() -> None:
+def test_overlapping_groups_get_separate_rows_and_excess_groups_are_counted() -> None:
     many = step(1, 10.0) | {"orders": list(range(40)), "stages": [stages(order, 9.0) for order in range(40)]}
     trace = ChromeTrace()
     made = list(trace.events([*run(0, ended=False), many]))

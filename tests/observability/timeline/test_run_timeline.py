@@ -1,4 +1,4 @@
-"""Windows of a run's timeline: what they hold, however long the run and however coarse the drawing."""
+"""Windows of a run's timeline, for any length of run and any resolution."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _track(window: dict[str, Any], lane: str, kind: str) -> dict[str, Any]:
     return dict(track)
 
 
-def test_lanes_come_in_one_order_engines_first() -> None:
+def test_engine_lanes_come_first() -> None:
     window = _timeline(run()).window()
     assert [(each["kind"], each["lane"]) for each in window["lanes"]] == [
         ("engine", A), ("engine", B), ("trainer", "trainer"), ("publication", "publication"),
@@ -41,18 +41,18 @@ def test_lanes_come_in_one_order_engines_first() -> None:
     ]  # fmt: skip
 
 
-def test_a_fine_window_has_every_span_as_it_was() -> None:
+def test_fine_window_has_every_span_unchanged() -> None:
     steps = _track(_timeline(run(6)).window(9.0, 12.0, points=3000), "trainer", "step")
     assert steps["start"] == [9.5, 10.5, 11.5] and steps["end"] == [10.0, 11.0, 12.0]
     assert steps["value"] == [1, 2, 3] and steps["count"] == [1, 1, 1] and steps["busy"] == [0.5, 0.5, 0.5]
 
 
-def test_a_window_has_what_reaches_into_it() -> None:
+def test_window_includes_spans_that_reach_into_it() -> None:
     steps = _track(_timeline(run(6)).window(9.75, 11.75, points=3000), "trainer", "step")
     assert steps["value"] == [1, 2, 3]
 
 
-def test_a_coarse_window_loses_no_span_and_no_second(long_run: RunTimeline) -> None:
+def test_coarse_window_loses_no_span_and_no_time(long_run: RunTimeline) -> None:
     steps = _track(long_run.window(points=500), "trainer", "step")
     assert sum(steps["count"]) == STEPS
     assert sum(steps["busy"]) == pytest.approx(STEPS * STEP_S)
@@ -61,8 +61,8 @@ def test_a_coarse_window_loses_no_span_and_no_second(long_run: RunTimeline) -> N
     assert all(a <= b for a, b in zip(steps["end"][:-1], steps["start"][1:], strict=True))
 
 
-def test_a_long_span_stands_alone_among_short_ones() -> None:
-    """At a resolution at which steps are merged, an evaluation of many cells is not."""
+def test_long_span_is_not_merged_with_short_ones() -> None:
+    """An evaluation of many cells stays separate at a resolution at which steps are merged."""
     track = Track()
     for number in range(100):
         track.add(Span("l", "t", number * 0.01, number * 0.01 + 0.005, number))
@@ -73,7 +73,7 @@ def test_a_long_span_stands_alone_among_short_ones() -> None:
     assert drawn["note"][1] == "long" and drawn["start"][1:] == [1.0, 9.0]
 
 
-def test_merged_spans_say_the_value_of_the_longest() -> None:
+def test_merged_spans_have_the_value_of_the_longest() -> None:
     track = Track()
     for number, length in enumerate((0.01, 0.3, 0.02)):
         track.add(Span("l", "t", number * 0.32, number * 0.32 + length, number, f"note {number}"))
@@ -82,7 +82,7 @@ def test_merged_spans_say_the_value_of_the_longest() -> None:
     assert drawn["busy"] == [pytest.approx(0.33)]
 
 
-def test_what_has_not_ended_is_drawn_up_to_now() -> None:
+def test_open_spans_are_drawn_up_to_now() -> None:
     timeline = _timeline([*run(2, ended=False), event("evaluation_began", 12.0, model_version=2)])
     timeline.feed(step(3, 20.0))
     serves = _track(timeline.window(), A, "serves")
@@ -95,7 +95,7 @@ def test_what_has_not_ended_is_drawn_up_to_now() -> None:
     assert _track(timeline.window(0.0, 5.0), "evaluation", "evaluation")["value"] == [0]
 
 
-def test_groups_are_those_under_way_then_evenly_thinned(long_run: RunTimeline) -> None:
+def test_groups_of_a_window_are_evenly_thinned(long_run: RunTimeline) -> None:
     few = long_run.window(100.0, 103.0)["groups"]
     assert few["total"] == len(few["order"]) and 3 <= few["total"] <= 6
     assert all(claimed <= 103.0 for claimed in few["claimed"]) and all(at >= 100.0 for at in few["trained"])
@@ -106,17 +106,17 @@ def test_groups_are_those_under_way_then_evenly_thinned(long_run: RunTimeline) -
     assert few["spans"][0] == ((0, 4), (1, 2)) and set(few["engine"]) == {A}
 
 
-def test_marks_are_those_of_the_window() -> None:
+def test_window_has_only_its_own_marks() -> None:
     window = _timeline(run(6)).window(15.5, 20.0)
     assert [mark[1] for mark in window["marks"]] == ["knobs", "run_finished"]
 
 
-def test_an_empty_run_has_lanes_and_nothing_in_them() -> None:
+def test_empty_run_has_empty_lanes() -> None:
     window = RunTimeline().window()
     assert [lane["kind"] for lane in window["lanes"]] == ["trainer", "publication", "evaluation", "checkpoint"]
     assert all(track["start"] == [] for lane in window["lanes"] for track in lane["tracks"])
 
 
-def test_a_window_is_plain_json_and_bounded(long_run: RunTimeline) -> None:
+def test_window_is_plain_bounded_json(long_run: RunTimeline) -> None:
     text = json.dumps(long_run.window(points=1500), allow_nan=False)
     assert len(text) < 2_000_000

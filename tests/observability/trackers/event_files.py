@@ -1,4 +1,4 @@
-"""Reads TensorBoard's event files as TensorBoard does: checksums checked, what a restart forgets forgotten."""
+"""Reader of TensorBoard event files that follows TensorBoard: it verifies checksums and applies restarts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _masked(data: bytes) -> int:
 
 
 def records(path: Path) -> list[Event]:
-    """Every record of a file; AssertionError where one is torn or damaged."""
+    """Return every record of a file; raises AssertionError if one is torn or damaged."""
     data, at, found = path.read_bytes(), 0, []
     while at < len(data):
         header = data[at : at + 8]
@@ -31,7 +31,7 @@ def records(path: Path) -> list[Event]:
 
 
 def points(directory: Path) -> Counter[tuple[str, int, float]]:
-    """How often each (name, step, value) is there, in all files in the order of their names."""
+    """Return the count of each (name, step, value) over all files in order of name."""
     found: Counter[tuple[str, int, float]] = Counter()
     for path in sorted(directory.glob("events.out.tfevents.*")):
         for event in records(path):
@@ -43,5 +43,5 @@ def points(directory: Path) -> Counter[tuple[str, int, float]]:
 
 
 def series(directory: Path, name: str) -> list[tuple[int, float]]:
-    """(step, value) of one name, each as often as it is there."""
+    """Return (step, value) of one name, with repetitions."""
     return sorted((step, value) for tag, step, value in points(directory).elements() if tag == name)

@@ -1,4 +1,4 @@
-"""A tracker is told each figure once: however often its process dies, and from wherever the run goes on."""
+"""A tracker receives each figure once, even if its process is killed or the run resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _steps(first: int, last: int, *, reward: float = 0.5) -> list[dict[str, Any]
     return [step(number, number) | {"reward": reward} for number in range(first, last + 1)]
 
 
-def test_event_files_hold_every_figure_of_the_run_once(tmp_path: Path) -> None:
+def test_event_files_hold_every_figure_once(tmp_path: Path) -> None:
     _leave(tmp_path, run(5))
     assert _fed(tmp_path)
     assert series(tmp_path / "tb", "reward") == [(number, 0.5) for number in range(1, 6)]
@@ -47,7 +47,7 @@ def test_event_files_hold_every_figure_of_the_run_once(tmp_path: Path) -> None:
     assert set(points(tmp_path / "tb").values()) == {1}
 
 
-def test_another_process_goes_on_where_the_one_before_ended(tmp_path: Path) -> None:
+def test_next_process_continues_where_the_previous_ended(tmp_path: Path) -> None:
     _leave(tmp_path, _steps(1, 3))
     assert not _fed(tmp_path)
     _leave(tmp_path, _steps(4, 6))
@@ -56,8 +56,8 @@ def test_another_process_goes_on_where_the_one_before_ended(tmp_path: Path) -> N
     assert series(tmp_path / "tb", "reward") == [(number, 0.5) for number in range(1, 7)]
 
 
-def test_what_was_logged_and_not_noted_before_a_kill_is_there_once(tmp_path: Path) -> None:
-    """Killed at each moment between two positions: in the middle of a file, before and after a new one begins."""
+def test_rows_logged_before_a_kill_are_there_once(tmp_path: Path) -> None:
+    """Kills are simulated between two positions: in the middle of a file, and before and after a new one begins."""
     _leave(tmp_path, _steps(1, 3))
     _fed(tmp_path)
     place = tmp_path / "trackers" / "tensorboard.json"
@@ -75,7 +75,7 @@ def test_what_was_logged_and_not_noted_before_a_kill_is_there_once(tmp_path: Pat
     assert series(tmp_path / "tb", "reward") == [(number, 0.5) for number in range(1, 8)]
 
 
-def test_steps_that_are_taken_again_replace_the_first(tmp_path: Path) -> None:
+def test_repeated_steps_replace_the_first(tmp_path: Path) -> None:
     again = event("trainer_ready", 8.0, epoch=2, model_version=4)
     _leave(tmp_path, _steps(1, 4, reward=0.25))
     _fed(tmp_path)
@@ -90,7 +90,7 @@ def test_steps_that_are_taken_again_replace_the_first(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_rewinding_that_was_cut_off_is_done_again(tmp_path: Path) -> None:
+def test_interrupted_rewind_is_repeated(tmp_path: Path) -> None:
     _leave(tmp_path, _steps(1, 5, reward=0.25))
     _fed(tmp_path)
     place = tmp_path / "trackers" / "tensorboard.json"
@@ -102,14 +102,14 @@ def test_a_rewinding_that_was_cut_off_is_done_again(tmp_path: Path) -> None:
     assert series(tmp_path / "tb", "reward") == [(1, 0.25), (2, 0.25), (3, 0.75), (4, 0.75), (5, 0.75)]
 
 
-def test_one_process_at_a_time(tmp_path: Path) -> None:
+def test_only_one_process_feeds_a_tracker(tmp_path: Path) -> None:
     _leave(tmp_path, _steps(1, 2))
     with closing(_feed(tmp_path)), pytest.raises(BlockingIOError, match="another process feeds tensorboard"):
         _feed(tmp_path)
     _fed(tmp_path)
 
 
-def test_a_damaged_position_is_not_begun_anew_from(tmp_path: Path) -> None:
+def test_damaged_position_is_an_error_and_not_a_restart(tmp_path: Path) -> None:
     _leave(tmp_path, _steps(1, 2))
     _fed(tmp_path)
     (tmp_path / "trackers" / "tensorboard.json").write_text("{")
@@ -119,7 +119,7 @@ def test_a_damaged_position_is_not_begun_anew_from(tmp_path: Path) -> None:
 
 @final
 class Failing:
-    """A tracker whose disk is full at first: it keeps what was flushed, as one does that is opened at a bookmark."""
+    """A tracker whose disk is full at first; when reopened at a bookmark, it keeps only what was flushed."""
 
     def __init__(self, kept: list[int], failures: list[str], bookmark: Bookmark | None) -> None:
         self.kept, self._failures, self._new = kept, failures, list[int]()
@@ -146,7 +146,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("failures", [["log"], ["flush"], ["log", "flush", "log"], ["flush", "close"]])
-def test_nothing_is_lost_by_a_tracker_that_fails(tmp_path: Path, failures: list[str]) -> None:
+def test_failing_tracker_loses_nothing(tmp_path: Path, failures: list[str]) -> None:
     _leave(tmp_path, _steps(1, 4))
     kept: list[int] = []
     tries = len(failures)

@@ -1,4 +1,4 @@
-"""What a tracker is told of each event, under which names; and that the documentation says the same."""
+"""Names and values that a tracker receives for each event, and their documentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipelinerl.observability.trackers.metric_names import (
 )
 from tests.observability.timeline.events_of_a_run import event, publish
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "trackers.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "trackers.md"
 
 
 def _row(reader: MetricReader, made: dict[str, object]) -> MetricRow:
@@ -26,7 +26,7 @@ def _row(reader: MetricReader, made: dict[str, object]) -> MetricRow:
     return row
 
 
-def test_a_step_is_a_row_with_what_came_since_the_step_before() -> None:
+def test_step_row_includes_figures_since_the_previous_step() -> None:
     reader = MetricReader()
     for tokens in (100.0, 300.0):
         assert list(reader.read(event("engines", 1.0, tokens_per_s=tokens, occupancy=0.5))) == []
@@ -49,7 +49,7 @@ def test_a_step_is_a_row_with_what_came_since_the_step_before() -> None:
     assert _row(reader, event("step", 3.0, step=2, reward=0.5)).figures == {"reward": 0.5}, "nothing is told twice"
 
 
-def test_another_reader_goes_on_in_the_middle() -> None:
+def test_another_reader_continues_from_the_state() -> None:
     first = MetricReader()
     list(first.read(event("engines", 1.0, tokens_per_s=100.0)))
     second = MetricReader(first.state)
@@ -57,7 +57,7 @@ def test_another_reader_goes_on_in_the_middle() -> None:
     assert _row(second, event("step", 3.0, step=1)).figures == {"perf/tokens_per_s": 150.0}
 
 
-def test_an_evaluation_is_a_row_of_the_version_that_it_asked() -> None:
+def test_evaluation_row_has_the_evaluated_version_as_step() -> None:
     curves = {"pass_at": [{"k": 4, "value": 0.5}], "majority_at": [{"k": 4, "value": 0.375}]}
     row = _row(MetricReader(), event("evaluation", 1.0, model_version=8, name="aime", accuracy=0.25, **curves))
     assert row == MetricRow(
@@ -65,14 +65,14 @@ def test_an_evaluation_is_a_row_of_the_version_that_it_asked() -> None:
     )
 
 
-def test_a_trainer_that_begins_earlier_takes_the_later_steps_back() -> None:
+def test_trainer_that_restarts_earlier_rewinds_later_steps() -> None:
     reader = MetricReader()
     list(reader.read(event("step", 1.0, step=9)))
     assert list(reader.read(event("trainer_ready", 2.0, epoch=2, model_version=9))) == []
     assert list(reader.read(event("trainer_ready", 2.0, epoch=3, model_version=5))) == [HistoryRewind(6)]
 
 
-def test_the_documentation_has_every_name_and_no_other() -> None:
+def test_documentation_lists_exactly_the_metric_names() -> None:
     table = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|", DOCUMENT.read_text(), re.MULTILINE)
     named = {**STEP_METRICS, **ENGINE_METRICS, **PUBLISH_METRICS}
     evaluated = {f"evaluation.{name}": f"eval/<set>/{name}" for name in EVALUATION_METRICS}

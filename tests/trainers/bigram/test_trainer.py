@@ -1,4 +1,4 @@
-"""The bigram trainer: the conformance kit, and torch's autograd and AdamW as a second opinion."""
+"""The bigram trainer: the conformance kit, and a comparison with torch's autograd and AdamW."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_conformance(head, path, tmp_path):
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if not resolve(name).needs])
-def test_three_steps_equal_torchs(preset, path, micro_batch):
+def test_three_steps_match_torch(preset, path, micro_batch):
     optimizer = OptimizerSpec(weight_decay=0.1, grad_clip=CLIP)
     trainer, objective = BigramTrainer(), resolve(preset)
     trainer.init_worker(TrainerSpec(model_path=path, optimizer=optimizer))
@@ -65,11 +65,11 @@ def test_three_steps_equal_torchs(preset, path, micro_batch):
     np.testing.assert_allclose(weights, table.detach().numpy(), rtol=1e-6)
 
 
-def test_what_it_cannot_do_is_refused(path):
+def test_unsupported_specs_and_missing_init_are_rejected(path):
     for spec in ({"device": Device.CUDA}, {"precision": Precision.BF16}):
         with pytest.raises(SpecError, match="the bigram trainer runs on the CPU in fp32"):
             BigramTrainer().init_worker(TrainerSpec(model_path=path, **spec))
-    with pytest.raises(SpecError, match="memory_share is of a GPU's memory, and the bigram trainer uses none"):
+    with pytest.raises(SpecError, match="memory_share limits GPU memory, which the bigram trainer does not use"):
         BigramTrainer().init_worker(TrainerSpec(model_path=path, memory_share=0.4))
     with pytest.raises(ProtocolError, match="call init_worker first"):
         BigramTrainer().discard_gradient()

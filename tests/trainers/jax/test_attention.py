@@ -1,4 +1,4 @@
-"""Attention inside the segments of packed rows: against a loop over tokens, and the TPU's kernel in its interpreter."""
+"""Attention within packed segments: compared with a loop over tokens, and the TPU kernel in its interpreter."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def ids_of(lengths):
 
 
 def random_rows(lengths, *, heads, width, multiple=1, least_columns=64):
-    """Queries, keys and values of packed rows, and their segments."""
+    """Return queries, keys and values of packed rows, and their segments."""
     draw = generator(0, "attention")
     rows = Rows.of(positions_of(lengths), multiple=multiple, least_columns=least_columns)
     arrays = [jnp.asarray(draw.normal(size=(*rows.shape, count, width)), jnp.float32) for count in heads]
@@ -32,7 +32,7 @@ def mesh_of(**axes):
 
 
 def plain_attention(query, key, value, ids):
-    """A loop over tokens and heads, in float64."""
+    """Compute attention with a loop over tokens and heads, in float64."""
     tokens, heads, width = query.shape
     out = np.zeros_like(query)
     for t in range(tokens):
@@ -46,7 +46,7 @@ def plain_attention(query, key, value, ids):
 
 
 @pytest.mark.parametrize("at_once", [1024, 16])
-def test_attention_stays_inside_segments(at_once, monkeypatch):
+def test_attention_stays_within_segments(at_once, monkeypatch):
     monkeypatch.setattr(jax_attention, "_QUERIES_AT_ONCE", at_once)
     arrays, ids = random_rows((9, 40, 3, 25), heads=(4, 2, 2), width=8)
     attended, _ = jax.jit(PackedAttention.DENSE.within(ids, mesh_of()))(*arrays, None)
@@ -56,9 +56,9 @@ def test_attention_stays_inside_segments(at_once, monkeypatch):
         np.testing.assert_allclose(np.asarray(attended[row]), expected, atol=1e-5)
 
 
-@pytest.mark.slow  # the interpreter is
+@pytest.mark.slow  # the interpreter is slow
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}], ids=["one device", "rows and heads divided"])
-def test_the_tpus_kernel_agrees_in_its_interpreter_and_so_does_its_gradient(axes):
+def test_tpu_kernel_and_its_gradient_agree_in_the_interpreter(axes):
     lengths, heads = ((100, 28, 90, 3), (4, 2, 2)) if axes else ((60, 28, 30), (2, 1, 1))
     arrays, ids = random_rows(lengths, heads=heads, width=16, multiple=2 if axes else 1, least_columns=128)
     outward = jnp.asarray(generator(1, "attention").normal(size=arrays[0].shape), jnp.float32)
@@ -76,7 +76,7 @@ def test_the_tpus_kernel_agrees_in_its_interpreter_and_so_does_its_gradient(axes
         np.testing.assert_allclose(np.asarray(ours)[inside], np.asarray(dense)[inside], atol=5e-5)
 
 
-def test_the_kernel_is_chosen_where_it_computes_what_is_asked():
+def test_kernel_is_chosen_only_where_supported():
     assert PackedAttention.on("tpu", compute=jnp.bfloat16) is PackedAttention.FLASH
     assert PackedAttention.on("tpu", compute=jnp.float32) is PackedAttention.DENSE
     assert PackedAttention.on("cpu", compute=jnp.bfloat16) is PackedAttention.DENSE

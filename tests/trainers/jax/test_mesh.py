@@ -1,4 +1,4 @@
-"""The same gradient and the same state on every mesh, on simulated CPU devices (see tests/conftest.py)."""
+"""Equal gradients and states on every mesh, on simulated CPU devices (see tests/conftest.py)."""
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ def started(path, mesh, **fields):
 
 
 def stepped(trainer, batch):
-    """Loss, gradient and norm of one step."""
+    """Return loss, gradient and norm of one step."""
     loss = trainer.backward([batch], OBJECTIVE)[0].loss
     gradient = exported(trainer._worker.config, trainer._worker.gradient, dtype=np.float32)
     return loss, gradient, trainer.optimizer_step(learning_rate=1e-2).grad_norm
@@ -40,18 +40,18 @@ def check_mesh(path, mesh, batch):
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(MESHES[0], marks=pytest.mark.slow), *MESHES[1:]], ids=str)
-def test_the_gradient_does_not_depend_on_the_mesh(mesh, model_path, micro_batch):
+def test_gradient_does_not_depend_on_the_mesh(mesh, model_path, micro_batch):
     check_mesh(model_path("qwen3"), mesh, micro_batch())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 @pytest.mark.parametrize("mesh", [*MESHES, *MORE_MESHES], ids=str)
-def test_the_gradient_does_not_depend_on_the_mesh_whatever_the_model(name, mesh, model_path, micro_batch):
+def test_gradient_does_not_depend_on_the_mesh_for_other_models(name, mesh, model_path, micro_batch):
     check_mesh(model_path(name), mesh, micro_batch())
 
 
-def test_other_weights_are_placed_as_the_trainers_own_are(model_path, micro_batch):
+def test_given_weights_are_placed_like_the_trainers_own(model_path, micro_batch):
     trainer, batch = started(model_path("qwen3"), {"fsdp": 2, "tensor": 2}), micro_batch()
     before, expected = copied(trainer.gather_weights()), trainer.forward([batch])[0]
     trainer._worker.weights = own = {name: 1.1 * array for name, array in trainer._worker.weights.items()}
@@ -68,7 +68,7 @@ def test_conformance_on_a_mesh(model_path, tmp_path):
     assert [(r.name, r.reason) for r in results if r.status is not Status.PASSED] == []
 
 
-def test_weights_and_moments_are_divided(model_path):
+def test_weights_and_moments_are_sharded(model_path):
     worker = started(model_path("qwen3"), {"fsdp": 2, "tensor": 2})._worker
     name = "model.layers.*.mlp.gate_proj.weight"
     for array in (worker.weights[name], worker.moments[0].mu[name]):
@@ -76,7 +76,7 @@ def test_weights_and_moments_are_divided(model_path):
         assert array.sharding.shard_shape(array.shape) == (2, 24, 16)
 
 
-def test_a_state_is_restored_onto_the_same_mesh_exactly_and_onto_others(model_path, micro_batch, tmp_path):
+def test_state_is_restored_exactly_onto_same_and_other_meshes(model_path, micro_batch, tmp_path):
     path, mesh, batch = model_path("qwen3"), {"fsdp": 2}, micro_batch()
     saved = started(path, mesh)
     stepped(saved, batch)

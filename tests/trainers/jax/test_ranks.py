@@ -1,6 +1,7 @@
-"""A JAX trainer on two processes: what one process computes, the kit, states across, and ranks that die, hang or lack.
+"""A JAX trainer on two processes: equality with one process, the kit, states, and ranks that die, hang or are missing.
 
-Rank 0 is `tests.fakes.jax_rank0`, rank 1 the role that users start. All processes have one CPU device and gloo between.
+Rank 0 is `tests.fakes.jax_rank0`, rank 1 the role that users start. Each process has one CPU device, with gloo between
+them.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ from trainer_contract.conformance.probes import LINEAR
 from trainer_contract.errors import RankError, SpecError
 from trainer_contract.types import MicroBatch, TrainerSpec
 
-#: Ours; the tests' others, or none, must not hang for longer.
+#: Silence limit of the trainer under test; no test process may hang longer.
 SILENCE_S = 5
 ENVIRONMENT = {
-    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",  # of two, the last one counts
+    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",  # the last such flag wins
     "OMP_NUM_THREADS": "1",
     "JAX_PLATFORMS": "cpu",
-    "JAX_ENABLE_COMPILATION_CACHE": "false",  # each rank compiles what it runs, as on hosts that share no disk
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # each rank compiles its own programs, as on hosts without a shared disk
 }
 
 
@@ -64,7 +65,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 @contextmanager
 def pair(model: Path, directory: Path, *what: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
-    """Rank 0, doing `what` one after the other, and the role of rank 1."""
+    """Run rank 0, with the jobs `what` in sequence, and the role of rank 1."""
     (port,) = free_ports(1)
     rank0 = [sys.executable, "-m", "tests.fakes.jax_rank0", str(model), str(port), str(directory), *what]
     distributed = f'{{coordinator="127.0.0.1:{port}",processes=2,timeout_s=240,silence_s={SILENCE_S}}}'
@@ -95,7 +96,7 @@ def until_ready(rank0: subprocess.Popen[str]) -> None:
 
 
 def words_after(how: signal.Signals, model: Path, directory: Path, *what: str) -> str:
-    """Rank 0's, from when it is ready, and rank 1 is sent this signal."""
+    """Return rank 0's output from when it is ready and rank 1 receives the signal."""
     with pair(model, directory, *what) as (rank0, rank1):
         until_ready(rank0)
         rank1.send_signal(how)
@@ -114,7 +115,7 @@ def both_succeed(model: Path, directory: Path, what: str) -> Path:
 
 @pytest.fixture(scope="module")
 def until_killed(model_path, tmp_path_factory) -> tuple[Path, str]:
-    """What `jax_rank0.results` left, and what rank 0 said when rank 1 was killed after that."""
+    """Return the directory of `jax_rank0.results`, and rank 0's output after rank 1 was killed."""
     directory = tmp_path_factory.mktemp("two")
     return directory, words_after(signal.SIGKILL, model_path("qwen3"), directory, "results", "wait")
 
@@ -131,8 +132,8 @@ def close(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], tolerance:
 
 
 @pytest.mark.timeout(300)
-def test_two_processes_compute_what_one_does(two_processes, model_path):
-    """Losses, log-probs, norm; and the gradient, which the weights show after a step with eps = 1."""
+def test_two_processes_match_one(two_processes, model_path):
+    """Losses, log-probs, norm, and the gradient, which the weights reveal after a step with eps = 1."""
     one = jax_rank0.started(model_path("qwen3"), {})
     before = {name: array.copy() for name, array in one.gather_weights()}
     alone, together = jax_rank0.one_step(one), dict(np.load(two_processes / "first.npz"))
@@ -142,7 +143,7 @@ def test_two_processes_compute_what_one_does(two_processes, model_path):
 
 
 @pytest.mark.timeout(300)
-def test_a_state_saved_by_two_processes_goes_on_in_one(two_processes, model_path):
+def test_state_of_two_processes_resumes_on_one(two_processes, model_path):
     parts = list((two_processes / "state/arrays/mean/model.embed_tokens.weight").rglob("c/*/*"))
     assert len(parts) == 2, "each process wrote its own"
     restored = jax_rank0.started(model_path("qwen3"), {}, restore_from=two_processes / "state")
@@ -153,34 +154,34 @@ def test_a_state_saved_by_two_processes_goes_on_in_one(two_processes, model_path
 
 
 @pytest.mark.timeout(300)
-def test_other_weights_are_sent_to_every_rank(two_processes):
+def test_given_weights_reach_every_rank(two_processes):
     assert json.loads((two_processes / "forward_at.json").read_text()), "forward_at, to the bit"
 
 
 @pytest.mark.timeout(300)
-def test_an_error_that_all_ranks_find_is_told_and_they_go_on_together(two_processes):
+def test_error_on_all_ranks_is_reported_and_training_continues(two_processes):
     told, together = json.loads((two_processes / "refusal.json").read_text())
     assert "advantage" in told and together
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_whole_kit_passes_behind_rank_0(model_path, tmp_path):
+def test_whole_kit_passes_on_two_processes(model_path, tmp_path):
     both_succeed(model_path("qwen3"), tmp_path, "kit")
     found = json.loads((tmp_path / "kit.json").read_text())
     assert found == {check.__name__: "" for check in CHECKS}
 
 
 @pytest.mark.timeout(300)
-def test_rank_0_says_which_rank_it_lost(until_killed):
+def test_rank_0_names_a_lost_rank(until_killed):
     assert "RankError: rank 1 is gone" in until_killed[1]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_rank_0_says_which_rank_is_silent(model_path, tmp_path):
+def test_rank_0_names_a_hanging_rank(model_path, tmp_path):
     said = words_after(signal.SIGSTOP, model_path("qwen3"), tmp_path, "wait")
-    assert "RankError: rank 1 was not heard for 5 s" in said
+    assert "RankError: rank 1 sent nothing for 5 s" in said
 
 
 @pytest.mark.timeout(300)
@@ -188,10 +189,10 @@ def test_rank_0_says_which_rank_is_silent(model_path, tmp_path):
     ("how", "sentence"),
     [
         (signal.SIGKILL, "rank 0 is gone"),
-        pytest.param(signal.SIGSTOP, "rank 0 was not heard for 5 s", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "rank 0 sent nothing for 5 s", marks=pytest.mark.slow),
     ],
 )
-def test_the_others_end_when_rank_0_does(how, sentence, model_path, tmp_path):
+def test_other_ranks_end_when_rank_0_dies_or_hangs(how, sentence, model_path, tmp_path):
     with pair(model_path("qwen3"), tmp_path, "wait") as (rank0, rank1):
         until_ready(rank0)
         rank0.send_signal(how)
@@ -202,13 +203,13 @@ def test_the_others_end_when_rank_0_does(how, sentence, model_path, tmp_path):
 # --- finding one another ------------------------------------------------------------
 
 
-def test_a_rank_that_does_not_come_is_named():
+def test_missing_rank_is_named():
     distributed = Distributed(coordinator=f"127.0.0.1:{free_ports(1)[0]}", processes=3, timeout_s=1)
-    with pytest.raises(SpecError, match=r"rank 1, 2 did not come to 127.0.0.1:\d+ within 1 s; start `pipelinerl"):
+    with pytest.raises(SpecError, match=r"rank 1, 2 did not connect to 127.0.0.1:\d+ within 1 s; start `pipelinerl"):
         lead(distributed, join)
 
 
-def test_a_rank_0_that_is_not_there_is_named():
+def test_missing_rank_0_is_named():
     distributed = Distributed(coordinator=f"127.0.0.1:{free_ports(1)[0]}", processes=2, process=1, timeout_s=1)
     with pytest.raises(SpecError, match=r"rank 0 does not answer at 127.0.0.1:\d+ within 1 s"):
         join_rank0(distributed, join)
@@ -217,11 +218,11 @@ def test_a_rank_0_that_is_not_there_is_named():
 @pytest.mark.parametrize(
     ("fields", "token", "sentence"),
     [
-        ({"process": 1}, "other", "its token is another than that of token_file here"),
+        ({"process": 1}, "other", "its token differs from the one in token_file here"),
         ({"process": 1, "processes": 4}, "secret", r"it is rank 1 of 4, expected one of 1..2 of 3"),
     ],
 )
-def test_a_stranger_is_refused_and_the_others_still_may_come(fields, token, sentence, tmp_path):
+def test_rejected_rank_does_not_keep_others_from_joining(fields, token, sentence, tmp_path):
     paths = {name: tmp_path / name for name in ("secret", "other")}
     for name, path in paths.items():
         path.write_text(json.dumps({"token": name}))
@@ -236,16 +237,16 @@ def test_a_stranger_is_refused_and_the_others_still_may_come(fields, token, sent
 
     waiting = threading.Thread(target=wait_for_ranks)
     waiting.start()
-    with pytest.raises(SpecError, match="rank 0 refuses rank 1: " + sentence):
+    with pytest.raises(SpecError, match="rank 0 rejects rank 1: " + sentence):
         join_rank0(Distributed(**common | fields, token_file=str(paths[token])), join)
     waiting.join(PATIENCE_S)
-    assert "rank 1, 2 did not come" in said[0]
+    assert "rank 1, 2 did not connect" in said[0]
 
 
 # --- messages ------------------------------------------------------------
 
 
-def test_commands_carry_what_they_were_given(micro_batch, model_path):
+def test_commands_survive_a_round_trip(micro_batch, model_path):
     batch = micro_batch()
     again = decode_batch(encode_batch(batch))
     for name in MicroBatch.__dataclass_fields__:
@@ -258,18 +259,18 @@ def test_commands_carry_what_they_were_given(micro_batch, model_path):
         assert decode_objective(encode_objective(objective)) == objective
 
 
-def test_an_objective_names_nothing_else_than_objectives():
-    with pytest.raises(RankError, match="'os:_exit', which is no part of an objective"):
+def test_only_classes_of_objectives_can_be_sent():
+    with pytest.raises(RankError, match="'os:_exit', which is not part of an objective"):
         decode_objective({"class": "os:_exit", "fields": {}})
-    with pytest.raises(RankError, match="which is no part of an objective"):
+    with pytest.raises(RankError, match="which is not part of an objective"):
         decode_objective({"class": "pipelinerl.objective.presets:resolve", "fields": {"choice": "grpo"}})
     with pytest.raises(SpecError, match="got builtins:object; train on one process"):
         encode_objective(object())
-    with pytest.raises(RankError, match="is not understood"):
+    with pytest.raises(RankError, match="cannot be decoded"):
         decode(b"\x80")
 
 
-def test_a_peer_that_beats_is_not_silent():
+def test_heartbeats_keep_a_peer_alive():
     ours, theirs = tcp_pair()
     listening, beating = (Channel(end, peer="rank 1", silence_s=1.5) for end in (ours, theirs))
     beating.beat()
@@ -283,10 +284,10 @@ def test_a_peer_that_beats_is_not_silent():
     listening.close()
 
 
-def test_a_peer_that_says_nothing_and_one_that_says_too_much():
+def test_silent_peers_and_oversized_messages_are_rejected():
     ours, theirs = tcp_pair()
     listening, silent = (Channel(end, peer="rank 1", silence_s=0.3) for end in (ours, theirs))
-    with pytest.raises(RankError, match=r"rank 1 was not heard for 0.3 s"):
+    with pytest.raises(RankError, match=r"rank 1 sent nothing for 0.3 s"):
         listening.receive()
     silent.send(encode(Hello(1, 2, "x" * 100)))
     with pytest.raises(RankError, match="at most 50 are expected"):

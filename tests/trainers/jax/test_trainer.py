@@ -1,4 +1,4 @@
-"""The JAX trainer: the conformance kit, the torch trainer as its twin, exactness, and one program for each shape."""
+"""The JAX trainer: the conformance kit, equality with the torch trainer, exactness, and one program per shape."""
 
 import json
 from dataclasses import replace
@@ -58,7 +58,7 @@ def largest_relative_difference(ours, theirs):
 
 @pytest.fixture
 def compilations():
-    """Names of the programs that XLA compiles while the test runs."""
+    """Record the names of the programs that XLA compiles during the test."""
     names = []
 
     def listen(event, _seconds, **about):
@@ -76,7 +76,7 @@ def test_conformance(model_path, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", pytest.param("llama", marks=pytest.mark.slow)])
-def test_the_torch_trainer_is_its_twin(name, model_path, micro_batch):
+def test_log_probs_and_gradients_match_the_torch_trainer(name, model_path, micro_batch):
     path, batch = model_path(name), micro_batch()
     ours, theirs = started(path), started(path, TorchTrainer)
     assert np.abs(ours.forward([batch])[0] - theirs.forward([batch])[0]).max() <= 1e-5
@@ -87,7 +87,7 @@ def test_the_torch_trainer_is_its_twin(name, model_path, micro_batch):
 
 
 def value_directory(folder, path, batch):
-    """A value model whose values differ from state to state."""
+    """Create a value model whose values differ between states."""
     trainer = started(path, TorchTrainer, head=Head.VALUE, optimizer=OptimizerSpec(eps=1.0))
     for _ in range(3):
         trainer.backward([with_returns(batch)], CRITIC)
@@ -111,7 +111,7 @@ def test_conformance_of_a_value_head(model_path, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("qwen3", marks=pytest.mark.slow)])
-def test_the_torch_trainers_critic_is_its_twin(name, model_path, micro_batch, tmp_path):
+def test_critic_matches_the_torch_trainer(name, model_path, micro_batch, tmp_path):
     batch = with_returns(micro_batch())
     path = value_directory(tmp_path / "saved", model_path(name), batch)
     ours, theirs = (started(path, kind, head=Head.VALUE) for kind in (JaxTrainer, TorchTrainer))
@@ -133,14 +133,14 @@ def test_the_torch_trainers_critic_is_its_twin(name, model_path, micro_batch, tm
         started(path, restore_from=state)
 
 
-def test_a_language_models_values_begin_at_zero_and_have_no_distribution(model_path, micro_batch):
+def test_value_head_of_a_language_model_starts_at_zero(model_path, micro_batch):
     trainer, batch = started(model_path("qwen2"), head=Head.VALUE), micro_batch()
     assert not trainer.forward([batch])[0].any()
     with pytest.raises(SpecError, match="a value head has no distribution to measure, asked for "):
         trainer.backward([batch], resolve("agarwal"))
 
 
-def test_twenty_steps_follow_the_torch_trainer(model_path, micro_batch):
+def test_twenty_steps_match_the_torch_trainer(model_path, micro_batch):
     optimizer = OptimizerSpec(weight_decay=0.1, grad_clip=0.5)
     ours, theirs = (started(model_path("qwen2"), kind, optimizer=optimizer) for kind in (JaxTrainer, TorchTrainer))
     for seed in range(20):
@@ -152,7 +152,7 @@ def test_twenty_steps_follow_the_torch_trainer(model_path, micro_batch):
     assert largest_relative_difference(weights(ours), weights(theirs)) <= 1e-4
 
 
-def test_one_program_for_each_shape_of_rows(model_path, micro_batch, compilations):
+def test_one_program_is_compiled_per_shape_of_rows(model_path, micro_batch, compilations):
     trainer, shapes, lengths = started(model_path("llama")), set(), set()
     for number in range(1, 13):
         batch = micro_batch(lengths=tuple(range(2, 2 + number)))
@@ -165,18 +165,18 @@ def test_one_program_for_each_shape_of_rows(model_path, micro_batch, compilation
 
 
 @pytest.mark.parametrize("remat", [pytest.param("matmuls", marks=pytest.mark.slow), "inference_matched"])
-def test_what_is_kept_for_the_backward_pass_changes_nothing(remat, model_path, micro_batch):
+def test_rematerialisation_changes_no_result(remat, model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch()
     plain, trainer = started(path), started(path, options={"remat": remat})
     plain.backward([batch], OBJECTIVE)
     stats = trainer.backward([batch], OBJECTIVE)[0]
     assert largest_relative_difference(gradients(trainer), gradients(plain)) <= 1e-5
-    # RLAX §5.1: the forward pass of a training step is the inference forward pass.
+    # RLAX §5.1: the forward pass of a training step equals the inference forward pass.
     inside = trainer.forward([batch])[0][batch.loss_mask]
     np.testing.assert_allclose(stats.predictions[batch.loss_mask], inside, rtol=0, atol=1e-6)
 
 
-def test_a_kl_coefficient_that_moves_compiles_nothing_anew(model_path, micro_batch, compilations):
+def test_changing_the_kl_coefficient_compiles_nothing(model_path, micro_batch, compilations):
     trainer, batch, objective = started(model_path("llama")), micro_batch(), resolve("grpo_kl")
     batch = replace(batch, ref_logprobs=1.1 * trainer.forward([batch])[0])
 
@@ -194,7 +194,7 @@ def test_a_kl_coefficient_that_moves_compiles_nothing_anew(model_path, micro_bat
     np.testing.assert_allclose(others[0] - first[0], 0.01 * penalty, rtol=1e-3)
 
 
-def test_other_weights_are_an_argument_of_the_same_program(model_path, micro_batch, compilations):
+def test_given_weights_use_the_same_program(model_path, micro_batch, compilations):
     trainer, batch, history = started(model_path("llama")), micro_batch(), []
     for _ in range(3):
         history.append((copied(trainer.gather_weights()), trainer.forward([batch])[0]))
@@ -207,7 +207,7 @@ def test_other_weights_are_an_argument_of_the_same_program(model_path, micro_bat
 
 
 def remats(jaxpr):
-    """Policies of what is rematerialised in a jaxpr, inner ones included."""
+    """Yield the policies of rematerialised parts of a jaxpr, nested ones included."""
     for equation in jaxpr.eqns:
         if equation.primitive.name.startswith("remat"):
             yield equation.params["policy"]
@@ -218,8 +218,8 @@ def remats(jaxpr):
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, pytest.param(Precision.FP32, marks=pytest.mark.slow)])
-def test_the_gradients_forward_pass_is_inferences_to_the_bit(precision, model_path, micro_batch):
-    """RLAX §5.1: it emits no residuals, within layers or the head, that would keep XLA from computing it in one way."""
+def test_training_forward_matches_inference_bit_for_bit(precision, model_path, micro_batch):
+    """RLAX §5.1: no residuals in the layers or the head keep XLA from compiling both forward passes the same way."""
     trainer, batch = started(model_path("qwen2"), gradient_checkpointing=True, precision=precision), micro_batch()
     worker, inside = trainer._worker, batch.loss_mask
     _, columns = jax_worker.laid_out(worker.program, batch)
@@ -230,14 +230,14 @@ def test_the_gradients_forward_pass_is_inferences_to_the_bit(precision, model_pa
     assert trainer.forward_at([batch], copied(trainer.gather_weights()))[0][inside].tobytes() == evaluated.tobytes()
 
 
-def test_pieces_of_the_vocabulary_change_nothing(model_path, micro_batch):
+def test_chunked_vocabulary_gives_the_same_log_probs(model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch()
     whole, pieces = started(path), started(path)
     pieces._worker.program = replace(pieces._worker.program, logits_at_once=10 * VOCAB)
     np.testing.assert_allclose(pieces.forward([batch])[0], whole.forward([batch])[0], atol=1e-6)
 
 
-def test_bf16_computes_near_fp32_and_keeps_fp32_weights(model_path, micro_batch):
+def test_bf16_is_close_to_fp32_and_keeps_fp32_weights(model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch(tempered=False)
     exact = started(path).forward([batch])[0]
     trainer = started(path, precision=Precision.BF16)
@@ -247,32 +247,32 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_weights(model_path, micro_batch)
     assert {str(array.dtype) for array in trainer._worker.weights.values()} == {"float32"}
 
 
-def test_weights_are_gathered_in_the_dtype_of_the_model_directory(model_path, tmp_path, micro_batch):
+def test_weights_are_gathered_in_the_directorys_dtype(model_path, tmp_path, micro_batch):
     path = tmp_path / "bf16"
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(path)
     trainer = started(path)
     assert {info.dtype for info in trainer.weight_layout()} == {"bfloat16"}
     assert {array.dtype for _, array in trainer.gather_weights()} == {jnp.dtype("bfloat16")}
-    # The output layer that engines hold is the rounded one; with fp32 arithmetic on it the log-probs are theirs.
+    # Engines hold the rounded output layer; with fp32 arithmetic on it, the log-probs equal theirs.
     served, batch = started(path, head_precision=HeadPrecision.FP32), micro_batch(tempered=False)
     np.testing.assert_array_equal(served.forward([batch])[0], trainer.forward([batch])[0])
-    for each in (served, trainer):  # as a step would: to weights that bf16 does not hold
+    for each in (served, trainer):  # like a step, this makes weights that bf16 cannot represent
         each._worker.weights = {name: 1.001 * array for name, array in each._worker.weights.items()}
     assert 0 < np.abs(served.forward([batch])[0] - trainer.forward([batch])[0]).max() < 0.1
 
 
-def test_a_gradient_that_overflows_is_cleared(model_path, micro_batch):
+def test_overflowing_gradient_is_cleared(model_path, micro_batch):
     trainer = started(model_path("qwen2"))
     before = weights(trainer)
     trainer.backward([micro_batch()], OBJECTIVE)
     trainer._worker.gradient["model.norm.weight"] *= jnp.inf
-    with pytest.raises(NonFiniteError, match="cleared and the weights are as before"):
+    with pytest.raises(NonFiniteError, match="cleared and the weights are unchanged"):
         trainer.optimizer_step(learning_rate=1e-2)
     assert trainer.model_version == 0
     assert all(np.array_equal(before[name], array) for name, array in weights(trainer).items())
 
 
-def test_states_of_other_models_and_formats_are_refused(model_path, tmp_path):
+def test_states_of_other_models_and_formats_are_rejected(model_path, tmp_path):
     started(model_path("qwen2")).save_state(tmp_path)
     with pytest.raises(StateError, match="of another model than model_path"):
         started(model_path("llama"), restore_from=tmp_path)
@@ -282,7 +282,7 @@ def test_states_of_other_models_and_formats_are_refused(model_path, tmp_path):
         started(model_path("qwen2"), restore_from=tmp_path)
 
 
-def test_an_altered_byte_of_a_state_is_found(model_path, tmp_path):
+def test_altered_byte_of_a_state_is_detected(model_path, tmp_path):
     started(model_path("qwen2")).save_state(tmp_path)
     part = next(file for file in (tmp_path / "arrays" / "mean").rglob("c/*") if file.is_file())
     content = bytearray(part.read_bytes())
@@ -320,12 +320,12 @@ def test_an_altered_byte_of_a_state_is_found(model_path, tmp_path):
         ({"device": Device.CUDA}, "device is cuda, but jax finds none"),
     ],
 )
-def test_specs_that_cannot_be_met(fields, sentence, model_path):
+def test_unsatisfiable_specs_are_rejected(fields, sentence, model_path):
     with pytest.raises(SpecError, match=sentence):
         JaxTrainer().init_worker(replace(spec_of(model_path("qwen2")), **fields))
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("gpt2", "'gpt2' is not known"), ("mistral", "a sliding window")])
-def test_architectures_that_it_does_not_compute(name, sentence, model_path):
+def test_unsupported_architectures_are_rejected(name, sentence, model_path):
     with pytest.raises(SpecError, match=sentence):
         started(model_path(name))

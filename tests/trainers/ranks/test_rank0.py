@@ -1,4 +1,4 @@
-"""How rank 0 has the others at work, and sends them home: as done, or as those who are to be begun again."""
+"""Rank 0 runs commands on the other ranks and ends them, as done or as failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer_contract.errors import RankError
 
 
 def two_ranks() -> tuple[Ranks, Channel]:
-    """Rank 0's end, and that of the other. A loss does not end the tests' process a minute later."""
+    """Return both ends of a connection; the loss of a rank does not end the test process a minute later."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         connection = socket.create_connection(server.getsockname())
         other = Channel(server.accept()[0], peer="rank 0", silence_s=PATIENCE_S)
@@ -26,17 +26,17 @@ def two_ranks() -> tuple[Ranks, Channel]:
 
 
 @pytest.mark.parametrize("reason", ["", "rank 0 met an error"])
-def test_they_hear_whether_the_work_is_done(reason: str) -> None:
+def test_ranks_are_told_if_the_work_is_done(reason: str) -> None:
     ranks, other = two_ranks()
     if reason:
         ranks.leave(reason)
     ranks.end()
-    ranks.end()  # once is enough
+    ranks.end()  # a second call does nothing
     assert decode(other.receive()) == RanksEnd(reason=reason)
     other.close()
 
 
-def test_what_is_begun_is_sent_before_the_last_has_ended() -> None:
+def test_next_command_is_sent_before_the_previous_one_ends() -> None:
     ranks, other = two_ranks()
     may_end = threading.Event()
     first = ranks.begin(lambda _: Discard(1), lambda: may_end.wait(PATIENCE_S), lane=Lane.READS)
@@ -51,7 +51,7 @@ def test_what_is_begun_is_sent_before_the_last_has_ended() -> None:
     other.close()
 
 
-def test_what_is_begun_after_a_rank_was_lost_says_so() -> None:
+def test_commands_after_the_loss_of_a_rank_raise() -> None:
     ranks, other = two_ranks()
     first = ranks.begin(lambda _: Discard(1), lambda: None, lane=Lane.READS)
     other.close()
@@ -61,7 +61,7 @@ def test_what_is_begun_after_a_rank_was_lost_says_so() -> None:
         ranks.begin(lambda _: Discard(1), lambda: None, lane=Lane.READS)
 
 
-def test_who_leaves_early_has_waited_for_what_was_begun() -> None:
+def test_early_exit_waits_for_the_verb_in_progress() -> None:
     told: list[str] = []
 
     def begun() -> Iterator[Callable[[], int]]:

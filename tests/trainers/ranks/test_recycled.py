@@ -1,4 +1,4 @@
-"""Memory that is used again, and never while somebody holds a part of it."""
+"""Memory blocks are reused, but never while a part of them is referenced."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def address(array: object) -> int:
     return int(array.__array_interface__["data"][0])  # type: ignore[attr-defined]
 
 
-def test_a_block_that_nobody_holds_is_used_again() -> None:
+def test_unreferenced_block_is_reused() -> None:
     memory = RecycledMemory(1000)
     first = address(memory.take(1000).memory)
     assert {address(memory.take(size).memory) for size in (1000, 7, 999)} == {first}
     assert address(memory.take(1001).memory) != first, "it is not as large"
 
 
-def test_a_block_of_which_a_part_is_held_is_not() -> None:
+def test_partly_referenced_block_is_not_reused() -> None:
     memory = RecycledMemory(64)
     tensor = torch.from_numpy(memory.take(64).memory).view(torch.bfloat16)[3:5].view(2)
     held = tensor.view(torch.uint8).numpy()
@@ -38,7 +38,7 @@ def test_a_block_of_which_a_part_is_held_is_not() -> None:
     assert where in {address(memory.take(64).memory)}
 
 
-def test_what_ranks_may_write_into_is_told_until_all_is_held() -> None:
+def test_blocks_are_shared_until_all_are_in_use() -> None:
     memory = RecycledMemory(64)
     held = [memory.take(64) for _ in range(4)]
     assert [block.place is not None for block in held] == [True, True, True, False]
@@ -47,7 +47,7 @@ def test_what_ranks_may_write_into_is_told_until_all_is_held() -> None:
     assert memory.take(0).place is None
 
 
-def test_a_process_that_may_open_no_more_files_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_memory_is_used_when_no_more_files_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 

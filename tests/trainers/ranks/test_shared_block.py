@@ -1,4 +1,4 @@
-"""Memory that another process of this host writes into, and nobody else's."""
+"""Memory that other processes of this host can write into."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print(is_here(place, bytes([9, 9, 9])), is_here(place, bytes(3)))
 """
 
 
-def test_another_process_writes_into_it() -> None:
+def test_another_process_can_write_into_the_block() -> None:
     block, place = shared_block(10)
     block[:] = 9
     other = [sys.executable, "-c", _OTHER, msgspec.json.encode(place).decode()]
@@ -34,7 +34,7 @@ def test_another_process_writes_into_it() -> None:
     assert block.tolist() == [9, 9, 9, 0, 1, 2, 3, 4, 9, 9]
 
 
-def test_it_is_given_back_when_nobody_holds_a_part_of_it() -> None:
+def test_block_is_freed_when_unreferenced() -> None:
     block, place = shared_block(4096)
     part = block[10:20]
     del block
@@ -46,7 +46,7 @@ def test_it_is_given_back_when_nobody_holds_a_part_of_it() -> None:
         pass
 
 
-def test_what_has_taken_its_number_is_not_written_to() -> None:
+def test_reused_file_descriptor_is_not_written_to() -> None:
     block, place = shared_block(16)
     del block
     other, its = shared_block(16)
@@ -57,6 +57,6 @@ def test_what_has_taken_its_number_is_not_written_to() -> None:
     assert not other.any()
 
 
-def test_nobody_is_beside_a_process_that_is_not_here() -> None:
+def test_missing_block_is_not_here() -> None:
     assert not shared.is_here(Place(os.getpid(), 10**6, 0, 0), b"")
     assert not shared.is_here(Place(0, 0, 0, 0), bytes(8)), "what a rank 0 says that can share nothing"

@@ -1,6 +1,6 @@
-"""A torch trainer on several processes: what one process computes, the kit, states across, and ranks that die or hang.
+"""A torch trainer on several processes: equality with one process, the kit, states, and ranks that die or hang.
 
-Rank 0 is `tests.fakes.torch_rank0`, the others the role that users start, with gloo between.
+Rank 0 is `tests.fakes.torch_rank0`, the others the role that users start, with gloo between them.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from trainer_contract.types import Device, TrainerSpec
 
 JOINED = {"coordinator": "127.0.0.1:1"}
 TWO = {"dp_shard": 2}
-#: Both processes compute each micro-batch together.
+#: Both processes share each micro-batch.
 CP = {"mesh": {"cp": 2}}
 LORA = {"rank": 4, "alpha": 8}
-#: Moments in half the memory, rounded at random.
+#: Moments in half the memory, with stochastic rounding.
 SMALL = {"optimizer": {"moments": "bf16"}}
 HOST = {"optimizer": {"place": "host"}}
-#: Gradients are brought together in every backward.
+#: Gradients are reduced in every backward.
 DIVIDED = {"gradients": "divided"}
-#: Tokens travel to their experts.
+#: Tokens are sent to their experts.
 PARALLEL = {"experts": "parallel"}
-#: Tied and not, a Conv1D, and a value head over layers alone.
+#: Tied and untied embeddings, a Conv1D, and a value head.
 BEGUN = {"qwen2": "policy", "gpt2": "policy", "llama": "value"}
-#: Checks of the kit in which the ranks must agree; `test_the_whole_kit…` has all.
+#: Checks of the kit in which the ranks must agree; slow tests run the whole kit.
 AGREED = ["forward_at_leaves_no_trace", "parts_equal_the_whole", "non_finite_is_refused", "reads_are_of_the_last_step"]
-#: What the kit tries on every mesh.
+#: The models and heads that run the kit on every mesh.
 KIT = [("qwen3", "policy"), ("gpt2", "policy"), ("llama", "value"), ("qwen3_moe", "policy")]
-#: Steps of what divides a micro-batch's tokens, of which 20 are among the slow tests.
+#: The number of steps with shared tokens; the slow tests take 20.
 FEW = 6
-#: A directory, what rank 0 does there, and with which arguments.
+#: A directory, rank 0's job there, and its arguments.
 Job = tuple[Path, str, dict[str, Any]]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -61,7 +61,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS
 def processes(
     jobs: Sequence[Job], *, mesh: Mapping[str, int] = TWO, silence_s: int = 20
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Rank 0, doing its jobs one after the other, and the roles of the other ranks."""
+    """Run rank 0, with its jobs in sequence, and the roles of the other ranks."""
     (port,), size = free_ports(1), ProcessMesh(**mesh).size
     options = {"mesh": mesh, "distributed": {"coordinator": f"127.0.0.1:{port}", "silence_s": silence_s}}
     given = [
@@ -100,7 +100,7 @@ def ended(rank: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def succeed(jobs: Sequence[Job], **given: Any) -> list[Any]:
-    """What rank 0 found in each job, once every rank has ended well."""
+    """Return rank 0's results of each job after every rank has succeeded."""
     with processes(jobs, **given) as ranks:
         for rank in ranks:
             status, said = ended(rank)
@@ -109,7 +109,7 @@ def succeed(jobs: Sequence[Job], **given: Any) -> list[Any]:
 
 
 def end_by_losing(rank: int, how: signal.Signals, jobs: Sequence[Job], **given: Any) -> str:
-    """Do the jobs, the last of which is `until_lost`, then lose a rank of two; returns the other's words."""
+    """Run the jobs, of which the last is `until_lost`, then lose one of two ranks; return the other's output."""
     with processes(jobs, **given) as ranks:
         assert ranks[0].stdout is not None
         said = list(iter(ranks[0].stdout.readline, "ready\n"))
@@ -123,12 +123,12 @@ def found(directory: Path) -> Any:
 
 
 def arrays(directory: Path) -> dict[str, np.ndarray]:
-    """Losses, norms, predictions, weights or gradient, whatever is there."""
+    """Return all saved arrays: losses, norms, predictions, weights or gradient."""
     return {f"{file.stem}.{key}": array for file in directory.glob("*.npz") for key, array in np.load(file).items()}
 
 
 def distance(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], part: str) -> float:
-    """Of all arrays of a part, in the L2 norm, relative to theirs."""
+    """Return the L2 distance over all arrays of a part, relative to theirs."""
     names = [name for name in theirs if name.startswith(part)]
     assert names and set(names) <= ours.keys()
     apart = sum(float(((ours[name].astype(np.float64) - theirs[name]) ** 2).sum()) for name in names)
@@ -136,7 +136,7 @@ def distance(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], part: s
 
 
 def contents(state: Path) -> dict[str, str]:
-    """Digests of all weights, moments and counts of a state, however it is divided."""
+    """Return digests of all weights, moments and counts of a state, whole or sharded."""
     tensors = {k: t for k, t in load_file(state / "optimizer.safetensors").items() if not k.startswith("rng")}
     shards = ShardFiles.of(state)
     if shards is None:
@@ -156,7 +156,7 @@ def model(model_path) -> str:
 
 @pytest.fixture(scope="module")
 def one(model, model_path, tmp_path_factory) -> Path:
-    """30 steps in this process, and the gradient."""
+    """Take 30 steps in this process, and save the gradient."""
     directory = tmp_path_factory.mktemp("one")
     for name in ("lora", "epochs", "mixture"):
         (directory / name).mkdir()
@@ -175,9 +175,9 @@ def begun(model_path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
-    """The first 20 steps and the gradient in two processes, then some of the kit, then rank 1 is killed.
+    """Take the first 20 steps and the gradient in two processes, run some of the kit, then kill rank 1.
 
-    From the state of two, one goes on for 5 steps, and two for 5 more.
+    From the state of two processes, one continues for 5 steps, and two for 5 more.
     """
     directory = tmp_path_factory.mktemp("two")
     after = {"model": model, "restore_from": str(directory / "alone" / "state")}
@@ -235,8 +235,8 @@ def two(model, model_path, begun, tmp_path_factory) -> tuple[Path, str]:
 
 
 @pytest.mark.timeout(600)
-def test_20_steps_of_two_processes_are_those_of_one(one, two):
-    """Five micro-batches a step: the second process has two of them, and computes nothing in the last round."""
+def test_20_steps_of_two_processes_match_one(one, two):
+    """With five micro-batches a step, the second process has two and computes dummy tokens in the last round."""
     ours, theirs = arrays(two[0]), arrays(one)
     losses = theirs["steps.losses"][:20]
     assert np.abs(ours["steps.losses"] - losses).max() <= 1e-6
@@ -246,8 +246,8 @@ def test_20_steps_of_two_processes_are_those_of_one(one, two):
 
 
 @pytest.mark.timeout(600)
-def test_steps_whose_tokens_two_processes_share_are_those_of_one(one, two):
-    """Prompts are shared by rollouts as in one process, and key heads are repeated where they are too few."""
+def test_steps_with_shared_tokens_match_one_process(one, two):
+    """Rollouts share prompts as in one process, and key heads are repeated if there are too few."""
     ours, theirs = arrays(two[0] / "cp"), arrays(one)
     assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:FEW]).max() <= 1e-6
     assert np.abs(ours["steps.predictions"] - theirs["steps.predictions"][:FEW]).max() <= 1e-5
@@ -255,8 +255,8 @@ def test_steps_whose_tokens_two_processes_share_are_those_of_one(one, two):
 
 
 @pytest.mark.timeout(600)
-def test_20_steps_of_adapters_over_a_divided_base_are_those_of_one_process(one, two):
-    """What engines are sent is merged on rank 0 from the rows of the base, of A and of B."""
+def test_20_steps_of_adapters_over_a_sharded_base_match_one_process(one, two):
+    """Rank 0 merges weights for engines from the rows of the base, of A and of B."""
     ours, theirs = arrays(two[0] / "lora"), arrays(one / "lora")
     assert np.abs(ours["steps.losses"] - theirs["steps.losses"]).max() <= 1e-6
     assert np.abs(ours["steps.norms"] / theirs["steps.norms"] - 1).max() <= 1e-5
@@ -269,7 +269,7 @@ def test_20_steps_of_adapters_over_a_divided_base_are_those_of_one_process(one, 
 
 
 @pytest.mark.timeout(600)
-def test_batches_of_several_optimizer_steps_are_those_of_one_process(one, two):
+def test_several_optimizer_steps_per_batch_match_one_process(one, two):
     ours, theirs = arrays(two[0] / "epochs"), arrays(one / "epochs")
     assert theirs["epochs.losses"].shape == (18,) and theirs["epochs.clipped"].max() > 0.1
     assert np.abs(ours["epochs.losses"] - theirs["epochs.losses"]).max() <= 1e-6
@@ -277,8 +277,8 @@ def test_batches_of_several_optimizer_steps_are_those_of_one_process(one, two):
 
 
 @pytest.mark.timeout(600)
-def test_a_run_goes_on_from_two_processes_to_one_to_two(one, two):
-    """A state is the same whatever saved it; what loads it goes on as the run would have."""
+def test_run_resumes_from_two_processes_on_one_and_on_two(one, two):
+    """A state does not depend on the number of processes; a run that loads it continues as if uninterrupted."""
     losses = arrays(one)["steps.losses"]
     for name, steps in (("alone", slice(20, 25)), ("again", slice(25, 30))):
         assert np.abs(arrays(two[0] / name)["steps.losses"] - losses[steps]).max() <= 1e-6
@@ -286,8 +286,8 @@ def test_a_run_goes_on_from_two_processes_to_one_to_two(one, two):
 
 
 @pytest.mark.timeout(600)
-def test_each_process_saves_its_rows_which_any_number_loads_to_the_bit(model, two, tmp_path):
-    """Here 2, 1 and 2; marked slow is 4. No byte of it is pickle, and nothing was gathered to be saved."""
+def test_saved_rows_load_bit_for_bit_on_any_number_of_processes(model, two, tmp_path):
+    """Here 2, 1 and 2 processes; a slow test uses 4. States contain no pickle, and saving gathers nothing."""
     state = two[0] / "state"
     assert {path.suffix for path in state.rglob("*") if path.is_file()} == {".safetensors", ".json"}
     sizes = [file.stat().st_size for file in sorted((state / "shards").glob("*.safetensors"))]
@@ -298,14 +298,14 @@ def test_each_process_saves_its_rows_which_any_number_loads_to_the_bit(model, tw
 
 
 @pytest.mark.timeout(600)
-def test_as_many_processes_go_on_to_the_bit(two):
+def test_same_number_of_processes_resumes_bit_for_bit(two):
     before, after = arrays(two[0]), arrays(two[0] / "back")
     assert np.isfinite(before["steps.next"]).all()
     np.testing.assert_array_equal(before["steps.next"].sum(), after["steps.losses"][0])
 
 
 @pytest.mark.timeout(600)
-def test_each_process_reads_its_rows_of_the_model_to_the_bit(two, begun, tmp_path):
+def test_each_process_reads_its_rows_of_the_model_bit_for_bit(two, begun, tmp_path):
     torch_rank0.begin(tmp_path, models=begun, options={})
     ours, theirs = arrays(two[0] / "begin"), arrays(tmp_path)
     assert ours.keys() == theirs.keys()
@@ -314,13 +314,13 @@ def test_each_process_reads_its_rows_of_the_model_to_the_bit(two, begun, tmp_pat
 
 
 @pytest.mark.timeout(600)
-def test_what_one_process_cannot_read_all_refuse_and_they_stay(two):
-    """Only the second opens the shard that is damaged; jobs came after."""
+def test_error_on_one_process_is_raised_on_all_and_they_continue(two):
+    """Only the second process opens the damaged shard; later jobs ran."""
     assert found(two[0] / "refused")["said"].startswith("rank 1: the trainer state in")
 
 
 @pytest.mark.timeout(600)
-def test_gradients_that_are_divided_in_every_backward_are_those_of_one_process(one, two):
+def test_gradients_reduced_in_every_backward_match_one_process(one, two):
     """Five micro-batches, in three rounds."""
     assert distance(arrays(two[0] / "divided"), arrays(one), "gradient") <= 2e-6
     assert found(two[0] / "divided_kit") == {"qwen3 policy": {"non_finite_is_refused": ""}}
@@ -328,7 +328,7 @@ def test_gradients_that_are_divided_in_every_backward_are_those_of_one_process(o
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_20_steps_with_less_memory_are_those_of_one_process(one, model, tmp_path):
+def test_20_steps_with_less_memory_match_one_process(one, model, tmp_path):
     kinds = {
         "host": {"options": HOST},
         "divided": {"options": DIVIDED},
@@ -342,7 +342,7 @@ def test_20_steps_with_less_memory_are_those_of_one_process(one, model, tmp_path
 
 
 @pytest.mark.timeout(600)
-def test_moments_in_bf16_are_saved_on_two_and_loaded_on_one_to_the_bit(model, two, tmp_path):
+def test_bf16_moments_of_two_processes_load_bit_for_bit_on_one(model, two, tmp_path):
     small = two[0] / "small"
     kept = ShardFiles.of(small / "state")
     assert kept is not None and kept.rows("model.norm.weight", "exp_avg", slice(0, 1)).dtype is torch.bfloat16
@@ -353,7 +353,7 @@ def test_moments_in_bf16_are_saved_on_two_and_loaded_on_one_to_the_bit(model, tw
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_four_processes_load_what_two_saved_and_two_what_four_saved(model, two, tmp_path):
+def test_two_and_four_processes_load_each_others_states(model, two, tmp_path):
     state = two[0] / "state"
     succeed([(tmp_path / "4", "resave", {"model": model, "restore_from": str(state)})], mesh={"dp_shard": 4})
     four = tmp_path / "4" / "state"
@@ -362,34 +362,34 @@ def test_four_processes_load_what_two_saved_and_two_what_four_saved(model, two, 
     assert contents(tmp_path / "2" / "state") == contents(four) == contents(state)
 
 
-def test_checks_in_which_ranks_must_agree_pass_behind_rank_0(two):
+def test_checks_that_need_agreement_pass_on_two_processes(two):
     assert found(two[0] / "kit") == {"qwen3 policy": dict.fromkeys(AGREED, "")}
 
 
-def test_a_rank_that_is_lost_is_named(two):
+def test_lost_rank_is_named(two):
     assert "RankError: rank 1 is gone" in two[1]
 
 
-@pytest.mark.slow  # two processes more; in short by JAX's test_ranks, whose role and channel are these
+@pytest.mark.slow  # needs two more processes; JAX's test_ranks covers the role and the channel, which are shared
 @pytest.mark.timeout(600)
-def test_the_others_say_that_they_lost_rank_0(model, tmp_path):
+def test_other_ranks_report_the_loss_of_rank_0(model, tmp_path):
     jobs: list[Job] = [(tmp_path, "until_lost", {"model": model})]
     assert "pipelinerl: rank 0 is gone" in end_by_losing(0, signal.SIGKILL, jobs)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_rank_that_hangs_is_named(model, tmp_path):
+def test_hanging_rank_is_named(model, tmp_path):
     jobs: list[Job] = [(tmp_path, "until_lost", {"model": model})]
-    assert "RankError: rank 1 was not heard for 5 s" in end_by_losing(1, signal.SIGSTOP, jobs, silence_s=5)
+    assert "RankError: rank 1 sent nothing for 5 s" in end_by_losing(1, signal.SIGSTOP, jobs, silence_s=5)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", ["mixture", "mixture_cp", "mixture_parallel"])
-def test_experts_are_divided_and_their_routing_reaches_every_rank(one, two, part):
-    """Experts are rows of fused parameters; what one process computes with the routing told, two do.
+def test_experts_are_sharded_and_routing_reaches_every_rank(one, two, part):
+    """Experts are rows of fused parameters; with given routing, two processes match one.
 
-    In the last part they stay where their rows are, and tokens travel.
+    In the last case, experts stay with their rows and tokens are sent to them.
     """
     ours, theirs = arrays(two[0] / part), arrays(one / "mixture")
     for name in ("losses", "predictions", "free"):
@@ -403,7 +403,7 @@ def test_experts_are_divided_and_their_routing_reaches_every_rank(one, two, part
 @pytest.mark.parametrize(
     "mesh", [TWO, {"dp_replicate": 2}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"cp": 2}, {"cp": 4}]
 )
-def test_the_whole_kit_passes_behind_rank_0(mesh, model_path, tmp_path):
+def test_whole_kit_passes_on_every_mesh(mesh, model_path, tmp_path):
     check_kit(KIT, mesh, model_path, tmp_path)
 
 
@@ -411,7 +411,7 @@ def test_the_whole_kit_passes_behind_rank_0(mesh, model_path, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mesh", [TWO, {"dp_shard": 4}])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen3_moe"])
-def test_the_whole_kit_passes_for_every_architecture_and_head(name, mesh, model_path, tmp_path):
+def test_whole_kit_passes_for_every_architecture_and_head(name, mesh, model_path, tmp_path):
     check_kit([(name, head) for head in ("policy", "value") if (name, head) not in KIT], mesh, model_path, tmp_path)
 
 
@@ -426,7 +426,7 @@ def check_kit(subjects, mesh, model_path, directory):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mesh", [TWO, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "cp": 2}])
-def test_experts_to_which_tokens_travel_are_those_of_one_process(mesh, one, model_path, tmp_path):
+def test_expert_parallelism_matches_one_process(mesh, one, model_path, tmp_path):
     model = str(model_path("qwen3_moe"))
     jobs: list[Job] = [
         (tmp_path / "mixture", "mixture", {"model": model, "options": PARALLEL}),
@@ -454,7 +454,7 @@ def test_experts_to_which_tokens_travel_are_those_of_one_process(mesh, one, mode
         {"dp_replicate": 2, "cp": 2},
     ],
 )
-def test_20_steps_of_other_meshes_are_those_of_one(mesh, one, model, tmp_path):
+def test_20_steps_on_other_meshes_match_one_process(mesh, one, model, tmp_path):
     succeed([(tmp_path, "train", {"model": model}), (tmp_path, "show", {"model": model})], mesh=mesh)
     ours, theirs = arrays(tmp_path), arrays(one)
     assert np.abs(ours["steps.losses"] - theirs["steps.losses"][:20]).max() <= 1e-6
@@ -463,7 +463,7 @@ def test_20_steps_of_other_meshes_are_those_of_one(mesh, one, model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_reads_beside_passes_twenty_times(model, tmp_path):
+def test_reads_concurrent_with_passes_twenty_times(model, tmp_path):
     (reasons,) = succeed([(tmp_path, "reads", {"model": model, "times": 20})])
     assert reasons == {str(number): {"reads_are_of_the_last_step": ""} for number in range(20)}
 
@@ -474,29 +474,32 @@ def test_reads_beside_passes_twenty_times(model, tmp_path):
         ({"mush": 1}, "options.mush is unknown to the torch trainer; it knows mesh, gradients, experts, attention"),
         ({"mesh": {"fsdp": 2}}, "options.mesh.fsdp is unknown to the torch trainer; it knows dp_replicate, dp_shard"),
         ({"gradients": "half"}, "options.gradients must be whole or divided, got 'half'"),
-        ({"mesh": {"dp_replicate": 2}} | PARALLEL, 'options.experts = "parallel" is of a model that processes divide'),
+        ({"mesh": {"dp_replicate": 2}} | PARALLEL, 'options.experts = "parallel" needs a sharded model'),
         ({"mesh": {"dp_shard": 0}}, "options.mesh.dp_shard must be a whole number of at least 1, got 0"),
-        ({"mesh": {"cp": 2}}, "options.mesh makes 2 processes, and options.distributed does not say where they meet"),
-        ({"mesh": TWO}, "options.mesh makes 2 processes, and options.distributed does not say where they meet"),
-        ({"distributed": JOINED}, "options.distributed is of several processes, and options.mesh makes one"),
+        (
+            {"mesh": {"cp": 2}},
+            "options.mesh makes 2 processes, but options.distributed does not name their meeting point",
+        ),
+        ({"mesh": TWO}, "options.mesh makes 2 processes, but options.distributed does not name their meeting point"),
+        ({"distributed": JOINED}, "options.distributed is for several processes, but options.mesh has one"),
         ({"mesh": TWO, "distributed": JOINED | {"processes": 3}}, "processes must be 2, as options.mesh says, got 3"),
         ({"mesh": TWO, "distributed": {"coordinator": "10.0.0.1:1"}}, "token_file must be given where coordinator is"),
         ({"mesh": TWO, "distributed": JOINED | {"process": 1}}, "only rank 0 is a trainer; start `pipelinerl trainer-"),
     ],
 )
-def test_options_are_refused_by_name(options, sentence, model_path):
+def test_invalid_options_are_rejected_by_name(options, sentence, model_path):
     spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options=options)
     with pytest.raises(SpecError, match="^.*" + sentence.replace("(", r"\(")):
         TorchTrainer().init_worker(spec)
 
 
-def test_a_mesh_of_one_is_one_process(model_path):
+def test_mesh_of_one_needs_no_distributed_options(model_path):
     options = TorchOptions.of({"mesh": {"dp_shard": 1, "dp_replicate": 1, "cp": 1}})
     assert (options.mesh.size, options.distributed) == (1, None)
 
 
 @pytest.mark.parametrize(("length", "shards"), [(7, 2), (1, 4), (5, 4), (48, 3)])
-def test_rows_of_all_shards_are_all_rows_once(length, shards):
+def test_shards_cover_all_rows_once(length, shards):
     mesh = ProcessMesh(dp_replicate=2, dp_shard=shards)
     rows = [list(range(length))[mesh.rows_of(rank, length)] for rank in range(mesh.size)]
     assert [row for part in rows[:shards] for row in part] == list(range(length))

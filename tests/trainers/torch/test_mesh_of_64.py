@@ -1,6 +1,6 @@
-"""One process of 64, the others played by torch's `fake` group, which moves nothing: shapes, plans, and no waiting.
+"""One process of 64, with torch's `fake` group for the others: shapes, plans, and no waiting.
 
-What is computed means nothing; `test_mesh.py` compares that of real processes.
+The fake group moves no data, so values are meaningless; `test_mesh.py` compares values of real processes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ RANK = 5
 
 @pytest.fixture
 def model(model_path: Callable[[str], Path]) -> Path:
-    """Made before this process is one of several, of which transformers lets only the first write."""
+    """Create the model before this process joins the group, since transformers then lets only the first rank write."""
     return model_path("qwen3")
 
 
 @pytest.fixture
 def rank(model: Path) -> Iterator[int]:
-    """This process is one of 64, and of none afterwards."""
+    """Join a group of 64 for the duration of a test."""
     dist.init_process_group("fake", rank=RANK, world_size=MESH.size, store=FakeStore())
     try:
         yield RANK
@@ -45,7 +45,7 @@ def rank(model: Path) -> Iterator[int]:
 
 
 @pytest.mark.timeout(300)
-def test_one_of_64_goes_forward_and_back_over_its_rows(rank: int, model: Path) -> None:
+def test_one_of_64_computes_forward_and_backward_over_its_rows(rank: int, model: Path) -> None:
     loaded = load(spec_of(model, {}))
     divided = ShardedModel(loaded.model, MESH, device=torch.device("cpu"), compute=torch.float32)
     shapes = divided.shapes
@@ -64,8 +64,8 @@ def test_one_of_64_goes_forward_and_back_over_its_rows(rank: int, model: Path) -
     divided.discard_gradient()
 
 
-def test_the_plans_of_64_processes_cover_all_once(model: Path) -> None:
-    """What is gathered by one command is no larger than it may be, or one parameter; each row is of one process."""
+def test_plans_of_64_processes_cover_everything_once(model: Path) -> None:
+    """Each gathering command stays within its limit or has one parameter, and each row belongs to one process."""
     weights = load(spec_of(model, {})).weights
     layout = [ParameterInfo(name, tuple(each.shape), "float32") for name, each in weights.items()]
     sizes = {name: each.numel() for name, each in weights.items()}

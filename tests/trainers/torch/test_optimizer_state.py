@@ -1,4 +1,4 @@
-"""A trainer whose optimizer keeps its state in bf16, or on the host, against one that does neither."""
+"""A trainer with optimizer state in bf16 or on the host, compared with the default."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def tensors_of(state: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_20_steps_with_moments_on_the_host_are_those_with_them_on_the_device(
-    name: str, model_path: Callable[[str], Path]
-) -> None:
+def test_20_steps_with_moments_on_the_host_match_the_device(name: str, model_path: Callable[[str], Path]) -> None:
     model = model_path(name)
     found, expected = (steps(started(model, each), first=0, count=20, parts=1) for each in (HOST, {}))
     assert np.abs(found["losses"] - expected["losses"]).max() <= 1e-6
@@ -56,7 +54,9 @@ def test_20_steps_with_moments_on_the_host_are_those_with_them_on_the_device(
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_masters_on_the_host_give_the_same_bits(name: str, model_path: Callable[[str], Path], tmp_path: Path) -> None:
-    """In bf16 the device holds linear layers' weights in it, and what is computed, sent and saved is as without."""
+    """In bf16 the device holds only bf16 weights of linear layers; results, gathered weights and states do not
+    change.
+    """
     model, fields = model_path(name), {"precision": Precision.BF16, "gather_dtype": WeightDType.FLOAT32}
     whole, apart = (started(model, each, **fields) for each in ({}, HOST))
     masters = apart._worker.masters
@@ -83,7 +83,7 @@ def test_masters_on_the_host_give_the_same_bits(name: str, model_path: Callable[
     assert more == [steps(each, first=2, count=1, parts=2)["losses"].item() for each in (whole, apart)]
 
 
-def test_moments_in_bf16_are_saved_as_they_are_and_go_on_to_the_bit(
+def test_bf16_moments_are_saved_unchanged_and_resume_bit_for_bit(
     model_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = model_path("qwen3")
@@ -103,7 +103,7 @@ def test_moments_in_bf16_are_saved_as_they_are_and_go_on_to_the_bit(
     assert np.isfinite(steps(started(model, {}, restore_from=state), first=3, count=1, parts=2)["losses"]).all()
 
 
-def test_moments_in_bf16_stay_near_those_in_fp32(model_path: Callable[[str], Path]) -> None:
+def test_bf16_moments_stay_close_to_fp32(model_path: Callable[[str], Path]) -> None:
     exact, small = (steps(started(model_path("qwen3"), each), first=0, count=10, parts=1) for each in ({}, SMALL))
     moved = np.abs(exact["losses"] - exact["losses"][0]).max()
     assert 0 < np.abs(exact["losses"] - small["losses"]).max() < 0.05 * moved

@@ -1,4 +1,4 @@
-"""The torch trainer computes tokens with the experts that it is told: in forward, in backward, packed and shared."""
+"""The torch trainer computes tokens with given experts: in forward, in backward, packed and with shared prefixes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def started(path: Any, **fields: Any) -> TorchTrainer:
 
 
 def own_choice(trainer: TorchTrainer, batch: MicroBatch) -> Any:
-    """The column that tells the trainer's routers what they choose by themselves."""
+    """Return the column that gives the trainer's routers their own choice."""
     model = trainer._worker.unwrapped.model
     forwards = [router.forward for router in torch_routers.routers_of(model)]
     log = torch_routers.TorchRouteLog(model, trainer._worker.routing)
@@ -52,10 +52,10 @@ def gradients(trainer: TorchTrainer) -> dict[str, Any]:
     return {name: parameter.grad.numpy().copy() for name, parameter in trainer._worker.named_parameters()}
 
 
-def test_its_own_choice_told_to_it_changes_rounding_alone(model_path: Any, micro_batch: Any) -> None:
-    """The last token of a segment, which nobody reads, may go to other experts, so their products have other sizes."""
+def test_replaying_the_own_choice_changes_only_rounding(model_path: Any, micro_batch: Any) -> None:
+    """A segment's last token, whose output is not read, may use other experts, so matmuls have other sizes."""
     batch, found = micro_batch(), []
-    for checkpointing in (False, True):  # which computes layers again in backward
+    for checkpointing in (False, True):  # checkpointing recomputes layers in backward
         trainer = started(model_path("qwen3_moe"), gradient_checkpointing=checkpointing)
         for each in (batch, replace(batch, routed_experts=own_choice(trainer, batch))):
             loss = trainer.backward([each], OBJECTIVE)[0]
@@ -69,7 +69,7 @@ def test_its_own_choice_told_to_it_changes_rounding_alone(model_path: Any, micro
             np.testing.assert_allclose(gradient[name], expected, atol=1e-5 * scale, err_msg=name)
 
 
-def test_another_choice_is_obeyed_however_tokens_are_packed(model_path: Any, micro_batch: Any) -> None:
+def test_given_choice_is_used_however_tokens_are_packed(model_path: Any, micro_batch: Any) -> None:
     trainer, batch = started(model_path("qwen3_moe")), micro_batch()
     column = chosen_at_random(batch)
     told = replace(batch, routed_experts=column)
@@ -81,11 +81,11 @@ def test_another_choice_is_obeyed_however_tokens_are_packed(model_path: Any, mic
         np.testing.assert_allclose(trainer.forward([alone])[0], obeyed[its], atol=2e-5)
     first = np.flatnonzero(batch.position_ids == 0)
     column = column.copy()
-    column[first] = 3 - column[first]  # of which nothing is said
+    column[first] = 3 - column[first]  # rows of segment starts are meaningless
     np.testing.assert_array_equal(trainer.forward([replace(batch, routed_experts=column)])[0], obeyed)
 
 
-def test_a_shared_prompt_is_routed_as_in_its_first_rollout(model_path: Any, micro_batch: Any) -> None:
+def test_shared_prompt_uses_the_routing_of_its_first_rollout(model_path: Any, micro_batch: Any) -> None:
     trainer, one = started(model_path("qwen3_moe")), micro_batch((9,), tempered=False)
     column = chosen_at_random(one)
     columns = {
@@ -100,7 +100,7 @@ def test_a_shared_prompt_is_routed_as_in_its_first_rollout(model_path: Any, micr
     np.testing.assert_allclose(got, [expected] * 2, atol=1e-5)
 
 
-def test_what_cannot_be_replayed_is_refused(model_path: Any, micro_batch: Any) -> None:
+def test_routing_that_cannot_be_replayed_is_rejected(model_path: Any, micro_batch: Any) -> None:
     batch = micro_batch((4,))
     column = np.zeros((4, 2, 2), np.uint8)
     dense, critic = started(model_path("qwen3")), started(model_path("qwen3_moe"), head=Head.VALUE)
@@ -118,8 +118,8 @@ def test_what_cannot_be_replayed_is_refused(model_path: Any, micro_batch: Any) -
             trainer.backward([replace(batch, routed_experts=wrong)], OBJECTIVE)
 
 
-def test_checkpointing_brings_no_noise_into_a_router(tmp_path: Path) -> None:
-    """It works in train mode, in which Mixtral's routers see their input with noise."""
+def test_checkpointing_adds_no_router_noise(tmp_path: Path) -> None:
+    """Checkpointing uses train mode, in which Mixtral's routers add noise to their input."""
     path = save_mixture(tmp_path, "mixtral")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "router_jitter_noise": 0.5}))
@@ -128,7 +128,7 @@ def test_checkpointing_brings_no_noise_into_a_router(tmp_path: Path) -> None:
     assert [module.jitter_noise for module in model.modules() if hasattr(module, "jitter_noise")] == [0.0, 0.0]
 
 
-def test_ranks_are_told_the_routing_in_its_shape(micro_batch: Any) -> None:
+def test_routing_is_sent_to_ranks_with_its_shape(micro_batch: Any) -> None:
     batch = micro_batch((4, 3))
     batch = replace(batch, routed_experts=chosen_at_random(batch))
     np.testing.assert_array_equal(decode_batch(encode_batch(batch)).routed_experts, batch.routed_experts)

@@ -1,4 +1,4 @@
-"""Rows that so many processes wrote, read by so many others."""
+"""Rows written by one number of processes and read by another."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pipelinerl.trainers.torch.shard_files import VALUE, ShardFiles, key_of, wri
 from trainer_contract.errors import StateError
 
 KINDS = (VALUE, "exp_avg")
-#: Fewer rows than processes, as many, more, and a vector.
+#: Fewer rows than processes, equally many, more, and a vector.
 SHAPES = {"a": (3, 5), "b": (64, 2), "c": (129, 3), "d": (48,)}
 
 
 def written(path: Path, processes: int) -> dict[str, Tensor]:
-    """The tensors that so many processes have written, whole, by key."""
+    """Write random tensors from this number of processes; return them whole, by key."""
     draw = torch.Generator().manual_seed(0)
     whole = {key_of(name, kind): torch.rand(shape, generator=draw) for name, shape in SHAPES.items() for kind in KINDS}
     mesh = ProcessMesh(dp_shard=processes)
@@ -31,7 +31,7 @@ def written(path: Path, processes: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 4), (2, 3), (4, 1), (3, 64), (64, 2), (64, 64)])
-def test_what_n_processes_saved_m_load(saved: int, loaded: int, tmp_path: Path) -> None:
+def test_shards_load_on_any_number_of_processes(saved: int, loaded: int, tmp_path: Path) -> None:
     whole, files = written(tmp_path, saved), ShardFiles.of(tmp_path)
     assert files is not None
     files.check({name: torch.Size(shape) for name, shape in SHAPES.items()})
@@ -44,11 +44,11 @@ def test_what_n_processes_saved_m_load(saved: int, loaded: int, tmp_path: Path) 
             assert [part.shape[1:] for part in parts] == [expected.shape[1:]] * loaded
 
 
-def test_a_state_that_is_not_divided_has_none(tmp_path: Path) -> None:
+def test_unsharded_state_has_no_shard_files(tmp_path: Path) -> None:
     assert ShardFiles.of(tmp_path) is None
 
 
-def test_what_is_missing_damaged_or_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_missing_damaged_or_foreign_shards_are_rejected(tmp_path: Path) -> None:
     written(tmp_path, 2)
     folder = tmp_path / "shards"
     files = ShardFiles.of(tmp_path)

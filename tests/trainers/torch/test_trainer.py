@@ -1,4 +1,4 @@
-"""The torch trainer: the conformance kit on several architectures, a padded twin, and exactness."""
+"""The torch trainer: the conformance kit on several architectures, a padded reference, and exactness."""
 
 import json
 
@@ -20,8 +20,8 @@ from trainer_contract.types import Device, Head, OptimizerSpec, Precision, Round
 VOCAB = 48
 NAMES = ("qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen3_moe")
 VALUE_HEADS = (("qwen2", Head.VALUE), ("gpt2", Head.VALUE))
-#: The kit in short: of norms of queries and keys, of a Conv1D and places learned, of experts, and of a tied head. That
-#: each architecture computes what it should is `test_packed_equals_padded`.
+#: The kit on fewer models: query and key norms, a Conv1D and learned positions, experts, and a tied head.
+#: `test_packed_equals_padded` checks that each architecture computes the right results.
 IN_SHORT = (("qwen3", Head.POLICY), ("gpt2", Head.POLICY), ("qwen3_moe", Head.POLICY), ("qwen2", Head.VALUE))
 OBJECTIVE = resolve("pipelinerl")
 
@@ -41,7 +41,7 @@ def gradients(trainer):
 
 
 def padded_twin(path, batch):
-    """Loss and gradients the plain way: one padded batch, eager attention, full logits, a loop over rollouts."""
+    """Compute loss and gradients plainly: one padded batch, eager attention, full logits, a loop over rollouts."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     rows = [np.flatnonzero(batch.segment_ids == segment) for segment in range(batch.num_segments)]
     width = max(len(row) for row in rows)
@@ -89,7 +89,7 @@ def test_packed_equals_padded(name, model_path, micro_batch):
         torch.testing.assert_close(got[parameter], gradient, rtol=1e-3, atol=2e-5, msg=parameter)
 
 
-def test_splitting_and_order_change_the_gradient_by_rounding_only(model_path, micro_batch):
+def test_splitting_and_order_change_only_rounding(model_path, micro_batch):
     whole = started(model_path("qwen2"))
     total = whole.backward([micro_batch()], OBJECTIVE)[0]
     expected = gradients(whole)
@@ -113,8 +113,8 @@ def test_equal_calls_give_equal_bits(model_path, micro_batch):
         assert first == second
 
 
-def test_other_weights_are_computed_with_as_engines_hold_them(model_path, micro_batch, tmp_path):
-    """Of a bf16 model the masters are finer than what is served; what was served is what counts."""
+def test_given_weights_are_used_as_engines_hold_them(model_path, micro_batch, tmp_path):
+    """The masters of a bf16 model are finer than the served weights; the served weights count."""
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path)
     trainer, batch = started(tmp_path), micro_batch()
     trainer.backward([batch], OBJECTIVE)
@@ -127,7 +127,7 @@ def test_other_weights_are_computed_with_as_engines_hold_them(model_path, micro_
     assert got.tobytes() == trainer.forward([batch])[0].tobytes()
 
 
-def test_checkpointing_and_pieces_of_the_vocabulary_change_nothing(model_path, micro_batch):
+def test_checkpointing_and_chunked_vocabulary_change_no_result(model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch()
     plain = started(path)
     plain.backward([batch], OBJECTIVE)
@@ -140,7 +140,7 @@ def test_checkpointing_and_pieces_of_the_vocabulary_change_nothing(model_path, m
         torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-6, msg=parameter)
 
 
-def test_bf16_computes_near_fp32_and_keeps_fp32_weights(model_path, micro_batch):
+def test_bf16_is_close_to_fp32_and_keeps_fp32_weights(model_path, micro_batch):
     path, batch = model_path("qwen2"), micro_batch(tempered=False)
     exact = started(path).forward([batch])[0]
     trainer = started(path, precision=Precision.BF16)
@@ -151,7 +151,7 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_weights(model_path, micro_batch)
     assert {p.dtype for _, p in trainer._worker.named_parameters()} == {torch.float32}
 
 
-def test_weights_are_gathered_in_the_dtype_of_the_model_directory(model_path, tmp_path, micro_batch):
+def test_weights_are_gathered_in_the_directorys_dtype(model_path, tmp_path, micro_batch):
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
     trainer = started(tmp_path / "bf16")
     assert {info.dtype for info in trainer.weight_layout()} == {"bfloat16"}
@@ -169,7 +169,7 @@ def test_weights_are_gathered_in_the_dtype_of_the_model_directory(model_path, tm
 
 
 @pytest.mark.parametrize("rounding", Rounding)
-def test_only_dithered_weights_show_an_update_below_half_a_spacing(rounding, model_path, tmp_path, micro_batch):
+def test_only_dithered_weights_show_updates_below_half_a_spacing(rounding, model_path, tmp_path, micro_batch):
     AutoModelForCausalLM.from_pretrained(model_path("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
     trainer = started(tmp_path / "bf16", rounding=rounding)
     before = {name: weights.clone() for name, weights in trainer.gather_weights()}
@@ -193,7 +193,7 @@ def test_gathering_copies_nothing_and_lists_tied_weights_once(model_path):
         assert gathered[name].data_ptr() == parameter.data_ptr() and not gathered[name].requires_grad
 
 
-def test_a_saved_model_is_an_ordinary_hugging_face_directory(model_path, micro_batch, tmp_path):
+def test_saved_model_is_a_regular_hugging_face_directory(model_path, micro_batch, tmp_path):
     trainer = started(model_path("gpt2"))
     trainer.backward([micro_batch()], OBJECTIVE)
     trainer.optimizer_step(learning_rate=1e-2)
@@ -203,7 +203,7 @@ def test_a_saved_model_is_an_ordinary_hugging_face_directory(model_path, micro_b
         assert torch.equal(parameter, dict(trainer.gather_weights())[name])
 
 
-def test_states_of_other_models_and_incomplete_states_are_refused(model_path, tmp_path, micro_batch):
+def test_states_of_other_models_and_incomplete_states_are_rejected(model_path, tmp_path, micro_batch):
     trainer = started(model_path("qwen2"))
     trainer.backward([micro_batch()], OBJECTIVE)
     trainer.optimizer_step(learning_rate=1e-2)
@@ -221,12 +221,12 @@ def test_states_of_other_models_and_incomplete_states_are_refused(model_path, tm
         started(model_path("qwen2"), restore_from=tmp_path)
 
 
-def test_a_gradient_that_overflows_is_cleared(model_path, micro_batch):
+def test_overflowing_gradient_is_cleared(model_path, micro_batch):
     trainer = started(model_path("qwen2"))
     before = [weight.clone() for _, weight in trainer.gather_weights()]
     trainer.backward([micro_batch()], OBJECTIVE)
     next(trainer._worker.model.parameters()).grad[0, 0] = torch.inf
-    with pytest.raises(NonFiniteError, match="cleared and the weights are as before"):
+    with pytest.raises(NonFiniteError, match="cleared and the weights are unchanged"):
         trainer.optimizer_step(learning_rate=1e-2)
     assert trainer.model_version == 0
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, trainer.gather_weights(), strict=True))
@@ -234,7 +234,7 @@ def test_a_gradient_that_overflows_is_cleared(model_path, micro_batch):
         trainer.optimizer_step(learning_rate=1e-2)
 
 
-def test_a_micro_batch_that_trains_nothing_counts_nothing(model_path, micro_batch):
+def test_micro_batch_without_unmasked_tokens_has_zero_loss(model_path, micro_batch):
     trainer, batch = started(model_path("qwen2")), micro_batch()
     object.__setattr__(batch, "loss_mask", np.zeros_like(batch.loss_mask))
     stats = trainer.backward([batch], OBJECTIVE)[0]
@@ -251,7 +251,7 @@ def test_weight_decay_spares_vectors(model_path, micro_batch):
     }
 
 
-def test_specs_that_cannot_be_met(model_path, tmp_path):
+def test_unsatisfiable_specs_are_rejected(model_path, tmp_path):
     with pytest.raises(SpecError, match=r"config\.json"):
         started(tmp_path)
     if not torch.cuda.is_available():
@@ -264,8 +264,8 @@ def test_specs_that_cannot_be_met(model_path, tmp_path):
         started(tmp_path / "partial")
 
 
-def test_models_that_cannot_be_packed_are_refused(model_path, tmp_path):
-    """Gemma 2 caps its scores and logits; Mamba's state runs across boundaries."""
+def test_models_that_cannot_be_packed_are_rejected(model_path, tmp_path):
+    """Gemma 2 caps its scores and logits; Mamba's state crosses segment boundaries."""
     from transformers import Gemma2Config, MambaConfig
 
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
@@ -286,7 +286,7 @@ def test_models_that_cannot_be_packed_are_refused(model_path, tmp_path):
         started(tmp_path / "mamba")
 
 
-def test_a_saved_value_model_is_one_to_start_from(model_path, micro_batch, tmp_path):
+def test_saved_value_model_can_be_started_from(model_path, micro_batch, tmp_path):
     critic, batch = started(model_path("qwen2"), head=Head.VALUE), micro_batch()
     assert not critic.forward([batch])[0].any(), "without a head of its own, values begin at 0"
     for _ in range(3):
@@ -300,12 +300,12 @@ def test_a_saved_value_model_is_one_to_start_from(model_path, micro_batch, tmp_p
     assert names[-2:] == ["value_head.weight", "value_head.bias"] and "lm_head.weight" not in names
 
 
-def test_a_state_of_the_other_head_and_a_head_of_another_width_are_refused(model_path, micro_batch, tmp_path):
+def test_state_of_another_head_and_head_of_another_width_are_rejected(model_path, micro_batch, tmp_path):
     started(model_path("qwen2"), head=Head.VALUE).save_state(tmp_path)
     with pytest.raises(StateError, match="has the head 'value', expected 'policy'"):
         started(model_path("qwen2"), restore_from=tmp_path)
     save_file({"weight": torch.zeros(1, 5), "bias": torch.zeros(1)}, tmp_path / "model" / "value_head.safetensors")
-    with pytest.raises(SpecError, match=r"value_head\.safetensors does not fit the model beside it"):
+    with pytest.raises(SpecError, match=r"value_head\.safetensors does not fit the model in its directory"):
         started(tmp_path / "model", head=Head.VALUE)
     (tmp_path / "model" / "value_head.safetensors").unlink()
     with pytest.raises(StateError, match=r"lacks model/value_head\.safetensors"):
@@ -313,7 +313,7 @@ def test_a_state_of_the_other_head_and_a_head_of_another_width_are_refused(model
 
 
 def test_three_workers_share_a_process(model_path, micro_batch):
-    """accelerate keeps one state for all: making one more must not disturb those that are there."""
+    """accelerate keeps one state for all workers; creating one more must not disturb existing workers."""
     batch = micro_batch()
     alone = started(model_path("qwen2"))
     expected = alone.forward([batch])[0].tobytes()

@@ -1,4 +1,4 @@
-"""The judge over real HTTP, and what it does when it is down, of two minds, or out of money."""
+"""The judge over real HTTP, and its behaviour on outages, disagreement and an exhausted budget."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ async def verdicts(judge: Judge, *texts: str) -> list[Verdict]:
 
 
 def saying(*scores: object) -> Callable[[dict[str, Any]], str]:
-    """A judge that says these one after the other, whatever it is asked."""
+    """Return a fake judge that gives these scores in order, whatever the prompt."""
     left = list(scores)
     return lambda body: json.dumps({"reason": "r", "score": left.pop(0)})
 
 
-async def test_answers_are_scored_and_the_key_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_are_scored_and_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", "secret-7")
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
@@ -73,7 +73,7 @@ async def test_answers_are_scored_and_the_key_is_the_environments(monkeypatch: p
     assert set(fake.tokens) == {"Bearer secret-7"} and fake.bodies[0]["model"] == "small"
 
 
-async def test_equal_answers_are_judged_once_and_remembered() -> None:
+async def test_equal_answers_are_judged_once_and_cached() -> None:
     fake = OpenAIFake(scripted_judge())
     with in_thread(fake.app) as url:
         async with judging(url, model="small", remembered=2) as judge:
@@ -85,7 +85,7 @@ async def test_equal_answers_are_judged_once_and_remembered() -> None:
     assert len(fake.bodies) == 4, "two are remembered, those judged last"
 
 
-async def test_votes_are_averaged_and_their_agreement_is_told() -> None:
+async def test_votes_are_averaged_and_agreement_is_reported() -> None:
     fake = OpenAIFake(saying(10, 7, 4))
     with in_thread(fake.app) as url:
         async with judging(url, model="small", votes=3, temperature=0.7) as judge:
@@ -103,7 +103,7 @@ async def test_votes_are_averaged_and_their_agreement_is_told() -> None:
         ((11, 12, 5), {}, "1 of 3 votes were given: the judge said the score 1[12], which is not from 1 to 10"),
     ],
 )
-async def test_votes_that_say_nothing_mask(scores: Any, settings: dict[str, Any], sentence: str) -> None:
+async def test_disagreeing_or_missing_votes_are_masked(scores: Any, settings: dict[str, Any], sentence: str) -> None:
     with in_thread(OpenAIFake(saying(*scores)).app) as url:
         async with judging(url, model="small", votes=3, temperature=1.0, **settings) as judge:
             (verdict,) = await verdicts(judge, "x")
@@ -117,7 +117,7 @@ async def test_two_votes_of_three_are_enough() -> None:
             assert [each.reward for each in await verdicts(judge, "x")] == [1.0]
 
 
-async def test_a_judge_that_is_short_of_room_is_asked_again() -> None:
+async def test_overloaded_judge_is_retried() -> None:
     fake = OpenAIFake(scripted_judge(), failures=(503, 429))
     with in_thread(fake.app) as url:
         async with judging(url, model="small") as judge:
@@ -129,7 +129,7 @@ async def test_a_judge_that_is_short_of_room_is_asked_again() -> None:
     ("failures", "timeout_s", "words"),
     [((500,) * 10_000, 0.5, "had no answer within 0.5 s"), ((401,), PATIENCE_S, "HTTP 401: not now")],
 )
-async def test_a_judge_that_fails_masks_and_is_asked_anew_afterwards(
+async def test_failing_judge_masks_the_answer_and_is_used_again_later(
     failures: tuple[int, ...], timeout_s: float, words: str
 ) -> None:
     fake = OpenAIFake(scripted_judge(), failures=failures)
@@ -142,21 +142,21 @@ async def test_a_judge_that_fails_masks_and_is_asked_anew_afterwards(
             assert (await verdicts(judge, "Rome."))[0].outcome is Outcome.PARTIAL
 
 
-async def test_nobody_at_the_address_masks(tmp_path: Path) -> None:
+async def test_unreachable_judge_masks_the_answer(tmp_path: Path) -> None:
     for settings in ({}, {"model": "small"}):
         async with judging("http://127.0.0.1:9", timeout_s=0.5, **settings) as judge:
             (verdict,) = await verdicts(judge, "x")
             assert verdict.outcome is Outcome.VERIFIER_ERROR and "http://127.0.0.1:9" in verdict.reason
 
 
-async def test_a_budget_is_never_exceeded_is_kept_and_said_aloud(
+async def test_budget_is_never_exceeded_survives_restarts_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake, purse = OpenAIFake(scripted_judge()), JudgeBudget(tmp_path / "judging", sharers=2)
     with in_thread(fake.app) as url, caplog.at_level(logging.ERROR, logger="pipelinerl"):
         async with judging(url, purse=purse, model="small", most_calls=10) as judge:
             first = await verdicts(judge, "a", "b", "c")
-        async with judging(url, purse=purse, model="small", most_calls=10) as judge:  # the process came back
+        async with judging(url, purse=purse, model="small", most_calls=10) as judge:  # the process was restarted
             second = await verdicts(judge, "d", "e", "f", "g")
     assert len(fake.bodies) == 5, "its half of ten"
     assert [each.outcome for each in first] == [Outcome.PARTIAL] * 3
@@ -165,7 +165,7 @@ async def test_a_budget_is_never_exceeded_is_kept_and_said_aloud(
     assert [record.message for record in caplog.records] == [masked[0].reason], "once"
 
 
-async def test_tokens_are_counted_as_the_server_says(tmp_path: Path) -> None:
+async def test_tokens_are_counted_as_reported_by_the_server(tmp_path: Path) -> None:
     fake, purse = OpenAIFake(lambda body: '{"score": 5}'), JudgeBudget(tmp_path, sharers=1)
     with in_thread(fake.app) as url:
         async with judging(url, purse=purse, model="small", most_tokens=30, concurrency=1) as judge:
@@ -174,13 +174,13 @@ async def test_tokens_are_counted_as_the_server_says(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "d%2Fe.json").read_text()) == {"calls": 2, "tokens": 30}
 
 
-def test_a_damaged_account_is_no_full_purse(tmp_path: Path) -> None:
+def test_damaged_budget_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text("{")
     with pytest.raises(RecipeError, match=r"c.json must hold what judging has taken so far, and is damaged"):
         Spending(where="d", most_calls=1, most_tokens=None, file=tmp_path / "c.json")
 
 
-async def test_an_engine_of_ours_can_be_the_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_our_own_engine_can_be_the_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = char_tokenizer()
     BigramModel.random(len(tokenizer), seed=1, context_length=4096).save(tmp_path)
     tokenizer.save_pretrained(tmp_path, save_jinja_files=False)
@@ -202,7 +202,7 @@ class Said:
 
 
 class CountingServer:
-    """Counts how many are asked at once; while `held`, nobody is answered."""
+    """Counts concurrent calls; while `free` is not set, no call is answered."""
 
     def __init__(self) -> None:
         self.now = self.most = self.asked = 0
@@ -231,14 +231,14 @@ def with_server(server: CountingServer, **settings: Any) -> Judge:
     return Judge(chosen, open_server=opened, spending=Spending(where="d", most_calls=None, most_tokens=None))
 
 
-async def test_no_more_calls_are_under_way_than_allowed() -> None:
+async def test_concurrency_limit_is_respected() -> None:
     server = CountingServer()
     judge = with_server(server, concurrency=3, votes=2, temperature=1.0)
     await asyncio.gather(*(verdicts(judge, f"{n}a", f"{n}b") for n in range(5)))
     assert (server.most, server.asked) == (3, 20)
 
 
-async def test_who_is_cancelled_gives_the_turn_back() -> None:
+async def test_cancelled_call_releases_its_slot() -> None:
     server = CountingServer()
     server.free.clear()
     judge = with_server(server, concurrency=1)
@@ -252,7 +252,7 @@ async def test_who_is_cancelled_gives_the_turn_back() -> None:
     assert [each.reward for each in await verdicts(judge, "a", "c")] == [0.5, 0.5]
 
 
-async def test_votes_share_one_opening_its_failure_and_the_next_try() -> None:
+async def test_votes_share_one_opening_its_failure_and_the_next_attempt() -> None:
     opened, gate = 0, asyncio.Event()
 
     async def opening() -> CountingServer:
@@ -280,7 +280,7 @@ async def test_votes_share_one_opening_its_failure_and_the_next_try() -> None:
     await judge.close()
 
 
-async def test_a_judge_that_is_being_opened_can_be_closed() -> None:
+async def test_judge_can_be_closed_while_opening() -> None:
     async def never() -> CountingServer:
         return await asyncio.get_running_loop().create_future()
 
@@ -295,7 +295,7 @@ async def test_a_judge_that_is_being_opened_can_be_closed() -> None:
     assert judge._opening is None
 
 
-async def test_a_failure_is_not_remembered() -> None:
+async def test_failure_is_not_cached() -> None:
     class Failing(CountingServer):
         async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> Said:
             self.asked += 1
@@ -307,7 +307,7 @@ async def test_a_failure_is_not_remembered() -> None:
     assert [(await verdicts(judge, "a"))[0].outcome for _ in range(2)] == [Outcome.VERIFIER_ERROR, Outcome.PARTIAL]
 
 
-async def test_a_field_that_a_problem_lacks_masks_it() -> None:
+async def test_missing_rubric_field_masks_the_answer() -> None:
     chosen = JudgeSettings(
         rubric=Template("{{ answer }} {{ hint }}", where="rubric"), format=ScoreFormat(low=0, high=1)
     )

@@ -1,4 +1,4 @@
-"""How a score is read from a reply: one score, in its range, or none."""
+"""Parsing of a score from a reply: exactly one score within the range, or an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATTERN = ScoreFormat(low=0, high=5, pattern=re.compile(r"Score: (\S+)"))
         ('{"reason": 5, "score": 10}', 10, ""),
     ],
 )
-def test_one_score_is_read(reply: str, score: float, reason: str) -> None:
+def test_single_score_is_read(reply: str, score: float, reason: str) -> None:
     assert JSON.read(reply) == (score, reason)
 
 
@@ -42,12 +42,12 @@ def test_one_score_is_read(reply: str, score: float, reason: str) -> None:
         ('{"a":' * 150, "no score"),
     ],
 )
-def test_what_is_no_score_is_no_vote(reply: str, sentence: str) -> None:
+def test_reply_without_a_single_valid_score_is_rejected(reply: str, sentence: str) -> None:
     with pytest.raises(Unreadable, match=sentence):
         JSON.read(reply)
 
 
-def test_a_pattern_reads_its_group() -> None:
+def test_pattern_reads_its_group() -> None:
     assert PATTERN.read("So.\nScore: 4.5") == (4.5, "")
     for reply, sentence in (("4", "no score"), ("Score: 9", "not from 0 to 5"), ("Score: x", "'x' for a score"),
                             ("Score: 1 Score: 2", "more than one"), ("Score: nan", "no score")):  # fmt: skip
@@ -55,5 +55,5 @@ def test_a_pattern_reads_its_group() -> None:
             PATTERN.read(reply)
 
 
-def test_a_score_is_moved_to_a_share_of_its_range() -> None:
+def test_score_is_mapped_to_a_share_of_its_range() -> None:
     assert [JSON.share(score) for score in (1, 10, 5.5)] == [0, 1, 0.5]

@@ -1,4 +1,4 @@
-"""A program: every attack, tried by a user without rights; prints what was not held off, as JSON."""
+"""Run all attacks as a user without privileges, and print those that were not held, as JSON."""
 
 from __future__ import annotations
 

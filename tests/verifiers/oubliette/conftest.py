@@ -1,4 +1,4 @@
-"""One sandbox of the default tier for the tests of a process; where it cannot be had, they say so and why."""
+"""One sandbox of the default tier, shared by a process's tests; they are skipped where it is unavailable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs beside answers; and what a problem's own checker is taken to have said."""
+"""Comparison of outputs with answers, and results of custom checkers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EXACT, TOKENS, FLOAT = Checker.EXACT, Checker.TOKENS, Checker.FLOAT
         ("9" * 500, "9" * 400, set()),
     ],
 )
-def test_outputs_beside_answers(output: str, answer: str, right: set[Checker]) -> None:
+def test_outputs_are_compared_with_answers(output: str, answer: str, right: set[Checker]) -> None:
     found = {checker for checker in Checker if same(output.encode(), answer.encode(), checker, 1e-6)}
     assert found == right
 
@@ -70,7 +70,7 @@ def checker(protocol: Protocol) -> CustomChecker:
         (result(0, ending=Ending.DEADLINE), None), (result(0, ending=Ending.STARVED), None),
     ],
 )  # fmt: skip
-def test_what_a_checker_in_testlibs_way_says(found: ProgramResult, share: float | None) -> None:
+def test_testlib_checker_results_are_parsed(found: ProgramResult, share: float | None) -> None:
     _said(checker(Protocol.TESTLIB), found, share)
 
 
@@ -82,7 +82,7 @@ def test_what_a_checker_in_testlibs_way_says(found: ProgramResult, share: float 
         (result(stdout=b"1\n1"), None), (result(stdout=b""), None), (result(1, stdout=b"1"), None),
     ],
 )  # fmt: skip
-def test_what_a_checker_that_prints_says(found: ProgramResult, share: float | None) -> None:
+def test_printed_checker_results_are_parsed(found: ProgramResult, share: float | None) -> None:
     _said(checker(Protocol.PRINTED), found, share)
 
 
@@ -94,7 +94,7 @@ def _said(asked: CustomChecker, found: ProgramResult, share: float | None) -> No
         assert asked.share(found) == share
 
 
-def test_files_come_in_the_order_of_the_checkers_way() -> None:
+def test_file_order_follows_the_checkers_protocol() -> None:
     for protocol, order in (
         (Protocol.TESTLIB, ("input.txt", "output.txt", "answer.txt")),
         (Protocol.PRINTED, ("input.txt", "answer.txt", "output.txt")),

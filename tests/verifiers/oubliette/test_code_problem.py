@@ -1,4 +1,4 @@
-"""Tests in the layouts of public sets, and the code in an answer."""
+"""Test layouts of public data sets, and extraction of code from an answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read(ground_truth: str = "", **metadata: Any) -> CodeProblem:
         {"ground_truth": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]})},
     ],
 )
-def test_layouts(metadata: dict[str, Any]) -> None:
+def test_public_layouts_are_read(metadata: dict[str, Any]) -> None:
     assert read(**metadata).tests == WANTED
 
 
@@ -73,12 +73,12 @@ def test_layouts(metadata: dict[str, Any]) -> None:
         ({"tests": PAIRS, "input_mode": "file"}, "input_mode must be stdio"),
     ],
 )
-def test_what_cannot_be_understood_names_its_field(metadata: dict[str, Any], told: str) -> None:
+def test_invalid_metadata_error_names_the_field(metadata: dict[str, Any], told: str) -> None:
     with pytest.raises(TestsMalformed, match=told):
         read(**metadata)
 
 
-def test_limits_and_checkers() -> None:
+def test_limits_and_checkers_are_read() -> None:
     assert read(tests=PAIRS, time_limit={"seconds": 1, "nanos": 500_000_000}).time_limit_s == 1.5
     assert read(tests=PAIRS, time_limit=2).time_limit_s == 2.0
     assert read(tests=PAIRS, memory_limit=256).memory_bytes == 256 << 20
@@ -91,7 +91,7 @@ def test_limits_and_checkers() -> None:
     assert generated == CustomChecker(language="python", source="print(1)", protocol=Protocol.PRINTED)
 
 
-def test_links_stand_for_what_they_lead_to() -> None:
+def test_links_replace_contents() -> None:
     link = Link.of(b"much")
     problem = read(
         tests=[{"input": {"link": str(link)}, "output": str(link)}], checker={"language": "cpp", "program": str(link)}
@@ -119,5 +119,5 @@ def test_links_stand_for_what_they_lead_to() -> None:
         ("```x\n" + "y" * (2 << 20) + "\n```", None),
     ],
 )
-def test_the_last_closed_block_is_the_code(text: str, block: tuple[str, str] | None) -> None:
+def test_last_closed_block_is_the_code(text: str, block: tuple[str, str] | None) -> None:
     assert last_block(text) == block

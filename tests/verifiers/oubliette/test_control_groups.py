@@ -1,4 +1,4 @@
-"""Control groups: where they are found, what the kernel adds up in them, and that none is left."""
+"""Control groups: discovery, accounting by the kernel, and removal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ V2 = "31 30 0:27 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
         ("", "", None),
     ],
 )
-def test_where_groups_are_made(mounts: str, own: str, places: tuple[int, str, str, str | None] | None) -> None:
+def test_where_groups_are_created(mounts: str, own: str, places: tuple[int, str, str, str | None] | None) -> None:
     found = find(mounts, own)
     if places is None:
         assert found is None
@@ -53,8 +53,8 @@ def test_where_groups_are_made(mounts: str, own: str, places: tuple[int, str, st
         assert found == Hierarchies(version, root / memory, root / cpu, None if shares is None else root / shares)
 
 
-def test_what_version_two_is_told_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files as a unified hierarchy has them, since none that hands on memory is where these tests have been run."""
+def test_version_two_files_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses plain files like those of a unified hierarchy, since the machines of these tests do not delegate memory."""
     monkeypatch.setattr(control_groups, "_start_janitor", lambda places: None)
     group = ControlGroup(Hierarchies(2, tmp_path, tmp_path, tmp_path))
     (folder,) = tmp_path.iterdir()
@@ -67,13 +67,13 @@ def test_what_version_two_is_told_and_asked(tmp_path: Path, monkeypatch: pytest.
     assert (group.oom_kills(), group.cpu_s()) == (3, 1.25)
     assert group.entering(["run"])[4:] == ("1", f"{folder}/cgroup.procs", "run")
     for file in folder.iterdir():
-        file.unlink()  # the kernel's own are no obstacle
+        file.unlink()  # the kernel's own files do not prevent rmdir
     group.close()
     assert not folder.exists()
 
 
-def test_version_two_ends_all_at_once(where: Hierarchies) -> None:
-    """In a real unified hierarchy, where one is mounted beside those of version 1."""
+def test_version_two_kills_all_processes_at_once(where: Hierarchies) -> None:
+    """Uses a real unified hierarchy, where one is mounted in addition to those of version 1."""
     unified = Path("/sys/fs/cgroup/unified")
     if not (unified / "cgroup.procs").exists():
         pytest.skip("left out: a group of version 2, since none is mounted beside version 1")
@@ -118,7 +118,7 @@ def groups_of(pid: int, where: Hierarchies) -> set[Path]:
     return {group for place in where.places for group in place.glob(f"oubliette-{pid}-*")}
 
 
-def test_a_slot_has_a_group_until_it_is_closed(where: Hierarchies, slot: Sandbox) -> None:
+def test_slot_has_a_group_until_it_is_closed(where: Hierarchies, slot: Sandbox) -> None:
     before = groups_of(os.getpid(), where)
     assert slot.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
     mine = groups_of(os.getpid(), where) - before
@@ -128,7 +128,7 @@ def test_a_slot_has_a_group_until_it_is_closed(where: Hierarchies, slot: Sandbox
     assert not groups_of(os.getpid(), where) & mine
 
 
-#: Each child takes a little, and is gone: nobody's time, in the table of processes.
+#: Each child uses a little time and disappears, so no process in the table accounts for it.
 _REAPED = b"""
 import os, signal, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -143,7 +143,7 @@ while True:
 """
 
 
-def test_the_time_of_children_that_nobody_waited_for_counts(slot: Sandbox) -> None:
+def test_processor_time_of_unreaped_children_counts(slot: Sandbox) -> None:
     limits = Limits(cpu_s=0.4, wall_s=PATIENCE_S)
     result = slot.run(toolchains.find("python").running(_REAPED, b"", limits))
     assert (result.ending, result.cpu_s >= 0.4) == (Ending.CPU_TIME, True)
@@ -161,7 +161,7 @@ def weighed(where: Hierarchies, sandbox: Sandbox) -> Iterator[Callable[[ControlG
     yield shares
 
 
-def test_what_takes_much_processor_time_goes_behind_others(weighed: Callable[[ControlGroup | None], int]) -> None:
+def test_heavy_run_gets_a_lower_share(weighed: Callable[[ControlGroup | None], int]) -> None:
     alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=1, slots_each=1)
     try:
         assert alone.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
@@ -179,12 +179,12 @@ def test_what_takes_much_processor_time_goes_behind_others(weighed: Callable[[Co
         endless.result(PATIENCE_S)
 
 
-def test_the_next_run_of_a_slot_that_went_behind_does_not(
+def test_next_run_of_a_slot_gets_the_full_share_again(
     weighed: Callable[[ControlGroup | None], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelinerl.verifiers.oubliette.slot._GREEDY_CPU_S", 0.0)
     slot, python = Slot(walls_of(Tier.DEFAULT, 0)), toolchains.find("python")
-    with ThreadPoolExecutor(1) as thread:  # a box lives as long as the thread that started it
+    with ThreadPoolExecutor(1) as thread:  # a guest lives as long as the thread that started it
         try:
             asleep = thread.submit(slot.run, python.running(b"import time\ntime.sleep(3600)", b"", Limits(wall_s=3600)))
             until = time.monotonic() + PATIENCE_S
@@ -203,10 +203,8 @@ def test_the_next_run_of_a_slot_that_went_behind_does_not(
             thread.submit(slot.close).result(PATIENCE_S)
 
 
-def test_what_the_kernel_ends_for_want_of_memory_is_said_to_be_so(
-    slot: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The box's own counting is made blind to it: files in memory are not a process'."""
+def test_kernel_out_of_memory_kill_is_reported_as_memory(slot: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guest's own accounting cannot see it: files in memory do not belong to a process."""
     source = b"open('/tmp/f', 'wb').write(b'x' * (40 << 20))\nx = b'x' * (60 << 20)\nprint(len(x))"
     run = toolchains.find("python").running(source, b"", Limits(memory_bytes=100 << 20, disk_bytes=64 << 20))
     assert slot.run(run).succeeded
@@ -228,7 +226,7 @@ with probe._baits() as baits:
 """
 
 
-def test_whoever_is_killed_leaves_neither_groups_nor_baits(where: Hierarchies) -> None:
+def test_killed_process_leaves_no_groups_or_baits(where: Hierarchies) -> None:
     service = subprocess.Popen([sys.executable, "-c", _SERVICE], stdout=subprocess.PIPE)
     try:
         assert service.stdout is not None
@@ -243,7 +241,7 @@ def test_whoever_is_killed_leaves_neither_groups_nor_baits(where: Hierarchies) -
         time.sleep(0.02)
 
 
-def test_what_a_killed_janitor_left_is_swept(where: Hierarchies) -> None:
+def test_groups_left_by_a_killed_janitor_are_removed(where: Hierarchies) -> None:
     gone = subprocess.Popen(["/bin/true"])
     gone.wait()
     left = [place / f"oubliette-{gone.pid}-0" for place in where.places]

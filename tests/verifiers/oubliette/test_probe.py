@@ -1,4 +1,4 @@
-"""Every attack is held off by the default tier, and would be seen if it were not."""
+"""The default tier holds off every attack, and the probe would notice if it did not."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def _default(number: int) -> Isolation:
     return walls_of(Tier.DEFAULT, number)
 
 
-def test_there_are_many_and_each_has_a_name_of_its_own() -> None:
+def test_attacks_are_many_and_have_distinct_names() -> None:
     assert len(BY_NAME) == len(ATTACKS) >= 80
     assert sum(attack.at_start for attack in ATTACKS) >= 10
 
 
-def test_every_attack_is_held_off(sandbox: Sandbox) -> None:
+def test_all_attacks_are_held(sandbox: Sandbox) -> None:
     found = probe.attacked(_default, ATTACKS, sandbox=sandbox)
     assert [finding for finding in found if finding.defence is Defence.ESCAPED] == []
     assert sum(finding.defence is Defence.HELD for finding in found) >= 80
 
 
-def test_the_weak_tier_holds_off_what_it_can() -> None:
-    """Without those that end by their limits, which are the same."""
+def test_weak_tier_holds_off_what_it_can() -> None:
+    """Attacks that end by their limits are left out, since those are the same."""
     tried = [attack for attack in ATTACKS if not attack.ends and attack.language == "python"]
     try:
         probe.opened(Tier.WEAK, at_once=1).close()
@@ -48,13 +48,13 @@ def test_the_weak_tier_holds_off_what_it_can() -> None:
     assert {finding.name for finding in found if finding.defence is Defence.LEFT_OUT} == {"the parent"}
 
 
-def test_the_weak_tier_is_only_taken_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weak_tier_is_never_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxMissing, match="the default sandbox needs bubblewrap"):
         probe.opened(Tier.DEFAULT)
 
 
-def test_every_attack_is_held_off_where_nobody_has_rights(sandbox: Sandbox) -> None:
+def test_all_attacks_are_held_without_privileges(sandbox: Sandbox) -> None:
     if os.geteuid() != 0:
         pytest.skip("left out: attacks as another user, since this one is not root and they were tried as it")
     program = Path(__file__).with_name("attacks_as_nobody.py")
@@ -95,19 +95,19 @@ HOLES = {
 
 
 def _with(command: tuple[str, ...], *more: str) -> tuple[str, ...]:
-    """Put options before the root is closed."""
+    """Insert options before the root becomes read-only."""
     end = len(command) - 1 - command[::-1].index("--remount-ro")
     return (*command[:end], *more, *command[end:])
 
 
 @pytest.mark.parametrize("hole", HOLES)
-def test_a_hole_is_seen(sandbox: Sandbox, hole: str) -> None:
+def test_hole_in_the_isolation_is_detected(sandbox: Sandbox, hole: str) -> None:
     make, names = HOLES[hole]
     found = probe.attacked(lambda number: make(_default(number)), [BY_NAME[name] for name in names])
     assert [finding.name for finding in found if finding.defence is Defence.ESCAPED] == names
 
 
-def test_what_does_not_hold_is_not_opened(sandbox: Sandbox) -> None:
+def test_sandbox_that_does_not_hold_is_not_opened(sandbox: Sandbox) -> None:
     def unfiltered(number: int) -> Isolation:
         return replace(_default(number), filter=b"", servers_filter=b"")
 
@@ -115,7 +115,7 @@ def test_what_does_not_hold_is_not_opened(sandbox: Sandbox) -> None:
         probe.opened(Tier.DEFAULT, at_once=1, walls=unfiltered)
 
 
-def test_a_box_that_cannot_be_made_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_failed_guest_start_reports_its_output(tmp_path: Path) -> None:
     def broken(_: int) -> Isolation:
         command = ("/bin/sh", "-c", "echo 'No permissions to create a new namespace' >&2; exit 1")
         return Isolation(tier=Tier.DEFAULT, command=command, namespaces=True, outer_id=0, filter=b"")
@@ -124,7 +124,7 @@ def test_a_box_that_cannot_be_made_is_told_with_its_last_words(tmp_path: Path) -
         probe.opened(Tier.DEFAULT, at_once=1, walls=broken)
 
 
-def test_missing_bubblewrap_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bubblewrap_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert bubblewrap.found() is None
     with pytest.raises(SandboxMissing, match="apt install bubblewrap"):

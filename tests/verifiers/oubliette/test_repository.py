@@ -1,4 +1,4 @@
-"""Contents under the names of what they contain: kept once, whole or missing, and bounded in memory."""
+"""Content-addressed storage: stored once, intact or missing, and bounded in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA = (b"", b"1 2 3\n", bytes(range(256)) * 50)
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_a_link_is_read_as_it_is_written(data: bytes) -> None:
+def test_link_round_trips_as_text(data: bytes) -> None:
     link = Link.of(data)
     assert Link.parsed(str(link)) == link
     assert link.size == len(data)
@@ -28,12 +28,12 @@ def test_a_link_is_read_as_it_is_written(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "oub:", "oub:12:3", "x" * 80, f"oub:{'A' * 64}:1", f"oub:{'0' * 64}:1\n"])
-def test_another_text_is_no_link(text: str) -> None:
+def test_other_text_is_not_a_link(text: str) -> None:
     with pytest.raises(ValueError, match="a link must be oub:"):
         Link.parsed(text)
 
 
-def test_what_was_laid_there_lies_there_for_everybody(tmp_path: Path) -> None:
+def test_stored_content_is_shared_and_stored_once(tmp_path: Path) -> None:
     links = [PersistentRepository(tmp_path).put(data) for data in (*DATA, *DATA)]
     assert links[:3] == links[3:]
     again = PersistentRepository(tmp_path)
@@ -41,7 +41,7 @@ def test_what_was_laid_there_lies_there_for_everybody(tmp_path: Path) -> None:
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 3
 
 
-def test_what_is_damaged_is_missing_and_can_be_laid_there_again(tmp_path: Path) -> None:
+def test_damaged_content_is_missing_and_can_be_stored_again(tmp_path: Path) -> None:
     repository = PersistentRepository(tmp_path)
     link = repository.put(b"an answer")
     (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
@@ -55,7 +55,7 @@ def test_what_is_damaged_is_missing_and_can_be_laid_there_again(tmp_path: Path) 
         repository.get(Link.of(b"never"))
 
 
-def test_a_compiled_program_is_known_by_what_it_was_compiled_of(tmp_path: Path) -> None:
+def test_compiled_program_is_found_by_its_inputs_digest(tmp_path: Path) -> None:
     repository = PersistentRepository(tmp_path)
     assert repository.compiled("key") is None
     link = repository.keep_compiled("key", b"program")
@@ -66,13 +66,13 @@ def test_a_compiled_program_is_known_by_what_it_was_compiled_of(tmp_path: Path) 
     assert repository.compiled("key") is None
 
 
-def test_a_repository_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_unusable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"the repository must be a folder that can be written to, .*file/in"):
         PersistentRepository(tmp_path / "file" / "in")
 
 
-def test_memory_is_bounded_and_forgets_what_was_not_used_for_longest() -> None:
+def test_memory_is_bounded_and_least_recently_used_is_evicted() -> None:
     repository = TransientRepository(10)
     first, second = repository.put(b"aaaa"), repository.put(b"bbbb")
     assert repository.get(first) == b"aaaa"
@@ -91,7 +91,7 @@ async def in_parts(*parts: bytes) -> AsyncIterator[bytes]:
         yield part
 
 
-async def test_what_comes_in_parts_lies_there_whole_or_not_at_all(tmp_path: Path) -> None:
+async def test_content_in_parts_is_stored_completely_or_not_at_all(tmp_path: Path) -> None:
     repository = PersistentRepository(tmp_path)
     link = await repository.put_parts(in_parts(b"ab", b"", b"c"), most_bytes=3)
     assert link == Link.of(b"abc") and repository.get(link) == b"abc"

@@ -1,4 +1,4 @@
-"""Programs in boxes: how they end, what they may use, and what becomes of boxes that are lost."""
+"""Programs in guests: their endings and limits, and recovery of lost guests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ended(sandbox: Sandbox, source: str, **given: object) -> ProgramResult:
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_a_program_reads_and_writes(sandbox: Sandbox, name: str) -> None:
+def test_program_reads_and_writes(sandbox: Sandbox, name: str) -> None:
     try:
         language = toolchains.find(name)
     except toolchains.ToolchainMissing as error:
@@ -79,18 +79,18 @@ def test_a_program_reads_and_writes(sandbox: Sandbox, name: str) -> None:
         ("import multiprocessing.dummy as m\nprint(sum(m.Pool(2).map(abs, [-1, -2])))", b"3\n", 0),
     ],
 )
-def test_a_program_ends_as_python_would_end_it(sandbox: Sandbox, source: str, stdout: bytes, code: int) -> None:
+def test_program_ends_as_python_would_end_it(sandbox: Sandbox, source: str, stdout: bytes, code: int) -> None:
     result = ended(sandbox, source)
     assert (result.ending, result.stdout, result.code) == (Ending.EXITED, stdout, code), result.stderr
 
 
-def test_a_traceback_shows_the_program_alone(sandbox: Sandbox) -> None:
+def test_traceback_shows_only_the_program(sandbox: Sandbox) -> None:
     result = ended(sandbox, "def f():\n    1/0\nf()")
     assert result.stderr.startswith(b'Traceback (most recent call last):\n  File "/tmp/main.py", line 3, in <module>\n')
     assert result.describe() == "exit status 1: ZeroDivisionError: division by zero"
 
 
-def test_each_limit_ends_a_program_by_its_name(sandbox: Sandbox) -> None:
+def test_exceeded_limits_are_reported_by_name(sandbox: Sandbox) -> None:
     assert ended(sandbox, "while True: pass", cpu_s=0.2).ending is Ending.CPU_TIME
     assert ended(sandbox, "import time\ntime.sleep(3600)", wall_s=2.0).ending is Ending.DEADLINE
     assert ended(sandbox, "while True: print('x' * 1000)", output_bytes=5000).ending is Ending.OUTPUT
@@ -102,24 +102,24 @@ def test_each_limit_ends_a_program_by_its_name(sandbox: Sandbox) -> None:
     )
 
 
-def test_output_is_kept_up_to_its_bound_and_a_byte(sandbox: Sandbox) -> None:
+def test_output_is_kept_up_to_its_limit_plus_one_byte(sandbox: Sandbox) -> None:
     assert len(ended(sandbox, "print('x' * 99, end='')", output_bytes=99).stdout) == 99
     result = ended(sandbox, "print('x' * 100, end='')", output_bytes=99)
     assert (len(result.stdout), result.ending) == (100, Ending.OUTPUT)
     assert len(ended(sandbox, "import sys\nsys.stderr.write('x' * 5000)", error_bytes=1000).stderr) == 1001
 
 
-def test_status_and_words_of_a_program_are_never_taken_for_those_of_the_box(sandbox: Sandbox) -> None:
+def test_program_status_and_output_are_not_mistaken_for_the_guests(sandbox: Sandbox) -> None:
     for code in (1, 2, 125, 126, 127, 255):
         assert ended(sandbox, f"import sys\nsys.stderr.write('OSError: box')\nsys.exit({code})").code == code
 
 
-def test_what_is_no_program_is_a_failure_of_it(sandbox: Sandbox) -> None:
+def test_invalid_executable_is_the_programs_failure(sandbox: Sandbox) -> None:
     result = sandbox.run(Run(argv=("/tmp/program",), files=(("program", b"no elf"),), limits=LONG))
     assert (result.ending, result.code) == (Ending.EXITED, 126)
 
 
-def test_the_weak_tier_runs_python_alone() -> None:
+def test_weak_tier_runs_only_python() -> None:
     try:
         weak = probe.opened(Tier.WEAK, at_once=1)
     except SandboxMissing as error:
@@ -133,13 +133,13 @@ def test_the_weak_tier_runs_python_alone() -> None:
         weak.close()
 
 
-def test_many_at_once_are_each_their_own(sandbox: Sandbox) -> None:
+def test_concurrent_runs_do_not_mix(sandbox: Sandbox) -> None:
     futures = [sandbox.submit(python("print(int(input()) ** 2)", stdin=f"{n}\n".encode())) for n in range(100)]
     assert [future.result(PATIENCE_S).stdout for future in futures] == [f"{n * n}\n".encode() for n in range(100)]
 
 
 def _of_this_process(name: str) -> list[int]:
-    """Processes below this one that are called so."""
+    """Return the descendants of this process with this command name."""
     found, parents = [], {}
     for stat in (Path("/proc", name, "stat") for name in os.listdir("/proc") if name.isdigit()):
         try:
@@ -159,8 +159,8 @@ def _of_this_process(name: str) -> list[int]:
     return [pid for pid in found if is_mine(pid)]
 
 
-def test_a_box_that_is_killed_is_replaced_and_its_run_is_tried_again(sandbox: Sandbox) -> None:
-    """Once for each run, whenever it is: the box's processes are looked up before the run is handed to it."""
+def test_killed_guest_is_replaced_and_its_run_retried(sandbox: Sandbox) -> None:
+    """The guest's processes are looked up before the run starts, so that the kill hits it at any time."""
     before = set(_of_this_process("bwrap"))
     for _ in range(3):
         alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=1)
@@ -177,7 +177,7 @@ def test_a_box_that_is_killed_is_replaced_and_its_run_is_tried_again(sandbox: Sa
             alone.close()
 
 
-def test_closing_ends_what_runs_and_loses_what_waits(sandbox: Sandbox) -> None:
+def test_closing_ends_running_programs_and_fails_queued_ones(sandbox: Sandbox) -> None:
     before = set(_of_this_process("bwrap"))
     alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=1)
     assert alone.run(python("print(1)")).stdout == b"1\n"
@@ -191,7 +191,7 @@ def test_closing_ends_what_runs_and_loses_what_waits(sandbox: Sandbox) -> None:
         alone.submit(python("print(1)"))
 
 
-def test_a_language_that_is_not_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_language_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(toolchains.ToolchainMissing, match=r"language must be one of python, cpp, .* got 'cobol'"):
         toolchains.find("cobol")
     gone = toolchains.Toolchain(name="gone", aliases=(), tools=("no-such-compiler",), source="a", program="a")
@@ -224,18 +224,18 @@ def _called(name: str) -> list[str]:
     return found
 
 
-def test_whoever_is_killed_leaves_nothing_running(sandbox: Sandbox) -> None:
+def test_killed_process_leaves_nothing_running(sandbox: Sandbox) -> None:
     for number in range(3):
         name = f"oub-{os.getpid()}-{number}"[:15]
         service = subprocess.Popen([sys.executable, "-c", _SERVICE, name], stdout=subprocess.PIPE)
         try:
             assert service.stdout is not None
             assert service.stdout.readline() == b"0\n"
-            _until(lambda: len(_called(name)) >= 2, "both runs to be there")  # noqa: B023 - it is called at once
+            _until(lambda: len(_called(name)) >= 2, "both runs to be there")  # noqa: B023 - called at once
         finally:
             service.kill()
             service.communicate()
-        _until(lambda: not _called(name), "all runs to be gone")  # noqa: B023 - it is called at once
+        _until(lambda: not _called(name), "all runs to be gone")  # noqa: B023 - called at once
 
 
 def _until(holds: Callable[[], bool], what: str) -> None:
@@ -245,8 +245,8 @@ def _until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def test_what_runs_for_long_makes_room_for_others(sandbox: Sandbox) -> None:
-    """With one at a time, three that never end would hold up the fourth for ever."""
+def test_long_runs_make_room_for_others(sandbox: Sandbox) -> None:
+    """With one at a time, three endless runs would otherwise delay the fourth forever."""
     alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=1)
     try:
         endless = [alone.submit(python("while True: pass")) for _ in range(3)]

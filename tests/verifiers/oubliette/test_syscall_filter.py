@@ -1,4 +1,4 @@
-"""The filter, step by step, beside what it is meant to refuse."""
+"""The system call filter, executed step by step and compared with the table of denied calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READ, MMAP, SOCKET, SOCKETPAIR, CLONE, CLONE3, UNSHARE, MOUNT, FORK = 0, 9, 41, 
 
 
 def verdict(program: bytes, number: int, *arguments: int, architecture: int = X86_64) -> int:
-    """What the kernel would say: the machine of classic BPF, for the steps that are used."""
+    """Return the kernel's verdict: an interpreter of classic BPF for the instructions in use."""
     given = [*arguments, 0, 0, 0, 0, 0, 0][:6]
     data = struct.pack("=IIQ6Q", number, architecture, 0, *given)
     held, at = 0, 0
@@ -33,13 +33,13 @@ def verdict(program: bytes, number: int, *arguments: int, architecture: int = X8
 
 
 def in_a_box(number: int, *arguments: int, architecture: int = X86_64) -> int:
-    """What a run in a box is told, which has its server's filter beside its own: the kernel takes the sterner."""
+    """Return the verdict for a run in a guest, which also has its server's filter: the stricter one applies."""
     programs = syscall_filter.of_servers(), syscall_filter.boxed()
     found = [verdict(program, number, *arguments, architecture=architecture) for program in programs]
     return min(found, key=[KILLED, REFUSED, UNKNOWN, ALLOWED].index)
 
 
-def test_what_goes_through_and_what_does_not() -> None:
+def test_allowed_and_denied_calls() -> None:
     assert in_a_box(READ) == ALLOWED
     assert [in_a_box(number) for number in (SOCKET, UNSHARE, MOUNT)] == [REFUSED] * 3
     assert in_a_box(FORK) == ALLOWED
@@ -49,16 +49,16 @@ def test_what_goes_through_and_what_does_not() -> None:
     assert in_a_box(457) == in_a_box(1000) == UNKNOWN
 
 
-def test_every_number_is_refused_or_not_as_the_table_says() -> None:
+def test_every_number_is_denied_exactly_as_in_the_table() -> None:
     by_argument = {CLONE3}
     refused = set(syscall_filter._REFUSED.values())
     for number in set(range(457)) - by_argument:
         assert in_a_box(number) == (REFUSED if number in refused | {SOCKETPAIR} else ALLOWED), number
 
 
-def test_one_that_is_alone_starts_and_reaches_nobody() -> None:
+def test_single_process_filter_denies_other_processes() -> None:
     alone = syscall_filter.alone()
-    assert verdict(alone, CLONE, 0x3D0F00) == ALLOWED  # a thread's
+    assert verdict(alone, CLONE, 0x3D0F00) == ALLOWED  # flags of a thread
     assert verdict(alone, CLONE, 17) == REFUSED
     kill, execve, prlimit, pidfd_open, setsid = 62, 59, 302, 434, 112
     assert [verdict(alone, number) for number in (FORK, kill, execve, pidfd_open, setsid)] == [REFUSED] * 5
@@ -70,8 +70,8 @@ def test_one_that_is_alone_starts_and_reaches_nobody() -> None:
     assert (verdict(alone, prlimit, 0), verdict(alone, prlimit, 1)) == (ALLOWED, REFUSED)
 
 
-def test_what_depends_on_arguments() -> None:
-    assert in_a_box(CLONE, 0x3D0F00) == ALLOWED  # a thread's
+def test_verdicts_that_depend_on_arguments() -> None:
+    assert in_a_box(CLONE, 0x3D0F00) == ALLOWED  # flags of a thread
     assert [in_a_box(CLONE, 1 << bit | 17) for bit in (17, 25, 26, 27, 28, 29, 30)] == [REFUSED] * 7
     private, shared, shared_file = 0x22, 0x21, 0x01
     assert in_a_box(MMAP, 0, 4096, 3, private) == ALLOWED
@@ -82,7 +82,7 @@ def test_what_depends_on_arguments() -> None:
     assert in_a_box(SOCKETPAIR, 2, 1, 0) == REFUSED
 
 
-def test_the_server_may_do_what_makes_a_box_and_little_else() -> None:
+def test_server_filter_allows_only_what_creates_guests() -> None:
     server = syscall_filter.of_servers()
     assert [verdict(server, number) for number in (MOUNT, CLONE)] == [ALLOWED] * 2
     assert verdict(server, CLONE, 1 << 28 | 17) == ALLOWED

@@ -1,4 +1,4 @@
-"""Answers with programs in them, judged by tests."""
+"""The verifier `Oubliette`: answers with programs, judged by tests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def judged(verifier: Oubliette, code: str, language: str = "python", **met
     return await verifier.verify(problem(**metadata), f"It is so:\n```{language}\n{code}\n```\nand done.")
 
 
-async def test_programs_right_and_wrong(oubliette: Oubliette) -> None:
+async def test_correct_and_wrong_programs_get_their_verdicts(oubliette: Oubliette) -> None:
     verdict = await judged(oubliette, RIGHT)
     assert (verdict.outcome, verdict.reward) == (Outcome.CORRECT, 1.0)
     assert verdict.reason == "6 of 6 tests passed [default sandbox]"
@@ -70,14 +70,14 @@ async def test_programs_right_and_wrong(oubliette: Oubliette) -> None:
     assert "does not compile" in verdict.reason
 
 
-async def test_what_is_no_program_is_wrong_and_names_why(oubliette: Oubliette) -> None:
+async def test_answer_without_a_program_is_wrong_with_a_reason(oubliette: Oubliette) -> None:
     assert "no closed fenced block" in (await oubliette.verify(problem(), RIGHT)).reason
     verdict = await judged(oubliette, "puts 1", "ruby")
     assert verdict.outcome is Outcome.WRONG
     assert "the code is in 'ruby'; judged are python, c" in verdict.reason
 
 
-async def test_time_of_its_own_is_wrong_and_the_verifiers_is_a_timeout(sandbox: Sandbox, oubliette: Oubliette) -> None:
+async def test_own_limit_is_wrong_and_verifier_deadline_is_a_timeout(sandbox: Sandbox, oubliette: Oubliette) -> None:
     verdict = await judged(oubliette, "while True: pass", time_limit=0.2)
     assert verdict.outcome is Outcome.WRONG
     assert "processor time" in verdict.reason or "on the clock" in verdict.reason
@@ -89,7 +89,7 @@ async def test_time_of_its_own_is_wrong_and_the_verifiers_is_a_timeout(sandbox: 
         await hurried.close()
 
 
-async def test_the_reward_may_be_the_share_of_tests(sandbox: Sandbox) -> None:
+async def test_reward_can_be_the_share_of_tests(sandbox: Sandbox) -> None:
     verifier = Oubliette(CodeRules(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S), deadline_s=PATIENCE_S)
     try:
         verdict = await judged(verifier, HALF)
@@ -108,7 +108,7 @@ sys.exit(0 if output.split() == ["about", answer.strip()] else 1)
 """
 
 
-async def test_a_problems_own_checker_has_a_box_of_its_own(oubliette: Oubliette) -> None:
+async def test_custom_checker_runs_in_its_own_guest(oubliette: Oubliette) -> None:
     own = {"checker": {"language": "python", "source": CHECKER}}
     assert (await judged(oubliette, "print('about', 2 * int(input()))", **own)).outcome is Outcome.CORRECT
     verdict = await judged(oubliette, RIGHT, **own)
@@ -122,7 +122,7 @@ async def test_a_problems_own_checker_has_a_box_of_its_own(oubliette: Oubliette)
     assert await _masked(oubliette, checker={"language": "cobol", "source": ""})
 
 
-#: Reads output as UTF-8, in the way of testlib and printed: invalid bytes end it with an exception.
+#: Reads output as UTF-8, under both protocols; invalid bytes raise an exception.
 TEXT_CHECKER = """
 import sys
 names = {name.partition(".")[0]: open(name).read() for name in sys.argv[1:]}
@@ -155,8 +155,8 @@ async def _masked(oubliette: Oubliette, **metadata: Any) -> bool:
     return (await judged(oubliette, RIGHT, **metadata)).outcome is Outcome.VERIFIER_ERROR
 
 
-async def test_the_answer_is_nowhere_in_the_programs_box(oubliette: Oubliette) -> None:
-    """It prints all that it can find; the word that it must print stands in its answer alone."""
+async def test_programs_guest_does_not_contain_the_answer(oubliette: Oubliette) -> None:
+    """The program prints everything that it can find; the expected word occurs only in the answer."""
     word = "xyzzy-the-answer"
     search = (
         "import os\nfound = [sys.stdin.read()] if (sys := __import__('sys')) else []\n"
@@ -173,7 +173,7 @@ async def test_the_answer_is_nowhere_in_the_programs_box(oubliette: Oubliette) -
     assert word not in verdict.reason
 
 
-async def test_what_says_nothing_of_the_answer_is_masked(oubliette: Oubliette, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_infrastructure_failures_are_masked(oubliette: Oubliette, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await _masked(oubliette, tests=[])
     assert await _masked(oubliette, tests="[")
     monkeypatch.setenv("PATH", "/nowhere")
@@ -184,7 +184,7 @@ async def test_what_says_nothing_of_the_answer_is_masked(oubliette: Oubliette, m
     await missing.close()
 
 
-async def test_one_that_waits_can_be_cancelled_and_the_next_is_judged(oubliette: Oubliette) -> None:
+async def test_cancelled_judgements_do_not_block_the_next(oubliette: Oubliette) -> None:
     await judged(oubliette, RIGHT)
     waiting = [asyncio.create_task(judged(oubliette, "import time\ntime.sleep(0.2)\n" + RIGHT)) for _ in range(6)]
     await asyncio.sleep(0)
@@ -194,7 +194,7 @@ async def test_one_that_waits_can_be_cancelled_and_the_next_is_judged(oubliette:
     assert (await judged(oubliette, RIGHT)).outcome is Outcome.CORRECT
 
 
-async def test_a_domain_of_a_recipe_is_judged_by_it(sandbox: Sandbox) -> None:
+async def test_recipe_domain_is_judged_by_the_sandbox(sandbox: Sandbox) -> None:
     domain = DomainSection(
         name="code",
         source="files",
@@ -213,7 +213,9 @@ async def test_a_domain_of_a_recipe_is_judged_by_it(sandbox: Sandbox) -> None:
 
 @final
 class Forgetful:
-    """A `CodeRunner` as a service that is killed now and then: so many outputs are gone when they are checked."""
+    """A `CodeRunner` like a service that is killed repeatedly: the first `forgets` outputs are lost before their
+    check.
+    """
 
     tier, at_once = "remote default", 1
 
@@ -245,7 +247,7 @@ class Forgetful:
 
 
 def opening(*found: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[Forgetful]], list[int]]:
-    """What stands for `open_runner`: comes to these one after the other, and again to the last; and each try of it."""
+    """Return a stand-in for `open_runner` that gives these results in order, then the last; and a list of its calls."""
     tries: list[int] = []
 
     async def opened(rules: CodeRules, *, at_once: int) -> Forgetful:
@@ -260,7 +262,7 @@ def opening(*found: Forgetful | SandboxLost) -> tuple[Callable[..., Awaitable[Fo
 
 
 @pytest.mark.parametrize(("forgets", "outcome"), [(7, Outcome.CORRECT), (8, Outcome.VERIFIER_ERROR)])
-async def test_what_a_service_has_forgotten_is_made_anew(
+async def test_content_lost_by_a_service_is_recreated(
     forgets: int, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Forgetful(forgets=forgets)
@@ -269,7 +271,7 @@ async def test_what_a_service_has_forgotten_is_made_anew(
     assert (verdict.outcome, runner.runs) == (outcome, 8)
 
 
-async def test_a_service_that_is_away_for_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_briefly_unreachable_service_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     away = SandboxLost("away")
     opened, tries = opening(away, away, Forgetful(forgets=0))
     monkeypatch.setattr(verifiers, "open_runner", opened)
@@ -280,7 +282,7 @@ async def test_a_service_that_is_away_for_a_moment_is_waited_for(monkeypatch: py
     assert len(tries) == 3
 
 
-async def test_who_waits_while_another_tries_in_vain_has_tried_with_him(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_callers_share_a_failed_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     opened, tries = opening(SandboxLost("away"))
     monkeypatch.setattr(verifiers, "open_runner", opened)
     monkeypatch.setattr(verifiers, "_GRACE_S", 0.0)

@@ -1,4 +1,4 @@
-"""An actor's end: verdicts from whichever services live, and masked answers where none does its work."""
+"""The client: verdicts from any live service, and masked answers if none does its work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RIGHT = [Outcome.CORRECT, Outcome.WRONG, Outcome.CORRECT]
 
 
 class Exact:
-    """Counts what it judges, in whichever thread."""
+    """Counts its judgements, across threads."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -68,7 +68,7 @@ def replace_text(answer: SampledAnswer, number: int) -> SampledAnswer:
 
 
 class Hostile:
-    """Something that is no verifier service, or a broken one; `asked` is set when it was asked first."""
+    """A broken or unrelated server; `asked` is set by its first request."""
 
     def __init__(self, answer: Callable[[], Response]) -> None:
         self.asked = threading.Event()
@@ -92,7 +92,7 @@ def raw(content: bytes, status: int = 200) -> Callable[[], Response]:
 
 
 async def endless() -> AsyncIterator[bytes]:
-    for _ in range(64):  # of more than a client may take; a server goes on writing to who has left
+    for _ in range(64):  # more than a client accepts; a server keeps writing after a disconnect
         yield b" " * (1 << 20)
         await asyncio.sleep(0)
 
@@ -136,7 +136,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_what_a_service_cannot_have_meant_is_its_failure_and_another_judges(name: str) -> None:
+async def test_invalid_answer_is_the_services_failure_and_another_judges(name: str) -> None:
     verifier = Exact()
     hostile = Hostile(HOSTILE[name])
     with in_thread(hostile.app) as broken, in_thread(honest(verifier)) as good:
@@ -149,8 +149,8 @@ async def test_what_a_service_cannot_have_meant_is_its_failure_and_another_judge
     assert verifier.asked == len(ANSWERS), "each answer was judged once"
 
 
-async def test_a_silent_service_is_given_up_and_another_judges() -> None:
-    """It has begun to answer: only that nothing more comes tells it from one that works."""
+async def test_silent_service_is_abandoned_and_another_judges() -> None:
+    """The service has begun to answer, so only its silence distinguishes it from a working one."""
     hostile = Hostile(lambda: StreamingResponse(mute()))
     with in_thread(hostile.app) as broken, in_thread(honest(Exact())) as good:
         async with client(silence_s=1.0) as services:
@@ -169,7 +169,7 @@ async def test_a_silent_service_is_given_up_and_another_judges() -> None:
         (None, "cannot be reached"),
     ],
 )
-async def test_where_no_service_does_its_work_answers_are_masked_and_the_reason_said(
+async def test_answers_are_masked_with_a_reason_if_no_service_works(
     answer: Callable[[], Response] | None, words: str
 ) -> None:
     with in_thread(Hostile(answer or raw(b"")).app) as url:
@@ -188,7 +188,7 @@ async def test_where_no_service_does_its_work_answers_are_masked_and_the_reason_
         ((lease("http://127.0.0.1:1", rules="r2"),), "by another recipe than this actor's"),
     ],
 )
-async def test_without_a_service_that_may_judge_answers_are_masked(leases: Sequence[Any], words: str) -> None:
+async def test_answers_are_masked_without_a_suitable_service(leases: Sequence[Any], words: str) -> None:
     async with client(grace_s=0.2) as services:
         services.update(leases)
         judged = await services.judge("words", RULES, problem(1), ANSWERS)
@@ -196,7 +196,7 @@ async def test_without_a_service_that_may_judge_answers_are_masked(leases: Seque
     assert words in judged[0].verdict.reason
 
 
-async def test_what_no_service_would_take_is_masked_at_once() -> None:
+async def test_request_that_every_service_rejects_is_masked_at_once() -> None:
     with in_thread(Hostile(raw(b'{"error": {"message": "too odd", "code": "x"}}', 422)).app) as url:
         async with client() as services:
             services.update([lease(url)])
@@ -207,7 +207,7 @@ async def test_what_no_service_would_take_is_masked_at_once() -> None:
             assert "cannot be sent" in judgement.verdict.reason
 
 
-async def test_answers_wait_for_the_first_service_to_join_and_for_room_in_a_full_one() -> None:
+async def test_answers_wait_for_the_first_service_and_for_capacity() -> None:
     refusals = [raw(b'{"error": {"message": "full", "code": "full"}}', 503)] * 3
     verifier = Exact()
     app = honest(verifier)
@@ -227,7 +227,7 @@ async def test_answers_wait_for_the_first_service_to_join_and_for_room_in_a_full
     assert refusals == []
 
 
-async def test_a_problem_prefers_one_service_and_problems_are_spread() -> None:
+async def test_problem_prefers_one_service_and_problems_are_spread() -> None:
     verifiers = [Exact(), Exact()]
     with in_thread(honest(verifiers[0])) as first, in_thread(honest(verifiers[1])) as second:
         async with client() as services:
@@ -235,13 +235,13 @@ async def test_a_problem_prefers_one_service_and_problems_are_spread() -> None:
             for _ in range(4):
                 assert await outcomes(services, 1) == RIGHT
             assert sorted(verifier.asked for verifier in verifiers) == [0, 4 * len(ANSWERS)]
-            for number in range(2, 34):  # that all prefer one of the two has a chance of 2⁻³¹
+            for number in range(2, 34):  # the probability that all prefer the same one is 2⁻³¹
                 await outcomes(services, number)
     assert all(verifier.asked > len(ANSWERS) for verifier in verifiers)
 
 
-async def test_a_loaded_service_is_passed_by() -> None:
-    """One holds what it is asked; of further groups the other gets whatever would make the difference large."""
+async def test_loaded_service_is_avoided() -> None:
+    """One service is blocked with many answers; the other gets further groups once the difference would be large."""
     gate = threading.Event()
 
     class Held(Exact):
@@ -264,7 +264,7 @@ async def test_a_loaded_service_is_passed_by() -> None:
             assert [len(judged) for judged in await asyncio.wait_for(asyncio.gather(*first), PATIENCE_S)] == [100] * 3
 
 
-async def test_the_request_says_the_version_and_the_rules() -> None:
+async def test_request_carries_protocol_version_and_rules() -> None:
     seen: list[VerifyRequest] = []
     app = FastAPI(openapi_url=None)
 

@@ -1,4 +1,4 @@
-"""The service behind its application: what it judges, what it keeps, what it refuses, and when it gives up."""
+"""The service behind its application: judging, caching, rejecting, and abandoning work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.patience import PATIENCE_S
 
 
 class Scripted:
-    """A verifier that notes what it is asked, and waits while the gate is shut."""
+    """A verifier that records its questions, and waits while the gate is closed."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -77,14 +77,14 @@ async def outcomes(http: httpx.AsyncClient, *texts: str, **changes: Any) -> list
     return [judgement.verdict.outcome for judgement in judgements]
 
 
-async def test_a_verdict_for_each_answer_in_their_order(http: httpx.AsyncClient, scripted: Scripted) -> None:
+async def test_every_answer_gets_a_verdict_in_order(http: httpx.AsyncClient, scripted: Scripted) -> None:
     right, no = Outcome.CORRECT, Outcome.WRONG
     assert await outcomes(http, "1", "2", "1", "", "3") == [right, no, right, no, no]
     assert await outcomes(http, "1") == [right]
     assert scripted.asked == ["1", "2", "1", "", "3", "1"], "nothing is taken for known where verdicts may differ"
 
 
-async def test_equal_answers_are_judged_once_where_the_verifier_is_deterministic(
+async def test_equal_answers_are_judged_once_by_a_deterministic_verifier(
     http: httpx.AsyncClient, scripted: Scripted
 ) -> None:
     right, no = Outcome.CORRECT, Outcome.WRONG
@@ -116,7 +116,7 @@ async def test_equal_answers_are_judged_once_where_the_verifier_is_deterministic
         (b'{"x": ' + b"[" * 100_000, 400, "invalid_json", "JSON"),
     ],
 )
-async def test_what_is_not_begun_says_why(
+async def test_rejected_request_states_the_reason(
     http: httpx.AsyncClient, scripted: Scripted, body: bytes, status: int, code: str, words: str
 ) -> None:
     answer = await http.post(wire.VERIFY, content=body)
@@ -131,7 +131,7 @@ async def until(holds: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_full_service_and_one_that_drains_take_nothing_new_and_finish_what_they_have(
+async def test_full_or_draining_service_rejects_new_work_and_finishes_the_rest(
     http: httpx.AsyncClient, serving: VerifierService, scripted: Scripted
 ) -> None:
     scripted.gate.clear()
@@ -150,7 +150,7 @@ async def test_a_full_service_and_one_that_drains_take_nothing_new_and_finish_wh
 
 
 async def asked_by_hand(app: Any, leaves: asyncio.Event, sent: list[dict[str, Any]]) -> None:
-    """POST /verify as a server calls an application; who asks leaves once the event is set."""
+    """POST /verify by calling the application directly; the client disconnects when the event is set."""
     body = [{"type": "http.request", "body": request("1", "2"), "more_body": False}]
 
     async def receive() -> dict[str, Any]:
@@ -174,7 +174,7 @@ def bodies(sent: Sequence[dict[str, Any]]) -> list[bytes]:
     return [message["body"] for message in sent if message["type"] == "http.response.body"]
 
 
-async def test_who_leaves_is_judged_no_more(serving: VerifierService, scripted: Scripted) -> None:
+async def test_disconnected_clients_work_is_cancelled(serving: VerifierService, scripted: Scripted) -> None:
     scripted.gate.clear()
     leaves, sent = asyncio.Event(), list[dict[str, Any]]()
     asking = asyncio.create_task(asked_by_hand(create_app(serving, token=TOKEN), leaves, sent))
@@ -185,7 +185,7 @@ async def test_who_leaves_is_judged_no_more(serving: VerifierService, scripted: 
     assert (scripted.given_up, serving.status().queue, serving.status().verdicts) == (2, 0, 0)
 
 
-async def test_a_service_that_judges_shows_signs_of_life(
+async def test_working_service_sends_heartbeats(
     serving: VerifierService, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(beating, "BEAT_S", 0.01)

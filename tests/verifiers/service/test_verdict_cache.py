@@ -1,4 +1,4 @@
-"""What is known of verdicts: found by all that they depend on, bounded in bytes, never a failure."""
+"""The cache of verdicts: keyed by all inputs, bounded in bytes, without failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.verifiers.verifier import correct, failed, timed_out, wrong
 from tests.fakes.verifier_service import problem
 
 
-def test_a_verdict_comes_back_as_it_was() -> None:
+def test_verdict_round_trips() -> None:
     cache = VerdictCache(1 << 16)
     verdict = Verdict(outcome=Outcome.PARTIAL, reward=0.1, reason="größer", answer="x", parts=(RewardPart("a", 0.25),))
     cache.keep(b"k", verdict)
@@ -22,16 +22,16 @@ def test_a_verdict_comes_back_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("verdict", [failed("away"), timed_out(1.0)])
-def test_what_judges_nothing_is_not_kept(verdict: Verdict) -> None:
+def test_failures_are_not_cached(verdict: Verdict) -> None:
     cache = VerdictCache(1 << 16)
     cache.keep(b"k", verdict)
     assert cache.find(b"k") is None and cache.num_bytes == 0
 
 
-def test_its_bytes_are_bounded_and_the_longest_unused_go_first() -> None:
+def test_size_is_bounded_and_least_recently_used_is_evicted() -> None:
     cache = VerdictCache(4000)
     for number in range(100):
-        cache.keep(b"first", correct("1"))  # again and again the same: it takes its place once
+        cache.keep(b"first", correct("1"))  # the same entry repeatedly: it counts once
         cache.keep(b"%d" % number, wrong("x" * (number % 50)))
         assert cache.find(b"first") is not None
         assert cache.num_bytes <= 4000
@@ -42,15 +42,15 @@ def test_its_bytes_are_bounded_and_the_longest_unused_go_first() -> None:
     assert (nothing.find(b"k"), nothing.num_bytes) == (None, 0)
 
 
-def test_a_large_problem_is_read_once_and_not_for_each_answer() -> None:
-    """One request may have both: four thousand answers to a problem of 16 MB held the service for a minute."""
+def test_large_problem_is_hashed_once_for_all_answers() -> None:
+    """Four thousand answers to a problem of 16 MB in one request once blocked the service for a minute."""
     large, texts = problem(1, cases="x" * 2**22), [str(number) for number in range(4096)]
     began = time.thread_time()
     assert len(set(keys_of("r", large, texts))) == len(texts)
     assert time.thread_time() - began < 2.0
 
 
-def test_the_key_is_of_all_that_a_verdict_depends_on_and_of_nothing_else() -> None:
+def test_key_covers_exactly_the_inputs_of_a_verdict() -> None:
     asked = problem(1, level=3)
     others = [
         replace(asked, domain="other"),

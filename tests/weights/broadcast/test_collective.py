@@ -1,4 +1,4 @@
-"""Groups form, break and re-form within their deadlines, on the address they were given."""
+"""Groups form, fail and re-form within their deadlines, on the chosen address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 from tests.patience import PATIENCE_S, SOON_S
 
-#: Gloo's own way, and that of large groups.
+#: Gloo's default, and the connections of large groups.
 BOTH_WAYS = pytest.mark.parametrize("connections", [None, Connections.TREE])
 
 
@@ -75,7 +75,7 @@ def test_bytes_arrive(rendezvous: Rendezvous, connections: Connections | None) -
     assert torch.equal(sent, got)
 
 
-def test_a_new_generation_is_independent_of_the_old(rendezvous: Rendezvous) -> None:
+def test_new_generation_is_independent_of_the_old(rendezvous: Rendezvous) -> None:
     first = _pair(rendezvous, 1)
     second = _pair(rendezvous, 2)
     first[0].close()
@@ -87,13 +87,13 @@ def test_a_new_generation_is_independent_of_the_old(rendezvous: Rendezvous) -> N
     assert got.sum() == 4
 
 
-def test_a_tree_has_few_connections(rendezvous: Rendezvous) -> None:
-    gc.collect()  # those of groups before
+def test_tree_has_few_connections(rendezvous: Rendezvous) -> None:
+    gc.collect()  # close connections of earlier groups
     ranks, before = 9, _open_files()
     tree = _ranks(rendezvous, ranks, connections=Connections.TREE)
     with_tree = _open_files()
     mesh = _ranks(rendezvous, ranks, generation=2)
-    assert with_tree - before < _open_files() - with_tree  # 8 pairs beside 36, each with two ends here
+    assert with_tree - before < _open_files() - with_tree  # 8 pairs instead of 36, both ends of each in this process
     assert len(tree) == len(mesh) == ranks
 
 
@@ -102,14 +102,14 @@ def _open_files() -> int:
 
 
 @BOTH_WAYS
-def test_a_missing_rank_ends_the_join_at_its_deadline(rendezvous: Rendezvous, connections: Connections | None) -> None:
+def test_missing_rank_fails_the_join_at_its_deadline(rendezvous: Rendezvous, connections: Connections | None) -> None:
     began = time.monotonic()
     with pytest.raises(DeadlineError, match=r"joining group 'g' generation 1 .* as rank 0 of 2"):
         _joining(rendezvous, 0, connections=connections, timeout_s=0.5).result(PATIENCE_S)
     assert time.monotonic() - began < SOON_S
 
 
-def test_a_closed_store_ends_the_joins_that_wait_there_and_those_that_come_late(rendezvous: Rendezvous) -> None:
+def test_closed_store_fails_waiting_and_late_joins(rendezvous: Rendezvous) -> None:
     waiting = [_joining(rendezvous, rank, size=4) for rank in (0, 1)]
     assert not waiting[1].done()
     rendezvous.close()
@@ -121,7 +121,7 @@ def test_a_closed_store_ends_the_joins_that_wait_there_and_those_that_come_late(
 
 
 @BOTH_WAYS
-def test_a_rank_that_leaves_ends_the_receive_at_once(rendezvous: Rendezvous, connections: Connections | None) -> None:
+def test_leaving_rank_fails_the_receive_at_once(rendezvous: Rendezvous, connections: Connections | None) -> None:
     root, leaf = _pair(rendezvous, connections=connections)
     got = torch.zeros(4, dtype=torch.uint8)
     receiving = in_background("receive", lambda: leaf.broadcast(got, deadline=time.monotonic() + PATIENCE_S))
@@ -134,23 +134,21 @@ def test_a_rank_that_leaves_ends_the_receive_at_once(rendezvous: Rendezvous, con
 
 
 @BOTH_WAYS
-def test_a_silent_rank_ends_the_receive_at_the_deadline(
-    rendezvous: Rendezvous, connections: Connections | None
-) -> None:
+def test_silent_rank_fails_the_receive_at_the_deadline(rendezvous: Rendezvous, connections: Connections | None) -> None:
     root, leaf = _pair(rendezvous, connections=connections)
     with pytest.raises(DeadlineError, match="without every rank in time"):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert root is not None
 
 
-def test_a_rank_that_does_not_receive_ends_the_send_at_the_deadline(rendezvous: Rendezvous) -> None:
+def test_rank_that_does_not_receive_fails_the_send_at_the_deadline(rendezvous: Rendezvous) -> None:
     root, leaf = _pair(rendezvous)
     with pytest.raises(DeadlineError, match="without every rank in time"):
         root.broadcast(torch.zeros(2**25, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert leaf is not None
 
 
-def test_a_group_that_was_left_is_refused(rendezvous: Rendezvous) -> None:
+def test_broadcast_after_leaving_is_rejected(rendezvous: Rendezvous) -> None:
     root, _ = _pair(rendezvous)
     root.close()
     root.close()
@@ -158,7 +156,7 @@ def test_a_group_that_was_left_is_refused(rendezvous: Rendezvous) -> None:
         root.broadcast(torch.zeros(1, dtype=torch.uint8), deadline=time.monotonic() + 1)
 
 
-def test_a_taken_port_is_an_address_error() -> None:
+def test_taken_port_is_an_address_error() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(AddressError, match=r"cannot listen on 127.0.0.1"),
@@ -166,8 +164,8 @@ def test_a_taken_port_is_an_address_error() -> None:
         Rendezvous("127.0.0.1", taken.getsockname()[1])
 
 
-def test_everything_listens_on_loopback_alone(rendezvous: Rendezvous) -> None:
-    """Store and gloo both: on Linux, from the kernel's own table of this process's sockets."""
+def test_sockets_listen_only_on_loopback(rendezvous: Rendezvous) -> None:
+    """Checks the store and gloo in the kernel's table of this process's sockets (Linux)."""
     pair = _pair(rendezvous)
     targets = [_target(link) for link in Path("/proc/self/fd").iterdir()]
     inodes = {target[len("socket:[") : -1] for target in targets if target.startswith("socket:[")}
@@ -188,8 +186,8 @@ def _target(link: Path) -> str:
         return ""
 
 
-def test_a_rank_whose_broadcast_failed_has_left_and_others_hear_of_it_at_once(rendezvous: Rendezvous) -> None:
-    """An engine behind a dead one must not leave rank 0 waiting for its deadline: it has broken off, and says so."""
+def test_rank_leaves_after_a_failed_broadcast_and_peers_fail_at_once(rendezvous: Rendezvous) -> None:
+    """An engine behind a dead one leaves the group, so that rank 0 does not wait for its deadline."""
     root, leaf = _pair(rendezvous)
     with pytest.raises(DeadlineError):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.2)
@@ -201,9 +199,7 @@ def test_a_rank_whose_broadcast_failed_has_left_and_others_hear_of_it_at_once(re
     assert time.monotonic() - began < SOON_S
 
 
-def test_rank_that_waits_for_an_announcement_prints_nothing(
-    rendezvous: Rendezvous, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_waiting_for_an_announcement_prints_nothing(rendezvous: Rendezvous, capfd: pytest.CaptureFixture[str]) -> None:
     root, leaf = _pair(rendezvous)
     waiting = in_background("waiting", lambda: leaf.expect("digest", deadline=time.monotonic() + PATIENCE_S))
     time.sleep(0.3)

@@ -50,7 +50,7 @@ def publication(version: int, engines: Sequence[str], **fields: Any) -> Publicat
 
 
 class Recording:
-    """`EngineControl` that remembers what passed through it, and reaches an engine elsewhere once it has `moved`."""
+    """An `EngineControl` that records requests, and forwards those for a `moved` engine to its new address."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
@@ -113,7 +113,7 @@ async def test_all_engines_serve_the_same_weights(
     assert card.digest == report.digest
 
 
-async def test_the_group_and_the_layout_are_sent_once(
+async def test_group_is_joined_and_layout_sent_once(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     for version in (1, 2, 3):
@@ -123,7 +123,7 @@ async def test_the_group_and_the_layout_are_sent_once(
     assert [request.layout is not None for request in prepares] == [True, True, False, False, False, False]
 
 
-async def test_a_new_membership_forms_a_new_group(
+async def test_new_membership_forms_a_new_group(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     await publisher.publish(publication(1, engines[:1]))
@@ -134,7 +134,7 @@ async def test_a_new_membership_forms_a_new_group(
     assert [await serving(control, url) for url in engines] == [(1, 3), (1, 3)]
 
 
-async def test_a_later_epoch_outranks_an_earlier_trainer(control: Recording, engines: list[str]) -> None:
+async def test_later_epoch_outranks_an_earlier_trainer(control: Recording, engines: list[str]) -> None:
     first = BroadcastPublisher(control)
     await first.publish(publication(7, engines, membership=9))
     second = BroadcastPublisher(control)
@@ -147,14 +147,14 @@ async def test_a_later_epoch_outranks_an_earlier_trainer(control: Recording, eng
     await second.close()
 
 
-async def test_no_engines_is_a_report_with_the_digest(publisher: BroadcastPublisher, engines: list[str]) -> None:
+async def test_empty_publication_reports_the_digest(publisher: BroadcastPublisher, engines: list[str]) -> None:
     alone = await publisher.publish(publication(1, []))
     assert alone.pauses_s == {} == alone.failed
     served = await publisher.publish(publication(1, engines))
     assert alone.digest == served.digest
 
 
-async def test_an_engine_that_serves_them_already_is_left_as_it_is(
+async def test_engine_that_already_serves_the_version_is_skipped(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     await publisher.publish(publication(4, engines[:1]))
@@ -165,10 +165,10 @@ async def test_an_engine_that_serves_them_already_is_left_as_it_is(
     assert again.digest == report.digest and again.failed == {}
 
 
-async def test_an_engine_that_refuses_is_named_and_the_others_are_served(
+async def test_refusing_engine_is_named_and_the_others_are_served(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
-    """One that has another model, or serves another run, must not keep the fleet from its weights."""
+    """An engine with another model, or of another run, must not keep the fleet from its weights."""
     await publisher.publish(publication(9, engines[1:]))
     report = await publisher.publish(publication(5, engines, membership=2))
     assert set(report.pauses_s) == {engines[0]}
@@ -178,7 +178,7 @@ async def test_an_engine_that_refuses_is_named_and_the_others_are_served(
     assert report.failed == {}, "the publication after a refused one works"
 
 
-async def test_weights_that_every_engine_refuses_are_an_error_that_says_why(
+async def test_weights_refused_by_every_engine_are_an_error_with_reasons(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     await publisher.publish(publication(9, engines))
@@ -187,7 +187,7 @@ async def test_weights_that_every_engine_refuses_are_an_error_that_says_why(
     assert [await serving(control, url) for url in engines] == [(1, 9), (1, 9)]
 
 
-async def test_an_engine_that_is_gone_is_reported_and_the_others_are_served(
+async def test_unreachable_engine_is_reported_and_the_others_are_served(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     gone = "http://127.0.0.1:9"
@@ -197,10 +197,10 @@ async def test_an_engine_that_is_gone_is_reported_and_the_others_are_served(
     assert [await serving(control, url) for url in engines] == [(1, 1), (1, 1)]
 
 
-async def test_engines_that_are_gone_leave_no_joins_waiting_on_the_others(
+async def test_unreachable_engines_leave_no_joins_pending_on_the_others(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
-    """More than the 16 joins that an engine lets wait at once."""
+    """Uses more publications than the 16 joins that an engine keeps pending."""
     for version in range(1, 21):
         report = await publisher.publish(publication(version, ["http://127.0.0.1:9", *engines], membership=version))
         assert set(report.pauses_s) == set(engines), report.failed
@@ -208,7 +208,7 @@ async def test_engines_that_are_gone_leave_no_joins_waiting_on_the_others(
         assert await serving(control, url) == (1, 20)
 
 
-async def test_an_engine_that_others_have_overloaded_with_joins_is_blameless(
+async def test_engine_overloaded_by_failed_joins_is_blameless(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     control.overloaded = {engines[1]}
@@ -222,13 +222,13 @@ async def test_an_engine_that_others_have_overloaded_with_joins_is_blameless(
     assert (await publisher.publish(publication(2, engines, membership=3))).blameless == frozenset()
 
 
-async def test_when_all_are_gone_the_error_names_each(publisher: BroadcastPublisher) -> None:
+async def test_error_names_each_engine_when_all_are_unreachable(publisher: BroadcastPublisher) -> None:
     urls = ["http://127.0.0.1:9", "http://127.0.0.1:7"]
     with pytest.raises(UpdateError, match=r"weights 1\.1 reached no engine: .*:9 .*:7 "):
         await publisher.publish(publication(1, urls))
 
 
-async def test_a_trainer_that_gathers_something_else_changes_nothing(
+async def test_wrongly_gathered_parameters_change_nothing(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     def wrong() -> Iterator[tuple[str, Any]]:
@@ -241,7 +241,7 @@ async def test_a_trainer_that_gathers_something_else_changes_nothing(
     assert (await publisher.publish(publication(1, engines))).failed == {}
 
 
-async def test_generation_goes_on_during_a_slow_broadcast(
+async def test_generation_continues_during_a_slow_broadcast(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
     sending, release = threading.Event(), threading.Event()
@@ -257,10 +257,10 @@ async def test_generation_goes_on_during_a_slow_broadcast(
 
 
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
-async def test_an_engine_that_dies_in_the_broadcast(
+async def test_engine_death_in_the_broadcast_does_not_affect_the_others(
     publisher: BroadcastPublisher, control: Recording, engines: list[str], death: signal.Signals
 ) -> None:
-    """Killed or standing still: the others are served in the same publication, by another generation of the group."""
+    """The engine is killed or stopped; the others are served by another generation of the group."""
     timeout_s = 21.0
     with as_process("tests.fakes.scripted_engine") as (victim, process):
         # The process imports torch when it first joins, which takes seconds on a busy core.
@@ -285,10 +285,10 @@ async def test_an_engine_that_dies_in_the_broadcast(
     assert one == two
 
 
-async def test_one_that_was_killed_and_started_again_meanwhile_is_served_with_the_others(
+async def test_engine_restarted_during_the_broadcast_is_served_too(
     publisher: BroadcastPublisher, control: Recording, engines: list[str]
 ) -> None:
-    """It answers by its URL when the broadcast has broken, so that nobody seems lost."""
+    """The restarted engine answers at its URL after the broadcast has failed, so no engine seems lost."""
     with as_process("tests.fakes.scripted_engine") as (victim, process), in_thread(application()) as again:
         warm = await publisher.publish(publication(1, [victim, *engines], timeout_s=PATIENCE_S))
         assert warm.failed == {}
@@ -298,7 +298,7 @@ async def test_one_that_was_killed_and_started_again_meanwhile_is_served_with_th
             publisher.publish(publication(2, [victim, *engines], weights=source, timeout_s=21.0))
         )
         await asyncio.to_thread(sending.wait, PATIENCE_S)
-        os.kill(process.pid, signal.SIGSTOP)  # what gloo sometimes makes of a peer that was killed: it waits
+        os.kill(process.pid, signal.SIGSTOP)  # gloo sometimes leaves peers of a killed process waiting like this
         control.moved[victim] = again
         release.set()
         assert (await update).failed == {}
@@ -308,7 +308,7 @@ async def test_one_that_was_killed_and_started_again_meanwhile_is_served_with_th
 def _halting(
     sending: threading.Event, release: threading.Event, *, bucket: int = 1
 ) -> Callable[[], Iterator[tuple[str, Any]]]:
-    """Weights that halt before a bucket (from 0), the first time, until they are released."""
+    """Return weights that pause before a bucket (from 0) until released, the first time only."""
 
     def source() -> Iterator[tuple[str, Any]]:
         for row, item in enumerate(weights(2)()):
@@ -320,10 +320,10 @@ def _halting(
     return source
 
 
-async def test_an_engine_outside_loopback_moves_the_meeting_to_where_all_reach_it(
+async def test_rendezvous_moves_to_an_address_that_all_engines_reach(
     publisher: BroadcastPublisher, control: Recording, engines: list[str], outward: str
 ) -> None:
-    """The engines are the same: what counts is the address by which the trainer knows them."""
+    """The engines stay the same; only the address by which the trainer knows them changes."""
     await publisher.publish(publication(1, engines))
     assert {join.rendezvous_host for join in control.joins} == {"127.0.0.1"}
     elsewhere = engines[1].replace("127.0.0.1", outward)
@@ -336,7 +336,7 @@ async def test_an_engine_outside_loopback_moves_the_meeting_to_where_all_reach_i
     assert {join.rendezvous_host for join in control.joins} == {"127.0.0.1"}
 
 
-async def test_where_engines_meet_can_be_said(control: Recording, engines: list[str]) -> None:
+async def test_rendezvous_host_is_configurable(control: Recording, engines: list[str]) -> None:
     publisher = BroadcastPublisher(control, host="localhost")
     assert (await publisher.publish(publication(1, engines))).failed == {}
     assert {join.rendezvous_host for join in control.joins} == {"localhost"}

@@ -1,4 +1,4 @@
-"""One pass over the parameters, whatever library holds them, and only what the layout says."""
+"""One pass over the parameters, of any array library, checked against the layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXPECTED = xxhash.xxh3_128(b"".join(array.tobytes() for array in ARRAYS.values()
 
 
 class _DLPack:
-    """Neither numpy nor torch: what a third library yields."""
+    """An array of a third library, neither numpy nor torch."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._tensor = torch.from_numpy(array)
@@ -70,18 +70,18 @@ def _read_only(array: np.ndarray) -> np.ndarray:
     ids=["numpy", "torch", "dlpack", "read_only", "fortran"],
 )
 @pytest.mark.parametrize("bucket_bytes", [1, 70, 10**6])
-def test_the_bytes_are_those_of_the_layout(kind: Any, bucket_bytes: int) -> None:
+def test_bytes_equal_those_of_the_layout(kind: Any, bucket_bytes: int) -> None:
     assert _send([(name, kind(array)) for name, array in ARRAYS.items()], bucket_bytes=bucket_bytes) == EXPECTED
 
 
-def test_bfloat16_travels_as_its_bytes() -> None:
+def test_bfloat16_is_sent_as_its_bytes() -> None:
     layout = WeightLayout(parameters=(ParameterSpec(name="w", shape=(6,), dtype=DType.BFLOAT16),))
     tensor = torch.linspace(-1, 1, 6, dtype=torch.bfloat16)
     raw = tensor.view(torch.int16).numpy().tobytes()
     assert _send([("w", tensor)], layout=layout) == xxhash.xxh3_128(raw).hexdigest()
 
 
-def test_a_parameter_that_needs_grad_and_is_not_contiguous_is_sent() -> None:
+def test_non_contiguous_parameter_with_grad_is_sent() -> None:
     layout = WeightLayout(parameters=(ParameterSpec(name="w", shape=(2, 3), dtype=DType.FLOAT32),))
     tensor = torch.arange(6.0).reshape(3, 2).t().requires_grad_()
     raw = tensor.detach().contiguous().numpy().tobytes()
@@ -98,12 +98,12 @@ def test_a_parameter_that_needs_grad_and_is_not_contiguous_is_sent() -> None:
         ([*ARRAYS.items(), ("d", ARRAYS["c"])], "gathered 'd' after the last"),
     ],
 )
-def test_what_the_layout_does_not_say_is_refused(items: list[tuple[str, Any]], sentence: str) -> None:
+def test_parameters_that_differ_from_the_layout_are_rejected(items: list[tuple[str, Any]], sentence: str) -> None:
     with pytest.raises(UpdateError, match=sentence):
         _send(items)
 
 
-def test_a_rank_that_takes_no_bucket_ends_the_sending_after_the_silence_and_not_at_the_deadline() -> None:
+def test_silent_rank_fails_the_send_after_silence_s() -> None:
     rendezvous = Rendezvous("127.0.0.1")
     join = lambda rank: Collective.join(  # noqa: E731
         host="127.0.0.1", port=rendezvous.port, group="g", generation=1, rank=rank, world_size=2, timeout_s=PATIENCE_S

@@ -30,7 +30,7 @@ def publication(version: int, engines: list[str], **fields: Any) -> Publication:
 
 
 class Announcing:
-    """An `Announcer` that has these answers, and remembers what it was to tell."""
+    """An `Announcer` with given answers that records its announcements."""
 
     def __init__(self, answers: dict[str, WeightUpdateResponse | Failure]) -> None:
         self.answers = answers
@@ -44,7 +44,7 @@ class Announcing:
 
 
 class Recording:
-    """`EngineControl` that remembers the updates that passed through it."""
+    """An `EngineControl` that records updates."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
@@ -100,7 +100,7 @@ def progress(url: str) -> dict[str, list[int] | None]:
     return dict(state["progress"])
 
 
-async def test_all_engines_serve_what_a_broadcast_would_have_brought(
+async def test_pulled_weights_equal_broadcast_weights(
     publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
 ) -> None:
     report = await publisher.publish(publication(1, engines))
@@ -115,7 +115,7 @@ async def test_all_engines_serve_what_a_broadcast_would_have_brought(
     await broadcast.close()
 
 
-async def test_engines_are_spread_over_the_replicas_and_the_layout_is_sent_once(
+async def test_engines_are_spread_over_replicas_and_layout_is_sent_once(
     publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
 ) -> None:
     for version in (1, 2):
@@ -126,14 +126,14 @@ async def test_engines_are_spread_over_the_replicas_and_the_layout_is_sent_once(
     assert [request.layout is not None for _, request in prepares] == [True, True, False, False]
 
 
-async def test_servers_know_who_serves_what(publisher: PullPublisher, engines: list[str], servers: list[str]) -> None:
+async def test_servers_know_engine_progress(publisher: PullPublisher, engines: list[str], servers: list[str]) -> None:
     await publisher.publish(publication(1, engines[:1]))
     assert [progress(url) for url in servers] == [{url: [1, 1] for url in [*engines[:1], *servers]}] * 2
     await publisher.publish(publication(2, engines))
     assert [progress(url) for url in servers] == [{url: [1, 2] for url in [*engines, *servers]}] * 2
 
 
-async def test_a_late_joiner_catches_up_without_the_trainer_sending_again(
+async def test_late_joiner_needs_no_new_upload(
     publisher: PullPublisher, control: Recording, engines: list[str]
 ) -> None:
     await publisher.publish(publication(1, engines[:1]))
@@ -146,7 +146,7 @@ async def test_a_late_joiner_catches_up_without_the_trainer_sending_again(
     assert await greedy(control, engines[0]) == await greedy(control, engines[1])
 
 
-async def test_an_engine_that_is_gone_costs_the_others_nothing(
+async def test_unreachable_engine_does_not_affect_the_others(
     publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
 ) -> None:
     gone = "http://127.0.0.1:9"
@@ -157,7 +157,7 @@ async def test_an_engine_that_is_gone_costs_the_others_nothing(
         await publisher.publish(publication(2, [gone]))
 
 
-async def test_an_engine_of_another_model_is_refused_alone(
+async def test_engines_of_another_model_refuse_the_version(
     publisher: PullPublisher, control: Recording, engines: list[str]
 ) -> None:
     layout = parameter_server.LAYOUT
@@ -166,7 +166,7 @@ async def test_an_engine_of_another_model_is_refused_alone(
     assert await serving(control, *engines) == [(0, 0), (0, 0)]
 
 
-async def test_an_engine_killed_while_it_pulls_is_reported(
+async def test_engine_killed_while_pulling_is_reported(
     publisher: PullPublisher, control: Recording, engines: list[str]
 ) -> None:
     async with EngineClient() as anyones:
@@ -178,11 +178,11 @@ async def test_an_engine_killed_while_it_pulls_is_reported(
     assert victim in report.failed and set(report.pauses_s) == set(engines)
 
 
-async def test_who_serves_already_is_served_though_the_version_cannot_be_placed_again() -> None:
-    """Of two engines one lost its server in the middle, and no server comes back in time."""
+async def test_served_engines_are_reported_even_if_the_next_upload_fails() -> None:
+    """One of two engines loses its server in the middle, and no server returns in time."""
 
     class Vanishing:
-        """Satisfies `EngineControl`; the second engine's server is lost."""
+        """An `EngineControl`; the second engine loses its server."""
 
         async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
             if request.phase is UpdatePhase.COMMIT and url == "http://b":
@@ -210,13 +210,13 @@ async def test_who_serves_already_is_served_though_the_version_cannot_be_placed_
     assert report.failed == {"http://b": "no parameter server takes the version"}
 
 
-async def test_a_version_on_no_engine_is_placed_all_the_same(publisher: PullPublisher, engines: list[str]) -> None:
+async def test_empty_publication_is_uploaded(publisher: PullPublisher, engines: list[str]) -> None:
     alone = await publisher.publish(publication(1, []))
     assert alone.pauses_s == {} == alone.failed
     assert alone.digest == (await publisher.publish(publication(1, engines))).digest
 
 
-async def test_a_later_epoch_fences_the_trainer_before(
+async def test_later_epoch_fences_the_earlier_trainer(
     publisher: PullPublisher, control: Recording, engines: list[str], servers: list[str]
 ) -> None:
     await publisher.publish(publication(7, engines))
@@ -236,7 +236,7 @@ async def test_publications_wait_their_turn(publisher: PullPublisher, control: R
 
 
 class _ByToken:
-    """`EngineControl` that gives the token to those it belongs to, and to nobody else."""
+    """An `EngineControl` that sends the token only to the engines that it belongs to."""
 
     def __init__(self, control: Recording, others: EngineClient, engines: list[str]) -> None:
         self._control = control
@@ -249,12 +249,12 @@ class _ByToken:
         return await chosen.request_weight_update(url, request)
 
 
-async def test_who_follows_announcements_is_not_asked_and_who_lacks_the_layout_is(
+async def test_announced_engines_get_no_request_unless_they_lack_the_layout(
     control: Recording, servers: list[str], engines: list[str]
 ) -> None:
     follows, asked = engines
     served = WeightUpdateResponse(status=UpdateStatus.COMMITTED, version=1, epoch=1, pause_s=0.5)
-    other = "http://127.0.0.1:1"  # nobody is there: a request to it would be a failure
+    other = "http://127.0.0.1:1"  # no engine is there: a request to it would fail
     announcer = Announcing({follows: served, other: served, asked: NotPrepared("which?", param="layout_id")})
     publisher = PullPublisher(control, Uploader(servers, token=TOKEN), announcer=announcer)
     try:

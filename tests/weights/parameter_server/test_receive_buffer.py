@@ -1,4 +1,4 @@
-"""The buffer of a pull: parts in any order, from several threads, on the host or behind host memory; one digest."""
+"""The buffer of a pull: parts in any order, from several threads, on host or device; one digest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIGEST = xxhash.xxh3_128(DATA.tobytes()).hexdigest()
 
 
 class OnDevice:
-    """A device tensor as a received sees one: it has no host memory, and takes copies into its slices."""
+    """A fake device tensor: it has no host memory, and accepts copies into its slices."""
 
     device = "cuda:0"
 
@@ -43,7 +43,7 @@ def land(received: ReceiveBuffer, part: Part) -> None:
 @pytest.mark.parametrize("part_bytes", [17, 64, 333, 1000, 5000])
 @pytest.mark.parametrize("order", ["forwards", "backwards", "inside out"])
 @pytest.mark.parametrize("into", [np.zeros, torch.zeros, OnDevice], ids=["numpy", "torch", "device"])
-def test_any_order_of_parts_gives_the_bytes_and_their_digest(into: Any, order: str, part_bytes: int) -> None:
+def test_parts_in_any_order_give_the_bytes_and_the_digest(into: Any, order: str, part_bytes: int) -> None:
     buffer = OnDevice() if into is OnDevice else into(len(DATA), dtype=np.uint8 if into is np.zeros else torch.uint8)
     came: list[int] = []
     received = ReceiveBuffer(buffer, shards=[[(0, len(DATA))]], on_progress=came.append)
@@ -59,7 +59,7 @@ def test_any_order_of_parts_gives_the_bytes_and_their_digest(into: Any, order: s
     assert came == sorted(came) and came[-1] == len(DATA)
 
 
-def test_many_threads_land_at_once() -> None:
+def test_parts_arrive_from_many_threads() -> None:
     for _ in range(20):
         buffer = np.zeros(len(DATA), np.uint8)
         received = ReceiveBuffer(buffer, shards=[[(0, 400), (700, 1000)], [(400, 700)]], on_progress=lambda _: None)
@@ -69,7 +69,7 @@ def test_many_threads_land_at_once() -> None:
         assert received.digest() == DIGEST and np.array_equal(buffer, DATA)
 
 
-def test_a_shard_alone_has_the_digest_of_its_ranges_and_leaves_the_rest_as_it_was() -> None:
+def test_single_shard_has_its_own_digest_and_leaves_other_bytes_unchanged() -> None:
     buffer = np.full(len(DATA), 255, np.uint8)
     received = ReceiveBuffer(buffer, shards=[[(100, 300), (600, 1000)]], on_progress=lambda _: None)
     for part in received.missing(0, part_bytes=64)[::-1]:

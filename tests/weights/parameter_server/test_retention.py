@@ -1,4 +1,4 @@
-"""The collector's rules: what may be forgotten, over every small history that can be thought of."""
+"""Retention rules: which versions may be dropped, over generated small histories."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ histories = st.fixed_dictionaries(
         ({(1, 5), (1, 6), (1, 7)}, {"a": (1, 6)}, {(1, 5)}),
     ],
 )
-def test_a_version_goes_when_everybody_is_past_it(
+def test_version_is_dropped_when_all_members_are_past_it(
     whole: set[Key], progress: dict[str, Key | None], collected: set[Key]
 ) -> None:
     assert collectable(whole, progress, epoch=1, in_use=set()) == collected
 
 
-def test_a_version_in_use_stays() -> None:
+def test_version_in_use_is_kept() -> None:
     whole = {(1, 5), (1, 6)}
     assert collectable(whole, {"a": (1, 6)}, epoch=1, in_use={(1, 5)}) == set()
     assert holders(whole, {"a": (1, 6)}, epoch=1, in_use={(1, 5)}) == ["1.5 is being sent or saved"]
 
 
-def test_an_abandoned_epoch_is_held_for_nobody() -> None:
+def test_abandoned_epoch_is_held_for_no_member() -> None:
     whole, progress = {(1, 8), (1, 9)}, {"a": (1, 8), "b": None}
     assert collectable(whole, progress, epoch=1, in_use=set()) == set()
     assert holders(whole, progress, epoch=1, in_use=set()) == ["1.8 is held for a (at 1.8), b (at none)"]
@@ -51,7 +51,7 @@ def test_an_abandoned_epoch_is_held_for_nobody() -> None:
 
 
 @given(histories, st.integers(1, 4))
-def test_what_is_needed_is_never_collected(history: dict[str, object], epoch: int) -> None:
+def test_needed_versions_are_never_dropped(history: dict[str, object], epoch: int) -> None:
     whole, progress, in_use = history["whole"], history["progress"], history["in_use"]
     assert isinstance(whole, set) and isinstance(progress, dict) and isinstance(in_use, set)
     gone = collectable(whole, progress, epoch=epoch, in_use=in_use)
@@ -67,7 +67,7 @@ def test_what_is_needed_is_never_collected(history: dict[str, object], epoch: in
 
 
 @given(histories, keys)
-def test_progress_only_ever_frees(history: dict[str, object], reached: Key) -> None:
+def test_progress_never_keeps_more_versions(history: dict[str, object], reached: Key) -> None:
     whole, progress, in_use = history["whole"], history["progress"], history["in_use"]
     assert isinstance(whole, set) and isinstance(progress, dict) and isinstance(in_use, set)
     ahead = {name: max(at, reached) if at else reached for name, at in progress.items()}

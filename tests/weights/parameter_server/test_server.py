@@ -1,4 +1,4 @@
-"""A parameter server over real HTTP and real shared memory: what goes on it, what comes off it, and what it refuses."""
+"""A parameter server over real HTTP and real shared memory: uploads, pulls, and rejected requests."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def held(url: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("layout", [LAYOUT, LARGE], ids=["odd", "large"])
 @pytest.mark.parametrize("pushed_by_memory", [True, False], ids=["push-memory", "push-http"])
 @pytest.mark.parametrize("pulled_by_memory", [True, False], ids=["pull-memory", "pull-http"])
-def test_every_road_brings_the_same_bytes(
+def test_every_transport_brings_the_same_bytes(
     server: str, layout: WeightLayout, pushed_by_memory: bool, pulled_by_memory: bool
 ) -> None:
     placement = Uploader([server], token=TOKEN, shared_memory=pushed_by_memory)
     puller = WeightPuller(token=TOKEN, shared_memory=pulled_by_memory)
-    for version in (1, 2, 3):  # so that memory is used again
+    for version in (1, 2, 3):  # several versions, so that memory is reused
         placed = placement.upload(publication(version, layout=layout), {}, deadline=soon())
         assert placed.sources == ((server,),) and placed.digest == digest(version, layout)
         into, came = np.zeros(layout.num_bytes, np.uint8), []
@@ -77,7 +77,7 @@ def test_every_road_brings_the_same_bytes(
     placement.close()
 
 
-def test_a_torch_buffer_is_filled_like_numpys(server: str) -> None:
+def test_torch_buffer_is_filled_like_numpy(server: str) -> None:
     import torch
 
     place([server], publication(1))
@@ -87,7 +87,7 @@ def test_a_torch_buffer_is_filled_like_numpys(server: str) -> None:
         assert np.array_equal(into.numpy(), flat(1))
 
 
-def test_replicas_copy_from_one_and_are_asked_in_turn(servers: list[str]) -> None:
+def test_replicas_copy_from_one_server_and_serve_the_same_bytes(servers: list[str]) -> None:
     placed = place(servers, publication(1))
     assert placed.sources == (tuple(servers),) and placed.failed == {}
     for url in servers:
@@ -96,7 +96,7 @@ def test_replicas_copy_from_one_and_are_asked_in_turn(servers: list[str]) -> Non
         assert np.array_equal(into, flat(1))
 
 
-def test_a_version_that_is_held_is_not_sent_again(servers: list[str]) -> None:
+def test_held_version_is_not_sent_again(servers: list[str]) -> None:
     sent = []
 
     def counted() -> Iterator[tuple[str, Any]]:
@@ -109,14 +109,14 @@ def test_a_version_that_is_held_is_not_sent_again(servers: list[str]) -> None:
     assert len(sent) == 1 and placed.sources == (tuple(servers),), "the others copied it from the one that had it"
 
 
-def test_a_server_that_is_gone_is_named_and_the_others_hold_the_version(servers: list[str]) -> None:
+def test_unreachable_server_is_named_and_the_others_hold_the_version(servers: list[str]) -> None:
     placed = place(["http://127.0.0.1:9", *servers], publication(1))
     assert placed.sources == (tuple(servers),)
     assert "Connection refused" in placed.failed["http://127.0.0.1:9"]
 
 
-def test_a_replica_is_counted_on_until_it_is_known_to_be_gone(servers: list[str]) -> None:
-    """While a replica may still hold nothing newer, no other forgets what it has; once it has failed, nobody waits."""
+def test_replica_is_waited_for_until_it_is_known_to_be_gone(servers: list[str]) -> None:
+    """Servers keep their versions while a replica may hold nothing newer, until it has failed."""
     gone = "http://127.0.0.1:9"
     with closing(Uploader([gone, *servers[:1]], token=TOKEN)) as placement:
         placement.upload(publication(1), {}, deadline=soon())
@@ -126,14 +126,14 @@ def test_a_replica_is_counted_on_until_it_is_known_to_be_gone(servers: list[str]
         assert held(servers[0]) == [(1, 2)]
 
 
-def test_without_any_server_the_push_ends_at_its_deadline_and_says_why() -> None:
+def test_upload_without_servers_ends_at_its_deadline_with_a_reason() -> None:
     began = time.monotonic()
     with pytest.raises(UpdateError, match=r"no parameter server takes the version: http://127.0.0.1:9: .*refused"):
         Uploader(["http://127.0.0.1:9"], token=TOKEN).upload(publication(1), {}, deadline=began + 0.5)
     assert time.monotonic() - began < SOON_S
 
 
-def test_a_full_server_is_waited_for_and_says_for_whom_it_holds_what() -> None:
+def test_full_server_is_retried_and_names_the_members_it_holds_for() -> None:
     with (
         in_thread(application(room=2)) as url,
         closing(Uploader([url], token=TOKEN)) as placement,
@@ -148,14 +148,14 @@ def test_a_full_server_is_waited_for_and_says_for_whom_it_holds_what() -> None:
         assert held(url) == [(1, 2), (1, 3)]
 
 
-def test_a_later_trainer_fences_the_one_before(server: str) -> None:
+def test_later_trainer_fences_the_earlier_one(server: str) -> None:
     place([server], publication(9, epoch=2))
     with pytest.raises(FencedError, match="epoch 2 has taken over from epoch 1"):
         place([server], publication(10))
     assert held(server) == [(2, 9)]
 
 
-def test_a_trainer_that_gathers_something_else_seals_nothing(server: str) -> None:
+def test_wrongly_gathered_parameters_are_not_sealed(server: str) -> None:
     def wrong() -> Iterator[tuple[str, Any]]:
         yield "embed", np.zeros((3, 3), np.float32)
 
@@ -169,7 +169,7 @@ def test_a_trainer_that_gathers_something_else_seals_nothing(server: str) -> Non
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
-def test_every_route_but_liveness_wants_the_token(server: str) -> None:
+def test_every_route_except_health_requires_the_token(server: str) -> None:
     place([server], publication(1))
     assert httpx.get(server + "/health").status_code == 200
     routes = [
@@ -185,7 +185,7 @@ def test_every_route_but_liveness_wants_the_token(server: str) -> None:
         assert "a valid bearer token" in stranger.confirm(1, {}, deadline=soon())[server]
 
 
-def test_ranges_are_exact_and_those_outside_are_refused(server: str) -> None:
+def test_ranges_are_exact_and_invalid_ones_are_rejected(server: str) -> None:
     place([server], publication(1))
     data, size = flat(1).tobytes(), LAYOUT.num_bytes
     assert ask(server, "GET", "/weights/1/1").content == data
@@ -202,7 +202,7 @@ def test_ranges_are_exact_and_those_outside_are_refused(server: str) -> None:
     assert ask(server, "GET", "/weights/1/one").status_code == 400
 
 
-def test_bytes_are_given_out_only_after_their_digest_was_compared(server: str) -> None:
+def test_bytes_are_served_only_after_the_digest_check(server: str) -> None:
     announced = {"epoch": 1, "version": 1, "layout": LAYOUT.model_dump(mode="json")}
     assert ask(server, "POST", "/versions", json=announced).status_code == 200
     assert ask(server, "GET", "/weights/1/1").status_code == 409
@@ -219,7 +219,7 @@ def test_bytes_are_given_out_only_after_their_digest_was_compared(server: str) -
     assert ask(server, "PUT", "/weights/1/1", content=data).status_code == 400, "what is whole never changes"
 
 
-def test_a_pull_of_other_bytes_than_announced_is_refused(server: str) -> None:
+def test_pull_with_another_digest_is_rejected(server: str) -> None:
     place([server], publication(1))
     asked = order(1, server)
     for by_memory in (True, False):
@@ -228,12 +228,12 @@ def test_a_pull_of_other_bytes_than_announced_is_refused(server: str) -> None:
             WeightPuller(token=TOKEN, shared_memory=by_memory).fetch(other, into=np.zeros(LAYOUT.num_bytes, np.uint8))
 
 
-def test_a_pull_of_a_version_that_nobody_holds_names_each_source(servers: list[str]) -> None:
+def test_pull_of_a_missing_version_names_each_source(servers: list[str]) -> None:
     with pytest.raises(UpdateError, match=r"no source gave version 1\.4: .*1\.4 is not held here.*; .*is not held"):
         WeightPuller(token=TOKEN).fetch(order(4, *servers), into=np.zeros(LAYOUT.num_bytes, np.uint8))
 
 
-def test_a_pull_after_its_deadline_or_given_up_is_none(server: str) -> None:
+def test_late_or_cancelled_pull_fails(server: str) -> None:
     place([server], publication(1))
     into = np.zeros(LAYOUT.num_bytes, np.uint8)
     with pytest.raises(DeadlineError):
@@ -244,7 +244,7 @@ def test_a_pull_after_its_deadline_or_given_up_is_none(server: str) -> None:
         WeightPuller(token=TOKEN).fetch(unwanted, into=into)
 
 
-def test_a_server_that_starts_again_begins_with_what_it_saved(tmp_path: Path) -> None:
+def test_restarted_server_begins_with_its_saved_version(tmp_path: Path) -> None:
     copies = str(tmp_path / "copies")
     with in_thread(application(copies)) as url:
         place([url], publication(1))

@@ -1,4 +1,4 @@
-"""Parameter servers in processes of their own, killed with -9 in the middle of a pull, stopped, and started again."""
+"""Parameter servers in separate processes: killed with -9 in the middle of a pull, stopped, and restarted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.fakes.parameter_server import TOKEN, application, digest, flat, order
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
-#: More than sockets and pipes hold: a server that is killed after the first part cannot have sent the rest.
+#: Larger than socket and pipe buffers: a server killed after the first part cannot have sent the rest.
 LARGE = WeightLayout(parameters=(ParameterSpec(name="a", shape=(10, 2**20), dtype=DType.FLOAT32),))
 
 Server = tuple[str, "subprocess.Popen[str]"]
@@ -61,9 +61,7 @@ def place(*urls: str) -> None:
 
 
 @pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "http"])
-def test_a_server_killed_in_the_middle_is_finished_from_its_replica(
-    server: Server, replica: str, by_memory: bool
-) -> None:
+def test_pull_from_a_killed_server_finishes_from_its_replica(server: Server, replica: str, by_memory: bool) -> None:
     url, process = server
     place(url, replica)
     into, came = np.zeros(LARGE.num_bytes, np.uint8), []
@@ -81,7 +79,7 @@ def test_a_server_killed_in_the_middle_is_finished_from_its_replica(
     assert came == sorted(set(came)), "what had landed was not fetched again"
 
 
-def test_a_server_killed_in_the_middle_without_a_replica_is_named(server: Server) -> None:
+def test_killed_server_without_a_replica_is_named(server: Server) -> None:
     url, process = server
     place(url)
     into = np.zeros(LARGE.num_bytes, np.uint8)
@@ -93,7 +91,7 @@ def test_a_server_killed_in_the_middle_without_a_replica_is_named(server: Server
     assert time.monotonic() - began < SOON_S, "a death is seen at once, not at the deadline"
 
 
-def test_memory_that_is_mapped_outlives_its_server_and_none_is_left_behind(server: Server) -> None:
+def test_mapped_memory_outlives_its_server_and_leaves_no_file(server: Server) -> None:
     url, process = server
     place(url)
     headers = {"authorization": f"Bearer {TOKEN}"}
@@ -108,7 +106,7 @@ def test_memory_that_is_mapped_outlives_its_server_and_none_is_left_behind(serve
     assert LARGE.num_bytes not in sizes, "what other tests hold there meanwhile is of other sizes"
 
 
-def test_a_segment_of_another_name_at_the_same_place_is_not_mapped(server: Server) -> None:
+def test_segment_with_another_name_is_not_mapped(server: Server) -> None:
     url, _ = server
     place(url)
     record = VersionRecord.model_validate(
@@ -121,7 +119,7 @@ def test_a_segment_of_another_name_at_the_same_place_is_not_mapped(server: Serve
     assert reader is not None and not reader.bytes.flags.writeable, "only the trainer writes"
 
 
-def test_a_server_that_stands_still_ends_at_the_deadline(server: Server) -> None:
+def test_pull_from_a_stopped_server_ends_at_the_deadline(server: Server) -> None:
     url, process = server
     place(url)
     into = np.zeros(LARGE.num_bytes, np.uint8)
@@ -138,7 +136,7 @@ def test_a_server_that_stands_still_ends_at_the_deadline(server: Server) -> None
         os.kill(process.pid, signal.SIGCONT)
 
 
-def test_a_reader_that_stands_still_holds_no_version_for_ever(replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_reader_does_not_hold_a_version_forever(replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parameter_server, "BODY_TIMEOUT_S", 3.0)
     address = ("127.0.0.1", int(replica.rpartition(":")[2]))
     with (
@@ -157,7 +155,7 @@ def test_a_reader_that_stands_still_holds_no_version_for_ever(replica: str, monk
             time.sleep(0.05)
 
 
-def test_a_pull_that_is_given_up_ends_at_once(server: Server) -> None:
+def test_cancelled_pull_ends_at_once(server: Server) -> None:
     url, process = server
     place(url)
     asked = order(1, url, layout=LARGE, timeout_s=PATIENCE_S)
@@ -178,7 +176,7 @@ def test_a_pull_that_is_given_up_ends_at_once(server: Server) -> None:
 
 
 @pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "http"])
-def test_a_server_killed_in_the_middle_of_a_push_gets_it_again_in_its_next_life(by_memory: bool) -> None:
+def test_upload_to_a_killed_server_is_repeated_after_its_restart(by_memory: bool) -> None:
     (port,) = free_ports(1)
     url, command = f"http://127.0.0.1:{port}", [sys.executable, "-m", "tests.fakes.parameter_server", str(port)]
     gathered = []
@@ -201,7 +199,7 @@ def test_a_server_killed_in_the_middle_of_a_push_gets_it_again_in_its_next_life(
         assert _held(url) == [(1, 1)]
 
 
-def test_a_replica_that_stands_still_is_left_out(server: Server, replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_replica_is_left_out(server: Server, replica: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url, process = server
     monkeypatch.setattr(push, "_ANSWER_S", 3.0)
     os.kill(process.pid, signal.SIGSTOP)
@@ -213,8 +211,8 @@ def test_a_replica_that_stands_still_is_left_out(server: Server, replica: str, m
     assert placed.sources == ((replica,),) and "was not answered in time" in placed.failed[url]
 
 
-async def test_a_publication_outlives_the_death_of_its_only_server(tmp_path: Path) -> None:
-    """The server dies after version 1; version 2 waits for its next life, which has what the first one saved."""
+async def test_publication_survives_a_restart_of_its_only_server(tmp_path: Path) -> None:
+    """The server dies after version 1. Version 2 waits for the restarted one, which loads what the first one saved."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "tests.fakes.parameter_server", str(port), str(tmp_path / "copies")]
     url = f"http://127.0.0.1:{port}"

@@ -1,4 +1,4 @@
-"""A version cut into shards over several parameter servers, each with its replicas, over real HTTP and real memory."""
+"""A version cut into shards over several parameter servers with replicas, over real HTTP and real shared memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.fakes.parameter_server import LAYOUT, TOKEN, application, digest, fla
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
-#: Many parameters of odd sizes, one of which is a third of all.
+#: Many parameters of odd sizes, one of which is a third of all bytes.
 MANY = WeightLayout(
     parameters=tuple(
         ParameterSpec(name=f"p{row}", shape=(3001 if row == 7 else 31 + row % 13, 257), dtype=DType.FLOAT32)
         for row in range(160)
     )
 )
-#: More than sockets and pipes hold, in every shard.
+#: Larger than socket and pipe buffers, in every shard.
 LARGE = WeightLayout(
     parameters=tuple(ParameterSpec(name=f"p{row}", shape=(2**20,), dtype=DType.FLOAT32) for row in range(12))
 )
@@ -70,11 +70,11 @@ def pulled(placed: Uploaded, version: int, layout: WeightLayout, *, by_memory: b
 
 @pytest.mark.parametrize("layout", [LAYOUT, MANY], ids=["three", "many"])
 @pytest.mark.parametrize("shards", [2, 4])
-def test_shards_together_are_the_version_on_every_road(servers: list[str], layout: WeightLayout, shards: int) -> None:
+def test_shards_form_the_version_on_every_transport(servers: list[str], layout: WeightLayout, shards: int) -> None:
     memory, http = (
         Uploader(servers, shards=shards, token=TOKEN, shared_memory=by_memory) for by_memory in (True, False)
     )
-    for version in range(1, 7):  # so that memory is used again
+    for version in range(1, 7):  # several versions, so that memory is reused
         placement = memory if version % 2 else http
         placed = placement.upload(publication(version, layout=layout), {}, deadline=soon())
         assert [url for urls in placed.sources for url in urls] == servers
@@ -90,7 +90,7 @@ def test_shards_together_are_the_version_on_every_road(servers: list[str], layou
     http.close()
 
 
-def test_a_server_gives_out_its_own_shard_alone(servers: list[str]) -> None:
+def test_server_serves_only_its_own_shard(servers: list[str]) -> None:
     placed = place(servers[:2], 2, layout=MANY)
     for number, ranges in enumerate(MANY.shards(2, placed.bucket_bytes)):
         for start, end in ranges[:3]:
@@ -106,7 +106,7 @@ def test_a_server_gives_out_its_own_shard_alone(servers: list[str]) -> None:
         assert whole.status_code == 400, "nobody may take a part for the whole"
 
 
-def test_a_shard_that_is_held_is_not_sent_again_and_one_that_is_missing_is() -> None:
+def test_only_missing_shards_are_sent() -> None:
     gathered = []
 
     def counted() -> Iterator[tuple[str, Any]]:
@@ -126,7 +126,7 @@ def test_a_shard_that_is_held_is_not_sent_again_and_one_that_is_missing_is() -> 
             place([first, empty], 2, layout=MANY, weights=parameter_server.weights(2, MANY))
 
 
-def test_the_death_of_a_shards_only_server_is_named_and_nothing_newer_is_placed(servers: list[str]) -> None:
+def test_missing_server_of_a_shard_is_named_and_nothing_is_sealed(servers: list[str]) -> None:
     began = time.monotonic()
     with (
         closing(Uploader([servers[0], GONE], shards=2, token=TOKEN)) as placement,
@@ -137,8 +137,8 @@ def test_the_death_of_a_shards_only_server_is_named_and_nothing_newer_is_placed(
     assert [version["digest"] for version in state(servers[0])["versions"]] == [None], "not even half is given out"
 
 
-def test_a_shard_is_kept_until_every_other_shard_has_something_newer(servers: list[str]) -> None:
-    """Version 1 must not go from shard 0 while shard 1 holds nothing else: together they are the newest whole one."""
+def test_shard_is_kept_until_all_other_shards_have_a_newer_version(servers: list[str]) -> None:
+    """Version 1 must stay on shard 0 while shard 1 holds nothing else, so that it stays complete."""
     placed = place(servers[:2], 2, layout=MANY)
     assert placed.failed == {}
     with closing(Uploader(servers[:2], shards=2, token=TOKEN)) as placement:
@@ -155,7 +155,7 @@ def test_a_shard_is_kept_until_every_other_shard_has_something_newer(servers: li
 
 
 @pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "http"])
-def test_a_shards_server_killed_in_the_middle_is_finished_from_its_replica(by_memory: bool) -> None:
+def test_pull_from_a_shards_killed_server_finishes_from_its_replica(by_memory: bool) -> None:
     with ExitStack() as stack:
         victim, process = stack.enter_context(as_process("tests.fakes.parameter_server"))
         others = [stack.enter_context(in_thread(application())) for _ in range(3)]
@@ -174,7 +174,7 @@ def test_a_shards_server_killed_in_the_middle_is_finished_from_its_replica(by_me
         assert np.array_equal(into, flat(1, LARGE)) and came == sorted(set(came))
 
 
-def test_a_shards_server_killed_in_the_middle_without_a_replica_is_named_and_ends_the_others() -> None:
+def test_killed_server_of_a_shard_without_replica_is_named_and_cancels_the_others() -> None:
     with ExitStack() as stack:
         (victim, process) = stack.enter_context(as_process("tests.fakes.parameter_server"))
         other = stack.enter_context(in_thread(application()))
@@ -189,8 +189,11 @@ def test_a_shards_server_killed_in_the_middle_without_a_replica_is_named_and_end
         assert time.monotonic() - began < SOON_S, "a death is seen at once, not at the deadline"
 
 
-def test_wrong_bytes_of_one_shard_are_refused_or_come_from_its_next_server(servers: list[str]) -> None:
-    """Two publications under one name, one shard of each: the digest of the whole tells, and the next source heals."""
+def test_wrong_bytes_of_a_shard_are_rejected_or_fetched_from_its_next_server(servers: list[str]) -> None:
+    """Shards of two publications with the same key are mixed.
+
+    The digest of the whole reveals it, and the next source repairs it.
+    """
     place([servers[0], servers[1]], 2, layout=MANY)
     placed = place([servers[2], servers[3]], 2, layout=MANY, weights=parameter_server.weights(2, MANY))
     into = np.zeros(MANY.num_bytes, np.uint8)
@@ -203,7 +206,7 @@ def test_wrong_bytes_of_one_shard_are_refused_or_come_from_its_next_server(serve
     assert np.array_equal(into, flat(1, MANY))
 
 
-def test_each_server_saves_its_shard_and_begins_with_it(tmp_path: Path) -> None:
+def test_each_server_saves_its_shard_and_restarts_with_it(tmp_path: Path) -> None:
     with ExitStack() as stack:
         urls = [stack.enter_context(in_thread(application(str(tmp_path / f"{n}")))) for n in range(2)]
         place(urls, 2, layout=MANY)
@@ -215,12 +218,12 @@ def test_each_server_saves_its_shard_and_begins_with_it(tmp_path: Path) -> None:
     assert saved == MANY.num_bytes, "each byte once"
     with ExitStack() as stack:
         urls = [stack.enter_context(in_thread(application(str(tmp_path / f"{n}")))) for n in range(2)]
-        unwilling: Any = None  # it must not be gathered again
+        unwilling: Any = None  # the weights must not be gathered again
         placed = place(urls, 2, layout=MANY, weights=unwilling)
         assert placed.digest == digest(1, MANY) and np.array_equal(pulled(placed, 1, MANY), flat(1, MANY))
 
 
-def test_other_cuts_of_one_version_are_refused(servers: list[str]) -> None:
+def test_other_shard_counts_of_one_version_are_rejected(servers: list[str]) -> None:
     place(servers[:2], 2, layout=MANY)
     with pytest.raises(UpdateError, match=r"was announced as shard 0 of 2 .*, now as shard 0 of 4"):
         place(servers, 4, layout=MANY)
@@ -228,7 +231,7 @@ def test_other_cuts_of_one_version_are_refused(servers: list[str]) -> None:
         Uploader(servers, shards=3, token=TOKEN)
 
 
-async def test_engines_fetch_from_all_shards_and_are_spread_over_the_replicas(servers: list[str]) -> None:
+async def test_engines_fetch_from_all_shards_and_spread_over_replicas(servers: list[str]) -> None:
     with ExitStack() as stack:
         engines = [stack.enter_context(in_thread(scripted_engine.application(token=TOKEN))) for _ in range(2)]
         async with EngineClient(token=TOKEN) as client:

@@ -1,4 +1,4 @@
-"""The persistent copies: what is read back is what was saved, or is refused; in a directory and behind a URL."""
+"""Persistent copies: intact bytes or an error, in a directory and behind a URL."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def save(store: SnapshotStore, key: Key) -> None:
     store.save(snapshot_of(key), flat(key[1]))
 
 
-def test_what_is_cleared_is_gone_and_others_are_left(place: str) -> None:
+def test_clear_removes_only_its_own_snapshots(place: str) -> None:
     for name in ("mine", "theirs"):
         save(SnapshotStore(f"{place}/{name}"), (1, 9))
     SnapshotStore(f"{place}/mine").clear()
     assert [len(list(SnapshotStore(f"{place}/{name}").newest())) for name in ("mine", "theirs")] == [0, 1]
 
 
-def test_the_newest_comes_back_bit_by_bit(place: str) -> None:
+def test_newest_snapshots_come_back_bit_by_bit(place: str) -> None:
     for key in ((1, 9), (2, 3), (2, 10)):
         save(SnapshotStore(place, keep=2), key)
     first, second = SnapshotStore(place).newest()
@@ -60,7 +60,7 @@ def test_saving_a_version_again_replaces_it(place: str) -> None:
     assert np.array_equal(into, flat(2))
 
 
-def test_shards_are_saved_alone_and_together_give_the_whole(place: str) -> None:
+def test_shards_are_saved_separately_and_form_the_whole(place: str) -> None:
     into = np.zeros(LAYOUT.num_bytes, np.uint8)
     for number in range(2):
         shard = ShardSpec(number=number, count=2, bucket_bytes=1000)
@@ -72,12 +72,12 @@ def test_shards_are_saved_alone_and_together_give_the_whole(place: str) -> None:
     assert np.array_equal(into, flat(4))
 
 
-def test_an_empty_place_has_none(place: str) -> None:
+def test_empty_place_has_no_snapshots(place: str) -> None:
     assert list(SnapshotStore(place).newest()) == []
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
-def test_damaged_bytes_are_refused(tmp_path: Path, damage: str) -> None:
+def test_damaged_bytes_are_rejected(tmp_path: Path, damage: str) -> None:
     store = SnapshotStore(str(tmp_path))
     save(store, (1, 1))
     path = tmp_path / "1.1" / "weights.bin"
@@ -93,7 +93,7 @@ def test_damaged_bytes_are_refused(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("manifest", [None, b"{", b"[]", b'{"format": 9}'])
-def test_what_has_no_whole_manifest_is_skipped_loudly(
+def test_snapshot_without_a_valid_manifest_is_skipped_with_a_log_entry(
     tmp_path: Path, manifest: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = SnapshotStore(str(tmp_path))

@@ -1,4 +1,4 @@
-"""The versions of one server: how they come, how long they stay, and whose memory they get."""
+"""The versions of one server: their arrival, their retention, and reuse of their memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def held(table: VersionTable) -> list[Key]:
     return [version.key for version in table.versions()]
 
 
-def test_a_version_is_given_out_once_it_is_sealed() -> None:
+def test_version_is_served_once_it_is_sealed() -> None:
     table = VersionTable(room=2)
     announce(table, 1)
     with pytest.raises(NotPrepared, match=r"1\.1 is not complete yet"):
@@ -41,7 +41,7 @@ def test_a_version_is_given_out_once_it_is_sealed() -> None:
         table.whole((1, 2))
 
 
-def test_announcing_again_is_a_no_op_and_sealing_again_too() -> None:
+def test_announcing_and_sealing_are_idempotent() -> None:
     table = VersionTable(room=2)
     first = announce(table, 1)
     assert announce(table, 1).segment is first.segment
@@ -54,7 +54,7 @@ def test_announcing_again_is_a_no_op_and_sealing_again_too() -> None:
         announce(table, 1, layout=WIDER)
 
 
-def test_at_most_room_versions_and_a_full_table_says_for_whom() -> None:
+def test_room_is_limited_and_a_full_table_names_the_members() -> None:
     table = VersionTable(room=2)
     publish(table, 1, a=None, b=None)
     publish(table, 2, a=(1, 1), b=None)
@@ -66,7 +66,7 @@ def test_at_most_room_versions_and_a_full_table_says_for_whom() -> None:
     assert held(table) == [(1, 2), (1, 3)]
 
 
-def test_who_is_not_named_any_more_is_not_waited_for() -> None:
+def test_unlisted_member_is_not_waited_for() -> None:
     table = VersionTable(room=2)
     publish(table, 1, a=None, dead=None)
     publish(table, 2, a=(1, 1), dead=None)
@@ -74,7 +74,7 @@ def test_who_is_not_named_any_more_is_not_waited_for() -> None:
     assert held(table) == [(1, 2)]
 
 
-def test_memory_is_reused_and_what_was_not_finished_is_not() -> None:
+def test_memory_of_dropped_versions_is_reused_but_not_of_unfinished_ones() -> None:
     table = VersionTable(room=2)
     first = publish(table, 1).segment
     second = publish(table, 2).segment
@@ -86,7 +86,7 @@ def test_memory_is_reused_and_what_was_not_finished_is_not() -> None:
     assert announce(table, 5).segment is second
 
 
-def test_memory_of_another_size_is_let_go() -> None:
+def test_memory_of_another_size_is_freed() -> None:
     table = VersionTable(room=2)
     publish(table, 1)
     publish(table, 2)
@@ -94,7 +94,7 @@ def test_memory_of_another_size_is_let_go() -> None:
     assert wider.segment.num_bytes == len(wider.segment.bytes) == WIDER.num_bytes
 
 
-def test_a_version_in_use_is_collected_after_its_use() -> None:
+def test_version_in_use_is_dropped_after_its_use() -> None:
     table = VersionTable(room=2)
     publish(table, 1)
     with table.using((1, 1)):
@@ -105,7 +105,7 @@ def test_a_version_in_use_is_collected_after_its_use() -> None:
     assert held(table) == [(1, 2)]
 
 
-def test_a_later_trainer_takes_over_and_the_earlier_one_is_refused() -> None:
+def test_later_trainer_takes_over_and_the_earlier_one_is_rejected() -> None:
     table = VersionTable(room=2)
     publish(table, 7, a=(1, 6))
     publish(table, 8, a=(1, 6))
@@ -118,13 +118,13 @@ def test_a_later_trainer_takes_over_and_the_earlier_one_is_refused() -> None:
     assert held(table) == [(2, 5)]
 
 
-def test_an_older_version_than_the_newest_is_refused() -> None:
+def test_version_older_than_the_newest_is_rejected() -> None:
     table = VersionTable(room=3)
     publish(table, 7)
     with pytest.raises(StaleVersion, match=r"must come after 1\.7"):
         announce(table, 6)
 
 
-def test_room_for_one_is_no_room() -> None:
+def test_room_for_one_version_is_rejected() -> None:
     with pytest.raises(ValueError, match="at least 2"):
         VersionTable(room=1)

@@ -1,1 +1,1 @@
-"""Inference servers that somebody runs, used as they are, behind the contract."""
+"""Unmodified inference servers that the user runs, behind the contract."""

@@ -1,8 +1,8 @@
-"""The engines `vllm_server` and `sglang_server`: servers that somebody runs, behind the contract, used as they are.
+"""The engines `vllm_server` and `sglang_server`: unmodified servers that the user runs, behind the contract.
 
-This process serves the contract in front of one of them: it receives, checks and stages weights as every engine does,
-and gives them to the server in the server's own way; chat, text and stop strings are made here of the server's tokens.
-The server must serve the recipe's model, and nobody else may update it.
+This process serves the contract in front of such a server. It receives, checks and stages weights as every engine does,
+and passes them on through the server's own API. Chat, text and stop strings are computed here from the server's tokens.
+The server must serve the recipe's model, and nothing else may update it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import AddressError, EngineUnreachable, ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 
-#: The server's own API key, where it wants one: a recipe is no place for a secret.
+#: Environment variable with the server's own API key, if it needs one: a recipe should hold no secrets.
 KEY_VARIABLE: Final = "PIPELINERL_SERVER_KEY"
 
-#: Speaks to a server, given what is staged and where.
+#: Builds the client of a server, from its connection, the layout and the shared staging buffer.
 Speak = Callable[[ServerHttp, WeightLayout, Any], ServerApi]
 
 
 def vllm_server(options: EngineOptions) -> Engine:
-    """The vLLM server at `options.server`. Raises `ModelError` for what it cannot be asked."""
+    """Return an engine over the vLLM server at `options.server`. Raises `ModelError` for unsupported options."""
     from pipelinerl.engines.external.vllm.server_api import VllmServerApi
 
     return _engine(options, VllmServerApi, Continuation.OWN_NOISE)
 
 
 def sglang_server(options: EngineOptions) -> Engine:
-    """The SGLang server at `options.server`. Raises `ModelError` for what it cannot be asked."""
+    """Return an engine over the SGLang server at `options.server`. Raises `ModelError` for unsupported options."""
     from pipelinerl.engines.external.sglang.server_api import SglangServerApi
 
     return _engine(options, SglangServerApi, Continuation.SAME_NOISE)
@@ -94,13 +94,13 @@ async def _started(options: EngineOptions, speak: Speak) -> tuple[EngineCore, Co
         options=options,
         vocab_size=int(text.vocab_size),
         layout=layout,
-        cache_bytes=0,  # the server's own affair
+        cache_bytes=0,  # managed by the server
         staged=staged.tensor,
     )
 
 
 def _check(options: EngineOptions, served: ServerModel) -> None:
-    """Raise `ModelError` unless the server runs the model as the recipe says."""
+    """Raise `ModelError` unless the server runs the model with the recipe's dtype and context length."""
     if served.dtype != options.dtype:
         raise ModelError(
             f"engine.dtype must be the server's, {served.dtype}, got {options.dtype}; or start the server with --dtype "

@@ -1,20 +1,21 @@
-"""`ServerCore`: an inference server that somebody runs, used as it is, as an `EngineCore`. A `ServerApi` speaks to it.
+"""`ServerCore`: an unmodified inference server that the user runs, as an `EngineCore`. A `ServerApi` talks to it.
 
     trainer ── broadcast, pull ──▶ this process: staged bytes ── the api's own way ──▶ server
     actor   ── contract ─────────▶ this process ── one streamed request per sample ──────▶ server
 
-A server says which weights sampled which tokens when a sample ends, and not before. So a token is told of at once only
-while no update has begun since its sample did; any other waits for the sample's end, and then has the version that the
-server names. Nothing is inferred from when a token came.
+A server reports which weights sampled which tokens only when a sample ends. A token is therefore delivered at once only
+if no update has begun since its sample began. Any other token waits for the sample's end, and then gets the version
+that the server reports. The version is never inferred from a token's arrival time.
 
-Whatever the server does that was not asked for (an answer other than 200, a stream cut off, weights that somebody else
-has put there) ends the engine: nobody knows any more what it would sample with. So does a server that falls silent.
+Unexpected behaviour of the server ends the engine, because it is then unknown which weights would sample. Examples are
+a status other than 200, a broken stream, and weights loaded by another client. A server that stops responding ends the
+engine too.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
-| a step of samples | an event of a stream, or its end | the watch: a minute without a sign of life |
-| a pause with `drain` | the ends of the samples that run | the same |
-| an answer to a call | the server | the call's deadline |
+| a step of samples | an event of a stream, or its end | the watch: a minute without a response |
+| a pause with `drain` | the ends of the running samples | the same |
+| the response to a call | the server | the call's deadline |
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from pipelinerl.engines.external.server.server_http import ServerHttp
 from pipelinerl.errors import EngineUnreachable, PipelineError
 
 _HEALTH: Final = "/health"
-#: How long a server that has failed may keep us with each of the calls that take back what was set up.
+#: Timeout of each cleanup call to a server that has failed.
 _LEAVE_S: Final = 3.0
-#: How often a server that has samples to make is asked whether it lives.
+#: Interval between health checks of a server with running samples.
 _ASK_EVERY_S: Final = 5.0
-#: How long it may neither answer nor send an event. While it computes it answers: another process of it does that.
+#: The longest time without a response or an event. A busy server still responds, from another process.
 _SILENCE_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class LabelSpan:
-    """Tokens [start, end) of a sample were sampled by the weights that are called `label`."""
+    """Tokens [start, end) of a sample, all sampled by the weights named `label`."""
 
     label: str
     start: int
@@ -52,7 +53,7 @@ class LabelSpan:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One event of a sample's stream: the tokens that are new, and with the last one the spans of all."""
+    """One event of a sample's stream: the new tokens, and with the last event the version spans of all tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -62,64 +63,64 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerModel:
-    """What a server says of the model that it serves."""
+    """A server's report of the model that it serves."""
 
     dtype: str
     context_length: int
 
 
 class ServerApi(Protocol):
-    """How one kind of server is spoken to. Whatever it raises is a `PipelineError`."""
+    """Client of one kind of server. All its exceptions are `PipelineError`s."""
 
     async def open(self, label: str) -> ServerModel:
-        """Check that the server can be used, and call its weights `label`.
+        """Check that the server can be used, and name its weights `label`.
 
         Raises:
-            ModelError: it was not started as it must be; the message says what is missing.
+            ModelError: the server was started with wrong flags; the message names the right ones.
         """
         ...
 
     @property
     def generate(self) -> str:
-        """Path that a sample is asked for at."""
+        """The path of the route that generates a sample."""
         ...
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` for what the server cannot do."""
+        """Raise `InvalidRequest` if the server cannot serve the request."""
         ...
 
     def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
-        """The body that asks for a sample, streamed."""
+        """Return the request body for one streamed sample."""
         ...
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """What an event brings, beyond the `known` tokens that came before. Raises `EngineUnreachable`."""
+        """Return the new tokens of an event, given the `known` number before it. Raises `EngineUnreachable`."""
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop between two steps. With `abort`, end what runs; with `drain`, nothing does."""
+        """Stop between two steps. `abort` ends running samples; with `drain`, none are running."""
         ...
 
     async def resume(self) -> None:
-        """Sample again after a pause."""
+        """Resume sampling after a pause."""
         ...
 
     async def load_staged(self, label: str) -> None:
-        """The staged weights, and their name."""
+        """Load the staged weights under the name `label`."""
         ...
 
     async def forget_cache(self) -> None:
-        """Compute prompts, and what has been sampled, anew when it goes on."""
+        """Drop the cache: prompts and sampled tokens are recomputed after the pause."""
         ...
 
     async def close(self) -> None:
-        """Take back what was set up at the server."""
+        """Undo the setup on the server."""
         ...
 
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample under way: what has come of it, and how many of its tokens were passed on."""
+    """A running sample: its tokens so far, and the number of tokens already delivered."""
 
     name: str
     label: str
@@ -134,9 +135,9 @@ class ServerCore:
     """A server and its samples; satisfies `EngineCore`.
 
     Args:
-        serving: (epoch, version) that the server's weights are called, which the api has told it.
-        silence_s: a server that has given no sign of life for so long has failed.
-        ask_every_s: how often it is asked for one while it has samples to make.
+        serving: (epoch, version) of the server's weights, which the api has sent to the server.
+        silence_s: the time without any response after which the server counts as failed.
+        ask_every_s: the interval between health checks while samples are running.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class ServerCore:
         self._api = api
         self._http = http
         self._label = label_of(*serving)
-        self._updates = 0  # begun so far
+        self._updates = 0  # updates begun
         self._steps: asyncio.Queue[Step | PipelineError] = asyncio.Queue()
         self._following: dict[str, asyncio.Task[None]] = {}
         self._silence_s = silence_s
@@ -160,11 +161,11 @@ class ServerCore:
         self._watching: asyncio.Task[None] | None = None
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` for what the server cannot do."""
+        """Raise `InvalidRequest` if the server cannot serve the request."""
         self._api.check(request)
 
     async def add(self, sequences: list[Sequence], *, salt: str) -> None:
-        """Ask for the samples of one request; returns before the server has been asked."""
+        """Start the requests for these samples in the background."""
         for sequence in sequences:
             sample = _Sample(sample_id(sequence), self._label, self._updates)
             order = self._api.order(sequence, salt=salt)
@@ -174,14 +175,14 @@ class ServerCore:
             self._watching = asyncio.create_task(self._watch())
 
     async def abort(self, sample_ids: list[str]) -> None:
-        """Leave these streams, which frees what they hold."""
+        """Close the streams of these samples, which frees their memory on the server."""
         for name in sample_ids:
             task = self._following.pop(name, None)
             if task is not None:
                 task.cancel()
 
     async def next_step(self) -> Step:
-        """Wait for the next step. Raises `EngineUnreachable` when the server has failed or fallen silent."""
+        """Return the next step. Raises `EngineUnreachable` if the server has failed or stopped responding."""
         step = await self._steps.get()
         if isinstance(step, PipelineError):
             self._http.hurry(_LEAVE_S)
@@ -189,28 +190,28 @@ class ServerCore:
         return step
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop between two steps; from here on tokens wait for the end of their sample."""
+        """Stop between two steps; from now on, tokens of running samples are held back until their sample ends."""
         if on_update is OnUpdate.DRAIN:
             await asyncio.gather(*self._following.values(), return_exceptions=True)
         self._updates += 1
         await self._api.pause(on_update)
 
     async def resume(self) -> None:
-        """Sample again after a pause."""
+        """Resume sampling after a pause."""
         await self._api.resume()
 
     async def load_staged(self, epoch: int, version: int) -> None:
-        """Bring the staged weights to the server."""
+        """Load the staged weights into the server."""
         label = label_of(epoch, version)
         await self._api.load_staged(label)
         self._label = label
 
     async def forget_cache(self) -> None:
-        """The server computes what it has cached anew."""
+        """Drop the server's cache, which it then recomputes."""
         await self._api.forget_cache()
 
     async def close(self) -> None:
-        """Leave every stream and the server, which goes on without us."""
+        """Close every stream and undo the setup; the server keeps running."""
         tasks = [*self._following.values(), *([self._watching] if self._watching else [])]
         for task in tasks:
             task.cancel()
@@ -218,15 +219,15 @@ class ServerCore:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._api.close()
         except PipelineError:
-            pass  # it is gone already
+            pass  # the server is already gone
         finally:
             await self._http.close()
 
     async def _watch(self) -> None:
-        """While there are samples, ask the server for a sign of life; end the engine when none comes."""
+        """Check the server's health while there are samples, and end the engine if it stops responding."""
         while self._following:
             await asyncio.sleep(self._ask_every_s)
-            if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):  # so that one lost call is no silence
+            if await self._http.answers(_HEALTH, timeout_s=self._silence_s / 2):  # half, to survive one lost call
                 self._sign_of_life_at = time.monotonic()
             elif time.monotonic() - self._sign_of_life_at > self._silence_s:
                 self._steps.put_nowait(
@@ -257,7 +258,7 @@ class ServerCore:
             self._following.pop(sample.name, None)
 
     def _pass_on(self, sample: _Sample, chunk: Chunk) -> None:
-        """Deliver what came, as far as it is certain which weights sampled it."""
+        """Deliver the tokens whose version is known."""
         certain = [LabelSpan(sample.label, 0, len(sample.token_ids))] if sample.updates == self._updates else []
         spans = _checked(sample, chunk.spans) if chunk.ended else certain
         arrived, ended = len(chunk.token_ids), chunk.ended
@@ -277,7 +278,7 @@ class ServerCore:
 
 
 def _checked(sample: _Sample, spans: list[LabelSpan]) -> list[LabelSpan]:
-    """The server's account of a sample, if it can be true. Raises `EngineUnreachable`."""
+    """Return the server's version spans of a sample if they are plausible. Raises `EngineUnreachable` otherwise."""
     count = len(sample.token_ids)
     edges = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != edges[:-1] or edges[-1] != count or edges != sorted(set(edges)):

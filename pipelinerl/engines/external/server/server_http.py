@@ -1,11 +1,11 @@
-"""`ServerHttp`: the HTTP that a stock server's adapter speaks: JSON calls with deadlines, and streams of events.
+"""`ServerHttp`: the HTTP client for stock servers: JSON calls with deadlines, and streams of events.
 
-Whatever is not the answer that was expected is an `EngineUnreachable` that names the call, and says what came.
+Any unexpected response becomes an `EngineUnreachable` that names the call and the response.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
-| a call's answer | the server | the call's deadline |
-| the next event of a stream | the server; whoever cancels it, as `ServerCore` does when the server is silent | never |
+| the response to a call | the server | the call's deadline |
+| the next event of a stream | the server; cancellation, as by `ServerCore` when the server stops responding | never |
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import orjson
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.system import http_client
 
-#: uvicorn, which both servers run on, closes after 5 s unless it is told otherwise.
+#: Shorter than uvicorn's default of 5 s, after which both servers close an idle connection.
 _KEEP_ALIVE_S: Final = 1.0
-#: How long a call that changes nothing heavy may take.
+#: Timeout of a call that does no heavy work.
 CALL_S: Final = 60.0
 _DATA: Final = b"data: "
 _DONE: Final = b"[DONE]"
@@ -33,12 +33,12 @@ _SHOWN: Final = 300
 
 @final
 class ServerHttp:
-    """One server's base URL, and connections to it. Used from the event loop in which it was made.
+    """The base URL of one server, and connections to it. Used from the event loop that created it.
 
-    Making one raises this process's limit of descriptors as far as it goes: every sample holds a connection.
+    Creating it raises this process's limit on descriptors to the maximum, since every sample holds a connection.
 
     Args:
-        token: its API key, if it wants one.
+        token: the server's API key, if it needs one.
     """
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
@@ -48,19 +48,19 @@ class ServerHttp:
         self._session = http_client.hot_session(token=token, keep_alive_s=_KEEP_ALIVE_S, read_bytes=2**20)
 
     def hurry(self, longest_s: float) -> None:
-        """From now on no call waits longer than so many seconds for its answer."""
+        """Limit the timeout of all later calls to `longest_s` seconds."""
         self._longest_s = longest_s
 
     async def close(self) -> None:
-        """Cut every connection; the server frees what they held."""
+        """Close every connection; the server frees the memory of their samples."""
         await self._session.close()
 
     async def get(self, path: str) -> Any:
-        """GET; the JSON of a 200."""
+        """GET a path and return the JSON of a 200."""
         return await self._call("GET", path, None, CALL_S)
 
     async def answers(self, path: str, *, timeout_s: float) -> bool:
-        """Returns whether anything comes back from a GET in time, whatever it says."""
+        """Return whether a GET gets any response in time, with any status."""
         try:
             async with self._session.get(self.url + path, timeout=http_client.call_timeout(timeout_s)):
                 return True
@@ -68,17 +68,17 @@ class ServerHttp:
             return False
 
     async def post(self, path: str, body: Any = None, *, timeout_s: float = CALL_S, may_fail: bool = False) -> Any:
-        """POST a JSON body; the JSON of a 200, None if it has other text.
+        """POST a JSON body and return the JSON of a 200, or None for other content.
 
-        With `may_fail`, no other call comes by the same connection: uvicorn hangs up after a fault of the server's.
+        With `may_fail`, no other call reuses the connection, because uvicorn closes it after a server error.
         """
         return await self._call("POST", path, body, timeout_s, headers={"connection": "close"} if may_fail else {})
 
     async def events(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
-        """POST, and the JSON of each server-sent event until `[DONE]`; it waits for the next one without a deadline.
+        """POST a body and yield the JSON of each server-sent event until `[DONE]`, without a deadline.
 
         Raises:
-            EngineUnreachable: the server refused, is not there, or the stream broke off.
+            EngineUnreachable: the server rejected the request, is unreachable, or the stream broke off.
         """
         try:
             endless = http_client.call_timeout(math.inf)
@@ -118,7 +118,7 @@ class ServerHttp:
 
 
 def _allow_all_descriptors() -> None:
-    """Raise the soft limit to the hard one: it is 1024 on most systems, and beyond it no sample could be begun."""
+    """Raise the soft limit to the hard one: the usual 1024 would cap the number of samples."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -1,1 +1,1 @@
-"""SGLang: the routes of a stock server, and the process group that it joins."""
+"""SGLang: the client of a stock server's routes, and the process group that the server joins."""

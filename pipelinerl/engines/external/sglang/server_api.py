@@ -1,12 +1,13 @@
-"""`SglangServerApi`: a stock SGLang server, through its native `/generate` and its routes for weights from a trainer.
+"""`SglangServerApi`: a stock SGLang server, through its native `/generate` and its weight-update routes.
 
     python -m sglang.launch_server --model-path MODEL --enable-deterministic-inference
 
-Weights travel as SGLang's users send them: this process is rank 0 of a group that the server's ranks join, and
-broadcasts the staged parameters one after another. With gloo, whatever device the server runs on: torch's broadcast
-takes tensors of either kind, so that this process needs no device of its own.
+Weights are sent the way SGLang's users send them: this process is rank 0 of a group that the server's ranks join, and
+broadcasts the staged parameters one after another. The group uses gloo, whatever device the server runs on: torch's
+broadcast accepts tensors on either side, so this process needs no GPU.
 
-Written from SGLang's published request types and tested against a fake made from the same; it has not met a real one.
+This client is written from SGLang's published request types and tested against a fake server made from the same types.
+It has not been run against a real server.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _PAUSES: Final = {
     OnUpdate.CONTINUE: "in_place",
     OnUpdate.RECOMPUTE_KV: "retract",
     OnUpdate.ABORT: "abort",
-    OnUpdate.DRAIN: "in_place",  # of nothing: every sample has ended
+    OnUpdate.DRAIN: "in_place",  # no sample is left to pause
 }
 _LONG_S: Final = 600.0
 _JOIN_S: Final = 60.0
@@ -42,7 +43,7 @@ _JOIN_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _ServerGroup:
-    """A group that the server's ranks have joined, and the `Collective` whose rank 0 this process is."""
+    """A group that the server's ranks have joined, and its `Collective`, in which this process is rank 0."""
 
     name: str
     collective: Any
@@ -50,7 +51,7 @@ class _ServerGroup:
 
 @final
 class SglangServerApi:
-    """Satisfies `ServerApi`."""
+    """Client of a stock SGLang server; satisfies `ServerApi`."""
 
     generate = "/generate"
 
@@ -66,8 +67,8 @@ class SglangServerApi:
         """Check that the server can be used, form the group, and name its weights.
 
         Raises:
-            ModelError: it was not started as it must be; the message says what is missing.
-            EngineUnreachable: it does not answer.
+            ModelError: the server was started with wrong flags; the message names the right ones.
+            EngineUnreachable: the server does not respond.
         """
         info = await self._http.get("/server_info")
         if info["dp_size"] != 1 or info["pp_size"] != 1:
@@ -81,14 +82,14 @@ class SglangServerApi:
                 "--enable-deterministic-inference"
             )
         self._ranks = int(info["tp_size"])
-        await self.resume()  # whoever used it before may have died in a pause
+        await self.resume()  # an earlier client may have died in a pause
         await self._form_group()
         await self._succeeds("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         models = await self._http.get("/v1/models")
         return ServerModel(dtype=str(info["dtype"]), context_length=int(models["data"][0]["max_model_len"]))
 
     async def close(self) -> None:
-        """Leave the group, and the pause."""
+        """Leave the group and end a pause."""
         group, self._group = self._group, None
         if group is not None:
             group.collective.close()
@@ -98,7 +99,7 @@ class SglangServerApi:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """SGLang's log-probs are those before top-k and top-p. Raises `InvalidRequest` when that is not the same."""
+        """Raise `InvalidRequest` if top-k or top-p apply: SGLang's log-probs are those before both."""
         refuse_beyond(request, frozenset(), "this engine's server")
         if request.temperature > 0 and (request.top_k or request.top_p < 1):
             raise InvalidRequest(
@@ -108,7 +109,7 @@ class SglangServerApi:
             )
 
     def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
-        """`GenerateReqInput` of one sample, whose ends are ours: the limit and its `stop_ids`."""
+        """Return the `GenerateReqInput` of one sample, which ends by this engine's limit and `stop_ids` only."""
         request = sequence.request
         return {
             "rid": sample_id(sequence),
@@ -120,15 +121,16 @@ class SglangServerApi:
                 "temperature": request.temperature,
                 "max_new_tokens": sequence.token_limit,
                 "stop_token_ids": sorted(request.stop_ids),
-                "ignore_eos": not request.stop_ids,  # SGLang then takes no token for an end at all
-                # It is hashed with a token's position in the whole sequence: a prefix changes no later noise.
+                "ignore_eos": not request.stop_ids,  # SGLang then ignores all end tokens
+                # SGLang hashes the seed with a token's position in the whole sequence, so a prefix changes no later
+                # noise.
                 "sampling_seed": sequence.noise_key % 2**31,
                 "skip_special_tokens": False,
             },
         }
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """One event of the stream, cumulative or not: what is new is at the end of it."""
+        """Return the new tokens of one event; cumulative or not, they are its last ones."""
         if "error" in event:
             raise EngineUnreachable(f"the SGLang server at {self._http.url} broke a sample off: {event['error']}")
         meta = event["meta_info"]
@@ -151,19 +153,19 @@ class SglangServerApi:
     # --- weights -------------------------------------------------------------------------------------------------
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """`/pause_generation`."""
+        """Call `/pause_generation`."""
         mode = _PAUSES[on_update]
         await self._http.post("/pause_generation", {"mode": mode}, timeout_s=_LONG_S)
         self._retracted = mode == "retract"
 
     async def resume(self) -> None:
-        """`/continue_generation`."""
+        """Call `/continue_generation`."""
         await self._http.post("/continue_generation", {"torch_empty_cache": False})
 
     async def load_staged(self, label: str) -> None:
-        """Broadcast the parameters, in the order in which the server is told to expect them."""
+        """Broadcast the parameters, in the order announced to the server."""
         if self._group is None:
-            await self._form_group()  # the one before broke
+            await self._form_group()  # the previous group broke
         group = self._group
         assert group is not None
         specs = self._layout.parameters
@@ -175,7 +177,7 @@ class SglangServerApi:
             "flush_cache": False,
             "weight_version": label,
         }
-        self._group = None  # unless it serves: a broadcast that broke leaves it of no use
+        self._group = None  # a group whose broadcast fails is unusable
         sending = in_background("send-weights", lambda: self._send(group.collective))
         try:
             await self._succeeds("/update_weights_from_distributed", update)
@@ -193,13 +195,13 @@ class SglangServerApi:
             collective.broadcast(values, deadline=deadline)
 
     async def forget_cache(self) -> None:
-        """`/flush_cache`, which SGLang does only after a pause that has taken the samples out of the batch."""
+        """Call `/flush_cache`, which SGLang honours only after a pause that removed the samples from the batch."""
         if not self._retracted:
             raise EngineUnreachable("SGLang forgets its cache only after a pause of mode retract")
         await self._http.post("/flush_cache")
 
     async def _form_group(self) -> None:
-        """A group under a new name: SGLang keeps the old ones until they are destroyed."""
+        """Form a group under a new name, because SGLang keeps old groups until they are destroyed."""
         from pipelinerl.engines.external.sglang.torch_process_group import lead_group
         from pipelinerl.weights.broadcast.collective import Rendezvous
 

@@ -1,4 +1,4 @@
-"""`lead_group`: rank 0 of a process group whose other ranks are a stock server's, which join by torch's own means."""
+"""`lead_group`: rank 0 of a process group whose other ranks are a stock server's, which join by torch's own API."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from inference_contract.weights import Backend
 from pipelinerl.errors import DeadlineError
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 
-#: Torch's stubs leave out most of what is made in C++.
+#: Torch's stubs omit most of the C++ API.
 dist: Any = torch.distributed
 
 
 def lead_group(meeting: Rendezvous, *, name: str, world_size: int, timeout_s: float) -> Collective:
-    """A gloo group `name`; blocks until every other rank has come to `meeting`.
+    """Form the gloo group `name`; blocks until every other rank has joined at `meeting`.
 
-    They come as `init_process_group(init_method="tcp://…")` lets them, with a group name instead of the default:
-    where in the store they look is `_new_process_group_helper`'s choice.
+    The other ranks call `init_process_group(init_method="tcp://…")` with a group name. The store prefixes must match
+    those of torch's `_new_process_group_helper`.
 
     Raises:
-        DeadlineError: they have not come within `timeout_s`.
+        DeadlineError: the ranks have not joined within `timeout_s`.
     """
     patience = timedelta(seconds=timeout_s)
     try:

@@ -1,1 +1,1 @@
-"""vLLM: its engine core in process, and the routes of a stock `vllm serve`."""
+"""vLLM: its engine core in a child process, and the client of a stock `vllm serve`."""

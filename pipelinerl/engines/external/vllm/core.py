@@ -1,7 +1,7 @@
-"""`VllmCore`: all that this project uses of vLLM's engine core, in one file, for the one series that it fits.
+"""`VllmCore`: all uses of vLLM's engine core in one file, for the one release series that it supports.
 
-vLLM's `AsyncLLM` is a client of the same core: what it adds (a tokenizer, text, stop strings, a stream per request) is
-here already, and what it leaves out is the version of the weights behind each step's tokens.
+vLLM's `AsyncLLM` is a client of the same core. What it adds (a tokenizer, text, stop strings, a stream per request)
+this project already has, and it drops the version of the weights behind each step's tokens.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 
-#: How long the core's process may take to end before it is killed: nothing in it is worth waiting for.
+#: Timeout before the core's process is killed; it holds nothing worth waiting for.
 _CORE_ENDS_S: Final = 1.0
 
-#: Most tokens of a step on CPU, unless a prompt alone is longer.
+#: Most tokens of a step on CPU, unless a single prompt is longer.
 _CPU_STEP: Final = 4096
 
-#: What a request may ask for besides temperature, top-k and top-p.
+#: The sampling fields that are supported besides temperature, top-k and top-p.
 _OFFERED: Final = frozenset(
     {"min_p", "top_logprobs", "logit_bias", "frequency_penalty", "presence_penalty", "response_format"}
 )
-#: Of vLLM's libraries for structured output, the one it prefers itself.
+#: vLLM's preferred library for structured output.
 _GRAMMARS: Final = "xgrammar"
 
 _PAUSES: Final = {
@@ -61,9 +61,9 @@ _PAUSES: Final = {
 
 @final
 class VllmCore:
-    """A running core; satisfies `EngineCore`.
+    """A running vLLM core; satisfies `EngineCore`.
 
-    Every method but `close` raises vLLM's `EngineDeadError` when the core's process has died.
+    Every method but `close` raises vLLM's `EngineDeadError` if the core's process has died.
     """
 
     def __init__(self, client: Any, staged: Any, endpoints: WorkerEndpointFactory) -> None:
@@ -83,12 +83,13 @@ class VllmCore:
         *,
         cache_bytes: int | None = None,
     ) -> Self:
-        """Start the core's process, which loads the model, and meet the worker that takes the engine's endpoint.
+        """Start the core's process, which loads the model, and connect its worker for the weight group.
 
-        `layout` is what the core loads; behind it there is room for the same parameters as they travel. `cache_bytes`
-        is the memory for keys and values; None lets vLLM measure what the device has left.
+        `layout` describes the weights that the core loads. The shared memory has room behind them for the same
+        parameters in the dtype in which they are sent. `cache_bytes` is the memory for keys and values; None lets vLLM
+        measure the free memory of the device.
 
-        Blocks the event loop meanwhile.
+        Blocks the event loop until the core runs.
 
         Raises:
             ModelError: vLLM cannot serve this model here.
@@ -125,7 +126,7 @@ class VllmCore:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` for what vLLM would replace, or its core cannot do."""
+        """Raise `InvalidRequest` for values that vLLM would replace, and for features its core lacks."""
         check_request(request)
         check_continued(request)
         refuse_beyond(request, _OFFERED, "this engine")
@@ -138,11 +139,11 @@ class VllmCore:
             _check_grammar(request)
 
     async def add(self, sequences: list[Sequence], *, salt: str) -> None:
-        """Begin the samples of one request, in one step: alone on the engine it is computed alike each time."""
+        """Begin all samples of one request in the same step, so that a request alone on the engine is reproducible."""
         requests = [self._client.add_request_async(_order(each, salt)) for each in sequences]
         if len(requests) > 1:
-            # The core obeys in order and at once, but a pause that is over before it looks is answered when no sample
-            # is left anywhere: whoever waited for that would let one request sample at a time, and no update in flight.
+            # The core handles calls in order and at once. But it answers a pause that has already ended only when it
+            # has no samples left. Awaiting the answer would serialise requests and prevent updates in flight.
             pausing = asyncio.ensure_future(self.pause(OnUpdate.CONTINUE))
             self._unanswered.add(pausing)
             pausing.add_done_callback(self._answered)
@@ -152,14 +153,16 @@ class VllmCore:
     def _answered(self, pausing: asyncio.Future[None]) -> None:
         self._unanswered.discard(pausing)
         if not pausing.cancelled():
-            pausing.exception()  # that the core has died, which whoever takes its outputs learns as well
+            pausing.exception()  # retrieve the exception; a dead core also fails `next_step`
 
     async def abort(self, sample_ids: list[str]) -> None:
-        """Free what these samples hold; nothing more comes of them."""
+        """End these samples and free their memory; they produce no more output."""
         await self._client.abort_requests_async(sample_ids)
 
     async def next_step(self) -> Step:
-        """Wait for a step's outputs. Those that have come already are answered without a turn of the event loop."""
+        """Return a step's outputs. Outputs that have already arrived are returned without yielding to the event
+        loop.
+        """
         outputs = await self._client.get_output_async()
         label = outputs.weight_version
         serving = None
@@ -170,20 +173,20 @@ class VllmCore:
     # --- weights -------------------------------------------------------------------------------------------------
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop between two steps; what runs is kept, ended with `abort`, or awaited first, as `on_update` says."""
+        """Stop between two steps; `on_update` selects whether running samples are kept, aborted or awaited first."""
         await self._client.pause_scheduler_async(mode=_PAUSES[on_update], clear_cache=False)
 
     async def resume(self) -> None:
-        """Sample again after a pause."""
+        """Resume sampling after a pause."""
         await self._client.resume_scheduler_async()
 
     async def load_staged(self, epoch: int, version: int) -> None:
-        """Every worker loads the staged weights, which sample from the next step on; the core must be paused."""
+        """Have every worker load the staged weights, to sample from the next step on; the core must be paused."""
         await self._in_workers("pipelinerl_commit")
         await self._client.set_weight_version_async(label_of(epoch, version))
 
     async def forget_cache(self) -> None:
-        """Prompts, and what has been sampled, are computed anew when the core resumes."""
+        """Drop the cache: prompts and sampled tokens are recomputed when the core resumes."""
         await self._client.reset_prefix_cache_async(reset_running_requests=True)
 
     async def _in_workers(self, method: str, *arguments: Any) -> list[Any]:
@@ -196,7 +199,7 @@ def _sampled(output: EngineCoreOutput) -> Sampled:
     logprobs = [] if chosen is None else chosen.logprobs[:, 0].tolist()
     tokens = output.new_token_ids
     top: list[TopTokens] = []
-    if chosen is not None and chosen.logprobs.shape[1] > 1:  # the sampled token's, then the likeliest, of any request
+    if chosen is not None and chosen.logprobs.shape[1] > 1:  # first the sampled token, then the likeliest
         top = [
             top_tokens(row_ids[1:], row[1:], len(row))
             for row_ids, row in zip(chosen.logprob_token_ids, chosen.logprobs, strict=True)
@@ -227,16 +230,16 @@ def _order(sequence: Sequence, salt: str) -> EngineCoreRequest:
 
 
 def _grammar_of(request: Request) -> StructuredOutputsParams | None:
-    """What keeps an answer to the request's `response_format`; None where it has none."""
+    """Return the grammar for the request's `response_format`, or None without one."""
     if request.response_format is None:
         return None
     grammar = StructuredOutputsParams(**structure_of(request)["structured_outputs"])
-    grammar._backend = _GRAMMARS  # as vLLM's own processor, which is not used here, names it
+    grammar._backend = _GRAMMARS  # set by vLLM's own processor, which is not used here
     return grammar
 
 
 def _check_grammar(request: Request) -> None:
-    """Raise `InvalidRequest` for a schema that vLLM's grammars cannot keep: in the core it would end the sample."""
+    """Raise `InvalidRequest` for a schema that vLLM's grammars do not support: in the core it would end the sample."""
     try:
         validate_xgrammar_grammar(SamplingParams(structured_outputs=_grammar_of(request)))
     except (VLLMValidationError, ValueError) as error:
@@ -244,7 +247,7 @@ def _check_grammar(request: Request) -> None:
 
 
 def _spells_json(path: Path) -> bool:
-    """Return whether the model's tokenizer has tokens for JSON; without them a grammar leaves none to sample."""
+    """Return whether the tokenizer has tokens for JSON; without them, a grammar leaves no token to sample."""
     text = '{"a":[1,true]}'
     tokenizer = ChatTokenizer.load(path)
     try:
@@ -254,7 +257,7 @@ def _spells_json(path: Path) -> bool:
 
 
 def _check_heads(head_dim: int, path: Path) -> None:
-    """On CPU vLLM finds this out at the first request, and dies of it."""
+    """Raise `ModelError` for an unsupported head size: on CPU, vLLM would crash at the first request."""
     if not current_platform.is_cpu():
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -278,16 +281,17 @@ def _arguments(options: EngineOptions, cache_bytes: int | None = None) -> AsyncE
         seed=options.seed % 2**31,
         max_model_len=options.context_length,
         max_num_seqs=options.slots,
-        # A prompt in parts would end vLLM on CPU: it takes back the noise of a part, which no generator there can.
+        # Splitting a prompt would crash vLLM on CPU: it rewinds the generator after a part, which CPU generators
+        # cannot.
         enable_chunked_prefill=not current_platform.is_cpu(),
         max_num_batched_tokens=max(options.context_length, _CPU_STEP) if current_platform.is_cpu() else None,
         tensor_parallel_size=options.devices,
         kv_cache_memory_bytes=cache_bytes,
         enable_prefix_caching=True,
         scheduling_policy="priority",
-        generation_config="vllm",  # a request says how it samples, the model's directory does not
+        generation_config="vllm",  # sampling defaults come from the request, not the model
         logprobs_mode="processed_logprobs",  # of the distribution sampled from
-        async_scheduling=False,  # a step's outputs are named as it ends
+        async_scheduling=False,  # each step's outputs carry its version
         enforce_eager=current_platform.is_cpu(),  # compiling takes a C++ compiler and half a minute
         worker_extension_cls="pipelinerl.engines.external.vllm.worker.StagedWeights",
         disable_log_stats=True,
@@ -296,7 +300,7 @@ def _arguments(options: EngineOptions, cache_bytes: int | None = None) -> AsyncE
 
 
 def _sentence(error: Exception) -> str:
-    """What vLLM has against its arguments, in one line."""
+    """Return vLLM's objection to its arguments in one line."""
     if isinstance(error, ValidationError):
         return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
     return str(error).partition("\n")[0]

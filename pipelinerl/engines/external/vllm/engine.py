@@ -1,9 +1,10 @@
-"""The vLLM engine: vLLM's engine core behind the same contract, chat, streaming and weight updates as our own engines.
+"""The vLLM engine: vLLM's engine core behind the same contract, chat, streaming and weight updates as other engines.
 
-Supported is vLLM 0.32, unquantized weights. They arrive in memory of the host that all workers map: pulled, over gloo,
-or by NCCL through the device of the first worker, which has the engine's endpoint in the weight group. `engine.devices`
-workers share the model by tensor parallelism, and one copy of the bytes. Tests meet one worker and two of them, on CPU;
-CUDA takes the same path but for the copy from the device, and has not been met yet.
+It supports vLLM 0.32 with unquantized weights. Weights arrive in host memory that all workers map: pulled, over gloo,
+or by NCCL through the device of the first worker, which is the engine's endpoint in the weight group. `engine.devices`
+workers share the model by tensor parallelism, and share one copy of the bytes.
+
+Tests cover one and two workers on CPU. CUDA uses the same path except for the copy from the device, and is untested.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 
 log = logging.getLogger("pipelinerl")
 
-#: The series whose client, weight versions and pause `vllm_core` is written for.
+#: The release series for which `core.VllmCore` is written.
 SERIES: Final = "0.32."
 
 #: vLLM's own default on CPU, in tokens.
 _BLOCK: Final = 128
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
-#: Any of these flags multiplies pairs of the dtype; Arm names its own `bf16` and `asimdhp`.
+#: CPU flags of which any one means fast products in the dtype; `bf16` and `asimdhp` are Arm's.
 _FLAGS: Final = {
     "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     "float16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
@@ -49,10 +50,10 @@ _FLAGS: Final = {
 
 
 def from_options(options: EngineOptions) -> Engine:
-    """The engine that a recipe describes; `start` loads it, in a process of its own.
+    """Return the engine that a recipe describes; its `start` loads the model in another process.
 
     Raises:
-        ModelError: the options ask for what this engine cannot do, or another vLLM is installed than it knows.
+        ModelError: the options ask for an unsupported feature, or another vLLM version is installed.
     """
     options.check_native_weights("the vLLM engine")
     options.check_receives_where_it_is("the vLLM engine")
@@ -60,7 +61,7 @@ def from_options(options: EngineOptions) -> Engine:
     check_names(options.options)
     check_version(_installed()[1])
     if options.options:
-        _prepare_environment(options)  # vLLM reads it as it is imported
+        _prepare_environment(options)  # before vLLM is imported, which reads it
         check_fields(options.options)
     if _built_for_cpu():
         check_on_cpu(options.options)
@@ -77,7 +78,7 @@ def from_options(options: EngineOptions) -> Engine:
 
 
 def check_version(version: str) -> None:
-    """Raise `ModelError` unless this adapter knows that version of vLLM."""
+    """Raise `ModelError` unless this adapter supports that version of vLLM."""
     if not version.startswith(SERIES):
         raise ModelError(
             f"this adapter drives the engine core of vLLM {SERIES}x, installed is {version or 'none'}; install "
@@ -86,7 +87,7 @@ def check_version(version: str) -> None:
 
 
 def _installed() -> tuple[str, str]:
-    """Name and version of the distribution that brings `vllm`; the CPU build has another name."""
+    """Return name and version of the distribution that provides `vllm`; the CPU build has another name."""
     for name in importlib.metadata.packages_distributions().get("vllm", []):
         return name, importlib.metadata.version(name)
     return "", ""
@@ -97,15 +98,17 @@ def _built_for_cpu() -> bool:
 
 
 def slow_on_cpu(dtype: str) -> str | None:
-    """Why the installed vLLM is slow in `dtype` on this machine; None when it is not, or runs on something else."""
+    """Return why the installed vLLM is slow in `dtype` on this machine; None if it is fast or runs on another
+    device.
+    """
     return slow_here(dtype) if _built_for_cpu() else None
 
 
 def slow_here(dtype: str, *, cpuinfo: Path = _CPUINFO) -> str | None:
-    """Why an engine on this CPU is slow in `dtype`, and what to say instead; None when it is not, or unknown.
+    """Return why this CPU is slow in `dtype` and the remedy; None if it is fast or unknown.
 
-    A model in bfloat16 is half as large and may still be many times slower: without AVX512-BF16 or AMX every product is
-    made of float32 ones, after a conversion of both factors.
+    A model in bfloat16 is half as large and may still be many times slower: without AVX512-BF16 or AMX, every product
+    converts both factors to float32 first.
     """
     wanted, known = _FLAGS.get(dtype), _flags(cpuinfo)
     if wanted is None or not known or wanted & known:
@@ -117,7 +120,7 @@ def slow_here(dtype: str, *, cpuinfo: Path = _CPUINFO) -> str | None:
 
 
 def _flags(cpuinfo: Path) -> frozenset[str]:
-    """The flags of the first CPU; none where the system does not list them."""
+    """Return the flags of the first CPU, or none if the system does not list them."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -127,7 +130,7 @@ def _flags(cpuinfo: Path) -> frozenset[str]:
 
 
 def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBuilder:
-    """Samples by a core of vLLM's, which is started with the loop."""
+    """Return a builder of the loop, which starts a vLLM core."""
 
     async def start_core() -> tuple[EngineCore, CoreModel]:
         if (slow := slow_on_cpu(options.dtype)) is not None:
@@ -139,7 +142,7 @@ def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBui
         from pipelinerl.engines.external.vllm.core import VllmCore
 
         here, cache_bytes = options, None
-        if _built_for_cpu():  # a share is of a GPU's memory, not the host's
+        if _built_for_cpu():  # a share applies to GPU memory only
             here, cache_bytes = replace(options, memory_share=None), _cache_bytes(options, text)
         core = await VllmCore.start(here, layout, endpoints, cache_bytes=cache_bytes)
         return core, CoreModel(
@@ -158,7 +161,7 @@ def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBui
 
 
 def _prepare_environment(options: EngineOptions) -> None:
-    """What vLLM reads from the environment, here and in its processes; what the user has set stays."""
+    """Set the environment variables that vLLM and its processes read; the user's own values stay."""
     wanted = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
         "VLLM_CONFIGURE_LOGGING": "0",
@@ -168,10 +171,10 @@ def _prepare_environment(options: EngineOptions) -> None:
     }
     if _built_for_cpu():
         wanted |= {
-            # Threads that are bound, and spin while they wait, take a small machine's cores from everything else.
+            # Threads that are bound to cores and busy-wait would block a small machine's cores.
             "OMP_NUM_THREADS": str(options.threads or 1),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # The sampler would compile its ranks of tokens, which nobody asks for, for as long as the model loads.
+            # Otherwise the sampler compiles its unused token ranks, which takes as long as loading the model.
             "TORCHDYNAMO_DISABLE": "1",
         }
     for name, value in wanted.items():
@@ -179,7 +182,7 @@ def _prepare_environment(options: EngineOptions) -> None:
 
 
 def _cache_bytes(options: EngineOptions, text: Any) -> int:
-    """Keys and values of all slots in whole blocks, and one slot more."""
+    """Return the size of the keys and values of all slots, in whole blocks, plus one slot."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token = 2 * text.num_hidden_layers * heads * head_dim * (4 if options.dtype == "float32" else 2)

@@ -1,4 +1,4 @@
-"""What vLLM does otherwise than the contract asks: what is refused for that, and the noise of a sample's rest."""
+"""Differences between vLLM and the contract: the requests rejected for them, and the seed of continued samples."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.errors import ModelError
 from pipelinerl.models.routing import mixture_of
 
-#: vLLM 0.32 takes any temperature between this and 0 for this (`SamplingParams.__post_init__`).
+#: vLLM 0.32 raises temperatures between 0 and this to this (`SamplingParams.__post_init__`).
 LEAST_TEMPERATURE: Final = 0.01
-#: It refuses more (`SamplingParams._verify_args`).
+#: vLLM 0.32 rejects higher temperatures (`SamplingParams._verify_args`).
 MOST_TEMPERATURE: Final = 2.0
 
 
 def check_request(request: Request) -> None:
-    """Raise `InvalidRequest` where vLLM refuses, or the log-probs would be those of another distribution."""
+    """Raise `InvalidRequest` for a temperature that vLLM rejects or would replace, which changes the log-probs."""
     if request.temperature > MOST_TEMPERATURE:
         raise InvalidRequest(
             f"vLLM samples at temperatures up to {MOST_TEMPERATURE:g}, got {request.temperature:g}", param="temperature"
@@ -32,7 +32,7 @@ def check_request(request: Request) -> None:
 
 
 def check_continued(request: Request) -> None:
-    """Raise `InvalidRequest` for a continued answer where vLLM would have to know the tokens sampled before."""
+    """Raise `InvalidRequest` for a continued answer whose sampling depends on the earlier tokens."""
     change = request.change
     depends = request.response_format is not None or (change is not None and change.penalizes)
     if depends and not request.shares_prompt:
@@ -44,7 +44,7 @@ def check_continued(request: Request) -> None:
 
 
 def sampling_of(sequence: Sequence) -> dict[str, Any]:
-    """vLLM's sampling parameters of one sample, whose ends are ours: the limit and its `stop_ids`."""
+    """Return vLLM's sampling parameters of one sample, which ends by this engine's limit and `stop_ids` only."""
     request = sequence.request
     parameters: dict[str, Any] = {
         "temperature": request.temperature,
@@ -53,7 +53,7 @@ def sampling_of(sequence: Sequence) -> dict[str, Any]:
         "seed": seed_of(sequence),
         "max_tokens": sequence.token_limit,
         "stop_token_ids": sorted(request.stop_ids),
-        "logprobs": request.num_top,  # besides the sampled token's
+        "logprobs": request.num_top,  # in addition to the sampled token's
         "detokenize": False,
     }
     if request.min_p:
@@ -66,7 +66,7 @@ def sampling_of(sequence: Sequence) -> dict[str, Any]:
 
 
 def structure_of(request: Request) -> dict[str, Any]:
-    """vLLM's word for the request's `response_format`; nothing where it has none."""
+    """Return vLLM's parameter for the request's `response_format`; empty without one."""
     form = request.response_format
     if form is None:
         return {}
@@ -78,7 +78,7 @@ def structure_of(request: Request) -> dict[str, Any]:
 
 
 def check_experts_on_cpu(path: Path) -> None:
-    """Raise `ModelError` for experts, which vLLM repacks as it loads them: what an update brings would be read wrongly.
+    """Raise `ModelError` for experts: vLLM on CPU repacks them on loading, and would misread the bytes of an update.
 
     Log-probs of a tiny Qwen3-MoE in float32 were off by 0.3 nats after an update, and by 2e-7 before.
     """
@@ -90,9 +90,9 @@ def check_experts_on_cpu(path: Path) -> None:
 
 
 def seed_of(sequence: Sequence) -> int:
-    """The seed of a sample's generator, which vLLM reads from its beginning, wherever in the answer the sample begins.
+    """Return the seed of a sample's generator, which vLLM always reads from its beginning.
 
-    One that another engine began is given another seed, or it would draw the noise of its first tokens again.
+    A sample that another engine began gets another seed; otherwise it would reuse the noise of its first tokens.
     """
     begun = len(sequence.prefix)
     return rng.key(sequence.noise_key, "continued", begun) if begun else sequence.noise_key

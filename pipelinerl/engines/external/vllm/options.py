@@ -1,6 +1,6 @@
-"""What a recipe's `engine.options` may say to vLLM: fields of its `AsyncEngineArgs`, but those that are set elsewhere.
+"""Checks of a recipe's `engine.options` for vLLM: fields of its `AsyncEngineArgs`, except those set elsewhere.
 
-vLLM itself is imported only by `check_fields`, since it reads the environment as it is imported.
+Only `check_fields` imports vLLM, because vLLM reads the environment when it is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 from pipelinerl.errors import ModelError, RecipeError
 
-#: What the recipe says in its own words.
+#: The fields that the recipe or the engine sets, and the setting to use instead.
 _SET_BY: Final[Mapping[str, str]] = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -37,15 +37,15 @@ _SET_BY: Final[Mapping[str, str]] = {
     "disable_log_stats": "the engine, which counts itself",
 }
 
-#: What the engine sets on a CPU, where vLLM would die or wait for a compiler otherwise; on a GPU it is the recipe's.
+#: Set by the engine on a CPU, where vLLM would otherwise crash or wait for a compiler; free on a GPU.
 _ON_CPU: Final = frozenset({"enable_chunked_prefill", "max_num_batched_tokens", "enforce_eager"})
 
 
 def check_names(options: Iterable[str]) -> None:
-    """Refuse what is set elsewhere; vLLM is not asked.
+    """Reject options that are set elsewhere; does not import vLLM.
 
     Raises:
-        RecipeError: names the option, and who sets it.
+        RecipeError: names the option and the setting to use instead.
     """
     for name in options:
         if name in _SET_BY:
@@ -53,10 +53,10 @@ def check_names(options: Iterable[str]) -> None:
 
 
 def check_fields(options: Collection[str]) -> None:
-    """Refuse what the installed vLLM does not know.
+    """Reject options that the installed vLLM does not have.
 
     Raises:
-        ModelError: names the option, and those that look like it.
+        ModelError: names the option and similar ones.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -69,6 +69,6 @@ def check_fields(options: Collection[str]) -> None:
 
 
 def check_on_cpu(options: Iterable[str]) -> None:
-    """Refuse what the engine has to set on a CPU. Raises `ModelError`."""
+    """Reject options that the engine sets itself on a CPU. Raises `ModelError`."""
     if own := [name for name in options if name in _ON_CPU]:
         raise ModelError(f"engine.options.{own[0]} is set by the engine on a CPU; leave it out")

@@ -1,11 +1,11 @@
-"""`VllmServerApi`: a stock `vllm serve` of 0.32, through the routes that it has for RL and for tokens in, tokens out.
+"""`VllmServerApi`: a stock `vllm serve` 0.32, through its RL routes and its token-in, token-out route.
 
     VLLM_SERVER_DEV_MODE=1 … vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs
         --scheduling-policy priority --worker-extension-cls pipelinerl.engines.external.vllm.transfer.SharedWeights
         --weight-transfer-config '{"backend": "pipelinerl"}'        and on a CPU: --no-enable-chunked-prefill
 
-Everything but the transfer backend is vLLM's own: its pause, its update session, its version spans. The backend is a
-class of ours that vLLM loads by name, and takes the weights from memory that this process shares with it.
+The pause, the update session and the version spans are vLLM's own. Only the transfer backend is this project's: vLLM
+loads the class by name, and it reads the weights from memory that this process shares with the server.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from pipelinerl.engines.external.vllm.limits import check_continued, check_reque
 from pipelinerl.engines.external.worker.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import EngineUnreachable, ModelError
 
-#: As it must be named on the server's command line.
+#: The backend's name on the server's command line.
 BACKEND: Final = "pipelinerl"
 EXTENSION: Final = "pipelinerl.engines.external.vllm.transfer.SharedWeights"
 _PROCESSED: Final = "--logprobs-mode processed_logprobs"
 
-#: What a request may ask for besides temperature, top-k and top-p. The route names the likeliest tokens by text alone.
+#: The sampling fields that are supported besides temperature, top-k and top-p. `top_logprobs` is not: the route names
+#: the likeliest tokens by text alone.
 _OFFERED: Final = frozenset({"min_p", "logit_bias", "frequency_penalty", "presence_penalty", "response_format"})
 
 _PAUSES: Final = {
     OnUpdate.CONTINUE: "keep",
     OnUpdate.RECOMPUTE_KV: "keep",
     OnUpdate.ABORT: "abort",
-    OnUpdate.DRAIN: "keep",  # of nothing: every sample has ended
+    OnUpdate.DRAIN: "keep",  # no sample is left to pause
 }
-#: A pause waits for the step that runs, and a load for every byte to be copied.
+#: A pause waits for the current step, and a load for the copy of all bytes.
 _LONG_S: Final = 600.0
 
 
 @final
 class VllmServerApi:
-    """Satisfies `ServerApi`."""
+    """Client of a stock vLLM server; satisfies `ServerApi`."""
 
     generate = "/inference/v1/generate"
 
@@ -52,22 +53,22 @@ class VllmServerApi:
         self._http = http
         self._layout = layout
         self._staged = staged
-        self._orders = False  # does the server order what waits by priority?
+        self._orders = False  # True if the server schedules waiting requests by priority
 
     async def open(self, label: str) -> ServerModel:
         """Check that the server can be used, and name its weights.
 
         Raises:
-            ModelError: it was not started as it must be; the message says what is missing.
-            EngineUnreachable: it does not answer.
+            ModelError: the server was started with wrong flags; the message names the right ones.
+            EngineUnreachable: the server does not respond.
         """
         check_version(str((await self._http.get("/version"))["version"]))
         config = (await self._known("/server_info?config_format=json"))["vllm_config"]
         for wanted, flag in _lacking(config):
             raise ModelError(f"the vLLM server at {self._http.url} must {wanted}; start it with {flag}")
-        self._orders = config["scheduler_config"]["policy"] == "priority"  # else it refuses any but 0
-        # Whoever used it before may have died in an update: while it is paused nothing is answered, and while a session
-        # is open no other can begin.
+        self._orders = config["scheduler_config"]["policy"] == "priority"  # otherwise it rejects all priorities but 0
+        # An earlier client may have died during an update. A paused server answers no requests, and an open session
+        # blocks the next one.
         await self._http.post("/resume")
         await self._end_session(label)
         await self._tokens_go_in_and_out()
@@ -78,7 +79,7 @@ class VllmServerApi:
         return ServerModel(dtype=str(model["dtype"]).removeprefix("torch."), context_length=int(model["max_model_len"]))
 
     async def close(self) -> None:
-        """Let go of the shared memory, of a session that broke off, and of a pause."""
+        """Release the shared memory, and end an open update session and a pause."""
         await self._end_session(None)
         try:
             await self._http.post("/shutdown_weight_transfer_engine")
@@ -88,13 +89,15 @@ class VllmServerApi:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` for a temperature that vLLM would replace, and what its tokens-only route lacks."""
+        """Raise `InvalidRequest` for a temperature that vLLM would replace, and for features its tokens-only route
+        lacks.
+        """
         check_request(request)
         check_continued(request)
         refuse_beyond(request, _OFFERED, "this engine's server")
 
     def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
-        """`GenerateRequest` of one sample, whose ends are ours: the limit and its `stop_ids`."""
+        """Return the `GenerateRequest` of one sample, which ends by this engine's limit and `stop_ids` only."""
         request = sequence.request
         return {
             "request_id": sample_id(sequence),
@@ -106,7 +109,7 @@ class VllmServerApi:
         }
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """One event of the stream; `choices` has at most one, since each sample is asked for alone."""
+        """Return the new tokens of one event; `choices` has at most one entry, because each request has one sample."""
         if "error" in event:
             raise EngineUnreachable(f"the vLLM server at {self._http.url} broke a sample off: {event['error']}")
         if not event["choices"]:
@@ -123,27 +126,27 @@ class VllmServerApi:
     # --- weights -------------------------------------------------------------------------------------------------
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """`/pause`, of which 20 ms are a sleep of the server's own."""
+        """Call `/pause`; the server sleeps for 20 ms in it."""
         await self._http.post(f"/pause?mode={_PAUSES[on_update]}&clear_cache=false", timeout_s=_LONG_S)
 
     async def resume(self) -> None:
-        """`/resume`."""
+        """Call `/resume`."""
         await self._http.post("/resume")
 
     async def load_staged(self, label: str) -> None:
-        """One update session."""
+        """Run one update session."""
         await self._http.post("/start_weight_update")
         await self._http.post("/update_weights", {"update_info": {}}, timeout_s=_LONG_S)
         await self._http.post("/finish_weight_update", {"weight_version": label}, timeout_s=_LONG_S)
 
     async def _end_session(self, label: str | None) -> None:
-        """End whatever update is open; the server refuses where none is."""
+        """End an open update session; the error that the server returns without one is ignored."""
         named = {} if label is None else {"weight_version": label}
         with suppress(EngineUnreachable):
             await self._http.post("/finish_weight_update", named, timeout_s=_LONG_S, may_fail=True)
 
     async def forget_cache(self) -> None:
-        """`/reset_prefix_cache`, with what the samples in flight have filled."""
+        """Call `/reset_prefix_cache`, including the cache of samples in flight."""
         answer = await self._http.post("/reset_prefix_cache?reset_running_requests=true")
         if not answer["success"]:
             raise EngineUnreachable(f"the vLLM server at {self._http.url} did not forget its cache")
@@ -159,7 +162,7 @@ class VllmServerApi:
             ) from error
 
     async def _tokens_go_in_and_out(self) -> None:
-        """With top_k=1 a log-prob is 0, if it is that of the distribution sampled from."""
+        """Check the token route and its log-probs: with top_k=1, the log-prob of the sampled token must be 0."""
         probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "top_k": 1, "logprobs": 0, "detokenize": False}}
         try:
             answer = await self._http.post(self.generate, probe)
@@ -174,7 +177,7 @@ class VllmServerApi:
 
 
 def _lacking(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the server's configuration falls short of, and the flag that mends it."""
+    """Yield each shortcoming of the server's configuration with the flag that fixes it."""
     transfer = config["weight_transfer_config"]
     backend = transfer["backend"] if transfer else "none"
     if backend != BACKEND:
@@ -184,5 +187,5 @@ def _lacking(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if mode != "processed_logprobs":
         yield f"report log-probs of the distribution it samples from, it reports {mode}", _PROCESSED
     if config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
-        # It takes back the noise of a part, which no generator on a CPU can.
+        # vLLM rewinds the generator after a part of a prompt, which CPU generators cannot.
         yield "not compute prompts in parts on a CPU, where a seeded sample then ends it", "--no-enable-chunked-prefill"

@@ -1,11 +1,11 @@
-"""What this project adds to vLLM's worker processes; vLLM imports this module there before it loads the model.
+"""Extension of vLLM's worker processes; vLLM imports this module there before it loads the model.
 
 `StagedWeights` is mixed into the worker (`worker_extension_cls`) and called by `collective_rpc`, between two steps.
 Every worker of a tensor-parallel engine maps the same bytes and takes its own slices, as vLLM's loaders do from disk.
 
-On CPU vLLM repacks the weights of linear layers for oneDNN and drops them, after which nothing can be loaded any more;
-its layerwise reload brings them back, but gives tied embeddings wrong values, silently. So the layers of this engine
-multiply with `F.linear` on weights that stay where they are, tied or not.
+On CPU, vLLM repacks the weights of linear layers for oneDNN and drops the originals, after which new weights cannot be
+loaded. Its layerwise reload restores them, but silently gives tied embeddings wrong values. The layers of this engine
+therefore call `F.linear` on weights that stay in place, tied or not.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def _leave_unpacked(layer: nn.Module, remove_weight: bool) -> None:
         _pack(layer, remove_weight)
 
 
-# vLLM looks the function up here whenever it has loaded a layer.
+# vLLM looks the function up here after it has loaded each layer.
 vllm_layers.dispatch_cpu_unquantized_gemm = _leave_unpacked
 
 
 @final
 class StagedWeights:
-    """Methods that vLLM's worker gains. The names are the project's own, since vLLM refuses any that it has."""
+    """Methods added to vLLM's worker. They have a prefix, because vLLM rejects names that its worker already has."""
 
     rank: int
     device: torch.device
@@ -53,12 +53,12 @@ class StagedWeights:
     _pipelinerl_layout: WeightLayout
 
     def pipelinerl_attach(self, path: str, num_bytes: int, layout: str, owner: int, endpoints: str) -> int:
-        """Map the staging buffer; returns the bytes of this worker's cache of keys and values.
+        """Map the staging buffer; return the bytes of this worker's cache of keys and values.
 
         Args:
-            path: name of the shared bytes. num_bytes: how many. layout: `WeightLayout` in JSON, what they begin with.
-            owner: id of the process that serves the engine; this one ends with it, whatever ends it.
-            endpoints: where the engine waits for the worker that takes its endpoint in the weight group, the first one.
+            path: name of the shared bytes. num_bytes: their number. layout: `WeightLayout` in JSON, of the first bytes.
+            owner: id of the process that serves the engine; this process ends when the owner ends, for any reason.
+            endpoints: where the engine waits for its first worker, which serves its endpoint in the weight group.
         """
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
         self._pipelinerl_layout = WeightLayout.model_validate_json(layout)
@@ -69,19 +69,19 @@ class StagedWeights:
         return sum(cache.nbytes for cache in caches)
 
     def pipelinerl_commit(self) -> None:
-        """Load what is staged into the parameters, in place.
+        """Load the staged weights into the parameters, in place.
 
         Raises:
-            RuntimeError: a parameter of the model was given no values; the model must not serve.
+            RuntimeError: a parameter of the model got no values; the model must not serve.
         """
         load_into(self.model_runner.get_model(), self._pipelinerl_staging, self._pipelinerl_layout)
 
 
 def load_into(model: Any, staged: Tensor, layout: WeightLayout) -> None:
-    """Load the parameters that lie in `staged` into `model`, in place.
+    """Load the parameters in `staged` into `model`, in place.
 
     Raises:
-        RuntimeError: a parameter of the model was given no values; the model must not serve.
+        RuntimeError: a parameter of the model got no values; the model must not serve.
     """
     with torch.no_grad():
         loaded = model.load_weights(parameters_in(staged, layout))
@@ -91,7 +91,7 @@ def load_into(model: Any, staged: Tensor, layout: WeightLayout) -> None:
 
 
 def _end_with(owner: int) -> None:
-    """An engine core without its server would wait for ever, and keep its memory; it ends when a worker does."""
+    """Exit this worker when its owner ends, which ends the core; a core without its server would keep its memory."""
     try:
         ended = os.pidfd_open(owner)
     except ProcessLookupError:

@@ -1,1 +1,1 @@
-"""The weight group of an engine whose device belongs to worker processes."""
+"""The weight-group endpoint of an engine whose device belongs to worker processes."""

@@ -1,8 +1,8 @@
-"""The process from which an engine's endpoints are forked, since torch takes seconds to import; see `own_process`.
+"""The process that forks an engine's endpoints, so that torch is imported only once; see `own_process`.
 
-    python -m pipelinerl.engines.external.worker.nursery_torch LINE MEMORY      descriptors that it inherits
+    python -m pipelinerl.engines.external.worker.nursery_torch LINE MEMORY      inherited file descriptors
 
-It receives nothing itself, and ends when the engine hangs up, which the engine's death does.
+It receives no weights itself, and ends when the engine closes the line or dies.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pipelinerl.weights.broadcast import collective  # noqa: F401  imported befo
 
 
 def main(line: int, memory: int) -> None:
-    """Fork a process for each membership whose end of a line comes."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    """Fork a process for each membership whose socket arrives over `line`."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the forked processes automatically
     staged = torch.from_numpy(np.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), np.uint8))
     with socket.socket(fileno=line) as door:
         while True:

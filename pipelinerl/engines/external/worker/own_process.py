@@ -1,13 +1,14 @@
 """`OwnProcess`: an engine's endpoint in the weight group in a process of its own, whose death the engine survives.
 
-Gloo throws, in a thread of its own, at a peer that sends more than it has announced, and that ends the process. Here it
-ends one that was forked for this membership alone: the update fails as if rank 0 had left, and the engine serves on.
+If a peer sends more than it announced, gloo throws in one of its own threads, which ends the process. Here it ends a
+process that was forked for this membership alone. The update then fails as if rank 0 had left, and the engine keeps
+serving.
 
     engine's process                      nursery, which has torch         a process for each membership
       OwnProcess ─────── starts ────────▶ nursery_torch ────── forks ────▶ a thread ── Collective ── rank 0
           └─ WorkerEndpoint ── orders, answers, memory that both map ───────┘
 
-It costs a process that holds torch, and a copy of each piece out of that memory.
+The cost is a process that holds torch, and one more copy of each piece, out of the shared memory.
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ from pipelinerl.engines.weights.group_endpoint import IN_PROCESS, EndpointFactor
 from pipelinerl.enums import Receiver
 
 _NURSERY: Final = "pipelinerl.engines.external.worker.nursery_torch"
-#: More than any piece; a page of it takes memory once a piece has come there.
+#: Larger than any piece; the memory is sparse, so only pages that were written take space.
 _MOST_BYTES: Final = 2**36
 
 
 def endpoints_of(options: EngineOptions) -> EndpointFactory:
-    """Where an engine of these options, whose staged weights are in its own process, has its endpoint."""
+    """Return the endpoint factory for these options, for an engine whose staged weights are in its own process."""
     return OwnProcess() if options.receiver is Receiver.OWN_PROCESS else IN_PROCESS
 
 
 @final
 class OwnProcess:
-    """Satisfies `EndpointFactory` for weights that are staged on the host.
+    """Factory of endpoints in separate processes, for weights that are staged on the host.
 
-    The nursery ends with this value; another is started for the next membership when somebody has killed it.
+    Satisfies `EndpointFactory`. The nursery ends with this object; if it was killed, the next membership starts
+    another.
     """
 
     def __init__(self) -> None:
@@ -57,7 +59,7 @@ class OwnProcess:
         self._line, self._end = self._nursery()
 
     def _nursery(self) -> tuple[socket.socket, Callable[[], object]]:
-        """A new one: the line to it, and what ends it."""
+        """Start a nursery; return the line to it and the function that ends it."""
         ours, theirs = socket.socketpair()
         inherited = (theirs.fileno(), self._memory)
         command = [sys.executable, "-m", _NURSERY, *map(str, inherited)]
@@ -66,15 +68,15 @@ class OwnProcess:
         return ours, weakref.finalize(self, _end, ours, process)
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """Returns whether the bytes can be copied to where they belong: from host to host."""
+        """True if the bytes can be copied to their target, which is from host to host only."""
         return backend is Backend.GLOO and str(getattr(staging, "device", "cpu")) == "cpu"
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """As in the engine's own process, where it is."""
+        """Return the same buffer as an endpoint in the engine's own process would use."""
         return IN_PROCESS.buffer(staging, num_bytes)
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
-        """Have a process forked that joins the group, and return what stands for its membership here."""
+        """Fork a process that joins the group, and return its endpoint."""
         ours, theirs = socket.socketpair()
         endpoint = WorkerEndpoint(ours, name=f"group {request.group!r} generation {request.generation}")
         with theirs, self._one_at_a_time:
@@ -90,18 +92,18 @@ class OwnProcess:
 
 @final
 class _Copied:
-    """Satisfies `GroupEndpoint`: what the other process has received is copied from the memory that both map."""
+    """Endpoint that copies the other process's bytes from the shared memory; satisfies `GroupEndpoint`."""
 
     def __init__(self, endpoint: WorkerEndpoint, landing: NDArray[np.uint8]) -> None:
         self._endpoint = endpoint
         self._landing = landing
 
     def expect(self, key: str, *, deadline: float) -> str:
-        """Have it wait for what rank 0 announces."""
+        """Wait in the other process for rank 0's announcement."""
         return self._endpoint.expect(key, deadline=deadline)
 
     def broadcast(self, tensor: Any, *, deadline: float) -> None:
-        """Have it receive as many bytes, and take them."""
+        """Receive `tensor`'s bytes in the other process, and copy them into `tensor`."""
         self._endpoint.receive(0, tensor.numel(), deadline=deadline)
         tensor.numpy()[:] = self._landing[: tensor.numel()]
 

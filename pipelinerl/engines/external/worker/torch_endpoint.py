@@ -1,7 +1,8 @@
-"""`serve_endpoints`: joins weight groups for an engine where the device is, in a worker; see `worker_endpoint`.
+"""`serve_endpoints`: joins weight groups for an engine, in the worker that has the device; see `worker_endpoint`.
 
-Each membership has a thread that does what the engine orders, and one that hears at once when the engine hangs up,
-whatever is being received. Unblocked by the group, by its deadlines, and by the death of the engine's process.
+Each membership has two threads. One executes the engine's orders; the other notices at once when the engine closes the
+line, even during a receive. Both are unblocked by the group, by its deadlines, and by the death of the engine's
+process.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from pipelinerl.system.background import in_background
 
 
 def serve_endpoints(path: Path, staged: Tensor, device: torch.device) -> None:
-    """Connect to the engine at `path`, and take its endpoints from now on, on threads.
+    """Connect to the engine at `path`, and serve its endpoints from now on, on threads.
 
     Args:
-        staged: u8 [all bytes of a version] on the host, mapped by both.
-        device: this worker's.
+        staged: u8 [all bytes of a version] on the host, mapped by both processes.
+        device: this worker's device.
     """
     line = socket.socket(socket.AF_UNIX)
     line.connect(str(path))
@@ -47,13 +48,13 @@ def _serve(line: socket.socket, staged: Tensor, device: torch.device) -> None:
 
 
 def serve_membership(line: socket.socket, staged: Tensor, device: torch.device) -> None:
-    """Take one endpoint, and do what the engine orders over `line` until it hangs up."""
+    """Serve one endpoint: execute the engine's orders over `line` until the engine closes it."""
     _Membership(line, staged, device).serve()
 
 
 @final
 class _Membership:
-    """One endpoint, from the order to join until the engine hangs up."""
+    """One endpoint, from the order to join until the engine closes the line."""
 
     def __init__(self, line: socket.socket, staged: Tensor, device: torch.device) -> None:
         self._line = line
@@ -66,7 +67,7 @@ class _Membership:
         self._left = False
 
     def serve(self) -> None:
-        """Do what the engine orders, and answer; returns when it has hung up."""
+        """Execute and answer the engine's orders until it closes the line."""
         in_background("orders", self._read)
         with self._line:
             try:
@@ -74,11 +75,11 @@ class _Membership:
                     self._line.sendall(json.dumps(self._answer(order)).encode() + b"\n")
             finally:
                 self._leave()
-                with suppress(OSError):  # the other thread's file would keep it open, and the engine waiting
+                with suppress(OSError):  # `_read`'s file would keep the socket open, and the engine waiting
                     self._line.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
-        """Orders as they come; that the engine hangs up is heard at once, whatever is being received."""
+        """Queue the orders as they arrive, and leave the group as soon as the engine closes the line."""
         try:
             for line in self._line.makefile("rb"):
                 self._orders.put(json.loads(line))
@@ -96,7 +97,7 @@ class _Membership:
                 self._receive(*order["receive"], deadline=time.monotonic() + order["timeout_s"])
         except PipelineError as error:
             return {"error": "deadline" if isinstance(error, DeadlineError) else "broke", "message": str(error)}
-        except RuntimeError as error:  # the device's: it has no room, or has failed
+        except RuntimeError as error:  # from the device: out of memory, or failed
             reason = str(error).partition("\n")[0]
             return {
                 "error": "broke",
@@ -106,7 +107,7 @@ class _Membership:
 
     def _join(self, request: InitProcessGroupRequest) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
+            torch.cuda.set_device(self._device)  # applies to this thread only
         group = joined(request)
         with self._guard:
             self._group = group
@@ -120,7 +121,7 @@ class _Membership:
             return
         if self._landing is None or self._landing.numel() < end - start:
             self._landing = torch.empty(end - start, dtype=torch.uint8, device=self._device)
-        with torch.cuda.stream(torch.cuda.Stream()):  # decoding goes on in its own
+        with torch.cuda.stream(torch.cuda.Stream()):  # decoding continues in its own stream
             self._group.broadcast(self._landing[: end - start], deadline=deadline)
             part.copy_(self._landing[: end - start])
 

@@ -1,7 +1,7 @@
-"""`SharedBytes`: a flat buffer that processes of one machine map, so that weights pass between them without a copy.
+"""`SharedBytes`: a flat buffer that several local processes map, so that weights pass between them without a copy.
 
-It has a name only until the other side has attached: from then on it lives exactly as long as the processes that map
-it, whatever kills them.
+The buffer has a name only until the other side has attached. From then on it lives exactly as long as the processes
+that map it, however they end.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Final, Self, final
 import torch
 from torch import Tensor
 
-#: Memory that has a file's name; elsewhere the page cache does the same, with the disk behind it.
+#: A file system in memory; elsewhere the page cache serves the same purpose, backed by the disk.
 _MEMORY: Final = Path("/dev/shm")
 
 
 @final
 class SharedBytes:
-    """uint8 `tensor` [num_bytes] in memory that others can map by `path`, and `further` [further] behind it."""
+    """uint8 `tensor` [num_bytes] in memory that others can map by `path`, followed by `further` [further]."""
 
     def __init__(self, num_bytes: int, *, further: int = 0) -> None:
-        """Reserve the memory, but for what is `further`: that takes none until `reserve`.
+        """Reserve the memory of `tensor`; `further` takes none until `reserve`.
 
         Raises:
-            OSError: there is not as much.
+            OSError: there is not enough memory.
         """
         descriptor, path = tempfile.mkstemp(prefix="pipelinerl-", dir=_MEMORY if _MEMORY.is_dir() else None)
         self.path = Path(path)
@@ -43,15 +43,15 @@ class SharedBytes:
             undone.pop_all()
 
     def reserve(self, num_bytes: int) -> None:
-        """Memory for the first of what is `further`; without it a write there may kill the process. Twice is a no-op.
+        """Reserve the first `num_bytes` of `further`; an unreserved write may kill the process. Twice is a no-op.
 
         Raises:
-            OSError: there is not as much.
+            OSError: there is not enough memory.
         """
         os.posix_fallocate(self._descriptor, len(self.tensor), num_bytes)
 
     def forget_name(self) -> None:
-        """Nobody else will attach. Twice is a no-op."""
+        """Remove the name, so that no other process can attach. Twice is a no-op."""
         self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -62,5 +62,5 @@ class SharedBytes:
 
 
 def attach(path: Path, num_bytes: int) -> Tensor:
-    """The buffer that another process has named `path`, u8 [num_bytes]."""
+    """Map the buffer that another process has named `path`, u8 [num_bytes]."""
     return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)

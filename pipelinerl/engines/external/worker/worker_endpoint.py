@@ -1,19 +1,21 @@
-"""`WorkerEndpointFactory`: an engine's endpoint in the weight group, taken by the worker that has the device.
+"""`WorkerEndpointFactory`: an engine's endpoint in the weight group, served by the worker that has the device.
 
     engine's process                                   worker
       WorkerEndpoint ── orders: join, receive [a, b) ──▶ a thread ── Collective ── rank 0, gloo or NCCL
-           ▲  ◀──── done, or what went wrong ──────        │
+           ▲  ◀──── done, or the error ────────────        │
            └─ reads and hashes ◀── memory that both map ◀──┘
 
-`torch_endpoint` is the worker's side. A worker is met once, at a name that is forgotten at once. Each membership has
-a socket pair of its own then, one end of which is passed to the worker: closing the other leaves the group, and so does
-the death of either process. By NCCL the bytes land on the device and are copied into the staging memory, bucket by
-bucket, while the device goes on decoding; the other workers of a tensor-parallel engine take their slices from there.
-So one copy of the model crosses the network for an engine, however many devices share it.
+`torch_endpoint` is the worker's side. The worker connects once, at a socket path that is removed right after. Each
+membership then has its own socket pair, one end of which is passed to the worker. Closing the other end leaves the
+group, and so does the death of either process.
+
+With NCCL, the bytes arrive on the device and are copied into the staging memory, bucket by bucket, while decoding
+continues. The other workers of a tensor-parallel engine take their slices from the staging memory. So each engine
+receives one copy of the model over the network, however many devices share it.
 
 | waits for | unblocked by | or, at the latest |
 |---|---|---|
-| the worker's answer | the group; the worker's death | the order's deadline, which the worker keeps |
+| the worker's answer | the group; the worker's death | the order's deadline, which the worker enforces |
 """
 
 from __future__ import annotations
@@ -37,21 +39,25 @@ _ERRORS: Final = {"deadline": DeadlineError, "broke": UpdateError}
 
 
 class SharedRoom(Protocol):
-    """Memory that both map: `torch_shared_bytes.SharedBytes` behind its staging buffer."""
+    """Memory that both processes map: the part of `torch_shared_bytes.SharedBytes` behind its staging buffer."""
 
     @property
     def further(self) -> Any:
-        """Flat u8; a part that was not reserved must not be touched."""
+        """Flat u8; only reserved parts may be touched."""
         ...
 
     def reserve(self, num_bytes: int) -> None:
-        """The first `num_bytes` of it. Raises `OSError`: there is not as much."""
+        """Reserve the first `num_bytes`. Raises `OSError` if there is not enough memory."""
         ...
 
 
 @final
 class WorkerEndpointFactory:
-    """Satisfies `EndpointFactory`, once a worker was met; `backends` are those that reach it."""
+    """Factory of endpoints in a worker; satisfies `EndpointFactory` once the worker has connected.
+
+    Args:
+        backends: those that the worker's device can use.
+    """
 
     def __init__(self, backends: frozenset[Backend]) -> None:
         self._backends = backends
@@ -59,23 +65,23 @@ class WorkerEndpointFactory:
         self._shared: SharedRoom | None = None
 
     def lend(self, shared: SharedRoom) -> None:
-        """Memory that the worker maps beside the staging buffer."""
+        """Set the memory that the worker maps behind the staging buffer."""
         self._shared = shared
 
     @contextmanager
     def accept_worker(self) -> Iterator[Path]:
-        """Where the worker connects, by `torch_endpoint.serve_endpoints`, before the block ends; nobody can after it.
+        """Yield the path at which the worker connects, by `torch_endpoint.serve_endpoints`, before the block ends.
 
         Raises:
-            UpdateError: it has not connected.
+            UpdateError: the worker has not connected.
         """
-        # A folder of ours alone: so is what connects.
+        # The folder is private to this user, so only this user's processes can connect.
         with tempfile.TemporaryDirectory(prefix="pipelinerl-") as folder, socket.socket(socket.AF_UNIX) as door:
             path = Path(folder) / "endpoint"
             door.bind(str(path))
             door.listen(1)
             yield path
-            door.setblocking(False)  # who has connected waits in the queue
+            door.setblocking(False)  # a connected worker is already in the accept queue
             try:
                 self._line, _ = door.accept()
             except BlockingIOError:
@@ -83,16 +89,16 @@ class WorkerEndpointFactory:
             self._line.setblocking(True)
 
     def close(self) -> None:
-        """No further endpoint is taken. Twice is a no-op."""
+        """Close the line to the worker, which serves no further endpoints. Twice is a no-op."""
         if self._line is not None:
             self._line.close()
 
     def reaches(self, backend: Backend, staging: Any) -> bool:
-        """Returns whether the worker's device can join a group of `backend`, wherever `staging` lies."""
+        """True if the worker's device can join a group of `backend`, wherever `staging` is."""
         return backend in self._backends
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """A part of what was lent: the worker writes to no other memory."""
+        """Return a part of the shared memory, because the worker writes to no other memory."""
         assert self._shared is not None
         try:
             self._shared.reserve(num_bytes)
@@ -105,7 +111,7 @@ class WorkerEndpointFactory:
         return self._shared.further[:num_bytes]
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
-        """Have the worker join a group, and return what stands for its membership here."""
+        """Have the worker join a group, and return its endpoint."""
         ours, theirs = socket.socketpair()
         endpoint = WorkerEndpoint(ours, name=f"group {request.group!r} generation {request.generation}")
         with theirs:
@@ -121,7 +127,7 @@ class WorkerEndpointFactory:
 
 @final
 class WorkerEndpoint:
-    """Satisfies `GroupEndpoint`, from the engine's process."""
+    """The engine's side of a worker's endpoint; satisfies `GroupEndpoint`."""
 
     def __init__(self, line: socket.socket, *, name: str) -> None:
         self._line = line
@@ -132,20 +138,20 @@ class WorkerEndpoint:
         self._left = False
 
     def expect(self, key: str, *, deadline: float) -> str:
-        """Have the worker wait for it."""
+        """Wait in the worker for rank 0's announcement."""
         return str(self.order({"expect": key, "timeout_s": max(deadline - time.monotonic(), 1e-3)}).get("said", ""))
 
     def broadcast(self, tensor: Any, *, deadline: float) -> None:
-        """Have the worker receive into the same bytes; it answers when it writes there no more."""
+        """Receive `tensor`'s bytes in the worker; returns when the worker no longer writes to them."""
         start = tensor.storage_offset()
         self.receive(start, start + tensor.numel(), deadline=deadline)
 
     def receive(self, start: int, end: int, *, deadline: float) -> None:
-        """Have the worker receive into these bytes of the memory that both map. Raises as `broadcast`."""
+        """Receive bytes [start, end) of the shared memory in the worker. Raises as `broadcast`."""
         self.order({"receive": [start, end], "timeout_s": max(deadline - time.monotonic(), 1e-3)})
 
     def order(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Have the worker do it; returns its answer, or raises what went wrong there, and then the endpoint is left."""
+        """Send an order to the worker and return its answer; on an error, leave the endpoint and raise it."""
         with self._guard:
             if self._left:
                 raise UpdateError(f"{self._name} was left")
@@ -168,7 +174,7 @@ class WorkerEndpoint:
         return answer
 
     def close(self) -> None:
-        """Leave the group. An order that waits ends when the worker has ended it: until then it may write."""
+        """Leave the group. An order in progress ends only when the worker has ended it, since it may still write."""
         with self._guard, suppress(OSError):
             self._left = True
             self._line.shutdown(socket.SHUT_WR)

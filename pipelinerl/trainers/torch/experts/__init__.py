@@ -1,1 +1,1 @@
-"""A mixture's experts in the torch trainer: in which dtype they multiply, and which process computes them."""
+"""Mixture-of-experts support of the torch trainer: autocast for experts, and expert parallelism."""

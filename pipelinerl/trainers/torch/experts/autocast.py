@@ -1,4 +1,4 @@
-"""Fused experts under autocast, which does not know how they multiply."""
+"""Autocast for fused experts, whose grouped matmuls autocast does not cover."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 
 def follow_autocast(model: nn.Module) -> None:
-    """Have every module of fused experts make its products in autocast's dtype, as linear layers do.
+    """Make every module of fused experts multiply in autocast's dtype, like linear layers.
 
-    transformers keeps a layer's experts as three-dimensional parameters and multiplies them by torch's grouped product,
-    which autocast does not know: a trainer in bf16 would multiply what is most of such a model in fp32.
+    transformers stores a layer's experts as three-dimensional parameters and multiplies them with torch's grouped
+    matmul, which autocast does not cover. Without this, a bf16 trainer would compute most of such a model in fp32.
     """
     for module in fused_experts(model):
         module.forward = _CastExperts(module, module.forward)
 
 
 def fused_experts(model: nn.Module) -> list[Any]:
-    """The modules of a model whose parameters are the matrices of a layer's experts, [experts, …] each."""
+    """Return the modules whose parameters are the matrices of a layer's experts, [experts, …] each."""
     return [
         module
         for module in model.modules()
@@ -30,7 +30,7 @@ def fused_experts(model: nn.Module) -> list[Any]:
 
 @final
 class _CastExperts:
-    """Forward of a module of experts that sees its parameters as autocast would cast them; gradients pass through."""
+    """Forward of an experts module with parameters cast to autocast's dtype; gradients pass through."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module = module
@@ -42,7 +42,7 @@ class _CastExperts:
             return self._forward(hidden, *routing)
         dtype, own = torch.get_autocast_dtype(device), self._module.__dict__
         cast = {name: each.to(dtype) for name, each in self._module.named_parameters(recurse=False)}
-        own.update(cast)  # found before the parameters of the same names
+        own.update(cast)  # attribute lookup finds these before the parameters of the same names
         try:
             return self._forward(hidden.to(dtype), *routing)
         finally:

@@ -1,9 +1,8 @@
-"""Expert parallelism: tokens travel to the process that has their expert, rather than experts to every process.
+"""Expert parallelism: tokens are sent to the process that holds their expert, instead of gathering experts.
 
-Which process holds which experts is what `fully_shard` would have made of their rows, so reading, gathering and saving
-know nothing of it. The way to the experts and back is transformers' own (`AllToAllEP`): two exchanges a layer, all to
-all, which autograd follows. Once every process has gone back, its experts have the gradient of the tokens of all that
-share a copy of the model with it.
+Experts are divided over processes by rows, as `fully_shard` would do, so reading, gathering and saving need no changes.
+The exchange is transformers' own (`AllToAllEP`): two all-to-alls per layer, which autograd follows. After the backward
+pass of every process, an expert's gradient covers the tokens of all processes that share its copy of the model.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from pipelinerl.trainers.torch.packed_model import hold
 
 
 def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) -> set[nn.Parameter]:
-    """Have this process keep its rows of every layer's experts, and compute them for the tokens of all.
+    """Reduce every layer's experts to this process's rows, and make them process the tokens of all processes.
 
     Returns:
-        The experts' parameters, which are its rows on the device, without values where they were on the meta device.
+        The experts' parameters: this process's rows on the device, without values if they were on the meta device.
 
     Raises:
-        SpecError: there are no experts, or the processes cannot divide them evenly; on every process alike.
+        SpecError: there are no experts, or they cannot be divided evenly; raised on every process.
     """
     modules, kept = fused_experts(model), set[nn.Parameter]()
     refuse_uneven_experts(modules[0].num_experts if modules else 0, mesh.shards)
@@ -49,9 +48,9 @@ def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) 
 
 @final
 class _TravellingTokens:
-    """Forward of a module of experts that sends each token to the processes that have its experts, and back.
+    """Forward of an experts module that sends each token to the processes that hold its experts, and back.
 
-    Under autocast tokens travel in its dtype, which the experts would cast them to.
+    Under autocast, tokens are sent in autocast's dtype, which the experts would cast them to anyway.
     """
 
     def __init__(self, exchange: Callable[..., Tensor]) -> None:
@@ -65,5 +64,5 @@ class _TravellingTokens:
 
 @cache
 def _expert_meshes(device_type: str, copies: int, shards: int) -> DeviceMesh:
-    """All processes; `experts` are those that divide a copy of the model, `alone` is a process by itself."""
+    """Return a mesh of all processes: `experts` share a copy of the model, `alone` is a single process."""
     return init_device_mesh(device_type, (copies, shards, 1), mesh_dim_names=("copy", "experts", "alone"))

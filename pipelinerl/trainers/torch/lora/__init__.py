@@ -1,1 +1,1 @@
-"""LoRA in the torch trainer: adapters train over a frozen base, and engines are sent the two as one."""
+"""LoRA in the torch trainer: adapters train on a frozen base, and engines receive merged weights."""

@@ -1,13 +1,14 @@
-"""`Adapters`: LoRA (Hu et al. 2021, arXiv 2106.09685) on a packed model, by peft: what trains, what is merged, where.
+"""`Adapters`, LoRA (Hu et al. 2021, arXiv 2106.09685) on a packed model, with peft.
 
-    base       the model directory's weights, frozen, under Hugging Face's names; engines know these names alone
+    base       the model directory's weights, frozen, under their Hugging Face names, the only names that engines use
     trained    A and B of every target, in fp32, and a value head if there is one
-    merged     W + (alpha / rank) · B A, made for one parameter when it is asked for, in fp32; the base never changes
+    merged     W + (alpha / rank) · B A in fp32, computed for one parameter on demand; the base never changes
 
-What is read beside passes is the base's own storage, so that weights lent to the passes meanwhile are not seen.
+Reads that run concurrently with passes use the base's own storage, so they do not see weights that are temporarily lent
+to the passes.
 
-The policy, a critic and a reference that begin from one directory compute with one copy of it, once per process and
-device: each has a model of its own, whose frozen parameters are views of the same memory (`SharedBase`).
+A policy, a critic and a reference from the same directory share one copy of it per process and device. Each has its own
+model, whose frozen parameters are views of the same memory (`SharedBase`).
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ from pipelinerl.trainers.torch.packed_model import PackedModel, hold
 from pipelinerl.trainers.torch.value_model import PackedValueModel
 from trainer_contract.errors import SpecError, StateError
 
-#: peft's name of the one adapter that there is.
+#: The name of the only adapter in peft.
 _ADAPTER: Final = "default"
-#: What peft puts before the names of a model's modules in the files that it reads.
+#: peft's prefix for the names of a model's modules in its files.
 _PEFT_PREFIX: Final = "base_model.model."
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 
 
 @final
 class Adapters:
-    """Of one model, which must not be wrapped yet and lies on the CPU, or with its parameters on the meta device."""
+    """The adapters of one model, which must not be wrapped yet and must be on the CPU or the meta device."""
 
     def __init__(self, packed: PackedModel | PackedValueModel, options: LoraOptions) -> None:
-        """Freeze the model and put adapters beside its targets; B is 0, so nothing that it computes changes.
+        """Freeze the model and add adapters to its targets; B is 0, so the model's results do not change.
 
-        A is drawn from torch's generator, which whoever loads a model seeds.
+        A is drawn from torch's generator, which the code that loads a model seeds.
 
         Raises:
-            SpecError: the model has no such targets, or nothing to adapt.
+            SpecError: the model lacks these targets, or has no layer to adapt.
         """
         from peft import LoraConfig, inject_adapter_in_model
 
         self.options = options
         self._packed = packed
-        #: Parameters of the model as it was, by name, a value head's among them.
+        #: Parameters of the original model by name, including a value head.
         self.base = dict(packed.named_weights())
         modules = target_modules(packed.model, options)
         if not modules:
@@ -71,7 +72,7 @@ class Adapters:
         )
         random, is_meta = torch.get_rng_state(), any(parameter.is_meta for parameter in self.base.values())
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft's advice is about models that it wraps whole
+            warnings.simplefilter("ignore")  # peft's advice concerns models that it wraps itself
             inject_adapter_in_model(self._config, packed.model, adapter_name=_ADAPTER)
         self._layers = {name: cast(Any, packed.model.get_submodule(name)) for name in modules}
         if is_meta:
@@ -82,47 +83,47 @@ class Adapters:
             for name, layer in self._layers.items()
             for half in ("lora_A", "lora_B")
         }
-        self._set_dropout(active=False)  # modules begin in train mode
+        self._set_dropout(active=False)  # modules start in train mode
         self._shared: SharedBase | None = None
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """What the optimizer holds, by name: A and B of every target, in the model's order; then a value head."""
+        """Parameters of the optimizer by name: A and B of every target, in the model's order, then a value head."""
         return self._pairs | self._value_head
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many parameters train, and how many the model has without adapters."""
+        """The number of trained parameters, and of the model's parameters without adapters."""
         return sum(p.numel() for p in self.trained.values()), sum(p.numel() for p in self.base.values())
 
     @property
     def reaches_output(self) -> bool:
-        """Is the output layer a target?"""
+        """True if the output layer is a target."""
         return self._packed.model.get_output_embeddings() in self._layers.values()
 
     def pairs_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of tensors by name those of A and B."""
+        """Select the tensors of A and B."""
         return {name: tensors[name] for name in self._pairs}
 
     def pair_of(self, name: str) -> tuple[str, str] | None:
-        """Names of the A and the B of the base's parameter `name`; None where it has none."""
+        """Return the names of A and B for the base's parameter `name`, or None if it has no adapter."""
         layer = name.removesuffix(".weight")
         return (f"{layer}.lora_A.weight", f"{layer}.lora_B.weight") if layer in self._layers else None
 
     def merged(self, name: str, own: Tensor) -> Tensor:
-        """The value of the base's parameter `name`, whose storage is `own`, with its adapter; not for writing to."""
+        """Return the base's parameter `name` (storage `own`) merged with its adapter; do not write to the result."""
         pair = self.pair_of(name)
         return own if pair is None else self.merged_with(name, own, *(self._pairs[half].detach() for half in pair))
 
     def merged_with(self, name: str, own: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """`merged` with these values of A [rank, in] and B [out, rank], as peft computes it."""
+        """Merge with the given A [rank, in] and B [out, rank], with peft's formula."""
         layer = self._layers[name.removesuffix(".weight")]
         product = b @ a
         return own.float() + (product.T if layer.fan_in_fan_out else product) * layer.scaling[_ADAPTER]
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it, passes are of the base alone."""
+        """Disable the adapters within the block, so that passes use only the base."""
         try:
             for layer in self._layers.values():
                 layer.enable_adapters(False)
@@ -133,7 +134,7 @@ class Adapters:
 
     @contextmanager
     def dropping_out(self) -> Iterator[None]:
-        """Within it, and nowhere else, adapters' inputs are dropped out as the options say."""
+        """Apply the options' dropout to adapters' inputs within the block; elsewhere it is off."""
         try:
             self._set_dropout(active=True)
             yield
@@ -143,8 +144,8 @@ class Adapters:
     def compact(self) -> None:
         """Keep the base's matrices in bf16.
 
-        Where they came from bf16 and products are of bf16 (autocast), every result keeps its bits: vectors stay fp32,
-        and what an embedding looks up is made fp32 again, as the residual stream is over an fp32 base.
+        If they are bf16 in the directory and matmuls are in bf16 (autocast), every result is the same bit for bit.
+        Vectors stay fp32, and embedding outputs are converted to fp32, like the residual stream over an fp32 base.
         """
         for parameter in self.base.values():
             if parameter.ndim >= 2 and not parameter.requires_grad:
@@ -154,11 +155,11 @@ class Adapters:
                 module.register_forward_hook(lambda _module, _given, found: found.float())
 
     def to(self, device: torch.device, *, digest: str, read_to: Callable[[torch.device], None]) -> None:
-        """Move the model to the device, but for a base which another trainer of this process has there already.
+        """Move the model to the device, and reuse a base that another trainer of this process holds there.
 
         Args:
-            digest: of the directory that the base is from.
-            read_to: gives what is on the meta device its values on another.
+            digest: digest of the base's directory.
+            read_to: loads parameters that are on the meta device onto another.
         """
         prefix = f"{self._packed.model.base_model_prefix}."
         frozen = {name.removeprefix(prefix): p for name, p in self.base.items() if not p.requires_grad}
@@ -172,11 +173,11 @@ class Adapters:
     def save(
         self, path: Path, *, base: Path, own: Mapping[str, Tensor], pairs: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Write peft's own directory, which any tool that knows peft loads over `base`; a value head lies in it.
+        """Write a directory in peft's format, which peft loads over `base`; it includes a value head.
 
         Args:
-            own: storage of the base's parameters, of which the value head is written.
-            pairs: values of A and B by name; None takes this process' own.
+            own: storage of the base's parameters, for the value head.
+            pairs: values of A and B by name; None uses this process's own.
         """
         path.mkdir()
         self._config.base_model_name_or_path = str(base)
@@ -192,7 +193,7 @@ class Adapters:
 
     @torch.no_grad()
     def restore(self, path: Path) -> None:
-        """Take the values that `save` wrote. Raises StateError when they are missing, damaged or of other adapters."""
+        """Load the values that `save` wrote. Raises StateError if they are missing, damaged or of other adapters."""
         try:
             saved = {name.removeprefix(_PEFT_PREFIX): each for name, each in load_file(path / ADAPTER_FILE).items()}
             if self._value_head:
@@ -209,7 +210,7 @@ class Adapters:
             parameter.copy_(saved[name])
 
     def record(self, *, digest: str) -> dict[str, Any]:
-        """What must be the same where training goes on: of dropout nothing, which may change."""
+        """Return the settings that must not change when training resumes; dropout may change, so it is excluded."""
         names = sorted(self._config.target_modules or ())
         return {"rank": self.options.rank, "alpha": self.options.alpha, "targets": names, "base": digest}
 
@@ -218,7 +219,7 @@ class Adapters:
         return {name: parameter for name, parameter in self.base.items() if parameter.requires_grad}
 
     def _draw(self) -> None:
-        """Draw A once more, as peft does: it puts adapters beside their base, and on the meta device it loses them."""
+        """Draw A again as peft does: peft creates adapters on their base's device, and on meta the values are lost."""
         for layer in self._layers.values():
             rank = self.options.rank
             layer.lora_A[_ADAPTER] = nn.Linear(layer.in_features, rank, bias=False)
@@ -231,22 +232,22 @@ class Adapters:
 
     @classmethod
     def of(cls, packed: PackedModel | PackedValueModel, options: LoraOptions | None) -> Self | None:
-        """Adapters, if the options ask for them. Raises as the class does."""
+        """Create adapters if the options request them. Raises the same errors as the class."""
         return None if options is None else cls(packed, options)
 
 
 @final
 @dataclass(slots=True, weakref_slot=True)
 class SharedBase:
-    """The frozen weights of a model directory, held by each who computes with them; the last to be dropped frees them.
+    """The frozen weights of a model directory, shared by several models and freed with the last of them.
 
-    Promise: whoever takes them up never writes to them.
+    Users must never write to these weights.
     """
 
     weights: dict[str, Tensor]
 
     def take_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Give what is not here yet, once it is on the device; take what is."""
+        """Add weights that are not shared yet, once they are on the device; point parameters to shared ones."""
         for name, parameter in parameters.items():
             parameter.data = self.weights.setdefault(name, parameter.data)
 
@@ -255,10 +256,10 @@ _BASES: Final[WeakValueDictionary[tuple[str, ...], SharedBase]] = WeakValueDicti
 
 
 def shared(parameters: Mapping[str, nn.Parameter], *, digest: str, device: torch.device) -> SharedBase:
-    """The base from the directory with this digest; what of it is on the device takes the parameters' place there.
+    """Return the shared base of the directory with this digest, and point parameters to weights already on the device.
 
     Args:
-        parameters: by the names that they have in the layers alone, without what is before these in a language model.
+        parameters: by their names within the layers, without the prefix they have in a language model.
     """
     dtypes = {str(parameter.dtype) for parameter in parameters.values()}
     base = _BASES.setdefault((digest, str(device), *sorted(dtypes)), SharedBase({}))

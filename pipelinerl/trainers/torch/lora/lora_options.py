@@ -1,7 +1,6 @@
-"""`LoraOptions`: what a recipe's `trainer.options.lora` may say, read without guessing and without torch.
+"""`LoraOptions`, the recipe's `trainer.options.lora`; parsing needs no torch.
 
-[trainer]
-options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }     # these are the defaults
+[trainer] options.lora = { rank = 16, alpha = 32, targets = "all-linear", dropout = 0 }     # these are the defaults
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from pipelinerl.trainers.option_table import table, whole
 from trainer_contract.errors import SpecError
 
 _WHERE: Final = "options.lora"
-#: Every linear layer but the output layer.
+#: All linear layers except the output layer.
 ALL_LINEAR: Final = "all-linear"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraOptions:
-    """W + (alpha / rank) · B A in place of W (Hu et al. 2021, arXiv 2106.09685): B [out, rank] begins at 0.
+    """W + (alpha / rank) · B A in place of W (Hu et al. 2021, arXiv 2106.09685); B [out, rank] starts at 0.
 
-    `targets` are the last parts of modules' names; None is every linear layer but the output layer. Alpha stays 32
-    whatever the rank: so the best learning rate hardly depends on the rank (Schulman et al. 2025, LoRA Without Regret).
+    `targets` are the last parts of module names; None means all linear layers except the output layer. Alpha stays 32
+    for every rank, so that the best learning rate hardly depends on the rank (Schulman et al. 2025, LoRA Without
+    Regret).
     """
 
     rank: int = 16
@@ -34,7 +34,7 @@ class LoraOptions:
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """The factor of B A."""
         return self.alpha / self.rank
 
 
@@ -42,10 +42,10 @@ _DEFAULT: Final = LoraOptions()
 
 
 def lora_of(options: Mapping[str, Any]) -> LoraOptions | None:
-    """What `TrainerSpec.options` say of LoRA; None where they do not name it, which trains every weight.
+    """Parse the LoRA options of `TrainerSpec.options`; None if absent, and every weight is trained.
 
     Raises:
-        SpecError: an unknown key, a value out of its range, or peft is not installed.
+        SpecError: an unknown key, a value out of range, or peft is not installed.
     """
     if options.get("lora") is None:
         return None
@@ -81,7 +81,7 @@ def _targets(value: Any) -> tuple[str, ...] | None:
 
 
 def share_of(trained: int, whole: int) -> str:
-    """`1.2 M of 135 M parameters train`."""
+    """Describe counts as `1.2 M of 135 M parameters train`."""
     return f"{_short(trained)} of {_short(whole)} parameters train"
 
 

@@ -1,4 +1,4 @@
-"""Which layers of a model get adapters, and how many parameters these have; also of a model without its weights."""
+"""Selection of the layers that get adapters, and their parameter counts; works without a model's weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LINEAR: Final = (nn.Linear, Conv1D)
 
 
 def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
-    """The linear layers of a Hugging Face `model` that the options name, by their names, in the model's order.
+    """Return the linear layers of a Hugging Face `model` that the options select, by name, in the model's order.
 
     Raises:
-        SpecError: a name is of no linear layer, or of one whose weight another module shares.
+        SpecError: a target matches no linear layer, or one whose weight another module shares.
     """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, _LINEAR)}
     head = model.get_output_embeddings()
@@ -33,19 +33,19 @@ def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
 
 
 def last_names(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Targets as peft's own configuration names them."""
+    """Return targets in the form of peft's configuration."""
     return sorted({name.rpartition(".")[2] for name in modules})
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
-    """(in, out) features; the weight of a `Conv1D` is [in, out], that of a `Linear` [out, in]."""
+    """Return (in, out) features; the weight of a `Conv1D` is [in, out], that of a `Linear` [out, in]."""
     weight: Any = module.weight
     rows, columns = weight.shape
     return (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
 
 
 def adapter_parameters(modules: Mapping[str, nn.Module], rank: int) -> int:
-    """How many numbers A [rank, in] and B [out, rank] of all these modules are."""
+    """Return the number of parameters in A [rank, in] and B [out, rank] of all these modules."""
     return sum(rank * sum(shape_of(module)) for module in modules.values())
 
 
@@ -54,11 +54,15 @@ def _refuse(model: Any, target: str, linear: Mapping[str, nn.Module], *, offered
     found = [name for name in named if name in linear]
     names = ", ".join(last_names(offered))
     if not found:
-        kind = "is an embedding" if any(isinstance(each, nn.Embedding) for each in named.values()) else "names none"
+        kind = (
+            "is an embedding"
+            if any(isinstance(each, nn.Embedding) for each in named.values())
+            else "matches no linear layer"
+        )
         raise SpecError(f"options.lora.targets: {target!r} {kind}; linear layers of this model are {names}")
     embedding = model.get_input_embeddings()
     if any(linear[name].weight is embedding.weight for name in found):
-        raise SpecError(f"options.lora.targets: {target!r} is tied to the embedding; choose of {names}")
+        raise SpecError(f"options.lora.targets: {target!r} is tied to the embedding; choose from {names}")
 
 
 def _is_named(name: str, target: str) -> bool:
@@ -66,10 +70,11 @@ def _is_named(name: str, target: str) -> bool:
 
 
 def described(path: Path, options: LoraOptions) -> str:
-    """What trains of the model in a directory, of which no weight is read.
+    """Describe the parameters that train in a directory's model, without reading weights.
 
     Raises:
-        SpecError: as `target_modules`. ModelError: there is no model.
+        SpecError: see `target_modules`.
+        ModelError: there is no model.
     """
     model = check_weights(path)
     modules = target_modules(model, options)

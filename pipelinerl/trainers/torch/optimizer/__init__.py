@@ -1,1 +1,1 @@
-"""What steps the torch trainer's parameters, and where its state lies."""
+"""The torch trainer's optimizer and the placement of its state."""

@@ -1,13 +1,13 @@
-"""AdamW (Loshchilov and Hutter 2019, Algorithm 2): torch's own, or `PiecewiseAdamW` where its state is to take less.
+"""AdamW (Loshchilov and Hutter 2019, Algorithm 2): torch's own, or `PiecewiseAdamW` for a smaller state.
 
-    moments    fp32, or bf16 that is rounded at random: up as often as the value is nearer to what lies above
-    masters    fp32 values of parameters that passes compute with in bf16
-    place      of both: the device of the parameters, or the host
+    moments    fp32, or bf16 with stochastic rounding, which is exact in the mean
+    masters    fp32 values of parameters that passes use in bf16
+    place      of both: the parameters' device, or the host
 
-A step goes through a parameter piece by piece: fp32 copies of the moments of one piece, and its master, are on the
-device for as long as torch's fused kernel steps it. Rounding to the nearest would lose what is small: with beta2 =
-0.999 a second moment of bf16 that gradients have left would never fall, since each step takes less of it than half of
-its last place. Rounded at random its mean is right.
+A step processes a parameter piece by piece. The fp32 moments and master of only one piece are on the device while
+torch's fused kernel steps it. Rounding to nearest would lose small changes: with beta2 = 0.999, a bf16 second moment
+would never decay, because each step reduces it by less than half of its last place. Stochastic rounding has the correct
+mean.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from pipelinerl import rng
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
 from trainer_contract.types import OptimizerSpec
 
-#: Numbers of a parameter that are stepped at once.
+#: The number of elements stepped at once.
 _PIECE: Final = 2**22
-#: fp32 without these bits is bf16.
+#: An fp32 value without these bits is a bf16 value.
 _DROPPED: Final = 0xFFFF
 _DTYPES: Final = {MomentDType.FP32: torch.float32, MomentDType.BF16: torch.bfloat16}
-#: Of the state of a parameter: its number of steps, and its moments.
+#: Keys of a parameter's state: its number of steps, and its moments.
 STEP: Final = "step"
 MEAN: Final = "exp_avg"
 SQUARE: Final = "exp_avg_sq"
 
 
 class ParameterOptimizer(Protocol):
-    """What steps a trainer's parameters by their gradients."""
+    """The optimizer of a trainer's parameters."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameters that share settings; `lr` may be set before each step."""
+        """Groups of parameters with shared settings; `lr` may be set before each step."""
         ...
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """By parameter, of those that have been stepped, `step`, `exp_avg` and `exp_avg_sq`."""
+        """`step`, `exp_avg` and `exp_avg_sq` of each parameter that has been stepped."""
         ...
 
     def step(self) -> Any:
@@ -66,12 +66,12 @@ def adamw(
     shard: int = 0,
     masters: Mapping[Tensor, Tensor] | None = None,
 ) -> ParameterOptimizer:
-    """AdamW whose weight decay spares vectors: biases and norms.
+    """Create AdamW without weight decay for vectors (biases and norms).
 
     Args:
-        seed: of what rounding draws.
-        shard: which rows of a divided model the parameters are; processes with the same rows round alike.
-        masters: fp32 values of parameters that are rounded on the device, on the host.
+        seed: seed of stochastic rounding.
+        shard: the rows of a sharded model that the parameters hold; processes with the same rows round alike.
+        masters: fp32 values on the host of parameters that are rounded on the device.
     """
     trained = list(parameters)
     groups: list[dict[str, Any]] = [
@@ -87,7 +87,7 @@ def adamw(
 def taken_up(
     moments: Mapping[str, Tensor], parameter: Tensor, options: OptimizerOptions = OptimizerOptions()
 ) -> dict[str, Tensor]:
-    """The state of a parameter as its optimizer keeps it, of one that was saved, in whatever dtype that was."""
+    """Convert a parameter's saved state, of any dtype, to the form that its optimizer keeps."""
     kept: dict[str, Tensor] = {}
     for name, each in moments.items():
         if name == STEP:
@@ -99,16 +99,16 @@ def taken_up(
 
 
 def dtype_of(options: OptimizerOptions) -> torch.dtype:
-    """In which moments are kept."""
+    """Return the dtype of the moments."""
     return _DTYPES[options.moments]
 
 
 @final
 class PiecewiseAdamW:
-    """Satisfies `ParameterOptimizer` over a state that is smaller than fp32, or not on the parameters' device.
+    """A `ParameterOptimizer` whose state is smaller than fp32 or not on the parameters' device.
 
-    On CUDA all copies and kernels are of one stream, so that each finds what the one before it has left; `step` returns
-    when the host's memory is written.
+    On CUDA, all copies and kernels use one stream, so each sees the results of the previous one. `step` returns when
+    the host's memory has been written.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class PiecewiseAdamW:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
-        del set_to_none  # a gradient of zeros would be stepped
+        del set_to_none  # set_to_none is ignored: a gradient of zeros would still be stepped
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -185,7 +185,7 @@ class PiecewiseAdamW:
         return {STEP: torch.zeros(())} | {name: _empty(parameter, dtype, place).zero_() for name in (MEAN, SQUARE)}
 
     def _noise(self, device: torch.device, step: int, number: int) -> torch.Generator | None:
-        """What a parameter's rounding draws in a step: so a run that goes on rounds as one that was not ended."""
+        """Return the generator for a parameter's rounding in one step; seeded so that a resumed run rounds the same."""
         if self._options.moments is MomentDType.FP32:
             return None
         return torch.Generator(device).manual_seed(rng.key(self._seed, step, number))
@@ -202,18 +202,18 @@ class PiecewiseAdamW:
 
 
 def rounded_at_random(values: Tensor, drawn: Tensor) -> Tensor:
-    """fp32 values as bf16: away from 0 as often as they are nearer to the greater neighbour, so that the mean is right.
+    """Round fp32 to bf16 stochastically: away from 0 with a probability that makes the mean correct.
 
     Args:
-        values: are overwritten.
-        drawn: i32, as many; the last 16 bits of each are uniform.
+        values: input; overwritten.
+        drawn: i32 of the same shape; the last 16 bits of each element are uniform.
     """
     bits = values.view(torch.int32)
     return bits.add_(drawn & _DROPPED).bitwise_and_(~_DROPPED).view(torch.float32).bfloat16()
 
 
 def _keep(values: Tensor, place: Tensor) -> None:
-    """Copy values back, unless they are the memory itself."""
+    """Copy values back unless they share memory with `place`."""
     if values.data_ptr() != place.data_ptr():
         place.copy_(values, non_blocking=True)
 

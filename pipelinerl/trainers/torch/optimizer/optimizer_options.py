@@ -1,7 +1,6 @@
-"""`OptimizerOptions`: what a recipe's `trainer.options.optimizer` may say, read without guessing and without torch.
+"""`OptimizerOptions`, the recipe's `trainer.options.optimizer`; parsing needs no torch.
 
-[trainer]
-options.optimizer = { moments = "fp32", place = "device" }     # these are the defaults
+[trainer] options.optimizer = { moments = "fp32", place = "device" }     # these are the defaults
 """
 
 from __future__ import annotations
@@ -17,34 +16,34 @@ _WHERE: Final = "options.optimizer"
 
 
 class MomentDType(StrEnum):
-    """What AdamW's two moments are kept in between steps; a step is computed in fp32 always."""
+    """Dtype of AdamW's two moments between steps; a step is always computed in fp32."""
 
     FP32 = "fp32"
     BF16 = "bf16"
-    """Half of the memory, rounded at random so that what is small adds up."""
+    """Half the memory; stochastic rounding lets small changes accumulate."""
 
 
 class StatePlace(StrEnum):
-    """Where the optimizer's state lies between steps."""
+    """Placement of the optimizer's state between steps."""
 
     DEVICE = "device"
     HOST = "host"
-    """In the host's memory; the device holds what passes compute with, and a piece of the state at a time."""
+    """In host memory; the device holds the weights of the passes, and one piece of the state at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerOptions:
-    """The defaults are torch's own AdamW over fp32 moments on the device."""
+    """Options of the optimizer; the defaults are torch's own AdamW with fp32 moments on the device."""
 
     moments: MomentDType = MomentDType.FP32
     place: StatePlace = StatePlace.DEVICE
 
 
 def optimizer_of(options: Mapping[str, Any]) -> OptimizerOptions:
-    """What `TrainerSpec.options` say of the optimizer's state.
+    """Parse the optimizer options of `TrainerSpec.options`.
 
     Raises:
-        SpecError: an unknown key, or a value that is none of those there are.
+        SpecError: an unknown key or value.
     """
     given = table(options.get("optimizer", {}), OptimizerOptions, _WHERE, trainer="torch")
     moments, place = given.get("moments", MomentDType.FP32), given.get("place", StatePlace.DEVICE)

@@ -1,1 +1,1 @@
-"""Tokens of many rollouts in one row: what is computed once, and how attention keeps rollouts apart."""
+"""Packing of many rollouts into one row: shared prefixes are computed once, and attention keeps rollouts apart."""

@@ -1,7 +1,7 @@
-"""Attention over packed segments, for any Hugging Face model: where models find it, and what may stand behind it.
+"""Attention over packed segments for any Hugging Face model, and the interface of its implementations.
 
-Attention alone keeps rollouts apart; everything else in the model works on the packed tokens. How it does is the plan's
-to say: `segments.py` lays rollouts out in buckets, `varlen.py` tells one kernel where they end.
+Only attention keeps rollouts apart; all other layers work on the packed tokens. The plan chooses the implementation:
+`segments.py` lays rollouts out in buckets, `varlen.py` passes their boundaries to one kernel.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from trainer_contract.errors import SpecError
 
-#: Under this name models find `attend`.
+#: The name under which models find `attend`.
 IMPLEMENTATION: Final = "pipelinerl_segments"
 
-#: What an architecture may pass that changes attention's result and is not handled here.
+#: Arguments of some architectures that would change attention's result and are not supported here.
 _UNSUPPORTED: Final = ("softcap", "s_aux", "position_bias")
 
 
 class AttentionPlan(Protocol):
-    """Where the segments of the K tokens that are computed of a micro-batch lie."""
+    """The positions of the segments among the K tokens that are computed of a micro-batch."""
 
     @property
     def group(self) -> SequenceGroup | None:
-        """The processes among which the K tokens are divided outside attention, if there are several."""
+        """The processes that divide the K tokens outside attention, or None."""
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
-        """[K, H, d] of query [K, H, d], key and value [K, H_kv, d]: causal, within each segment.
+        """Return causal attention [K, H, d] within each segment, for query [K, H, d], key and value [K, H_kv, d].
 
         Args:
-            window: positions that a query sees, itself included; None is all before it.
-            scale: of the scores; None is 1/√d.
+            window: number of positions that a query sees, including its own; None means all earlier ones.
+            scale: scale of the scores; None means 1/√d.
         """
         ...
 
 
-#: Plans packed segments: from their positions [T], which restart at 0 in each, on a device. Without `Distinct` all are
-#: computed.
+#: Plans attention for packed segments, from their positions [T], which restart at 0 in each. Without `Distinct`, all
+#: tokens are computed.
 Planner = Callable[[NDArray[np.int32], torch.device, Distinct | None, SequenceGroup | None], AttentionPlan]
 
 
@@ -61,15 +61,15 @@ def attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface over one packed row; dropout is never applied.
+    """Implement transformers' attention interface for one packed row; dropout is never applied.
 
     Args:
         module: the attention layer, unused.
-        query: [1, H, K, d]; key and value: [1, H_kv, K, d]. Of several processes each has K / n of the K tokens.
-        attention_mask: None, since transformers makes no mask for this implementation.
+        query: [1, H, K, d]; key and value: [1, H_kv, K, d]. With n processes, each has K / n of the K tokens.
+        attention_mask: None, since transformers creates no mask for this implementation.
         segments: the plan, passed to the model's forward as a keyword.
-        scaling: of the scores; None is 1/√d.
-        sliding_window: positions that a query sees, itself included.
+        scaling: scale of the scores; None means 1/√d.
+        sliding_window: number of positions that a query sees, including its own.
 
     Returns:
         [1, K, H, d], and no attention weights.

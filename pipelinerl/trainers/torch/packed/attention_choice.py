@@ -1,11 +1,11 @@
-"""Which attention a torch trainer's packed rows get: the rule, from facts alone and without torch.
+"""Selection of the attention implementation for a torch trainer's packed rows; needs no torch.
 
     varlen     `torch.nn.attention.varlen.varlen_attn`, one kernel over all segments: CUDA, bf16
-    buckets    `segments.py`, any device and dtype, and what `varlen` is compared with
+    buckets    `segments.py`, any device and dtype, and the reference for `varlen`
 
-The kernel (flash attention 2, as torch brings it) takes sliding windows, fewer key heads than query heads, any scale,
-beginnings that segments share, and heads divided among processes. What it does not take is said by `why_not_varlen`.
-Capped scores and attention sinks neither of the two takes (`attention.py` refuses them).
+The kernel (flash attention 2, as shipped with torch) supports sliding windows, fewer key heads than query heads, any
+scale, shared prefixes of segments, and heads divided among processes. `why_not_varlen` lists its limitations. Neither
+supports capped scores or attention sinks (`attention.py` rejects them).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any, Final, NamedTuple, Self
 from trainer_contract.errors import SpecError
 from trainer_contract.types import Precision
 
-#: Of the kernel: the least compute capability, and what the numbers of a head are a multiple of, and the most of them.
+#: The kernel's minimum compute capability, and the divisor and maximum of its head widths.
 _CAPABILITY: Final = (8, 0)
 _WIDTHS: Final = (8, 256)
 
 
 class SegmentAttention(StrEnum):
-    """How the tokens of packed segments attend to those before them."""
+    """Attention implementations for packed segments: each token attends to earlier tokens of its own segment."""
 
     AUTO = "auto"
-    """By the kernel where it can be, else by buckets."""
+    """The kernel if possible, else buckets."""
     BUCKETS = "buckets"
     VARLEN = "varlen"
 
 
 class HeadShapes(NamedTuple):
-    """How many heads of queries and of keys, and of how many numbers: each that is named, none where none is."""
+    """The number of query and key heads, and their widths; the configuration may name several widths, or none."""
 
     queries: int
     keys: int
@@ -41,9 +41,9 @@ class HeadShapes(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """From the configuration of a model's text part, as in config.json.
+        """Read the shapes from the configuration of a model's text part, as in config.json.
 
-        Heads of linear attention are none of them: these layers do not attend here.
+        Heads of linear attention are excluded, since those layers do not use this attention.
         """
         heads, hidden = (
             _whole(config, *names) for names in (("num_attention_heads", "n_head"), ("hidden_size", "n_embd"))
@@ -55,20 +55,20 @@ class HeadShapes(NamedTuple):
 
 
 def _whole(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these that is a whole number; 0 where none is."""
+    """Return the first of these fields that is a whole number, or 0."""
     return next((value for name in names if isinstance(value := config.get(name), int)), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFacts:
-    """What the choice hangs on.
+    """The inputs of the choice.
 
     Attributes:
-        device: torch's word for its kind.
-        precision: what passes compute in.
-        capability: of the GPU; None where there is none, or where it is on another machine.
-        has_kernel: was this torch built with it?
-        widths: numbers of a head, of all kinds of heads that the model's configuration names.
+        device: torch's name of the device type.
+        precision: precision of the passes.
+        capability: compute capability of the GPU; None if there is none, or if it is on another machine.
+        has_kernel: True if this build of torch includes the kernel.
+        widths: head widths of all kinds of heads in the model's configuration.
     """
 
     device: str
@@ -79,7 +79,7 @@ class AttentionFacts:
 
 
 def why_not_varlen(facts: AttentionFacts) -> str | None:
-    """The first thing that keeps the kernel from being used; None where nothing does."""
+    """Return the first reason against the kernel, or None."""
     multiple, most = _WIDTHS
     if facts.device != "cuda":
         return f"the device is {facts.device}, and the kernel is CUDA's"
@@ -100,23 +100,23 @@ def why_not_varlen(facts: AttentionFacts) -> str | None:
 
 
 def chosen(asked: SegmentAttention, why_not: str | None) -> SegmentAttention:
-    """BUCKETS or VARLEN.
+    """Return BUCKETS or VARLEN.
 
     Args:
-        why_not: what keeps the kernel from being used, if anything does.
+        why_not: the reason against the kernel, if any.
 
     Raises:
-        SpecError: the kernel is asked for, and cannot be used.
+        SpecError: the kernel was requested but cannot be used.
     """
     if asked is SegmentAttention.VARLEN and why_not is not None:
-        raise SpecError(f'options.attention = "varlen" cannot be: {why_not}; say "auto", or leave it out')
+        raise SpecError(f'options.attention = "varlen" is not possible: {why_not}; use "auto", or leave it out')
     if asked is SegmentAttention.BUCKETS or why_not is not None:
         return SegmentAttention.BUCKETS
     return SegmentAttention.VARLEN
 
 
 def described(asked: SegmentAttention, why_not: str | None) -> str:
-    """For people: what is used, and why. Raises SpecError as `chosen`."""
+    """Describe the implementation used and the reason. Raises SpecError like `chosen`."""
     if chosen(asked, why_not) is SegmentAttention.VARLEN:
         return "varlen, one kernel over all segments of a row"
-    return f"buckets of segments of similar length ({why_not or 'as options.attention says'})"
+    return f"buckets of segments of similar length ({why_not or 'set by options.attention'})"

@@ -1,6 +1,6 @@
-"""Which plan the passes of a torch trainer make for attention here: by the rule, and once the kernel was tried.
+"""The choice of an attention plan for a torch trainer's passes, including a trial of the kernel.
 
-A kernel that raises, or computes something else than buckets do, is not used, and the trainer says so.
+A kernel that raises, or whose results differ from those of buckets, is not used, and the trainer logs this.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct
 from pipelinerl.trainers.torch.packed.varlen import VarlenKernel, VarlenPlan, torch_kernel
 from trainer_contract.types import Precision
 
-#: Of the trial: lengths of segments, of which the second begins with so many tokens of the first, and the windows.
+#: Inputs of the trial: segment lengths, the number of tokens that the second segment shares with the first, and
+#: windows.
 _LENGTHS: Final = (150, 90, 1)
 _SHARED: Final = 60
 _WINDOWS: Final = (None, 33)
-#: Largest difference from buckets in fp32, of what is largest: bf16 rounds to 2^-9, and a wrong mask is as large as 1.
+#: Largest difference from buckets in fp32, relative to the largest value. bf16 rounds to 2^-9; a wrong mask gives about
+#: 1.
 _APART: Final = 5e-2
 
 
 class Planning(NamedTuple):
-    """What makes plans, and a sentence about it."""
+    """A planner, and its description for the log."""
 
     plan_of: Planner
     said: str
@@ -46,13 +48,13 @@ class Planning(NamedTuple):
 def planning(
     asked: SegmentAttention, precision: Precision, device: torch.device, config: Mapping[str, Any]
 ) -> Planning:
-    """For a trainer on this device.
+    """Choose the planner for a trainer on this device.
 
     Args:
-        config: of the model's text part.
+        config: the configuration of the model's text part.
 
     Raises:
-        SpecError: the kernel is asked for, and cannot be used.
+        SpecError: the kernel was requested but cannot be used.
     """
     heads = HeadShapes.of(config)
     why_not = why_not_varlen(facts_of(device, precision=precision, widths=heads.widths))
@@ -65,7 +67,7 @@ def planning(
 
 
 def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[int]) -> AttentionFacts:
-    """Of this machine."""
+    """Collect the facts of this machine."""
     is_here = device.type == "cuda" and torch.cuda.is_available()
     return AttentionFacts(
         device=device.type,
@@ -77,11 +79,11 @@ def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[in
 
 
 def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Does the kernel compute what buckets do, and is its gradient theirs? None, or what it does instead.
+    """Compare the kernel's results and gradients with those of buckets; return None, or the failure.
 
     Args:
-        heads: of one width.
-        dtype: what the kernel is given; buckets compute with the same numbers in fp32.
+        heads: head shapes, of a single width.
+        dtype: dtype of the kernel's inputs; buckets compute with the same values in fp32.
     """
     positions = np.concatenate([np.arange(length) for length in _LENGTHS]).astype(np.int32)
     source = np.arange(len(positions))
@@ -99,14 +101,14 @@ def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.devic
             for got, wanted in zip(_attended(varlen, drawn, window), expected, strict=True):
                 apart = float((got.float() - wanted).abs().max() / wanted.abs().max())
                 if not apart <= _APART:
-                    return f"in its trial the kernel's result was {apart:.2g} from that of buckets, of the largest"
+                    return f"in its trial the kernel's result differed from buckets by {apart:.2g} of the largest value"
     except (RuntimeError, ValueError, TypeError) as error:
         return f"in its trial the kernel failed: {str(error).splitlines()[0]}"
     return None
 
 
 def _attended(plan: AttentionPlan, drawn: list[Tensor], window: int | None) -> tuple[Tensor, ...]:
-    """Attention, and gradients of query, key and value."""
+    """Return the attention output and the gradients of query, key and value."""
     inputs, cotangent = [each.detach().requires_grad_() for each in drawn[:3]], drawn[3]
     with torch.enable_grad(), torch.autocast(cotangent.device.type, enabled=False):
         attended = plan.attend(*inputs, window=window, scale=None)

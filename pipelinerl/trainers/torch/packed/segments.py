@@ -1,10 +1,10 @@
-"""Attention over packed segments in buckets, on any device: it never crosses a boundary, and costs no T² mask.
+"""Attention over packed segments in buckets, on any device: it never crosses a boundary and needs no T² mask.
 
-Inside the attention alone, segments are laid out in buckets of similar length, padded to the longest of their bucket,
-and attend causally; everything else in the model works on the packed tokens. Padding comes after a segment's end, so
-causal attention hides it without a mask, which leaves the fast kernels usable. Tokens that several segments begin with
-are there once in the packed layout and stand in each of these segments in the padded one. Both directions of the
-re-layout are gathers, or sums in a fixed order, so gradients are deterministic on every device.
+Only within attention, segments are laid out in buckets of similar length, padded to the longest of the bucket, and
+attend causally. All other layers work on the packed tokens. Padding follows a segment's end, so causal attention hides
+it without a mask, and the fast kernels stay usable. A prefix shared by several segments exists once in the packed
+layout and in each of these segments in the padded layout. Both directions of the re-layout are gathers, or sums in a
+fixed order, so gradients are deterministic on every device.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch import Tensor
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Sums
 
-#: Buckets end at these lengths, each a quarter above the one before: at most 1.25² of the attention is padding.
+#: Upper lengths of buckets, each a quarter above the previous: padding adds at most a factor of 1.25² to attention.
 _EDGES: Final = np.unique(np.ceil(16 * 1.25 ** np.arange(64)).astype(np.int64))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """Where the K tokens that are computed of a micro-batch stand in the padded layout of P rows.
+    """The positions of a micro-batch's K computed tokens in the padded layout of P rows.
 
     Attributes:
         buckets: (segments, padded length) of each bucket; the products sum to P.
-        token_of_row: i64 [P], the token in each row (of a padding row: some token of its segment).
-        row_of_token: i64 [K], the first row of each.
-        sums: over the rows of tokens that several segments share; None where none is shared.
-        is_first: bool [P, 1, 1], False for padding and copies; None when the packed layout is the padded one already.
-        group: the processes among which the K tokens are divided outside attention, if there are several.
+        token_of_row: i64 [P], the token in each row (for a padding row: some token of its segment).
+        row_of_token: i64 [K], the first row of each token.
+        sums: sums over the rows of tokens that several segments share; None if none is shared.
+        is_first: bool [P, 1, 1], False for padding and copies; None if the packed layout equals the padded one.
+        group: the processes that divide the K tokens outside attention, or None.
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -53,7 +53,9 @@ class SegmentPlan:
         distinct: Distinct | None = None,
         group: SequenceGroup | None = None,
     ) -> SegmentPlan:
-        """Plan for packed segments; `position_ids` [T] restart at 0 in each. Without `distinct` all are computed."""
+        """Plan for packed segments; `position_ids` [T] restart at 0 in each. Without `distinct`, all tokens are
+        computed.
+        """
         starts = np.flatnonzero(position_ids == 0)
         lengths = np.diff(starts, append=len(position_ids))
         bucket_of = np.searchsorted(_EDGES, lengths)
@@ -85,7 +87,7 @@ class SegmentPlan:
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
-        """`AttentionPlan.attend`, bucket by bucket."""
+        """See `AttentionPlan.attend`; computed bucket by bucket."""
         q, k, v = (self.pad(x) for x in (query, key, value))
         outputs, start, has_groups = [], 0, q.shape[1] != k.shape[1]
         for count, length in self.buckets:
@@ -106,16 +108,18 @@ class SegmentPlan:
         return self.unpad(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
     def pad(self, packed: Tensor) -> Tensor:
-        """[K, h, d] → [P, h, d]."""
+        """Convert [K, h, d] to [P, h, d]."""
         return packed if self.is_first is None else _Pad.apply(packed, self)
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """[P, h, d] → [K, h, d]."""
+        """Convert [P, h, d] to [K, h, d]."""
         return padded if self.is_first is None else _Unpad.apply(padded, self)
 
 
 class _Pad(torch.autograd.Function):
-    """Gather rows. No gradient reaches a padding row, so the way back is a gather too; what is shared adds up."""
+    """Gather rows. Padding rows receive no gradient, so backward is a gather too; gradients of shared tokens are
+    summed.
+    """
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, plan: SegmentPlan) -> Tensor:
@@ -129,7 +133,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """Gather tokens. Padding rows and copies are read by nobody: their gradient is 0."""
+    """Gather tokens. Padding rows and copies are not read, so their gradient is 0."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, plan: SegmentPlan) -> Tensor:
@@ -142,6 +146,6 @@ class _Unpad(torch.autograd.Function):
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Bool [length, length]: causal, and at most `window` positions wide."""
+    """Return a bool mask [length, length]: causal, and at most `window` positions wide."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < (window or length))

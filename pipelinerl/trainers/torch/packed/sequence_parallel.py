@@ -1,12 +1,12 @@
 """Sequence parallelism (Ulysses, Jacobs et al. 2023, arXiv 2309.14509): n processes compute one micro-batch together.
 
-    all but attention    each has K / n of the tokens that are computed, and all heads
+    all but attention    each has K / n of the computed tokens, and all heads
     attention            each has all K tokens, and 1 / n of the heads
 
-Between the two they exchange, all to all. So attention sees segments and shared prompts as one process would, and
-nothing of `segments.py` changes. Where there are fewer key heads than processes these are repeated. Predictions are
-brought together at the end, since an objective may read a whole rollout; each process then goes back through those of
-its own tokens alone, and gradients of weights add up over the n as over any others.
+An all-to-all exchanges the two layouts. Attention thus sees segments and shared prompts as in a single process, and
+`segments.py` works unchanged. If there are fewer key heads than processes, key heads are repeated. Predictions are
+gathered at the end, since an objective may read a whole rollout. In backward, each process uses only the gradient of
+its own tokens, and weight gradients are summed over the n processes as over any others.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ dist: Any = torch.distributed
 @final
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """The `size` processes that share a micro-batch's tokens; this one is number `place` of them."""
+    """The `size` processes that share a micro-batch's tokens; this process has the index `place`."""
 
     group: Any
     size: int
     place: int
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From [k, H, d], of this process' tokens, to [K, H / n, d], its heads of all tokens.
+        """Exchange [k, H, d], this process's tokens, for [K, H / n, d], its heads of all tokens.
 
         Raises:
-            SpecError: H is no multiple of n; on every process alike.
+            SpecError: H is not a multiple of n; raised on every process.
         """
         refuse_heads(query.shape[1], self.size)
         repeats = repeats_of(query.shape[1], key.shape[1], self.size)
@@ -48,7 +48,7 @@ class SequenceGroup:
         return self._heads(query), self._heads(key), self._heads(value)
 
     def to_tokens(self, attended: Tensor) -> Tensor:
-        """Inverse of `to_heads`: from [K, H / n, d] to [k, H, d]."""
+        """Exchange [K, H / n, d] for [k, H, d], the inverse of `to_heads`."""
         parts: Tensor = _Exchange.apply(attended.unflatten(0, (self.size, -1)).contiguous(), self.group)
         return parts.transpose(0, 1).flatten(1, 2)
 
@@ -57,12 +57,12 @@ class SequenceGroup:
         return parts.flatten(0, 1)
 
     def together(self, own: Tensor, readers: list[NDArray[np.int64]]) -> Tensor:
-        """[M, N], the same on every process, of `own` [M, N_own], the columns `readers[place]` of it.
+        """Gather [M, N] on every process; `own` [M, N_own] becomes the columns `readers[place]`.
 
-        The way back gives each process the gradient of its own columns: all evaluate the same loss.
+        Backward gives each process the gradient of its own columns, since all processes evaluate the same loss.
 
         Args:
-            readers: of each process the columns that it has; together all of them once.
+            readers: the columns of each process; together they cover each column once.
         """
         whole: Tensor = _Together.apply(own, self, readers)
         return whole
@@ -70,13 +70,13 @@ class SequenceGroup:
 
 @final
 class SequencePart(NamedTuple):
-    """What one of the processes computes of a micro-batch.
+    """The part of a micro-batch that one process computes.
 
     Attributes:
-        distinct: the tokens that are computed, made a multiple of n by a segment of padding, which nobody reads.
+        distinct: the computed tokens, padded to a multiple of n by a segment that is never read.
         position_ids: i32 [T + padding].
-        own: of the tokens that are computed, those of this process.
-        readers: of each process, which of the predictions that are asked for it makes.
+        own: this process's share of the computed tokens.
+        readers: for each process, the indices of the requested predictions that it computes.
     """
 
     distinct: Distinct
@@ -88,10 +88,10 @@ class SequencePart(NamedTuple):
     def of(
         cls, group: SequenceGroup, distinct: Distinct, position_ids: NDArray[np.int32], asked: NDArray[np.int64]
     ) -> SequencePart:
-        """Divide evenly; who computes a token makes the prediction that it leads to.
+        """Divide the tokens evenly; the process that computes a token makes the prediction from it.
 
         Args:
-            asked: i64 [N], the tokens whose predictions are asked for, none of which begins a segment.
+            asked: i64 [N], tokens whose predictions are requested; none is the first of a segment.
         """
         padding = -len(distinct.kept) % group.size
         padded = distinct.with_padding(padding)
@@ -106,13 +106,13 @@ class SequencePart(NamedTuple):
 
 
 def repeats_of(query_heads: int, key_heads: int, processes: int) -> int:
-    """How often each key head is repeated, at least, so that each process has those that its query heads read."""
+    """Return the smallest number of repeats of each key head that gives each process the key heads it needs."""
     shared = query_heads // key_heads
     return next(r for r in range(1, shared + 1) if shared % r == 0 and key_heads * r % processes == 0)
 
 
 class _Exchange(torch.autograd.Function):
-    """[n, …]: part i goes to process i, and comes back the same way."""
+    """All-to-all of [n, …]: part i is sent to process i, and gradients are sent back."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:

@@ -1,10 +1,9 @@
-"""What a micro-batch has several times and a model computes once: the tokens that segments begin with alike.
+"""Shared prefixes of a micro-batch's segments, which the model computes only once.
 
-Under causal attention what a layer makes of a token hangs on the tokens before it alone. So tokens of equal beginnings
-have equal hidden states in every layer, and their gradients add up: a system prompt of all groups, the prompt of a
-group, and the first words of its answers, as far as they are the same, are computed once each. The segments of a
-micro-batch are a tree of tokens, and a pass costs what its nodes cost. Only attention sees each segment whole
-(`segments.py`).
+Under causal attention, a token's hidden states depend only on the tokens before it. Equal prefixes therefore have equal
+hidden states in every layer, and their gradients are summed. The system prompt of all groups, a group's prompt, and the
+equal first tokens of its answers are computed once each. The segments of a micro-batch form a tree of tokens, and the
+cost of a pass is proportional to its nodes. Only attention sees whole segments (`segments.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from trainer_contract.types import MicroBatch
 
 Indices = NDArray[np.int64]
 
-#: Share of the tokens; to lay out what is shared costs about as much as to compute these again.
+#: Smallest share of tokens worth saving: the re-layout costs about as much as recomputing this share.
 _LEAST_SAVED: Final = 1 / 32
 
 
@@ -30,8 +29,8 @@ class Distinct(NamedTuple):
     """The K of a micro-batch's T tokens that are computed: the nodes of the tree.
 
     Attributes:
-        kept: i64 [K], which they are, ascending.
-        place: i64 [T], where among the K each of the T tokens is found.
+        kept: i64 [K], the computed tokens, ascending.
+        place: i64 [T], the index among the K of each of the T tokens.
     """
 
     kept: Indices
@@ -39,10 +38,10 @@ class Distinct(NamedTuple):
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Self:
-        """Of tokens whose segments are equal up to them, one is kept; all are where that would save too little.
+        """Keep one of all tokens with equal prefixes; keep every token if this would save too little.
 
-        Where the sampler's experts are replayed, only prompts are looked at: two samplers may have sent equal answers
-        to different experts.
+        If the sampler's experts are replayed, only prompts are compared: two samplers may have routed equal answers to
+        different experts.
         """
         tokens, every = batch.token_ids, np.arange(batch.num_tokens)
         source = every.copy()
@@ -52,7 +51,7 @@ class Distinct(NamedTuple):
             sampled = np.where(batch.loss_mask, every, batch.num_tokens)
             ends = np.minimum(np.minimum.reduceat(sampled, starts), ends)
         beginnings = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
-        # Those that begin alike lie side by side in any order of their bytes.
+        # After sorting by bytes, segments with equal prefixes are adjacent.
         order = sorted(range(len(starts)), key=lambda segment: beginnings[segment].tobytes())
         for before, this in pairwise(order):
             count = _equal(beginnings[before], beginnings[this])
@@ -63,13 +62,13 @@ class Distinct(NamedTuple):
         return cls(np.flatnonzero(kept), (np.cumsum(kept) - 1)[source])
 
     def with_padding(self, count: int) -> Self:
-        """With so many further tokens, all of them computed."""
+        """Append `count` further tokens, all of them computed."""
         added = np.arange(count)
         return type(self)(np.append(self.kept, len(self.place) + added), np.append(self.place, len(self.kept) + added))
 
 
 def _equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix."""
     shorter = min(len(one), len(other))
     (differ,) = np.nonzero(one[:shorter] != other[:shorter])
     return int(differ[0]) if len(differ) else shorter
@@ -78,16 +77,16 @@ def _equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Rows that were read from one place, whose gradients add up there.
+    """Sums of the gradients of rows that were read from one place.
 
-    They add up in pairs, and pairs of pairs, in none of which rounds two rows meet a third: the order is fixed, so the
-    sum is deterministic on every device, and there are as many rounds as doublings.
+    Rows are added in pairs, then pairs of pairs, so that no addition involves more than two rows. The fixed order makes
+    the sum deterministic on every device, with a logarithmic number of rounds.
 
     Attributes:
-        rows: i64 [M], the rows that have others of their place.
-        rounds: in each, which of the M are added to which.
-        firsts: i64 [U], which of the M hold the sums at last.
-        places: i64 [U], where these belong.
+        rows: i64 [M], the rows that share their place with others.
+        rounds: for each round, indices of the M to add, and indices to add them to.
+        firsts: i64 [U], indices of the M that hold the final sums.
+        places: i64 [U], the places of these sums.
     """
 
     rows: Tensor
@@ -97,7 +96,7 @@ class Sums:
 
     @classmethod
     def of(cls, place: Indices, device: torch.device, rows: Indices | None = None) -> Self:
-        """The `rows` [N], by default 0, 1, …, were read from the `place` [N] each."""
+        """Plan the sums for `rows` [N] (default 0, 1, …), each read from its `place` [N]."""
         order = np.argsort(place, kind="stable")
         first = np.flatnonzero(np.diff(place[order], prepend=-1))
         counts = np.diff(first, append=len(place))
@@ -117,7 +116,7 @@ class Sums:
         )
 
     def put(self, found: Tensor, grad: Tensor) -> Tensor:
-        """`found` [places, …] with the sums of `grad` [rows, …] at their places."""
+        """Return `found` [places, …] with the sums of `grad` [rows, …] at their places."""
         if not self.rounds:
             return found
         many = grad.index_select(0, self.rows)
@@ -129,12 +128,12 @@ class Sums:
 @final
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Rows [N, …] read from [K, …] where some are read more than once.
+    """Rows [N, …] read from [K, …], some of them more than once.
 
     Attributes:
         index: i64 [N].
         size: K.
-        sums: of what is read more than once.
+        sums: gradient sums of rows that are read more than once.
     """
 
     index: Tensor
@@ -143,11 +142,11 @@ class Reading:
 
     @classmethod
     def of(cls, place: Indices, size: int, device: torch.device) -> Self:
-        """Read the `place` [N] each, of `size`."""
+        """Plan to read `place` [N] from `size` rows."""
         return cls(torch.from_numpy(place).to(device), size, Sums.of(place, device))
 
     def __call__(self, computed: Tensor) -> Tensor:
-        """[K, …] → [N, …]."""
+        """Convert [K, …] to [N, …]."""
         read: Tensor = _Read.apply(computed, self)
         return read
 
@@ -161,5 +160,5 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         found = grad.new_zeros((ctx.reading.size, *grad.shape[1:]))
-        # Of a place that is read twice some row is copied, whichever: its sum comes after.
+        # A place that is read twice gets an arbitrary row first; `put` then overwrites it with the sum.
         return ctx.reading.sums.put(found.index_copy_(0, ctx.reading.index, grad), grad), None

@@ -1,9 +1,9 @@
-"""Attention over packed segments by one kernel, `torch.nn.attention.varlen.varlen_attn`, which is told where they end.
+"""Attention over packed segments in one kernel, `torch.nn.attention.varlen.varlen_attn`, which takes their boundaries.
 
-No padding, no buckets. Where segments share a beginning, queries are of the tokens that are computed, each once, while
-keys and values stand in each segment: a segment's own tokens are its last, and the kernel lays the causal triangle at
-the end of the keys. So a segment costs its own queries times its keys. None of this has run on a GPU yet, and
-`planner.py` tries the kernel before it is used.
+There is no padding and there are no buckets. If segments share a prefix, queries cover each computed token once, while
+keys and values cover each segment whole. A segment's own tokens are its last, and the kernel aligns the causal triangle
+to the end of the keys. So a segment costs its own queries times its keys. This has not been run on a GPU yet;
+`planner.py` tests the kernel before use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Indices
 
 
 class VarlenKernel(Protocol):
-    """What is used of `varlen_attn`."""
+    """The part of `varlen_attn`'s signature that is used here."""
 
     def __call__(
         self,
@@ -37,19 +37,19 @@ class VarlenKernel(Protocol):
         window_size: tuple[int, int],
         enable_gqa: bool,
     ) -> Tensor:
-        """[K, H, d] of query [K, H, d], key and value [M, H_kv, d], differentiable.
+        """Return attention [K, H, d] for query [K, H, d], key and value [M, H_kv, d], differentiable.
 
         Args:
-            cu_seq_q: i32 [S + 1], where the S segments' queries begin, and K; `cu_seq_k` the same of keys.
-            max_q: the most queries of a segment; `max_k` the same of keys.
-            window_size: how many keys before a query's own it sees (-1: all), and how many after it, which is 0. The
-                last query's own key is the segment's last.
+            cu_seq_q: i32 [S + 1], the start of each of the S segments' queries, then K; `cu_seq_k` likewise for keys.
+            max_q: the most queries of a segment; `max_k` likewise for keys.
+            window_size: the number of keys visible before a query's own (-1: all), and after it, which is 0. The last
+                query's own key is the segment's last.
         """
         ...
 
 
 def torch_kernel() -> VarlenKernel:
-    """Torch's; imported where it is used, since it brings torch's compiler with it."""
+    """Return torch's kernel; imported on demand, because the import loads torch's compiler."""
     from torch.nn.attention.varlen import varlen_attn
 
     return cast(VarlenKernel, varlen_attn)
@@ -58,17 +58,17 @@ def torch_kernel() -> VarlenKernel:
 @final
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """Where the segments of the K tokens that are computed begin and end.
+    """The boundaries of segments among the K computed tokens.
 
-    A segment of which no token is computed, since all of it is another's beginning, is not there.
+    A segment that is entirely a prefix of another has no computed token and is omitted.
 
     Attributes:
-        query_starts: i32 [S + 1], of the K tokens.
-        key_starts: i32 [S + 1], of the M tokens of whole segments.
-        most_queries, most_keys: of a segment.
-        keys: reads the M from the K; None where these are the same.
-        kernel: what attends.
-        group: the processes among which the K tokens are divided outside attention, if there are several.
+        query_starts: i32 [S + 1], into the K tokens.
+        key_starts: i32 [S + 1], into the M tokens of whole segments.
+        most_queries, most_keys: maxima over segments.
+        keys: reads the M from the K; None if they are the same.
+        kernel: the attention kernel.
+        group: the processes that divide the K tokens outside attention, or None.
     """
 
     query_starts: Tensor
@@ -89,7 +89,9 @@ class VarlenPlan:
         *,
         kernel: VarlenKernel,
     ) -> VarlenPlan:
-        """Plan for packed segments; `position_ids` [T] restart at 0 in each. Without `distinct` all are computed."""
+        """Plan for packed segments; `position_ids` [T] restart at 0 in each. Without `distinct`, all tokens are
+        computed.
+        """
         begins = position_ids == 0
         lengths = np.diff(np.flatnonzero(begins), append=len(position_ids))
         own, keys = lengths, None
@@ -109,7 +111,7 @@ class VarlenPlan:
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
-        """`AttentionPlan.attend`, in autocast's dtype where it is on, which does not know the kernel."""
+        """See `AttentionPlan.attend`; cast to autocast's dtype if enabled, since autocast does not cover the kernel."""
         if self.keys is not None:
             key, value = self.keys(key), self.keys(value)
         kind = query.device.type

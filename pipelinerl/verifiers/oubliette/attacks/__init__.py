@@ -1,1 +1,1 @@
-"""Programs that try to break out of a sandbox, as one table in parts; `probe.py` beside this folder runs them."""
+"""Programs that try to break out of a sandbox, as one table in parts; `../probe.py` runs them."""

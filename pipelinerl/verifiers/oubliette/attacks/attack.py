@@ -1,6 +1,6 @@
-"""`Attack`: a program that tries one thing, says `ESCAPED …` where it gets it, and `held` where it is refused it.
+"""`Attack`: a program that attempts one thing, and prints `ESCAPED …` if it succeeds, or `held` if it is refused.
 
-None of them does harm where it succeeds: signals are 0, files are the probe's own, floods and bombs end by themselves.
+None of them does harm if it succeeds: signals are 0, files belong to the probe, floods and bombs end by themselves.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Final
 
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits
 
-#: Of an attack that is refused what it wants; generous, since it does not wait for its limits.
+#: Limits of attacks that are refused at once; generous, since such an attack does not run into its limits.
 QUICK: Final = Limits(
     cpu_s=20, wall_s=60, memory_bytes=256 << 20, disk_bytes=16 << 20, inodes=512, output_bytes=1 << 20
 )
-#: Of an attack that never ends by itself.
+#: Limits of attacks that never end by themselves.
 ENDLESS: Final = Limits(
     cpu_s=0.3, wall_s=0.6, memory_bytes=256 << 20, disk_bytes=16 << 20, inodes=512, output_bytes=1 << 20
 )
-#: How what loops or sleeps ends.
+#: Possible endings of programs that loop or sleep.
 TIME_IS_UP: Final = frozenset({Ending.CPU_TIME, Ending.DEADLINE, Ending.STARVED})
 
-#: What the programs in Python begin with.
+#: Preamble of the Python programs.
 PRELUDE: Final = """\
 import ctypes, errno, mmap, os, resource, signal, socket, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -47,15 +47,15 @@ def barred(number, *arguments):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attack:
-    """One of them.
+    """One attack.
 
     Attributes:
         source: the program; `@PID@`, `@FILE@`, `@PORT@`, `@NAME@`, `@WORD@` stand for the probe's baits.
-        language: `python`, or one that is compiled, and attacks the compiler or is code that only a compiler makes.
-        before: a program that ran just before, in the same slot.
-        ends: how it may end without having said `held`.
-        needs_namespaces: whether only a tier that has them can hold it off.
-        own_kernel: whether a kernel of the sandbox's own may let it do so: it reaches nothing of the host by it.
+        language: `python`, or a compiled language; the latter attacks the compiler, or needs native code.
+        before: a program that runs just before, in the same slot.
+        ends: endings that count as held, even if the program did not print `held`.
+        needs_namespaces: whether only a tier with namespaces can prevent it.
+        own_kernel: whether a sandbox with its own kernel may allow it, since it then reaches nothing of the host.
         at_start: whether it is tried each time that a sandbox is opened.
     """
 

@@ -1,4 +1,4 @@
-"""Attacks on what must not be seen: files, environment and devices of the host, its network, the run before."""
+"""Attacks on hidden data: files, environment and devices of the host, its network, and the preceding run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Final
 
 from pipelinerl.verifiers.oubliette.attacks.attack import Attack
 
-#: Looks for a word in all memory that the process can read, and in every file that it can open; the word is spelled
-#: backwards so that the program itself does not hold it.
+#: Search for a word in all memory that the process can read, and in every file that it can open. The word is spelled
+#: backwards so that the program itself does not contain it.
 _SEARCH: Final = """
 word, found = bytes(reversed(b'@DROW@')), 0
 def times(data):
@@ -78,7 +78,7 @@ ATTACKS: Final = (
            "escaped(text) if '@WORD@' in text else held()"),
     Attack(name="the score by which it is ended", own_kernel=True,
            source="refused(lambda: os.write(os.open('/proc/self/oom_score_adj', os.O_WRONLY), b'-1000'))"),
-    # the run before
+    # the preceding run
     Attack(name="files of the run before", at_start=True,
            before="open('/tmp/left', 'w').write('x'); open('/dev/shm/left', 'w').write('x')",
            source="found = [n for n in ('/tmp/left', '/dev/shm/left') if os.path.exists(n)]\n"
@@ -93,7 +93,6 @@ ATTACKS: Final = (
            before="for _ in range(5):\n    if os.fork() == 0:\n        os.setsid(); time.sleep(3600)",
            source="found = [n for n in os.listdir('/proc') if n.isdigit()]\n"
            "held() if found == ['1'] else escaped(f'{found}')"),
-    # the network
     Attack(name="TCP to the host", at_start=True,
            source="refused(lambda: socket.create_connection(('127.0.0.1', @PORT@), 2))"),
     Attack(name="TCP by version 6", source="refused(lambda: socket.create_connection(('::1', @PORT@), 2))"),

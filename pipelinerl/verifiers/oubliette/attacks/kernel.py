@@ -1,4 +1,4 @@
-"""Attacks by rights and system calls: mounts, namespaces, ids, doors into the kernel; and attacks on compilers."""
+"""Attacks through privileges and system calls: mounts, namespaces, ids, kernel interfaces; and attacks on compilers."""
 
 from __future__ import annotations
 

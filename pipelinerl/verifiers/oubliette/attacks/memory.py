@@ -1,4 +1,4 @@
-"""Attacks by memory, disk and output: single and summed, shared, hidden from the process that made it, without end."""
+"""Attacks on memory, disk and output limits: alone and summed, shared, hidden from accounting, or unbounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks by processes and time: bombs, loops, what ignores signals, what stays behind, what reaches for others."""
+"""Attacks by processes and time: bombs, loops, ignored signals, leftover daemons, and access to other processes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs inside a slot's box, and is all of this project that the box shows."""
+"""Code that runs inside a slot's guest; the only part of this project that the guest sees."""

@@ -1,7 +1,7 @@
-"""A run, from within: on its way into its box, and as a program in Python. `become` never returns.
+"""A run from the inside: it confines itself, then becomes the program. `become` never returns.
 
-A program in Python is not executed anew, it goes on in the fork, which has what `site` would make, but for what the
-host's .pth files would run, and nothing else of ours in `__main__`.
+A Python program is not started by exec: it continues in the forked interpreter. The fork has what `site` would set up
+(except for the host's .pth files), and nothing else of this project in `__main__`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ else:
 _FOLDER = walls.FOLDER
 _PROGRAM = f"{_FOLDER}/main.py"
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-#: What many programs import, and each fork would else load anew.
+#: Modules that many programs import, loaded here so that forks do not load them again.
 _OFTEN_IMPORTED = ("bisect", "collections", "heapq", "math", "typing")
-#: How often a code is run before the interpreter has specialised it, and more.
+#: Number of executions after which the interpreter has specialised the code, with a margin.
 _REHEARSALS = 12
 
 
 @final
 class RunRequest:
-    """A request, and what a run of it does to itself on its way in, worked out beforehand."""
+    """A request, with the steps that a run of it takes to confine itself, prepared in advance."""
 
     def __init__(self, told: dict[str, Any], around: walls.BoxWalls | _OpenDoors) -> None:
         self.limits: dict[str, Any] = told["limits"]
@@ -47,14 +47,14 @@ class RunRequest:
 
 
 def become(request: RunRequest, files: list[int], go_read: int, trouble: int) -> None:
-    """Take the limits, lose every right, and be the program. `trouble` is told what hinders that, and then closed."""
+    """Apply the limits, drop all privileges, and become the program. Errors on the way are written to `trouble`."""
     try:
         if os.read(go_read, 1) != b"g":
             os._exit(1)
         source = _enter(request, files)
         if request.python:
             os.close(trouble)
-    except BaseException as error:  # of a process that must not go on as the server
+    except BaseException as error:  # this process must never continue as the server
         with contextlib.suppress(OSError):
             os.write(trouble, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
@@ -62,13 +62,13 @@ def become(request: RunRequest, files: list[int], go_read: int, trouble: int) ->
         os._exit(_be_python(source, request.python, request.arguments))
     try:
         os.execve(request.argv[0], request.argv, request.environment)
-    except BaseException as error:  # what was compiled is no program
+    except BaseException as error:  # the compiler's output may not be executable
         os.write(2, f"{request.argv[0]}: {error}\n".encode())
         os._exit(126)
 
 
 def _enter(request: RunRequest, files: list[int]) -> bytes:
-    """From here on there is a folder, and limits, no rights, no files of ours. Returns the source of what is Python."""
+    """Set up folder, limits, privileges and files of the run. Return the source if it is Python."""
     walls.take(request.entering)
     for path, file in zip(request.paths, files[3:], strict=False):
         _copy(file, os.open(path, _NEW_FILE, 0o700))
@@ -80,7 +80,7 @@ def _enter(request: RunRequest, files: list[int]) -> bytes:
 
 
 def _copy(source: int, target: int) -> None:
-    """With an offset of its own, since others may read it."""
+    """Copy with an offset of its own, since other processes may read the same file."""
     offset = 0
     while sent := os.sendfile(target, source, offset, 1 << 30):
         offset += sent
@@ -88,8 +88,8 @@ def _copy(source: int, target: int) -> None:
 
 
 def be_ready() -> None:
-    """Have everything as each fork is to find it, and done once what runs do."""
-    os.environ.pop("LD_BIND_NOW", None)  # which is for this process, and not for what programs start
+    """Prepare everything that forks need, and execute once what runs do."""
+    os.environ.pop("LD_BIND_NOW", None)  # set for this process only, not for programs that runs start
     for name in _OFTEN_IMPORTED:
         __import__(name)
     _make_site()
@@ -98,7 +98,10 @@ def be_ready() -> None:
 
 
 def _make_site() -> None:
-    """Where packages are, and `exit` and its like; what .pth files run makes each fork dearer, and is not a run's."""
+    """Set up package paths, `exit` and similar names.
+
+    The .pth files are left out: they slow down each fork and are not for runs.
+    """
     site.setquit()
     site.setcopyright()
     site.sethelper()
@@ -111,7 +114,7 @@ def _content(file: int) -> bytes:
 
 
 def _be_python(source: bytes, name: str, arguments: list[str]) -> int:
-    """Run a program as `python name` would, without starting an interpreter; its exit status."""
+    """Run a program as `python name` would, without starting an interpreter; return its exit status."""
     gc.enable()
     if name != _PROGRAM or arguments:
         sys.argv, sys.path[0], sys.modules["__main__"].__file__ = [name, *arguments], os.path.dirname(name), name
@@ -127,7 +130,7 @@ def _be_python(source: bytes, name: str, arguments: list[str]) -> int:
 
 
 def _be_ready_for_a_program() -> None:
-    """Have its streams, its module and its arguments in their places, where each fork is to find them."""
+    """Put streams, module and arguments in place, where each fork finds them."""
     sys.stdin, sys.stdout, sys.stderr = _warm_streams()
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     sys.argv = [_PROGRAM]
@@ -135,7 +138,7 @@ def _be_ready_for_a_program() -> None:
     main.__file__ = _PROGRAM
 
 
-#: What most programs do.
+#: A sample of what most programs do.
 _REHEARSED = b"""
 import sys
 from collections import deque
@@ -153,7 +156,7 @@ exit(0)
 
 
 class _OpenDoors:
-    """Walls of a rehearsal: calls of the same kinds, which change nothing."""
+    """Stand-in for the isolation during a rehearsal: calls of the same kinds that change nothing."""
 
     have_folder = False
 
@@ -170,7 +173,7 @@ class _OpenDoors:
 
 
 def _rehearse() -> None:
-    """Do what a run does, up to what would change this process."""
+    """Execute what a run does, up to the point where it would change this process."""
     kept = [os.dup(number) for number in range(3)]
     told = {"limits": {}, "python": _PROGRAM, "argv": [], "arguments": [], "environment": {}, "files": []}
     request = RunRequest(told, _OpenDoors())
@@ -193,10 +196,10 @@ _Streams = tuple[io.TextIOWrapper, io.TextIOWrapper, io.TextIOWrapper]
 
 
 def _warm_streams() -> _Streams:
-    """A program's standard streams, as Python would make them of 0, 1 and 2.
+    """Create a program's standard streams, as Python would for file descriptors 0, 1 and 2.
 
-    Made once, over files of the kinds that runs have there (memory, pipes), since making them looks at that; nothing
-    is read or written before a run has put its own files in their places.
+    They are created once, over files of the kinds that runs use (memory, pipes), since Python inspects the files.
+    Nothing is read or written before a run has put its own files in place.
     """
     kept = [os.dup(number) for number in range(3)]
     memory, pipe = os.memfd_create("empty"), os.pipe()
@@ -214,7 +217,7 @@ def _warm_streams() -> _Streams:
 
 
 def _text(number: int, mode: Literal["rb", "wb"], errors: str) -> io.TextIOWrapper:
-    stream = open(number, mode, closefd=False)  # noqa: SIM115 - it is open as long as the program runs
+    stream = open(number, mode, closefd=False)  # noqa: SIM115 - open as long as the program runs
     return io.TextIOWrapper(stream, encoding="utf-8", errors=errors)
 
 
@@ -234,7 +237,7 @@ def _exit_code(ending: SystemExit) -> int:
 
 
 def _finished(code: int) -> int:
-    """Wait for threads, run what the program has registered, write what it has printed."""
+    """Wait for threads, run exit handlers, flush output."""
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()

@@ -1,22 +1,24 @@
-"""Runs inside a slot's box: `python3 -I -S server.py`. Forks each run into a box of its own.
+"""Server inside a slot's guest (`python3 -I -S server.py`); it forks a process with its own namespaces for each run.
 
-This folder is all of the project that a box shows; it needs the standard library alone. Over its standard input, a
-seqpacket socket, comes a request a packet, with open files beside it: standard input, output and error of the run, then
-the files to be laid into its folder. For each it makes one process, which is the first of new namespaces, takes every
-limit and the system call filter upon itself (`walls.py`), and only then becomes the program (`program.py`). When that
-process is gone the kernel has ended whatever it had started, so one wait is the end of the run; ending it early is one
-SIGKILL. The answer is one packet: `_ANSWER`, why the run was ended, a zero byte, what hindered it.
+The guest sees only this folder of the project, and it needs only the standard library. Requests arrive one per packet
+on standard input, a seqpacket socket, along with open files: the run's standard input, output and error, then the files
+to copy into its folder.
 
-What a run costs is in most part memory: the kernel copies the table of this process' pages, then each page that a run
-writes to, and each that this process writes to after a fork. So there are few pages, both do little and the same each
-time, and whatever a run would be the first to do has been done here before.
+For each request the server forks one process, the first in its new namespaces. That process applies every limit and the
+system call filter to itself (`walls.py`), and only then becomes the program (`program.py`). When it exits, the kernel
+kills everything that it started, so one wait marks the end of the run, and one SIGKILL ends it early. The answer is one
+packet: `_ANSWER`, the reason why the run was ended, a zero byte, and any startup error.
 
-This process never holds what a run reads or writes: a run is a fork of it, and could read that of those before. When
-the socket closes, because whoever asked is gone, the run is killed and this process ends.
+Most of a run's cost is memory. The kernel copies this process's page table, then each page that the run writes to, and
+each page that this process writes to after a fork. The server therefore has few pages, both processes do little and
+always the same, and first-time work of runs is done here in advance.
 
-    waits for          at most            who unblocks it
-    a request          for ever           the socket: a packet, or its end
-    the end of a run   its deadline       the program, the tick that looks at its memory, "kill", the socket's end
+This process never holds a run's input or output: runs are forks of it and could read earlier data. When the socket
+closes because the client is gone, the run is killed and this process ends.
+
+    waits for          at most            unblocked by
+    a request          forever            the socket: a packet, or its end
+    the end of a run   its deadline       the program, the tick that checks its memory, "kill", the socket's end
 """
 
 from __future__ import annotations
@@ -42,23 +44,24 @@ else:
     import program
     import walls
 
-    del sys.path[0], sys.modules["program"], sys.modules["walls"]  # which are names that programs may give to theirs
+    del sys.path[0], sys.modules["program"], sys.modules["walls"]  # programs may use these names for their own modules
     sys.dont_write_bytecode = False
 
-#: How often the memory of a run is added up; and where its control group bounds it, too, the processor time alone.
+#: Interval at which the memory of a run is summed; where a control group limits memory, a longer one for processor
+#: time.
 _TICK_MS = 20.0
 _SELDOM_S = 0.1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOST_PACKET = 1 << 16
 _MOST_FILES = 16
-#: Ends the run that is under way.
+#: Packet that ends the current run.
 _KILL = b"{}"
-#: Exit status, or minus the signal; seconds of processor time, on the clock, and without a processor.
+#: Exit status, or minus the signal; seconds of processor time, elapsed, and waiting for a processor.
 _ANSWER = struct.Struct("=iddd")
 
 
 def main() -> None:
-    """Answer requests until the socket ends."""
+    """Answer requests until the socket closes."""
     control = _socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     packet, files = _receive(control)
@@ -70,7 +73,7 @@ def main() -> None:
     gc.collect()
     walls.give_back_memory()
     gc.freeze()
-    gc.disable()  # each run enables it for itself; a page that is never written to here is never copied for a run
+    gc.disable()  # each run enables it for itself; a page never written here is never copied for a run
     control.send(b"ready")
     known, request = b"", None
     while True:
@@ -78,8 +81,8 @@ def main() -> None:
         if not packet:
             return
         if packet == _KILL:
-            continue  # which came when the run had ended by itself
-        if packet != known or request is None:  # most are like the one before
+            continue  # it came after the run had ended by itself
+        if packet != known or request is None:  # most requests equal the preceding one
             known, request = packet, program.RunRequest(json.loads(packet), around)
         answer = _run(control, around, watch, request, files)
         if answer is None:
@@ -99,7 +102,7 @@ def _receive(control: _socket.socket) -> tuple[bytes, list[int]]:
 def _run(
     control: _socket.socket, around: walls.BoxWalls, watch: _Watch, request: program.RunRequest, files: list[int]
 ) -> bytes | None:
-    """Start, watch, reap. None: whoever asked is gone."""
+    """Start a run, watch it and reap it. Return None if the client is gone."""
     go_read, go_write = os.pipe()
     began = time.monotonic()
     watch.meter.begin()
@@ -132,7 +135,7 @@ def _run(
 
 
 class _Watch:
-    """Waits for what may happen while a run is under way."""
+    """Waits for events while a run is in progress."""
 
     def __init__(self, control: _socket.socket, meter: _Meter, around: walls.BoxWalls) -> None:
         self.meter = meter
@@ -143,11 +146,11 @@ class _Watch:
         self._poll.register(self._file, select.POLLIN)
 
     def until_it_ends(self, handle: int, pid: int, limits: dict[str, Any], began: float) -> str:
-        """Why the run has to be ended, or nothing where it has ended by itself."""
+        """Return the reason why the run must be ended, or "" if it ended by itself."""
         self._poll.register(handle, select.POLLIN)
         try:
             if self._poll.poll(_TICK_MS) == [(handle, select.POLLIN)]:
-                return ""  # most are over by then
+                return ""  # most runs have ended by now
             return self._slowly(handle, pid, limits, began)
         finally:
             self._poll.unregister(handle)
@@ -156,7 +159,7 @@ class _Watch:
         until, look = began + limits["wall_s"], began + _SELDOM_S
         while True:
             left_s = until - time.monotonic()
-            if left_s <= 0:  # the time that it was ready, and had no processor, is not its own
+            if left_s <= 0:  # time spent ready but without a processor does not count against the run
                 until = began + min(limits["wall_s"] + _delayed_s(self._around.processes(pid)), limits["starved_s"])
                 if until <= time.monotonic() + _TICK_MS / 1000:
                     return "deadline"
@@ -181,7 +184,7 @@ class _Watch:
 
 
 class _Meter:
-    """Processor time of all that runs in the slot, this process apart, by its control group; if it has one."""
+    """Processor time of everything in the slot except this process, from its control group, if it has one."""
 
     def __init__(self, file: int | None) -> None:
         self._file = file
@@ -189,19 +192,19 @@ class _Meter:
 
     @property
     def counts(self) -> bool:
-        """Is there a group?"""
+        """True if there is a control group."""
         return self._file is not None
 
     def begin(self) -> None:
-        """A run begins now."""
+        """Mark the start of a run."""
         self._began_s = self._taken_s()
 
     def cpu_s(self, otherwise: float) -> float:
-        """Seconds since it has; `otherwise` without a group."""
+        """Return the seconds since the start of the run, or `otherwise` without a control group."""
         return otherwise if self._file is None else max(0.0, self._taken_s() - self._began_s)
 
     def reap(self, pid: int) -> tuple[int, float]:
-        """Wait for its end: exit status, or minus the signal; and processor seconds of all since it began."""
+        """Wait for the process; return its exit status, or minus the signal, and the processor seconds of the run."""
         if self.counts:
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), self.cpu_s(0.0)
         _, status, used = os.wait4(pid, 0)
@@ -216,10 +219,10 @@ class _Meter:
 
 
 def _used(processes: list[str]) -> tuple[int, float]:
-    """(bytes apart from files, processor seconds) of the processes of the run, together."""
+    """Return (bytes of memory other than files, processor seconds) of all processes of the run."""
     memory_bytes = ticks = 0
     for name in processes:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process may have ended
             with open(f"/proc/{name}/stat", "rb") as file:
                 ticks += sum(int(field) for field in file.read().rpartition(b")")[2].split()[11:15])
             with open(f"/proc/{name}/status", "rb") as file:
@@ -230,7 +233,7 @@ def _used(processes: list[str]) -> tuple[int, float]:
 
 
 def _delayed_s(processes: list[str]) -> float:
-    """How long the threads of the run were ready, and had no processor: of one thread, the longest."""
+    """Return how long a thread of the run was ready without a processor: the maximum over threads."""
     longest = 0
     for name in processes:
         with contextlib.suppress(OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""What stands around each run, as the run's process and the server make it. x86_64 alone, as the filter is."""
+"""Isolation of each run, applied by the run's process and the server. x86_64 only, like the filter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, final
 
 _LIBC = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock across a fork
-syscall = _LIBC.syscall  # looked up here, and not in each run; takes six arguments, or what is in their places
-_CLONE, _PRCTL, _MOUNT, _CAPSET, _PRLIMIT = 56, 157, 165, 126, 302  # of x86_64
+syscall = _LIBC.syscall  # looked up once here; takes six arguments, or placeholders for them
+_CLONE, _PRCTL, _MOUNT, _CAPSET, _PRLIMIT = 56, 157, 165, 126, 302  # numbers on x86_64
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
 _CLONE_PIDFD = 0x1000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
@@ -20,20 +20,20 @@ _PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_ALL, _LANDLOCK_READ, _LANDLOCK_READ_FILE = (1 << 13) - 1, 0xC, 0x4
 _MNT_DETACH = 2
-#: The id that a run has in its own eyes.
+#: User id of a run inside its namespace.
 _INNER_ID = 1000
-#: A run's own.
+#: Folder of a run.
 FOLDER = "/tmp"
 
-#: A call that changes nothing.
+#: A system call that changes nothing.
 NOTHING = (_PRCTL, _PR_GET_DUMPABLE, 0, 0, 0, 0)
-#: What is called, and with what; an error is raised, or is the answer -1.
+#: A call and its arguments; it fails by an exception, or by the result -1.
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 @final
 class BoxWalls:
-    """What stands around each run; `settings` are `Isolation` in `slot.py`."""
+    """Isolation of each run; `settings` are `Isolation` in `slot.py`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.have_folder = self._namespaces = settings["namespaces"]
@@ -48,38 +48,41 @@ class BoxWalls:
         ids = b"%d %d 1" % (_INNER_ID, self._outer_id)
         self._maps = [(b"setgroups", b"deny"), (b"uid_map", ids), (b"gid_map", ids)] if self._namespaces else []
         if self._namespaces:
-            for name in ("sys", "sysrq-trigger", "irq", "bus"):  # a covered /proc allows no fresh one below it
+            for name in ("sys", "sysrq-trigger", "irq", "bus"):  # a partly covered /proc forbids new mounts of it below
                 _LIBC.umount2(f"/proc/{name}".encode(), _MNT_DETACH)
 
     def fork(self) -> tuple[int, int]:
-        """A new process, the first of its namespaces, and a handle of it; (0, …) in it."""
+        """Fork a process, the first of its namespaces; return its pid and a pidfd, or (0, …) in the child."""
         pid = syscall(*self._forking)
         if pid < 0:
             raise _failure("clone")
         return pid, self._handle.value
 
     def map_ids(self, pid: int) -> None:
-        """Say who the process is outside."""
+        """Map the process's user and group id to those outside."""
         for name, text in self._maps:
             write(b"/proc/%d/%s" % (pid, name), text)
 
     def processes(self, pid: int) -> list[str]:
-        """Those of the run: all there are but this one, and the box's first; or the only one that it may be."""
+        """Return the pids of the run.
+
+        With namespaces, these are all but this process and the guest's first; without, the single one.
+        """
         if not self._namespaces:
             return [str(pid)]
         ours = {"1", str(os.getpid())}
         return [name for name in os.listdir("/proc") if name.isdigit() and name not in ours]
 
     def trouble(self) -> bytes:
-        """What hindered the run that has ended from being let in, if anything did."""
+        """Return the error that kept the last run from starting, if any."""
         try:
             return os.read(self._trouble, 4096)
         except BlockingIOError:
             return b""
 
     def entering(self, limits: dict[str, Any]) -> list[Step]:
-        """Be who one is; with a folder, a /proc and a process group that nobody else has."""
-        steps: list[Step] = [(os.setsid, ())]  # a signal to its own group reaches across namespaces
+        """Return the steps that give the run its user, and its own folder, /proc and process group."""
+        steps: list[Step] = [(os.setsid, ())]  # a signal to its own group would otherwise reach across namespaces
         if self._namespaces:
             room = f"size={limits['disk_bytes']},nr_inodes={limits['inodes']},mode=0700"
             steps += [
@@ -98,7 +101,7 @@ class BoxWalls:
         return [*steps, (os.chdir, (FOLDER if self._namespaces else "/",)), (killed_first, ())]
 
     def shutting(self, limits: dict[str, Any]) -> list[Step]:
-        """From here on there are no files of ours but one, limits, no rights, and fewer system calls."""
+        """Return the steps that close files, set limits, drop privileges and install the system call filter."""
         steps: list[Step] = [
             (os.closerange, (3, self.trouble_file)),
             (os.closerange, (self.trouble_file + 1, 1 << 16)),
@@ -114,11 +117,11 @@ class BoxWalls:
         return [*steps, *self._filter.setting]
 
     def confine_server(self) -> None:
-        """Refuse here already what every fork is to be refused, and the server does without."""
+        """Install a filter in the server itself, for calls that neither it nor any fork needs."""
         take(self._servers_filter.setting)
 
     def _hide(self) -> None:
-        """Landlock: read what is shown, and do nothing else with any file."""
+        """Restrict file access with Landlock: read the visible paths, and nothing else."""
         ruleset = syscall(_LANDLOCK_CREATE, struct.pack("=Q", _LANDLOCK_ALL), 8, 0)
         if ruleset < 0:
             raise _failure("landlock")
@@ -134,7 +137,7 @@ class BoxWalls:
 
 
 class _Filter:
-    """A seccomp program, and the step that sets it, if it is any; of several that are set, all must allow a call."""
+    """A seccomp program and the step that installs it, if there is one. All installed filters must allow a call."""
 
     def __init__(self, told: str) -> None:
         steps = bytes.fromhex(told)
@@ -144,10 +147,10 @@ class _Filter:
 
 
 def keep_code() -> None:
-    """Have forks begin with the pages of the interpreter's code, which each would else ask for, some at a time.
+    """Make forks start with the page table entries of the interpreter's code, which they would otherwise fault in.
 
-    The kernel copies a table of pages at a fork only where one of them is this process' own: so one of each is made so,
-    by writing to it what it holds.
+    At a fork the kernel copies a page table only if the process owns one of its pages. Writing back one byte per
+    mapping makes a page its own.
     """
     with (
         contextlib.suppress(OSError),
@@ -164,12 +167,12 @@ def keep_code() -> None:
 
 
 def give_back_memory() -> None:
-    """What is free here need not be copied for forks."""
+    """Return free memory to the system, so that forks do not copy it."""
     _LIBC.malloc_trim(0)
 
 
 def write(path: bytes, text: bytes) -> None:
-    """In one call, as files of /proc want it."""
+    """Write `text` in one call, as files in /proc require."""
     file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(file, text)
@@ -178,8 +181,8 @@ def write(path: bytes, text: bytes) -> None:
 
 
 def killed_first() -> None:
-    """When the machine has no memory left."""
-    try:  # noqa: SIM105 - what makes an object of it costs each run some pages
+    """Make this process the first to be killed when the machine is out of memory."""
+    try:  # noqa: SIM105 - a context manager would cost each run some pages
         write(b"/proc/self/oom_score_adj", b"1000")
     except OSError:
         pass
@@ -195,7 +198,7 @@ def _failure(what: str) -> OSError:
 
 
 def take(steps: list[Step]) -> None:
-    """Do one after another; OSError if one fails."""
+    """Execute steps in order. Raises OSError if one fails."""
     for call, arguments in steps:
         if call(*arguments) == -1:
             raise _failure(f"{call.__name__}{arguments}")

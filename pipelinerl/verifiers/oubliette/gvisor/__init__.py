@@ -1,1 +1,1 @@
-"""The strong tier: each run in a sandbox of gVisor's, whose kernel is not the host's."""
+"""The strong tier: each run in its own gVisor sandbox, whose kernel is not the host's."""

@@ -1,4 +1,4 @@
-"""What runsc is given for a run: a folder with its files, and what is to be made of them; and what it says of it."""
+"""A run in the form of runsc: a bundle folder with files and configuration, and the errors that runsc logs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FLAGS: Final = (
 
 
 def found() -> str | None:
-    """Where runsc is."""
+    """Return the path of runsc, if it is installed."""
     return shutil.which("runsc")
 
 
 def command(bundle: Path) -> tuple[str, ...]:
-    """runsc, which ends with this thread, and its sandbox with it; as nobody's, in a user namespace that it makes."""
+    """Return the runsc command; it ends with this thread. Without root, runsc creates a user namespace."""
     program = found()
     assert program is not None, "asked for where runsc has been found"
     rootless = () if os.geteuid() == 0 else ("--rootless",)
@@ -37,8 +37,8 @@ def command(bundle: Path) -> tuple[str, ...]:
 
 
 def lay_out(bundle: Path, run: Run) -> None:
-    """The files of a run, and what runsc is to make of them."""
-    bundle.chmod(0o755)  # who runs it is somebody else
+    """Write the files of a run and runsc's configuration."""
+    bundle.chmod(0o755)  # runsc runs as another user
     root, given = bundle / "root", bundle / "given"
     given.mkdir()
     (bundle / "stdin").write_bytes(run.stdin)
@@ -93,7 +93,7 @@ def _mount(kind: str, where: str, source: str, *options: str) -> dict[str, Any]:
 
 
 def troubles(bundle: Path) -> str:
-    """What runsc itself failed at."""
+    """Return the errors of runsc itself."""
     return "; ".join(_errors((bundle / "log").read_text() if (bundle / "log").exists() else ""))
 
 

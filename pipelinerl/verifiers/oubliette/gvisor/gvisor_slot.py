@@ -1,16 +1,16 @@
-"""The strong tier: each run in a gVisor sandbox of its own, `runsc`, whose kernel is a program and not the host's.
+"""The strong tier: each run in its own gVisor sandbox, `runsc`, whose kernel is a user-space program.
 
-A program's system calls are answered by that kernel, which itself may ask little of the host's. It is shown what the
-default tier shows, by a process of its own, and has no network; its /tmp is memory of the sandbox. The platform is
-`ptrace`, which needs nothing of the processor: `kvm` can hang on machines that have /dev/kvm.
+That kernel answers the program's system calls, and may itself make few calls to the host. The program sees the same
+files as in the default tier, and has no network; its /tmp is memory of the sandbox. The platform is `ptrace`, which
+needs no processor support: `kvm` can hang on machines that have /dev/kvm.
 
     waits for                    at most                                      then
     a run's output, its end      its deadline and `_BOOT_S`; time without     all in its control group are killed
                                  a processor is added, up to `_STARVED_TIMES`
 
-A sandbox is a fifth of a second of processor time; nothing is warm. Its control group is what limits memory and time
-of all its processes together, those of gVisor among them, for which `_OWN_BYTES` and `_BOOT_CPU_S` are added: where no
-group can be made, the tier cannot be had.
+A sandbox costs a fifth of a second of processor time; nothing is kept warm. Its control group limits memory and time of
+all its processes together. That includes gVisor's own, for which `_OWN_BYTES` and `_BOOT_CPU_S` are added. The tier is
+not available where no group can be created.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _OWN_BYTES: Final = 256 << 20
 _STARVED_TIMES: Final = 5.0
 _GRACE_S: Final = 30.0
 _TICK_S: Final = 0.02
-#: When a run is past its sandbox's beginning, in most cases.
+#: Time after which a sandbox has usually started.
 _USUAL_BOOT_S: Final = 0.5
 _GREEDY_CPU_S: Final = 0.5
 _CHUNK: Final = 1 << 18
 _SIGNALLED: Final = 128
 _OUT_OF_TIME: Final = frozenset({signal.SIGXCPU, signal.SIGKILL})
-#: What runsc says where the program is none.
+#: Error of runsc if the program cannot be executed.
 _NO_PROGRAM: Final = "creating process: failed to load"
 
 
 @final
 class GvisorSlot:
-    """Runs one program at a time, each in a sandbox of its own; its control group stays. Used from one thread."""
+    """Runs one program at a time, each in its own sandbox; the control group is reused. Used from one thread."""
 
     def __init__(self) -> None:
         self._group: ControlGroup | None = None
@@ -59,7 +59,7 @@ class GvisorSlot:
         self.began: float | None = None
 
     def start(self) -> None:
-        """Nothing is warm."""
+        """Do nothing; no part of this tier is kept warm."""
 
     def run(self, run: Run) -> ProgramResult:
         """Run a program.
@@ -102,7 +102,7 @@ class GvisorSlot:
             code, watch.stderr[:] = 126, said.encode()
         elif ended is None and (code < 0 or said):
             raise SandboxLost(f"gVisor ended by itself ({code}); it said: {said or watch.stderr[:500]!r}")
-        if ended is None and code > _SIGNALLED:  # as a shell says it, whoever it was
+        if ended is None and code > _SIGNALLED:  # codes above 128 mean a signal, as in a shell
             code = _SIGNALLED - code
             ended = Ending.CPU_TIME if cpu_s >= limits.cpu_s and -code in _OUT_OF_TIME else Ending.SIGNALLED
         return ProgramResult(
@@ -116,24 +116,28 @@ class GvisorSlot:
         )
 
     def cpu_s(self) -> float:
-        """Processor seconds that its sandboxes have taken so far."""
+        """Return the processor seconds that its sandboxes have used so far."""
         return 0.0 if self._group is None else self._group.cpu_s()
 
     def goes_behind(self) -> bool:
-        """From another thread: has the run taken so much processor time that others go first, until its end?"""
+        """Lower the run's processor share if it has used much; callable from any thread.
+
+        Returns:
+            True if the share is lowered.
+        """
         if self._group is None or self.began is None or self._group.cpu_s() - self._cpu_began_s < _GREEDY_CPU_S:
             return False
         self._group.weigh(Weight.BEHIND_OTHERS)
         return True
 
     def interrupt(self) -> None:
-        """From another thread: end what runs now, and whatever is to come."""
+        """End the current run and refuse later ones. For other threads."""
         self._ended.set()
         if self._group is not None:
             self._group.kill_all()
 
     def close(self) -> None:
-        """Remove the control group, and what is in it."""
+        """Remove the control group and everything in it."""
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -149,7 +153,7 @@ class GvisorSlot:
 
 @final
 class _Watch:
-    """Reads what a run writes, up to its bounds, and sees to its limits."""
+    """Reads the output of a run, up to its limits, and enforces the limits."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], group: ControlGroup, limits: Limits, cpu_began_s: float
@@ -166,7 +170,7 @@ class _Watch:
         self.wall_s = 0.0
 
     def until_it_ends(self) -> Ending | None:
-        """Why it has to be ended; None: it has ended by itself."""
+        """Return the reason why the run must be ended, or None if it ended by itself."""
         limits, until = self._limits, self._began + self._limits.wall_s + _BOOT_S
         handle = os.pidfd_open(self._process.pid)
         try:
@@ -195,7 +199,7 @@ class _Watch:
             os.close(handle)
 
     def drain(self) -> None:
-        """Read the rest, once nobody can write any more."""
+        """Read the remaining output, once all writers are gone."""
         for file in self._open:
             while self._take(file):
                 pass
@@ -210,7 +214,7 @@ class _Watch:
 
 
 def _delayed_s(processes: Sequence[int]) -> float:
-    """How long a thread of theirs was ready, and had no processor: of one, the longest."""
+    """Return how long a thread was ready without a processor: the maximum over threads."""
     longest = 0
     for pid in processes:
         with contextlib.suppress(OSError, ValueError, IndexError):

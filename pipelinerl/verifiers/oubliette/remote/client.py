@@ -1,15 +1,15 @@
 """`RemoteRunner`: compiles, runs and checks programs at an Oubliette service, over HTTP.
 
-Promises: what is asked at about the same time goes in one request, of thousands of pieces; a content that no link
-names is sent along, once a request. A service that cannot be reached, falls silent, breaks off or answers 5xx is asked
-again for `grace_s`; after that, and where it could not do what was asked, the error says so, and verdicts are masked.
-One whose sandbox is below the tier that is asked for is refused.
+Concurrent work is batched into requests of up to thousands of items; content without a link is sent along, once per
+request. If the service is unreachable, silent, drops the connection or answers 5xx, the request is retried for
+`grace_s`. After that, or if work could not be done, an error is raised and verdicts are masked. A service whose sandbox
+is below the requested tier is rejected.
 
-| waits for | at most | who unblocks it |
+| waits for | at most | unblocked by |
 |---|---|---|
-| the next sign of life of the service | `silence_s`, then it is asked again | it beats each second |
-| its answer | `timeout_s`, then it is asked again | it works |
-| a service that failed | `grace_s`, then `SandboxLost` | it comes back |
+| the next heartbeat of the service | `silence_s`, then the request is retried | a heartbeat each second |
+| its answer | `timeout_s`, then the request is retried | the service |
+| a service that failed | `grace_s`, then `SandboxLost` | its return |
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from pipelinerl.verifiers.service.asking import KEEP_ALIVE_S, ServiceFailed, Ser
 if TYPE_CHECKING:
     import aiohttp
 
-#: Requests that are under way at once, works of one, and bytes of its contents, which grow by a third in JSON.
+#: Limits on concurrent requests, on work items per request, and on bytes of its contents, which grow by a third in
+#: JSON.
 _REQUESTS: Final = 4
 _WORKS: Final = 4096
 _CONTENT_BYTES: Final = 12 << 20
@@ -48,7 +49,7 @@ _FULL_PAUSE_S: Final = 0.25
 @final
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A piece of work, the contents that it brings along, and whoever waits for it."""
+    """A work item, the contents sent with it, and the future for its result."""
 
     work: wire.Work
     contents: dict[Link, bytes]
@@ -57,7 +58,7 @@ class _Asked:
 
 @final
 class RemoteRunner:
-    """One service's; used from one event loop, and closed in it."""
+    """Client of one service; used from one event loop, and closed in it."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, status: wire.OublietteStatus, patience: ServicePatience
@@ -75,7 +76,7 @@ class RemoteRunner:
     async def open(
         cls, url: str, *, token: str | None, tier: Tier, patience: ServicePatience = ServicePatience()
     ) -> Self:
-        """Ask a service what it is. To be closed.
+        """Connect to a service and check its status. The caller must close the runner.
 
         Raises:
             SandboxMissing: it is no such service, of another version, or its sandbox is below `tier`.
@@ -97,16 +98,16 @@ class RemoteRunner:
 
     @property
     def tier(self) -> str:
-        """The service's sandbox, and where it is."""
+        """The service's tier, marked as remote."""
         return f"remote {self._status.tier}"
 
     @property
     def at_once(self) -> int:
-        """The service's slots."""
+        """Number of the service's slots."""
         return max(1, self._status.at_once)
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
-        """Compile there; the program stays there. What needs no compiling is not sent yet."""
+        """Compile at the service, which keeps the program. Languages that need no compiling send nothing yet."""
         if language not in self._status.languages:
             known = ", ".join(self._status.languages)
             raise ToolchainMissing(f"{language} is not installed at {self._url}, which has {known}")
@@ -120,7 +121,7 @@ class RemoteRunner:
         return self._result(done)
 
     async def run(self, program: Program, stdin: Content, limits: Limits) -> Executed:
-        """Run there; the output stays there."""
+        """Run at the service, which keeps the output."""
         contents: dict[Link, bytes] = {}
         work = wire.RunWork(
             language=program.language,
@@ -134,7 +135,7 @@ class RemoteRunner:
         return Executed(result, self._link(done.output))
 
     async def check(self, check: Check) -> float:
-        """Judge there."""
+        """Check an output at the service."""
         contents: dict[Link, bytes] = {}
         custom = check.checker if isinstance(check.checker, CustomChecker) else None
         work = wire.CheckWork(
@@ -159,7 +160,7 @@ class RemoteRunner:
         return self._link(done.program)
 
     async def missing(self, links: list[Link]) -> set[Link]:
-        """Which of them lead to nothing at the service. Raises `SandboxLost`."""
+        """Return the links whose content the service does not have. Raises `SandboxLost`."""
         body = msgspec.json.encode(wire.MissingRequest(tuple(map(str, links))))
         url, most_bytes = self._url + wire.MISSING, 100 * len(links) + 1024
         try:
@@ -174,7 +175,7 @@ class RemoteRunner:
             raise SandboxLost(f"what answers at {self._url} is no Oubliette service: {error}") from None
 
     async def upload(self, data: bytes) -> Link:
-        """Lay a content into the service's repository. Raises `SandboxLost`."""
+        """Upload a content to the service's repository. Raises `SandboxLost`."""
         content = await self._content("PUT", data, {}, most_bytes=1 << 16)
         try:
             return self._link(msgspec.json.decode(content, type=wire.Stored).link)
@@ -182,7 +183,7 @@ class RemoteRunner:
             raise SandboxLost(f"what answers at {self._url} is no Oubliette service: {error}") from None
 
     async def read(self, content: Content) -> bytes:
-        """A content itself."""
+        """Return the bytes of a content."""
         if isinstance(content, bytes):
             return content
         data = await self._content("GET", None, {"link": str(content)}, most_bytes=content.size)
@@ -191,7 +192,7 @@ class RemoteRunner:
         return data
 
     async def close(self) -> None:
-        """End every request; what waits for one is lost."""
+        """Cancel every request; waiting work fails."""
         tasks = [*self._requests, *([self._sender] if self._sender else [])]
         for task in tasks:
             task.cancel()
@@ -223,7 +224,7 @@ class RemoteRunner:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def _done(self, work: wire.Work, contents: dict[Link, bytes]) -> wire.Done:
-        """What came of a piece of work. Raises what `NotDone` stands for."""
+        """Return the result of a work item. Raises the error that a `NotDone` stands for."""
         asked = _Asked(work, contents, asyncio.get_running_loop().create_future())
         self._waiting.append(asked)
         if self._sender is None or self._sender.done():
@@ -234,7 +235,7 @@ class RemoteRunner:
         return done
 
     async def _send(self) -> None:
-        """Send what waits, until nothing does; what comes meanwhile goes along."""
+        """Send queued work in batches until the queue is empty; work that arrives meanwhile is included."""
         while self._waiting:
             await self._room.acquire()
             batch = self._batch()
@@ -246,7 +247,7 @@ class RemoteRunner:
             request.add_done_callback(self._requests.discard)
 
     def _batch(self) -> list[_Asked]:
-        """As many as one request takes, without those that nobody waits for any more."""
+        """Take as much work as fits one request, skipping items whose caller is gone."""
         batch: list[_Asked] = []
         sent: set[Link] = set()
         while self._waiting and len(batch) < _WORKS:
@@ -261,7 +262,7 @@ class RemoteRunner:
         return batch
 
     async def _request(self, batch: list[_Asked]) -> None:
-        """One request, until it is answered or it is too late; whoever waits is told."""
+        """Send one batch, with retries, and set the result or error of each item."""
         try:
             for asked, done in zip(batch, await self._answered(batch), strict=True):
                 if not asked.done.done():
@@ -340,7 +341,7 @@ class RemoteRunner:
 
 
 class _ServiceFull(Exception):
-    """It has no room just now."""
+    """The service has no capacity at the moment."""
 
 
 _ERRORS: Final[dict[str, type[Exception]]] = {
@@ -349,7 +350,7 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
 
 
 def checker_program(checker: CustomChecker, contents: dict[Link, bytes]) -> wire.CheckerProgram:
-    """A checker as it is sent; what the service has to be given is added to `contents`."""
+    """Return a checker in wire form; contents that the service lacks are added to `contents`."""
     given = [(name, _named(text.encode("utf-8", "surrogatepass"), contents)) for name, text in checker.files]
     source = "" if checker.program is not None else _named(checker.source.encode("utf-8", "surrogatepass"), contents)
     return wire.CheckerProgram(
@@ -362,7 +363,7 @@ def checker_program(checker: CustomChecker, contents: dict[Link, bytes]) -> wire
 
 
 def _named(content: Content, contents: dict[Link, bytes]) -> str:
-    """The link to a content, which is added to `contents` if it is not at the service yet."""
+    """Return the link of a content; add its bytes to `contents` if it is not a link already."""
     if isinstance(content, Link):
         return str(content)
     link = Link.of(content)

@@ -1,13 +1,14 @@
-"""`OublietteService` and its application: compiles, runs and checks programs for whoever has its token.
+"""`OublietteService` and its application: compiles, runs and checks programs for clients that have its token.
 
-Promises: every piece of work of a request has an answer, in its place; one that could not be done says so and why, and
-is never taken for a program's failure. What runs is named by language: no command and no path comes from the network.
-A request whose asker has gone is given up. A program's box holds its input and nothing else of the repository.
+Every work item of a request gets an answer, in order. An item that could not be done says so with the reason, and is
+never reported as a program's failure. Programs are run by language name: no command and no path comes from the network.
+A request is abandoned when its client disconnects. A program's guest holds its input and nothing else of the
+repository.
 
-| waits for | at most | who unblocks it |
+| waits for | at most | unblocked by |
 |---|---|---|
 | a run | its own limits | the sandbox, which ends it |
-| room for a request | – | it is refused (503, `full`), and asked again |
+| capacity for a request | – | it is rejected (503, `full`) and retried by the client |
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLo
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
 from pipelinerl.verifiers.service.beating import HeartbeatRoute, RequestRefused
 
-#: Pieces of work that a service holds at most.
+#: Maximum number of work items that a service holds.
 MOST_WAITING: Final = 65_536
-#: No run may ask for more.
+#: Upper bounds for the limits that a run may request.
 _MOST: Final = Limits(
     cpu_s=600.0, wall_s=1300.0, memory_bytes=16 << 30, output_bytes=64 << 20, error_bytes=64 << 10,
     disk_bytes=1 << 30, inodes=1 << 16, processes=256, open_files=1024,
@@ -53,7 +54,7 @@ _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 @final
 class OublietteService:
-    """One service's work behind its routes, on one event loop."""
+    """The work behind one service's routes, on one event loop."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class OublietteService:
         transient: TransientRepository,
         most_waiting: int = MOST_WAITING,
     ) -> None:
-        """`runner` reads from and writes to the repositories that are given here."""
+        """Create the service; `runner` reads from and writes to the repositories given here."""
         self._runner = runner
         self._tier = tier
         self._persistent = persistent
@@ -73,7 +74,7 @@ class OublietteService:
         self._queue = self._done = 0
 
     def admit(self, request: wire.WorkRequest) -> None:
-        """Raises `RequestRefused` for one that is not begun here."""
+        """Raise `RequestRefused` for a request that is not accepted."""
         if request.protocol != wire.PROTOCOL:
             told = f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl"
             raise RequestRefused(409, wire.OTHER_PROTOCOL, told)
@@ -81,7 +82,7 @@ class OublietteService:
             raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} pieces of work; ask again later")
 
     async def work(self, request: wire.WorkRequest) -> wire.WorkAnswer:
-        """Do what was admitted."""
+        """Execute an admitted request."""
         self._queue += len(request.works)
         try:
             for content in request.contents:
@@ -93,15 +94,15 @@ class OublietteService:
         return wire.WorkAnswer(done=tuple(done))
 
     async def store(self, parts: AsyncIterator[bytes]) -> Link:
-        """Lay a content into the persistent repository, as it comes. Raises `ContentTooLarge`."""
+        """Stream a content into the persistent repository. Raises `ContentTooLarge`."""
         return await self._persistent.put_parts(parts, most_bytes=wire.MOST_CONTENT_BYTES)
 
     def missing(self, request: wire.MissingRequest) -> wire.Missing:
-        """Which links lead to nothing. Raises `ValueError` for what is no link."""
+        """Return the links that have no content here. Raises `ValueError` for an invalid link."""
         return wire.Missing(tuple(text for text in request.links if Link.parsed(text) not in self._persistent))
 
     def status(self) -> wire.OublietteStatus:
-        """What this service is, and how much it has to do."""
+        """Return the service's version, tier, languages and load."""
         return wire.OublietteStatus(
             protocol=wire.PROTOCOL,
             version=version("pipelinerl"),
@@ -114,11 +115,11 @@ class OublietteService:
         )
 
     async def close(self) -> None:
-        """End every box."""
+        """Close every guest."""
         await self._runner.close()
 
     async def read(self, text: str) -> bytes:
-        """The content under a link. Raises `ContentMissing`, or `ValueError` for what is no link."""
+        """Return the content of a link. Raises `ContentMissing`, or `ValueError` for an invalid link."""
         return await asyncio.to_thread(self._read, text)
 
     async def _one(self, work: wire.Work) -> wire.Done:
@@ -128,7 +129,7 @@ class OublietteService:
             return _not_done(wire.CHECKER, error)
         except ToolchainMissing as error:
             return _not_done(wire.NO_TOOLCHAIN, error)
-        except (ContentMissing, ValueError) as error:  # ValueError: no link
+        except (ContentMissing, ValueError) as error:  # ValueError: an invalid link
             return _not_done(wire.NO_CONTENT, error)
         except (SandboxLost, OSError) as error:
             return _not_done(wire.LOST, error)
@@ -191,7 +192,7 @@ class OublietteService:
 
 
 def _bounded(limits: Limits) -> Limits:
-    """The limits, none above what any run may have, none without meaning."""
+    """Clamp the limits to the range between zero and the upper bounds."""
     names = ("cpu_s", "wall_s", "memory_bytes", "output_bytes", "error_bytes", "disk_bytes", "inodes", "processes",
              "open_files")  # fmt: skip
     return replace(limits, **{name: min(max(getattr(limits, name), 0), getattr(_MOST, name)) for name in names})
@@ -218,7 +219,7 @@ def _ended(result: ProgramResult, output: str) -> wire.Ended:
 
 
 def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
-    """The application that serves `service`, and closes it; every route but /health wants the `token`."""
+    """Return the application that serves `service` and closes it; every route but /health requires the `token`."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -1,16 +1,14 @@
-"""What is asked of an Oubliette service, and what it answers: paths and values, the same at both ends.
+"""Routes and messages of an Oubliette service, shared by client and service.
 
-GET  /health       liveness, without a token
-GET  /status       → `OublietteStatus`: tier, languages, programs at once, queue
-PUT  /content      raw bytes → `Stored`: the link under which they lie in the persistent repository
-GET  /content      ?link=… → the bytes that lie under it, for as long as they do
-POST /missing      `MissingRequest` → `Missing`: which of these links lead to nothing there
-POST /work         `WorkRequest` → `WorkAnswer`: thousands of pieces of work, each done or not done, in their order.
-                   Spaces may come before it, one each second, by which a service that works is told from one that
-                   does not
+GET  /health       liveness, without a token GET  /status       → `OublietteStatus`: tier, languages, number of slots,
+queue PUT  /content      raw bytes → `Stored`: their link in the persistent repository GET  /content      ?link=… → the
+bytes of the link, for as long as they are kept POST /missing      `MissingRequest` → `Missing`: the links that have no
+content there POST /work         `WorkRequest` → `WorkAnswer`: thousands of work items, each done or not done, in order.
+Spaces may
+                   precede it, one each second: heartbeats that distinguish a working service from a dead one
 
-Inputs, answers, programs and outputs are named by links (`repository.Link`), never sent twice; what a request brings
-along in `contents`, such as the source of a model's answer, is held while there is room, and no longer than needed.
+Inputs, answers, programs and outputs are named by links (`repository.Link`) and never sent twice. Data that a request
+carries in `contents`, such as the source of a model's answer, is kept only while there is room.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from msgspec import Meta
 from pipelinerl.verifiers.oubliette.checkers import Checker, Protocol
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, Tier
 
-#: The number of this agreement; it rises with each change that the other end has to know of.
+#: Version of this protocol; it increases with each change that the other end must know about.
 PROTOCOL: Final = 1
 
 HEALTH: Final = "/health"
@@ -33,12 +31,12 @@ MISSING: Final = "/missing"
 WORK: Final = "/work"
 
 MOST_WORKS: Final = 8192
-#: Of one content that is laid into the repository.
+#: Limit on one content uploaded to the repository.
 MOST_CONTENT_BYTES: Final = 256 << 20
-#: Characters of what a program has written, and of what went wrong, that come back themselves.
+#: Number of characters of output and errors that are returned inline.
 MOST_SHOWN: Final = 300
 
-#: Codes of refusals.
+#: Error codes of rejected requests.
 OTHER_PROTOCOL: Final = "other_protocol"
 IS_FULL: Final = "full"
 TOO_LARGE: Final = "content_too_large"
@@ -48,7 +46,7 @@ _Language = Annotated[str, Meta(max_length=20)]
 
 
 class CompileWork(msgspec.Struct, frozen=True, kw_only=True, tag="compile"):
-    """Compile a source; the program is held where outputs are."""
+    """Compile a source; the program is stored where outputs are."""
 
     language: _Language
     source: _LinkText
@@ -65,7 +63,7 @@ class RunWork(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
 
 
 class CheckerProgram(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem's own checker: its source and what lies beside it, or the `program` that was compiled of it."""
+    """A problem's own checker: its source and accompanying files, or the compiled `program`."""
 
     language: _Language
     protocol: Protocol
@@ -75,7 +73,7 @@ class CheckerProgram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckWork(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
-    """Judge an output, by comparing (`how`) or by the problem's checker."""
+    """Judge an output, by comparison (`how`) or by the problem's checker."""
 
     how: Checker | None = None
     checker: CheckerProgram | None = None
@@ -95,7 +93,7 @@ Work = CompileWork | RunWork | CheckWork | CompileChecker
 
 
 class WorkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Work, and contents that it names and the service may not have."""
+    """Work items, with contents that they name and the service may not have."""
 
     protocol: int
     contents: tuple[bytes, ...] = ()
@@ -103,7 +101,7 @@ class WorkRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """How a run, or a compilation, ended; `output` is the link to what it has written."""
+    """Result of a run or a compilation; `output` is the link to what it wrote."""
 
     ending: Ending
     code: int
@@ -122,20 +120,20 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True, tag="checked"):
 
 
 class Compiled(msgspec.Struct, frozen=True, kw_only=True, tag="compiled"):
-    """The link to a program, and the seconds that compiling took."""
+    """The link to a program, and the seconds spent compiling it."""
 
     program: _LinkText
     wall_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class NotDone(msgspec.Struct, frozen=True, kw_only=True, tag="not_done"):
-    """Why a piece of work could not be done; says nothing of any answer."""
+    """The reason why a work item could not be done; it says nothing about any answer."""
 
     cause: Annotated[str, Meta(max_length=20)]
     why: str
 
 
-#: Causes: the sandbox was lost, a link leads to nothing, a checker failed, a language is not there.
+#: Causes: the sandbox was lost, a link has no content, a checker failed, a language is not installed.
 LOST: Final = "lost"
 NO_CONTENT: Final = "no_content"
 CHECKER: Final = "checker"
@@ -145,37 +143,37 @@ Done = Ended | Checked | Compiled | NotDone
 
 
 class WorkAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of each piece of work, in their order."""
+    """The results of all work items, in order."""
 
     done: tuple[Done, ...]
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """Where a content lies now."""
+    """The link of a stored content."""
 
     link: str
 
 
 class MissingRequest(msgspec.Struct, frozen=True):
-    """Links of what is to be uploaded."""
+    """Links of contents that the client may upload."""
 
     links: Annotated[tuple[_LinkText, ...], Meta(max_length=100_000)]
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """Those of them that lead to nothing."""
+    """The links that have no content at the service."""
 
     links: tuple[str, ...]
 
 
 class OublietteStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a service is.
+    """State of a service.
 
     Attributes:
-        tier: of its sandbox. languages: those that it has.
-        at_once: programs that run beside one another. queue: pieces of work that were taken and are not done.
-        runs: pieces done since it came up.
-        transient_bytes: what its transient repository holds.
+        tier: of its sandbox. languages: those that are installed.
+        at_once: number of programs that run concurrently. queue: accepted work items that are not done.
+        runs: items done since the service started.
+        transient_bytes: size of its transient repository.
     """
 
     protocol: int

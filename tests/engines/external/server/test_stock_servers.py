@@ -1,7 +1,7 @@
-"""Servers that somebody else runs, behind the contract: a stock vLLM server, and a fake of SGLang's.
+"""Unmodified servers behind the contract: a stock vLLM server, and a fake of SGLang's.
 
-The kit says how much of the contract their dialects carry; what goes wrong in silence, versions and log-probs, is
-looked at besides. vLLM's server is real and is met by `make test-vllm`; SGLang's is `tests.fakes.sglang_server`.
+The conformance kit checks the supported part of the contract. Failures that would stay silent, in versions and
+log-probs, are tested separately. `make test-vllm` runs vLLM's real server; SGLang's is `tests.fakes.sglang_server`.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from tests.patience import PATIENCE_S, SOON_S
 CONTEXT = 96
 PROMPT = [7, 9, 11, 13, 15]
 
-#: What the kit finds wanting, and why.
+#: Expected failures of the conformance kit, and their reasons.
 SHORT_OF = {
     "sglang_server": {
-        # SGLang's log-probs are those before top-k and top-p, so an engine that stands for it refuses both.
+        # SGLang's log-probs are those before top-k and top-p, so its engine rejects both.
         "top_k_one_is_certain": "400",
         # As below.
         "same_seed_same_samples": "log-probs",
@@ -66,7 +66,7 @@ SHORT_OF = {
         "rare_chunks_are_the_whole": "token_logprobs",
     },
     "vllm_server": {
-        # The server takes samples as they come: which of them share a step, and so the rounding, differs each time.
+        # The server starts samples as they arrive, so the samples in each step, and thus rounding, differ each time.
         "same_seed_same_samples": "log-probs",
         "stream_equals_whole": "token_logprobs",
         "rare_chunks_are_the_whole": "token_logprobs",
@@ -84,7 +84,7 @@ vllm = [
 
 @dataclass(frozen=True)
 class Stock:
-    """A server of somebody's, the engine type that speaks to it, the model that it serves, and where that lies."""
+    """A stock server, the engine type for it, its model, and the model's path."""
 
     kind: str
     url: str
@@ -111,7 +111,7 @@ class Stock:
             yield url
 
     async def starts(self, **changes: Any) -> None:
-        """Start the engine and stop it; raises what its start does."""
+        """Start the engine and stop it; raises the errors of its start."""
         engine = load("engine", ENGINES, self.kind)(self.options(**changes))
         try:
             await engine.start()
@@ -120,7 +120,7 @@ class Stock:
 
 
 def _written(folder: Path) -> Any:
-    """A random decoder with an output layer of its own, so that weights can be made that are certain of a token."""
+    """Save a random decoder with an untied output layer, whose weights can make a token certain."""
     tokenizer = char_tokenizer()
     shape = DecoderShape(hidden=64, layers=1, heads=2, intermediate=32, vocab=len(tokenizer), max_positions=CONTEXT)
     model = random_decoder(shape)
@@ -161,7 +161,7 @@ def stock(request: pytest.FixtureRequest) -> Stock:
     return found
 
 
-def test_it_keeps_the_contract_as_far_as_its_dialect_goes(stock: Stock) -> None:
+def test_engine_keeps_the_supported_part_of_the_contract(stock: Stock) -> None:
     with stock.engine() as url:
         results = run(url, token="secret", timeout_s=PATIENCE_S)
     short = {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED}
@@ -169,7 +169,7 @@ def test_it_keeps_the_contract_as_far_as_its_dialect_goes(stock: Stock) -> None:
     assert all(SHORT_OF[stock.kind][name] in reason for name, reason in short.items()), short
 
 
-def test_logprobs_are_those_of_transformers_after_every_update(stock: Stock) -> None:
+def test_logprobs_equal_transformers_after_every_update(stock: Stock) -> None:
     with stock.engine() as url, opened(url) as session:
         layout = trainer_of(session).layout
         for tag in range(3):
@@ -186,12 +186,12 @@ def test_logprobs_are_those_of_transformers_after_every_update(stock: Stock) -> 
 
 
 def random_decoder_like(model: Any) -> Any:
-    """Another model of the same configuration, so that the server's own is left alone."""
+    """Return another model of the same configuration, to leave the server's own model unchanged."""
     return type(model)(model.config).eval()
 
 
-def test_no_token_is_named_after_weights_that_did_not_sample_it(stock: Stock) -> None:
-    """Every version's weights can sample one token alone: what comes from which version shows in the tokens."""
+def test_spans_never_name_weights_that_did_not_sample_the_token(stock: Stock) -> None:
+    """Each version's weights can sample only one token, so each token reveals its version."""
     with stock.engine() as url, opened(url) as session:
         layout, model = trainer_of(session).layout, random_decoder_like(stock.model)
         token_of = {publish(session, certain_of(model, layout, 10)): 10}
@@ -210,7 +210,7 @@ def test_no_token_is_named_after_weights_that_did_not_sample_it(stock: Stock) ->
         assert switches >= 6, f"samples were switched {switches} times: too few to show anything"
 
 
-def test_more_samples_than_it_ever_takes_are_refused_and_as_many_as_it_takes_are_answered(stock: Stock) -> None:
+def test_samples_up_to_capacity_are_answered_and_more_are_rejected(stock: Stock) -> None:
     with stock.engine(max_waiting=4) as url, opened(url) as session:
         error = refused(session.completed(n=21, max_tokens=1), 400)
         assert error["param"] == "n" and "n must be at most 20" in error["message"]
@@ -218,7 +218,7 @@ def test_more_samples_than_it_ever_takes_are_refused_and_as_many_as_it_takes_are
 
 
 @pytest.mark.parametrize("on_update", ["drain", "recompute_kv"])
-def test_drain_and_recompute(stock: Stock, on_update: str) -> None:
+def test_drain_and_recompute_updates(stock: Stock, on_update: str) -> None:
     with stock.engine() as url, opened(url) as session:
         layout = trainer_of(session).layout
         publish(session, weights(layout, 1))
@@ -229,8 +229,8 @@ def test_drain_and_recompute(stock: Stock, on_update: str) -> None:
             assert choice.finish_reason is not FinishReason.ABORT
 
 
-def test_a_sample_that_the_server_ends_is_aborted(stock: Stock) -> None:
-    """Nothing is held back, so that its last event brings no token."""
+def test_sample_ended_by_the_server_is_aborted(stock: Stock) -> None:
+    """No text is held back, so the last event has no token."""
     stops = {
         "vllm_server": [("/pause?mode=abort", None), ("/resume", None)],
         "sglang_server": [("/pause_generation", {"mode": "abort"}), ("/continue_generation", {})],
@@ -248,7 +248,7 @@ def test_a_sample_that_the_server_ends_is_aborted(stock: Stock) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread dies of it
-def test_weights_that_somebody_else_has_put_there_end_the_engine(stock: Stock) -> None:
+def test_weights_loaded_by_another_client_end_the_engine(stock: Stock) -> None:
     with stock.engine() as url, opened(url) as session:
         session.chat()
         body = {"new_version": "theirs"} | ({"abort_all_requests": False} if stock.kind == "sglang_server" else {})
@@ -258,7 +258,7 @@ def test_weights_that_somebody_else_has_put_there_end_the_engine(stock: Stock) -
 
 
 class TestRefusals:
-    """What cannot work is refused before it starts, with a sentence; needs no server of a real kind."""
+    """Unsupported settings are rejected at the start with a message; needs no real server."""
 
     @pytest.mark.parametrize(
         ("options", "says"),
@@ -270,7 +270,9 @@ class TestRefusals:
         ],
     )
     @pytest.mark.parametrize("kind", ["sglang_server", "vllm_server"])
-    def test_options(self, kind: str, options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    def test_unsupported_options_are_rejected(
+        self, kind: str, options: dict[str, Any], says: str, tmp_path: Path
+    ) -> None:
         with pytest.raises(ModelError, match=says):
             load("engine", ENGINES, kind)(Stock(kind, "http://127.0.0.1:9", tmp_path, None).options(**options))
 
@@ -283,7 +285,7 @@ class TestRefusals:
             ({}, {"context_length": 2 * CONTEXT}, "at most the server's"),
         ],
     )
-    async def test_a_server_that_does_not_fit(
+    async def test_server_with_other_settings_is_rejected(
         self, facts: dict[str, Any], options: dict[str, Any], says: str, tmp_path: Path
     ) -> None:
         with _sglang(tmp_path, **facts) as stock, pytest.raises(ModelError, match=says):
@@ -298,7 +300,7 @@ class TestRefusals:
         ],
     )
     @pytest.mark.parametrize("vllm_server", [pytest.param(None, marks=vllm)], indirect=True)
-    async def test_a_vllm_server_that_was_started_otherwise(
+    async def test_vllm_server_with_wrong_flags_is_rejected(
         self, section: str, facts: dict[str, Any], says: str, vllm_server: Stock
     ) -> None:
         front = stock_vllm.saying(vllm_server.url, section, facts)
@@ -306,24 +308,24 @@ class TestRefusals:
             await vllm_server.starts(server=url)
 
     @pytest.mark.parametrize("vllm_server", [pytest.param(None, marks=vllm)], indirect=True)
-    async def test_a_vllm_server_that_was_left_paused_goes_on(self, vllm_server: Stock) -> None:
-        """Its adapter was killed in the middle of an update; paused, the server answers nothing that is asked of it."""
+    async def test_paused_vllm_server_is_resumed(self, vllm_server: Stock) -> None:
+        """An earlier adapter was killed during an update; a paused server answers no requests."""
         httpx.post(f"{vllm_server.url}/pause?mode=keep", trust_env=False).raise_for_status()
         await vllm_server.starts()
 
     @pytest.mark.parametrize("vllm_server", [pytest.param(None, marks=vllm)], indirect=True)
-    def test_a_vllm_server_whose_adapter_died_in_an_update_takes_the_next(self, vllm_server: Stock) -> None:
+    def test_vllm_server_with_an_open_update_session_is_usable(self, vllm_server: Stock) -> None:
         for order in ("/pause?mode=keep", "/start_weight_update"):
             httpx.post(vllm_server.url + order, trust_env=False).raise_for_status()
         with vllm_server.engine() as url, opened(url) as session:
             publish(session, weights(trainer_of(session).layout, 7))
 
-    async def test_nobody_there(self, sglang: Stock) -> None:
+    async def test_unreachable_server_is_an_error(self, sglang: Stock) -> None:
         with pytest.raises(AddressError, match=r"127\.0\.0\.1:9.*is http://127\.0\.0\.1:9 up"):
             await sglang.starts(server="http://127.0.0.1:9")
 
 
-def test_the_fake_refuses_what_sglang_would(sglang: Stock) -> None:
+def test_fake_rejects_invalid_sglang_requests(sglang: Stock) -> None:
     with httpx.Client(base_url=sglang.url) as http:
         order = {"rid": "r", "input_ids": [7], "stream": True, "sampling_params": {"max_new_tokens": 2}}
         assert http.post("/generate", json=order | {"no_such_field": 1}).status_code == 422
@@ -338,8 +340,10 @@ def test_the_fake_refuses_what_sglang_would(sglang: Stock) -> None:
         assert "weight_versions" not in told[0] and [span["end"] for span in told[1]["weight_versions"]] == [2]
 
 
-async def test_sglang_is_asked_to_end_a_sample_at_its_stop_tokens(sglang: Stock) -> None:
-    """With `ignore_eos` it would go on to the limit: a sample that an update crosses is told of only at its end."""
+async def test_sglang_ends_samples_at_their_stop_tokens(sglang: Stock) -> None:
+    """With `ignore_eos` it would sample up to the limit, and tokens of a sample that crosses an update arrive at its
+    end.
+    """
 
     def sequence(stop_ids: frozenset[int]) -> Sequence:
         request = Request(
@@ -369,8 +373,10 @@ async def test_sglang_is_asked_to_end_a_sample_at_its_stop_tokens(sglang: Stock)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's thread dies of it
-async def test_a_server_that_falls_silent_ends_the_engine(tmp_path: Path) -> None:
-    """While it answers, a sample may take as long as it likes; once it hangs, nobody waits for its streams for ever."""
+async def test_unresponsive_server_ends_the_engine(tmp_path: Path) -> None:
+    """A sample may take any time while the server responds to health checks; a hung server does not block its
+    streams.
+    """
     silence_s = 3.0
 
     def loop(deliver: Any) -> CoreLoop:
@@ -403,7 +409,7 @@ async def test_a_server_that_falls_silent_ends_the_engine(tmp_path: Path) -> Non
             assert time.monotonic() - began < SOON_S, "who leaves it waits for no answer of its"
 
 
-#: As many streams at once as the process may have descriptors when it begins, and their server.
+#: As many streams at once as the process's initial limit on descriptors, and their server.
 CROWD = """
 import asyncio, resource, sys
 from pipelinerl.engines.external.server.server_http import ServerHttp
@@ -437,8 +443,8 @@ asyncio.run(main())
 """
 
 
-def test_more_samples_at_once_than_the_usual_limit_of_descriptors() -> None:
-    """In a process of its own, whose soft limit is low before the adapter starts."""
+def test_concurrent_samples_exceed_the_initial_descriptor_limit() -> None:
+    """Runs in a process of its own, whose soft limit is low before the adapter starts."""
     command = [sys.executable, "-c", CROWD, str(PATIENCE_S)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
     assert done.stdout == "64\n", done.stderr

@@ -1,6 +1,6 @@
-"""The vLLM engine: the contract over HTTP, and in flight the two things that go wrong in silence, spans and log-probs.
+"""The vLLM engine: the contract over HTTP, and two things that could fail silently, spans and log-probs in flight.
 
-Run by `make test-vllm`, in an environment of its own; what needs no vLLM is run everywhere.
+Run by `make test-vllm`, in an environment of its own; tests without vLLM run everywhere.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from tests.patience import PATIENCE_S
 from trainer_contract.types import HeadPrecision
 
 CONTEXT = 256
-#: What is true of two requests at once is seen unless the test is kept from the processor until the longer has ended.
+#: Retries of tests with two concurrent requests, which fail if a busy machine delays one until the other has ended.
 TRIES = 5
 PROMPT = [7, 9, 11, 13, 15]
-#: Longer than a block of vLLM's cache, which is shared between requests while the weights are the same.
+#: Longer than a block of vLLM's cache, which requests share while the weights are the same.
 LONG_PROMPT = [5 + place % 41 for place in range(200)]
 
-#: An engine starts in half a minute; beside much other work it took five.
+#: An engine starts in half a minute; on a busy machine it took five.
 START_S = 600.0
 
-#: vLLM warns of much at import, and its engine core takes long to start on a busy machine.
+#: vLLM emits many warnings at import, and its engine core starts slowly on a busy machine.
 real = [
     pytest.mark.vllm,
     pytest.mark.skipif(not ENGINES["vllm"].installed, reason="vLLM is not installed; make test-vllm"),
@@ -64,7 +64,7 @@ real = [
 
 @dataclass(frozen=True)
 class Served:
-    """An engine behind HTTP, and the model that it began with."""
+    """An engine behind HTTP, and its initial model."""
 
     url: str
     model: Any
@@ -104,7 +104,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Two tensor-parallel workers."""
+    """An engine of two tensor-parallel workers."""
     yield from _served(tmp_path_factory.mktemp("shared"), tied=True, devices=2)
 
 
@@ -124,7 +124,7 @@ def session(served: Served) -> Iterator[Session]:
 
 
 @pytest.mark.parametrize("version", ["", "0.31.2", "0.33.0", "1.0"])
-def test_another_vllm_is_refused_with_a_sentence(version: str) -> None:
+def test_unsupported_vllm_version_is_rejected(version: str) -> None:
     with pytest.raises(ModelError, match=r"0\.32\.x, installed is .*; install"):
         check_version(version)
     check_version("0.32.0")
@@ -138,7 +138,7 @@ def test_another_vllm_is_refused_with_a_sentence(version: str) -> None:
         ({"dtype": "bfloat16", "head_precision": HeadPrecision.FP32}, "head_precision=model"),
     ],
 )
-def test_what_it_cannot_do_is_refused_before_it_starts(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_unsupported_options_are_rejected_before_start(options: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=says):
         from_options(
             EngineOptions(model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, **options)
@@ -155,7 +155,7 @@ def test_what_it_cannot_do_is_refused_before_it_starts(options: dict[str, Any], 
         ("scheduling_policy", "is set by the engine, which samples by priority"),
     ],
 )
-def test_options_that_the_recipe_sets_elsewhere_are_refused_by_name(name: str, says: str, tmp_path: Path) -> None:
+def test_options_set_elsewhere_are_rejected_by_name(name: str, says: str, tmp_path: Path) -> None:
     options = EngineOptions(
         model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, options={name: 1}
     )
@@ -164,7 +164,7 @@ def test_options_that_the_recipe_sets_elsewhere_are_refused_by_name(name: str, s
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-def test_experts_that_vllm_would_repack_are_refused(experts: int, tmp_path: Path) -> None:
+def test_experts_repacked_by_vllm_are_rejected(experts: int, tmp_path: Path) -> None:
     config = {"num_hidden_layers": 2, "num_experts": experts, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="can be given no others") if experts else nullcontext():
@@ -174,7 +174,7 @@ def test_experts_that_vllm_would_repack_are_refused(experts: int, tmp_path: Path
 @pytest.mark.parametrize(
     ("temperature", "refused"), [(0.0, False), (0.0099, True), (0.01, False), (2.0, False), (2.01, True)]
 )
-def test_temperatures_that_vllm_would_replace_are_refused(temperature: float, refused: bool) -> None:
+def test_temperatures_that_vllm_would_replace_are_rejected(temperature: float, refused: bool) -> None:
     request = Request(
         request_id="r",
         prompt_token_ids=[1],
@@ -193,7 +193,7 @@ def test_temperatures_that_vllm_would_replace_are_refused(temperature: float, re
 
 
 class TestOptions:
-    """What of `engine.options` and `engine.memory_share` vLLM itself is asked about; no engine is started."""
+    """Checks of `engine.options` and `engine.memory_share` against vLLM itself; no engine is started."""
 
     pytestmark = real
 
@@ -207,7 +207,7 @@ class TestOptions:
             ),
         ],
     )
-    def test_refused(self, asked: dict[str, Any], says: str, tmp_path: Path) -> None:
+    def test_invalid_options_are_rejected(self, asked: dict[str, Any], says: str, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=says):
             from_options(
                 EngineOptions(
@@ -215,7 +215,7 @@ class TestOptions:
                 )
             )
 
-    async def test_they_reach_vllm(self) -> None:
+    async def test_options_are_passed_to_vllm(self) -> None:
         from pipelinerl.engines.external.vllm import core as vllm_core
 
         settings = engine_options(
@@ -241,7 +241,7 @@ class TestReal:
 
     pytestmark = real
 
-    def test_it_keeps_the_contract(self, served: Served) -> None:
+    def test_engine_passes_the_conformance_kit(self, served: Served) -> None:
         results = run(served.url, token="secret", timeout_s=PATIENCE_S)
         assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}
 
@@ -250,7 +250,7 @@ class TestReal:
         ["tied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("untied", "shared"))],
         indirect=True,
     )
-    def test_logprobs_are_those_of_transformers_after_every_update(self, served: Served, session: Session) -> None:
+    def test_logprobs_equal_transformers_after_every_update(self, served: Served, session: Session) -> None:
         trainer = trainer_of(session)
         for tag in range(3):
             data = weights(trainer.layout, tag)
@@ -262,7 +262,7 @@ class TestReal:
                     expected = logprobs_of(model, prompt, choice.token_ids or [])
                     assert torch.allclose(torch.tensor(choice.token_logprobs), expected, atol=2e-4)
 
-    def test_recomputed_caches_are_those_of_the_new_weights(self, served: Served, session: Session) -> None:
+    def test_recomputed_cache_is_that_of_the_new_weights(self, served: Served, session: Session) -> None:
         trainer = trainer_of(session)
         publish(session, weights(trainer.layout, 1))
         new = weights(trainer.layout, 2)
@@ -280,8 +280,8 @@ class TestReal:
             expected = logprobs_of(model, PROMPT, tokens)[old:]
             assert torch.allclose(torch.tensor(logprobs[old:]), expected, atol=2e-4)
 
-    def test_requests_sample_side_by_side(self, tied: Served) -> None:
-        """A request of several samples begins while another runs, and one that is shorter ends before it."""
+    def test_requests_run_concurrently(self, tied: Served) -> None:
+        """A request of several samples starts while another runs, and a shorter one ends before it."""
 
         def was_first() -> bool:
             before = session.generated_tokens()
@@ -296,8 +296,10 @@ class TestReal:
         with opened(tied.url) as session, ThreadPoolExecutor(1) as asking:
             assert any(was_first() for _ in range(TRIES))
 
-    def test_of_what_waits_the_lowest_priority_begins_first(self, tied: Served) -> None:
-        """Two requests fill the slots twice; a third, which came last, is answered while samples of the second wait."""
+    def test_lowest_priority_starts_first(self, tied: Served) -> None:
+        """Two requests fill the slots twice; a third, which arrives last, is answered while samples of the second
+        wait.
+        """
 
         def was_first() -> bool:
             before = session.generated_tokens()
@@ -315,15 +317,15 @@ class TestReal:
         with opened(tied.url) as session, ThreadPoolExecutor(2) as asking:
             assert any(was_first() for _ in range(TRIES))
 
-    def test_more_prompts_at_once_than_a_step_takes(self, tied: Served) -> None:
-        """On CPU vLLM dies of a seeded sample whose prompt it computes in parts, so it must not be in parts."""
+    def test_more_concurrent_prompts_than_fit_a_step(self, tied: Served) -> None:
+        """vLLM on CPU crashes on a seeded sample whose prompt it splits, so prompts must stay whole."""
         with opened(tied.url) as session, ThreadPoolExecutor(64) as asking:
             prompts = [[7 + (row + column) % 40 for column in range(CONTEXT - 8)] for row in range(64)]
             asked = [asking.submit(session.completed, max_tokens=4, prompt_token_ids=prompt) for prompt in prompts]
             for choice in choices_of([answer.result(PATIENCE_S) for answer in asked]):
                 assert len(choice.token_ids or []) == 4
 
-    def test_drain_lets_samples_end_with_the_weights_that_began_them(self, session: Session) -> None:
+    def test_drain_ends_samples_with_their_initial_weights(self, session: Session) -> None:
         trainer = trainer_of(session)
         publish(session, weights(trainer.layout, 1))
         with Load(session, lambda seed: session.completed(n=4, seed=seed, max_tokens=64)) as load:
@@ -333,8 +335,8 @@ class TestReal:
             assert choice.finish_reason is not FinishReason.ABORT
 
     @pytest.mark.slow
-    def test_no_token_is_named_after_weights_that_did_not_sample_it(self, untied: Served) -> None:
-        """Every version's weights can sample one token alone: what comes from which version shows in the tokens."""
+    def test_spans_never_name_weights_that_did_not_sample_the_token(self, untied: Served) -> None:
+        """Each version's weights can sample only one token, so each token reveals its version."""
         with opened(untied.url) as session:
             layout = trainer_of(session).layout
             first = publish(session, certain_of(untied.model, layout, 10))
@@ -355,12 +357,12 @@ class TestReal:
 
 
 class TestDeath:
-    """An engine of its own, since it does not outlive the test."""
+    """Uses its own engine, which does not survive the test."""
 
     pytestmark = real
 
     @pytest.mark.slow
-    def test_a_dead_core_ends_every_request_and_the_engine_says_so(self, tmp_path: Path) -> None:
+    def test_dead_core_ends_every_request_and_stops_the_engine(self, tmp_path: Path) -> None:
         with (
             contextmanager(_served)(tmp_path, tied=True) as served,
             ThreadPoolExecutor(1) as asking,
@@ -377,7 +379,7 @@ class TestDeath:
 
 
 def _core_of_this_process() -> psutil.Process:
-    """The engine core that was started last."""
+    """Return the engine core that was started last."""
     cores = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
     return max(cores, key=lambda core: core.create_time())
 
@@ -392,7 +394,7 @@ def _core_of_this_process() -> psutil.Process:
         ("model name : flags are not listed", set()),
     ],
 )
-def test_the_flags_decide(tmp_path: Path, line: str, slow: set[str]) -> None:
+def test_slowness_follows_the_cpu_flags(tmp_path: Path, line: str, slow: set[str]) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\n{line}\n\nprocessor : 1\nflags : avx512_bf16 avx512_fp16\n")
     found = {dtype for dtype in ("float32", "bfloat16", "float16") if slow_here(dtype, cpuinfo=cpuinfo)}
@@ -402,5 +404,5 @@ def test_the_flags_decide(tmp_path: Path, line: str, slow: set[str]) -> None:
         assert said is not None and "say engine.dtype=float32" in said
 
 
-def test_where_the_system_says_nothing_nothing_is_said(tmp_path: Path) -> None:
+def test_unknown_cpu_flags_give_no_warning(tmp_path: Path) -> None:
     assert slow_here("bfloat16", cpuinfo=tmp_path / "nowhere") is None

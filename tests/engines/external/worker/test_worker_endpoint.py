@@ -1,4 +1,4 @@
-"""An endpoint that another process takes: bytes arrive in memory that both map; whoever leaves is missed at once."""
+"""An endpoint in another process: bytes arrive in shared memory, and a peer that leaves is noticed at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _work(endpoints: Path, shared: Path, met: Callable[[], None]) -> None:
 
 
 class Setting:
-    """A worker, the engine's memory that it maps, and rank 0 of the groups that they meet in."""
+    """A worker, the engine's memory that it maps, and rank 0 of their groups."""
 
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -50,7 +50,7 @@ class Setting:
         self.joined: list[WorkerEndpoint] = []
 
     def pair(self, *, timeout_s: float = PATIENCE_S) -> tuple[Collective, WorkerEndpoint]:
-        """Rank 0 and the worker's endpoint, in a group of the next generation."""
+        """Return rank 0 and the worker's endpoint, in a group of the next generation."""
         self.generation += 1
         root = in_background("root", lambda: self.rank_0(timeout_s))
         endpoint = self.endpoints.join(self.request(timeout_s))
@@ -109,7 +109,7 @@ def receiving(endpoint: WorkerEndpoint, part: torch.Tensor, timeout_s: float = P
     return in_background("receive", lambda: endpoint.broadcast(part, deadline=time.monotonic() + timeout_s))
 
 
-def test_bytes_arrive_where_they_belong_in_group_after_group(setting: Setting) -> None:
+def test_bytes_arrive_at_their_offsets_in_consecutive_groups(setting: Setting) -> None:
     for first in (1, 2):
         root, endpoint = setting.pair()
         for start, end in ((0, 40), (40, SIZE)):
@@ -121,11 +121,11 @@ def test_bytes_arrive_where_they_belong_in_group_after_group(setting: Setting) -
         endpoint.close()
 
 
-def test_rank_0_hears_at_once_that_the_engine_has_left(setting: Setting) -> None:
+def test_rank_0_notices_at_once_that_the_engine_left(setting: Setting) -> None:
     root, endpoint = setting.pair()
     began = time.monotonic()
     endpoint.close()
-    # A send may be done before the other end is closed; the second cannot be.
+    # The first send may complete before the other end is closed; the second cannot.
     with pytest.raises(UpdateError):
         for _ in range(2):
             root.broadcast(torch.zeros(2**22, dtype=torch.uint8), deadline=began + PATIENCE_S)
@@ -134,7 +134,7 @@ def test_rank_0_hears_at_once_that_the_engine_has_left(setting: Setting) -> None
         endpoint.broadcast(setting.memory, deadline=time.monotonic() + 1)
 
 
-def test_a_silent_rank_0_is_a_deadline_and_one_that_leaves_is_missed_at_once(setting: Setting) -> None:
+def test_silent_rank_0_hits_the_deadline_and_a_leaving_one_is_noticed_at_once(setting: Setting) -> None:
     root, endpoint = setting.pair()
     with pytest.raises(DeadlineError, match="without every rank in time"):
         endpoint.broadcast(setting.memory, deadline=time.monotonic() + 0.3)
@@ -147,20 +147,20 @@ def test_a_silent_rank_0_is_a_deadline_and_one_that_leaves_is_missed_at_once(set
     assert time.monotonic() - began < SOON_S
 
 
-def test_an_order_ends_only_when_the_worker_writes_no_more(setting: Setting) -> None:
-    """Else the next update would share the staging memory with what is left of this one."""
+def test_order_ends_only_when_the_worker_has_stopped_writing(setting: Setting) -> None:
+    """Otherwise the next update would share the staging memory with this one."""
     root, endpoint = setting.pair()
     came = receiving(endpoint, setting.memory, 5.0)
     time.sleep(0.2)
     endpoint.close()
     time.sleep(0.2)
-    assert not came.done()  # gloo's receive goes on until its deadline
+    assert not came.done()  # gloo's receive runs until its deadline
     with pytest.raises((DeadlineError, UpdateError)):
         came.result(PATIENCE_S)
     root.close()
 
 
-def test_a_worker_that_dies_ends_what_it_was_asked_for() -> None:
+def test_worker_death_ends_its_order() -> None:
     with closing(Setting()) as setting:
         _, endpoint = setting.pair()
         came = receiving(endpoint, setting.memory, PATIENCE_S)
@@ -172,8 +172,8 @@ def test_a_worker_that_dies_ends_what_it_was_asked_for() -> None:
             setting.endpoints.join(setting.request(PATIENCE_S))
 
 
-def test_a_device_without_room_is_named_and_ends_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch raises is none of ours; the engine must not wait for the answer of a thread that has ended."""
+def test_device_out_of_memory_is_named_and_ends_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises its own exception types; the engine must not wait for a thread that has ended."""
 
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
@@ -191,21 +191,21 @@ def test_a_device_without_room_is_named_and_ends_what_was_asked_for(monkeypatch:
                 receiving(endpoint, shared.tensor, PATIENCE_S).result(PATIENCE_S)
 
 
-def test_a_group_that_does_not_form_is_a_deadline(setting: Setting) -> None:
+def test_group_that_does_not_form_hits_the_deadline(setting: Setting) -> None:
     setting.generation += 1
     with pytest.raises(DeadlineError, match="as rank 1 of 2"):
         setting.endpoints.join(setting.request(0.3))
-    root, _ = setting.pair()  # and the next one forms
+    root, _ = setting.pair()  # the next group forms
     root.close()
 
 
-def test_what_reaches_the_engine_is_what_its_worker_takes() -> None:
+def test_engine_reaches_the_backends_of_its_worker() -> None:
     host = torch.zeros(1, dtype=torch.uint8)
     assert not WorkerEndpointFactory(frozenset([Backend.GLOO])).reaches(Backend.NCCL, host)
     assert WorkerEndpointFactory(frozenset(Backend)).reaches(Backend.NCCL, host)
 
 
-def test_a_worker_that_does_not_come_is_an_error_and_nothing_is_left_behind() -> None:
+def test_missing_worker_is_an_error_and_leaves_nothing_behind() -> None:
     endpoints = WorkerEndpointFactory(frozenset())
     with pytest.raises(UpdateError, match="no worker has come"), endpoints.accept_worker() as path:
         assert path.is_socket()

@@ -1,4 +1,4 @@
-"""Fused experts in a trainer: products in autocast's dtype, gradients of the fp32 parameters."""
+"""Fused experts in a trainer: matmuls in autocast's dtype, gradients for the fp32 parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def experts_of(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", sorted(REPLAYED))
-def test_products_are_those_of_a_model_in_bf16_and_masters_learn(kind: str) -> None:
+def test_products_match_a_bf16_model_and_masters_get_gradients(kind: str) -> None:
     torch.manual_seed(1)
     model = AutoModel.from_config(mixture_config(kind, 16)).eval()
     experts, hidden = experts_of(model), torch.randn(6, 32)

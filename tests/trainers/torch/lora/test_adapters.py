@@ -1,4 +1,4 @@
-"""LoRA in the torch trainer: the kit, a plain loop with peft, what engines are sent, shared memory, resuming."""
+"""LoRA in the torch trainer: the kit, a plain loop with peft, weights for engines, shared memory, resuming."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ from trainer_contract.errors import SpecError, StateError
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, Head, HeadPrecision, OptimizerSpec, Precision, TrainerSpec, WeightDType
 
-#: peft's own, where it wraps a whole model.
+#: Warning of peft, which wraps whole models.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 VOCAB = 48
@@ -41,7 +41,7 @@ def started(path, *, lora=LORA, **fields):
 
 
 def trained(trainer, batch, *, steps=2, rate=1e-2):
-    """Steps on one micro-batch; returns the losses."""
+    """Take steps on one micro-batch; return the losses."""
     losses = []
     for _ in range(steps):
         losses.append(trainer.backward([batch], OBJECTIVE)[0].loss)
@@ -63,8 +63,8 @@ def test_conformance(name, head, model_path, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_twenty_steps_are_those_of_a_plain_loop_with_peft(name, model_path, micro_batch):
-    from peft import LoraConfig, get_peft_model  # here: the other test processes need not import it
+def test_twenty_steps_match_a_plain_peft_loop(name, model_path, micro_batch):
+    from peft import LoraConfig, get_peft_model  # imported here, so that other test processes need not import it
 
     optimizer = OptimizerSpec(weight_decay=0.1, grad_clip=0.5)
     trainer = started(model_path(name), optimizer=optimizer)
@@ -81,7 +81,7 @@ def test_twenty_steps_are_those_of_a_plain_loop_with_peft(name, model_path, micr
     )
     for step in range(20):
         batch = micro_batch(seed=step)
-        batch = replace(batch, weights=batch.weights / batch.weights.sum())  # as a step weighs its tokens
+        batch = replace(batch, weights=batch.weights / batch.weights.sum())  # normalised as in a training step
         loss = plain_loss(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -93,7 +93,7 @@ def test_twenty_steps_are_those_of_a_plain_loop_with_peft(name, model_path, micr
 
 
 def plain_loss(model, batch):
-    """The objective, rollout by rollout."""
+    """Compute the objective rollout by rollout."""
     loss = torch.zeros(())
     for segment in range(batch.num_segments):
         row = np.flatnonzero(batch.segment_ids == segment)
@@ -108,7 +108,7 @@ def plain_loss(model, batch):
     return loss
 
 
-def test_engines_are_sent_the_base_models_names_with_the_adapters_merged(model_path, micro_batch, tmp_path):
+def test_engines_get_merged_weights_under_the_base_models_names(model_path, micro_batch, tmp_path):
     from peft import PeftModel
 
     path, batch = model_path("gpt2"), micro_batch()
@@ -128,7 +128,7 @@ def test_engines_are_sent_the_base_models_names_with_the_adapters_merged(model_p
     assert all(np.array_equal(own.numpy().view(np.uint8).ravel(), before[n]) for n, own in trainer._worker.own.items())
 
 
-def test_a_state_holds_adapters_and_their_moments_alone(model_path, micro_batch, tmp_path):
+def test_state_contains_only_adapters_and_their_moments(model_path, micro_batch, tmp_path):
     trainer, whole = started(model_path("qwen2")), started(model_path("qwen2"), lora=None)
     for each in (trainer, whole):
         trained(each, micro_batch())
@@ -141,7 +141,7 @@ def test_a_state_holds_adapters_and_their_moments_alone(model_path, micro_batch,
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(model_path("qwen2")))
 
 
-def test_a_base_in_bf16_computes_the_same_bits_in_half_the_memory(model_path, micro_batch, tmp_path):
+def test_bf16_base_gives_the_same_bits_in_half_the_memory(model_path, micro_batch, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_path("gpt2"), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "bf16")
     model.float().save_pretrained(tmp_path / "fp32")
@@ -156,7 +156,7 @@ def test_a_base_in_bf16_computes_the_same_bits_in_half_the_memory(model_path, mi
     assert sizes[0] < 0.55 * sizes[1]
 
 
-def test_policy_critic_and_reference_compute_with_one_base(model_path, micro_batch):
+def test_policy_critic_and_reference_share_one_base(model_path, micro_batch):
     path, batch = model_path("qwen3"), micro_batch()
     policy, critic, reference = started(path), started(path, head=Head.VALUE), started(path)
     weights = {name: own.data_ptr() for name, own in policy._worker.own.items()}
@@ -174,7 +174,7 @@ def test_policy_critic_and_reference_compute_with_one_base(model_path, micro_bat
     assert not list(adapters._BASES)
 
 
-def test_dropout_is_of_backward_alone_and_goes_on_exactly(model_path, micro_batch, tmp_path):
+def test_dropout_affects_only_backward_and_resumes_exactly(model_path, micro_batch, tmp_path):
     path, batch, lora = model_path("qwen2"), micro_batch(), {**LORA, "dropout": 0.5}
     trainer = started(path, lora=lora)
     trained(trainer, batch)
@@ -197,33 +197,36 @@ def test_dropout_is_of_backward_alone_and_goes_on_exactly(model_path, micro_batc
         ({"alpha": 0}, r"options\.lora\.alpha must be a number above 0, got 0"),
         ({"dropout": 1.0}, r"options\.lora\.dropout must be a number at least 0 and below 1, got 1\.0"),
         ({"targets": []}, 'targets must be "all-linear" or a list'),
-        ({"targets": ["q"]}, "'q' names none; linear layers of this model are down_proj, gate_proj, k_proj, o_proj"),
+        (
+            {"targets": ["q"]},
+            "'q' matches no linear layer; linear layers of this model are down_proj, gate_proj, k_proj, o_proj",
+        ),
         ({"targets": ["embed_tokens"]}, "'embed_tokens' is an embedding"),
         ({"targets": ["q_proj", "lm_head"]}, "'lm_head' is tied to the embedding"),
         (8, r"options\.lora must be a table, got 8"),
     ],
 )
-def test_options_that_are_refused(lora, sentence, model_path):
+def test_invalid_options_are_rejected(lora, sentence, model_path):
     with pytest.raises(SpecError, match=sentence):
         TorchTrainer().init_worker(
             TrainerSpec(model_path=model_path("qwen2"), device=Device.CPU, options={"lora": lora})
         )
 
 
-def test_an_exact_output_layer_is_refused_beside_it(model_path):
+def test_fp32_output_layer_cannot_be_a_target(model_path):
     with pytest.raises(SpecError, match=r"names the output layer, and model\.head_precision = fp32"):
         started(model_path("llama"), lora={"targets": ["lm_head"]}, head_precision=HeadPrecision.FP32)
 
 
-def test_states_of_other_adapters_bases_and_whole_models_are_refused(model_path, micro_batch, tmp_path):
+def test_states_of_other_adapters_bases_and_whole_models_are_rejected(model_path, micro_batch, tmp_path):
     path, batch = model_path("qwen2"), micro_batch()
     trainer, whole = started(path, lora={"targets": ["q_proj", "v_proj"]}), started(path, lora=None)
     state = saved(trainer, tmp_path / "lora")
-    refused = r"are \{ rank = 16, alpha = 32, targets = \[\"q_proj\", \"v_proj\"\] \}, and the recipe asks for"
+    refused = r"are \{ rank = 16, alpha = 32, targets = \[\"q_proj\", \"v_proj\"\] \}, but the recipe requests"
     for other in ({"rank": 8}, {"alpha": 16}, {"targets": ["q_proj"]}):
         with pytest.raises(StateError, match=refused):
             started(path, lora={"targets": ["q_proj", "v_proj"], **other}, restore_from=state)
-    with pytest.raises(StateError, match=r"is of LoRA adapters; go on with trainer\.options\.lora = \{ rank = 16"):
+    with pytest.raises(StateError, match=r"is of LoRA adapters; resume with trainer\.options\.lora = \{ rank = 16"):
         started(path, lora=None, restore_from=state)
     with pytest.raises(StateError, match=r"a model that was trained whole; leave trainer\.options\.lora out"):
         started(path, restore_from=saved(whole, tmp_path / "whole"))

@@ -1,4 +1,6 @@
-"""AdamW over a state that is smaller, or on the host: against torch's own, and against what rounding would lose."""
+"""AdamW with a smaller state or with its state on the host, compared with torch's AdamW and with rounding to
+nearest.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 def stepped(optimizer: ParameterOptimizer, trained: list[nn.Parameter], steps: range) -> list[Tensor]:
-    """The parameters after each of these steps; the last never has a gradient."""
+    """Return the parameters after each of these steps; the last parameter never has a gradient."""
     found = []
     for step in steps:
         draw = torch.Generator().manual_seed(step)
@@ -52,13 +54,13 @@ def stepped(optimizer: ParameterOptimizer, trained: list[nn.Parameter], steps: r
     return found
 
 
-def test_the_defaults_are_torchs_own() -> None:
+def test_defaults_use_torchs_adamw() -> None:
     assert isinstance(adamw(parameters(), SPEC, OptimizerOptions(), seed=0), AdamW)
     assert optimizer_of({}) == OptimizerOptions()
 
 
-def test_20_steps_over_a_state_on_the_host_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE", 16)  # pieces that do not come out even
+def test_20_steps_with_state_on_the_host_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", 16)  # pieces that do not divide the parameters evenly
     theirs, ours = parameters(), parameters()
     expected = stepped(adamw(theirs, SPEC, OptimizerOptions(), seed=0), theirs, range(20))
     optimizer = adamw(ours, SPEC, HOST, seed=0)
@@ -68,7 +70,7 @@ def test_20_steps_over_a_state_on_the_host_are_torchs(monkeypatch: pytest.Monkey
     assert [int(its["step"]) for its in optimizer.state.values()] == [20, 20], "what has no gradient is left alone"
 
 
-def test_what_is_rounded_at_random_is_a_neighbour_and_right_on_the_mean() -> None:
+def test_stochastic_rounding_picks_neighbours_with_the_right_mean() -> None:
     draw = torch.Generator().manual_seed(0)
     values = torch.tensor([1.0, -1.0, 1.001, -1.001, 3.1e-5, 0.0, 1.9921875])
     lower = (values.view(torch.int32) & ~0xFFFF).view(torch.float32)
@@ -84,8 +86,8 @@ def test_what_is_rounded_at_random_is_a_neighbour_and_right_on_the_mean() -> Non
     assert (error <= 4 * (upper - lower).abs().double() / 20_000**0.5 / 2).all()
 
 
-def test_a_second_moment_in_bf16_falls_as_slowly_as_it_should() -> None:
-    """0.999 a step: rounded to the nearest it would stay where it is for ever."""
+def test_bf16_second_moment_decays_at_the_right_rate() -> None:
+    """It decays by 0.999 per step; rounded to nearest it would never change."""
     spec, trained = OptimizerSpec(betas=(0.9, 0.999)), [nn.Parameter(torch.zeros(64, 64))]
     optimizer = adamw(trained, spec, BF16, seed=0)
     trained[0].grad = torch.ones(64, 64)
@@ -104,7 +106,7 @@ def test_a_second_moment_in_bf16_falls_as_slowly_as_it_should() -> None:
 @pytest.mark.parametrize(
     "options", [HOST, BF16, OptimizerOptions(moments=MomentDType.BF16, place=StatePlace.HOST)], ids=str
 )
-def test_a_state_that_is_taken_up_goes_on_to_the_bit(options: OptimizerOptions) -> None:
+def test_restored_state_continues_bit_for_bit(options: OptimizerOptions) -> None:
     whole, parted = parameters(), parameters()
     expected = stepped(adamw(whole, SPEC, options, seed=3), whole, range(8))[-1]
     first = adamw(parted, SPEC, options, seed=3)
@@ -115,7 +117,7 @@ def test_a_state_that_is_taken_up_goes_on_to_the_bit(options: OptimizerOptions) 
     assert torch.equal(stepped(second, parted, range(5, 8))[-1], expected)
 
 
-def test_a_state_in_fp32_is_taken_up_in_bf16_and_back() -> None:
+def test_state_converts_between_fp32_and_bf16() -> None:
     (parameter, *_), moments = parameters(), {"step": torch.tensor(3.0)}
     moments |= {name: torch.rand(13, 7) for name in ("exp_avg", "exp_avg_sq")}
     small = taken_up(moments, parameter, BF16)
@@ -124,7 +126,7 @@ def test_a_state_in_fp32_is_taken_up_in_bf16_and_back() -> None:
     assert torch.equal(again["exp_avg_sq"], moments["exp_avg_sq"].bfloat16().float())
 
 
-def test_processes_that_hold_the_same_rows_round_alike_and_others_do_not() -> None:
+def test_processes_with_the_same_rows_round_the_same() -> None:
     found = []
     for shard in (0, 0, 1):
         trained = parameters()
@@ -141,7 +143,7 @@ def test_processes_that_hold_the_same_rows_round_alike_and_others_do_not() -> No
         ("host", "options.optimizer must be a table, got 'host'"),
     ],
 )
-def test_options_are_refused_by_name(given: Any, sentence: str) -> None:
+def test_invalid_options_are_rejected_by_name(given: Any, sentence: str) -> None:
     with pytest.raises(SpecError) as refused:
         optimizer_of({"optimizer": given})
     assert str(refused.value) == sentence

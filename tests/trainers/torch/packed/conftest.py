@@ -1,18 +1,18 @@
-"""Micro-batches of rollouts that begin alike."""
+"""Micro-batches of rollouts with shared prefixes."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-#: Answers to two prompts of 6 and 9 tokens, one to a third, and one rollout that has no sampled token.
+#: Answers to two prompts of 6 and 9 tokens, one answer to a third prompt, and one rollout without sampled tokens.
 LENGTHS = (12, 30, 9, 10, 12, 7, 40, 5, 16)
 PROMPTS = (6, 6, 6, 9, 6, 6, 9, 5, 4)
 
 
 @pytest.fixture
 def shared(micro_batch):
-    """Prompts of one length are equal; after them every token is sampled."""
+    """Make prompts of equal length equal, and all tokens after them sampled."""
     batch = micro_batch(LENGTHS)
     tokens, mask = batch.token_ids.copy(), np.zeros(batch.num_tokens, dtype=bool)
     for segment, prompt in enumerate(PROMPTS):
@@ -24,7 +24,7 @@ def shared(micro_batch):
 
 @pytest.fixture
 def branching(micro_batch):
-    """A system prompt that all have, two prompts after it, and answers that part at different tokens or never."""
+    """Make a shared system prompt, two prompts after it, and answers that diverge at different tokens or never."""
     common, prompts = [3, 4, 5, 6], ([7, 8, 9], [7, 8, 10, 11])
     answers = ([20, 21, 22], [20, 21, 23, 24], [20, 21, 22], [25], [20, 21])
     texts = [(common + prompt, answer) for prompt in prompts for answer in answers]

@@ -1,4 +1,4 @@
-"""Which attention a trainer uses: the rule without a GPU, the trial of kernels that are wrong, and refusals."""
+"""Choice of a trainer's attention: the rule without a GPU, the trial of faulty kernels, and rejections."""
 
 import logging
 from dataclasses import replace
@@ -45,7 +45,7 @@ HEADS = HeadShapes(4, 2, frozenset({16}))
         ({"widths": frozenset({512})}, "the model's heads are 512 wide, and the kernel takes multiples of 8 up to 256"),
     ],
 )
-def test_the_rule(change, reason):
+def test_kernel_is_chosen_only_where_all_facts_allow_it(change, reason):
     why_not = why_not_varlen(replace(FITS, **change))
     assert why_not == reason
     auto, buckets, varlen = SegmentAttention
@@ -53,12 +53,14 @@ def test_the_rule(change, reason):
     assert chosen(buckets, why_not) is buckets
     if reason is None:
         assert chosen(varlen, None) is varlen
-        assert described(buckets, None) == "buckets of segments of similar length (as options.attention says)"
+        assert described(buckets, None) == "buckets of segments of similar length (set by options.attention)"
     else:
         assert described(auto, why_not) == f"buckets of segments of similar length ({reason})"
         with pytest.raises(SpecError) as refused:
             chosen(varlen, why_not)
-        assert str(refused.value) == f'options.attention = "varlen" cannot be: {reason}; say "auto", or leave it out'
+        assert (
+            str(refused.value) == f'options.attention = "varlen" is not possible: {reason}; use "auto", or leave it out'
+        )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_the_rule(change, reason):
         ({"num_attention_heads": [4, 8]}, (0, 0, set())),
     ],
 )
-def test_heads_as_a_configuration_names_them(config, heads):
+def test_head_shapes_are_read_from_a_configuration(config, heads):
     assert HeadShapes.of(config) == heads
 
 
@@ -79,11 +81,11 @@ def tried(kernel):
     return failed_trial(kernel, heads=HEADS, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def test_a_kernel_that_does_as_buckets_do_passes_its_trial():
+def test_correct_kernel_passes_its_trial():
     assert tried(varlen_attention) is None
 
 
-def test_a_kernel_that_does_something_else_is_found_out():
+def test_faulty_kernel_fails_its_trial():
     def with_its_triangle_at_the_beginning(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **named):
         ends = cu_seq_k[:-1] + cu_seq_q.diff()
         first = torch.cat([torch.arange(*each) for each in zip(cu_seq_k[:-1], ends, strict=True)])
@@ -101,10 +103,12 @@ def test_a_kernel_that_does_something_else_is_found_out():
     assert tried(that_is_not_there) == "in its trial the kernel failed: no kernel image is available"
     for kernel in (with_its_triangle_at_the_beginning, that_sees_one_too_many, without_a_gradient_of_keys):
         said = tried(kernel)
-        assert said is not None and said.startswith("in its trial the kernel's result was "), kernel
+        assert said is not None and said.startswith("in its trial the kernel's result differed from buckets by "), (
+            kernel
+        )
 
 
-def test_the_trainer_says_which_and_refuses_the_kernel_where_it_cannot_be(model_path, caplog):
+def test_trainer_logs_its_choice_and_rejects_an_unusable_kernel(model_path, caplog):
     def started(**options):
         spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options=options)
         TorchTrainer().init_worker(spec)
@@ -114,7 +118,7 @@ def test_the_trainer_says_which_and_refuses_the_kernel_where_it_cannot_be(model_
     assert "attention: buckets of segments of similar length (the device is cpu, and the kernel is CUDA's)" in (
         caplog.messages
     )
-    with pytest.raises(SpecError, match=r'^options\.attention = "varlen" cannot be: the device is cpu, and'):
+    with pytest.raises(SpecError, match=r'^options\.attention = "varlen" is not possible: the device is cpu, and'):
         started(attention="varlen")
     with pytest.raises(SpecError, match=r"^options\.attention must be auto or buckets or varlen, got 'flash'"):
         started(attention="flash")

@@ -1,4 +1,4 @@
-"""What each of several processes computes of a micro-batch; `test_mesh.py` has them compute it."""
+"""The parts of a micro-batch for several processes; `test_mesh.py` computes them in real processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trainer_contract.errors import SpecError
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 7, 64])
-def test_each_token_and_each_prediction_is_of_one_process(processes):
-    """Three rollouts, two of which begin with one prompt, which is computed once."""
+def test_each_token_and_prediction_belongs_to_one_process(processes):
+    """Three rollouts, two of which share a prompt that is computed once."""
     batch = pack([[1, 2, 3, 4, 5], [1, 2, 3, 9], [7, 8, 6]], prompt=3)
     distinct, asked = Distinct.of(batch), np.flatnonzero(batch.position_ids > 0)
     assert len(distinct.kept) == batch.num_tokens - 3
@@ -37,7 +37,7 @@ def test_each_token_and_each_prediction_is_of_one_process(processes):
 @pytest.mark.parametrize(
     ("query_heads", "key_heads", "processes"), [(8, 8, 4), (8, 2, 2), (8, 2, 4), (8, 1, 8), (12, 6, 4), (32, 8, 16)]
 )
-def test_each_process_has_the_key_heads_that_its_query_heads_read(query_heads, key_heads, processes):
+def test_each_process_has_the_key_heads_of_its_query_heads(query_heads, key_heads, processes):
     repeats = repeats_of(query_heads, key_heads, processes)
     keys = np.repeat(np.arange(key_heads), repeats).reshape(processes, -1)
     reading = np.arange(query_heads) // (query_heads // key_heads)
@@ -45,7 +45,7 @@ def test_each_process_has_the_key_heads_that_its_query_heads_read(query_heads, k
         assert np.repeat(own, len(queries) // len(own)).tolist() == queries.tolist()
 
 
-def test_heads_that_cannot_be_divided_are_refused():
+def test_indivisible_heads_are_rejected():
     refuse_heads(14, 7)
     with pytest.raises(SpecError, match=r"options\.mesh\.cp=4: attention has 14 heads, .* set cp to a divisor of 14"):
         refuse_heads(14, 4)

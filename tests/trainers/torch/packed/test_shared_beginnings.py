@@ -1,4 +1,4 @@
-"""Beginnings that segments share: which tokens are computed, and that nothing else about a pass changes."""
+"""Shared prefixes of segments: the tokens that are computed, and unchanged results of passes."""
 
 from dataclasses import replace
 
@@ -17,24 +17,24 @@ OBJECTIVE = resolve("pipelinerl")
 
 
 def texts_of(batch, which):
-    """Of these tokens, the segment up to each."""
+    """Return, for each of these tokens, the segment up to it."""
     start = np.maximum.accumulate(np.where(batch.position_ids == 0, np.arange(batch.num_tokens), 0))
     return [tuple(batch.token_ids[start[token] : token + 1]) for token in which]
 
 
-def test_of_equal_beginnings_one_is_kept(shared, branching):
+def test_one_of_equal_prefixes_is_kept(shared, branching):
     for batch in (shared, branching):
         distinct, texts = Distinct.of(batch), texts_of(batch, np.arange(batch.num_tokens))
         assert len(distinct.kept) == len(set(texts)), "each node of the tree once"
         assert [texts[distinct.kept[place]] for place in distinct.place] == texts
 
 
-def test_a_tree_of_ten_answers_is_small(branching):
+def test_tree_of_ten_answers_is_small(branching):
     of_system, of_prompts, of_answers = 4, 1 + 1 + 1 + 2, 2 * 6
     assert len(Distinct.of(branching).kept) == of_system + of_prompts + of_answers
 
 
-def test_replayed_answers_stay_apart(micro_batch):
+def test_replayed_answers_are_not_shared(micro_batch):
     batch = micro_batch((8, 8), select=[0, 0])
     first = int(np.flatnonzero(batch.loss_mask)[0])
     assert len(Distinct.of(batch).kept) == 8, "one answer twice"
@@ -42,7 +42,7 @@ def test_replayed_answers_stay_apart(micro_batch):
     assert len(Distinct.of(routed).kept) == 16 - first, "two samplers may have sent it to different experts"
 
 
-def test_one_token_in_common_is_not_worth_it(micro_batch):
+def test_single_shared_token_is_not_deduplicated(micro_batch):
     batch = micro_batch((40, 40, 9))
     tokens = batch.token_ids.copy()
     tokens[[0, 40, 80]] = 7, 7, 8
@@ -50,7 +50,7 @@ def test_one_token_in_common_is_not_worth_it(micro_batch):
 
 
 @pytest.mark.parametrize("place", [[0], [0, 1, 2], [1, 0, 1], [3] * 7, [2, 5, 2, 2, 0, 5, 2, 2, 2, 2, 2, 2]])
-def test_what_came_from_one_place_adds_up_there(place):
+def test_gradients_of_one_place_are_summed(place):
     grad, device = torch.randn(len(place), 3, dtype=torch.float64), torch.device("cpu")
     index = torch.tensor(place)
     read = Reading.of(np.array(place), 6, device)
@@ -61,7 +61,7 @@ def test_what_came_from_one_place_adds_up_there(place):
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_attention_is_that_of_whole_segments(shared, window):
+def test_attention_matches_whole_segments(shared, window):
     distinct, device = Distinct.of(shared), torch.device("cpu")
     draw = torch.Generator().manual_seed(0)
     size = (1, 2, len(distinct.kept), 8)
@@ -81,19 +81,19 @@ def test_attention_is_that_of_whole_segments(shared, window):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2"])
-def test_a_step_is_the_padded_one(name, model_path, shared):
+def test_step_matches_padded_rows(name, model_path, shared):
     is_the_padded_one(model_path(name), shared)
 
 
 @pytest.mark.parametrize("hot", [1.0, 0.7])
-def test_a_step_over_a_tree_is_the_padded_one(hot, model_path, branching):
-    """Also where equal answers were sampled at several temperatures, so that their log-probs differ."""
+def test_step_over_a_tree_matches_padded_rows(hot, model_path, branching):
+    """Includes equal answers sampled at different temperatures, whose log-probs differ."""
     temperatures = np.where(branching.segment_ids == 2, np.float32(hot), np.float32(1.0))
     is_the_padded_one(model_path("qwen3"), replace(branching, temperatures=temperatures))
 
 
 def is_the_padded_one(path, batch):
-    """Log-probs, loss and gradient are those of a batch of padded rows that nobody shares."""
+    """Check that log-probs, loss and gradient match padded rows without sharing."""
     loss, logprobs, expected = padded_twin(path, batch)
     trainer = started(path)
     np.testing.assert_allclose(trainer.forward([batch])[0], logprobs, atol=2e-5)
@@ -103,7 +103,7 @@ def is_the_padded_one(path, batch):
         torch.testing.assert_close(got[parameter], gradient, rtol=1e-3, atol=2e-5, msg=parameter)
 
 
-def test_values_are_those_of_each_rollout_alone(model_path, shared, micro_batch):
+def test_values_match_each_rollout_alone(model_path, shared, micro_batch):
     trainer = started(model_path("qwen2"), head=Head.VALUE)
     with torch.no_grad():
         for parameter in trainer._worker.unwrapped.value_head.parameters():
@@ -117,6 +117,6 @@ def test_values_are_those_of_each_rollout_alone(model_path, shared, micro_batch)
 
 
 def vars_of(batch):
-    """The columns that it has, but for the segments."""
+    """Return the batch's columns except `segment_ids`."""
     columns = {name: getattr(batch, name) for name in batch.__dataclass_fields__ if name != "segment_ids"}
     return {name: value for name, value in columns.items() if isinstance(value, np.ndarray)}

@@ -1,6 +1,6 @@
-"""Attention by one kernel, against buckets, in fp32 on a CPU: all around the kernel is ours, the kernel its fake.
+"""Attention in one kernel, compared with buckets in fp32 on a CPU, with a fake in place of the kernel.
 
-The fake is compared with torch's attention first, and the kernel itself with buckets in the last test, on a GPU.
+The first test compares the fake with torch's attention; the last compares the real kernel with buckets, on a GPU.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +37,10 @@ def starts(lengths):
 
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-def test_the_fake_is_torchs_attention_of_each_segment(kv_heads, window):
-    """Where a segment has fewer queries than keys, these are its last: torch's attention has all of them."""
+def test_fake_kernel_matches_torch_attention_per_segment(kv_heads, window):
+    """A segment's queries are its last tokens if it has fewer queries than keys; torch's attention computes all
+    tokens.
+    """
     queries, keys, draw = [3, 1, 9, 2], [3, 7, 9, 30], torch.Generator().manual_seed(0)
     whole, *kv = (torch.randn(sum(keys), heads, 8, generator=draw) for heads in (4, kv_heads, kv_heads))
     last = torch.cat([torch.arange(end - own, end) for own, end in zip(queries, np.cumsum(keys), strict=True)])
@@ -59,14 +61,14 @@ def test_the_fake_is_torchs_attention_of_each_segment(kv_heads, window):
 
 
 def attended(plan, drawn, cotangent, window):
-    """Attention, and the gradients of query, key and value."""
+    """Return attention, and the gradients of query, key and value."""
     out, _ = attend(torch.nn.Identity(), *drawn, None, segments=plan, scaling=0.4, sliding_window=window)
     return out, *torch.autograd.grad(out, drawn, cotangent)
 
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("name", ["ragged", "shared", "branching"])
-def test_equals_buckets_in_value_and_gradient(name, window, request, micro_batch):
+def test_varlen_matches_buckets_in_value_and_gradient(name, window, request, micro_batch):
     batch = micro_batch((3, 1, 8, 40, 5)) if name == "ragged" else request.getfixturevalue(name)
     distinct, draw = Distinct.of(batch), torch.Generator().manual_seed(0)
     count = len(distinct.kept)
@@ -78,7 +80,7 @@ def test_equals_buckets_in_value_and_gradient(name, window, request, micro_batch
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_under_autocast_it_computes_in_bf16_as_buckets_do(shared):
+def test_autocast_computes_in_bf16_like_buckets(shared):
     draw, count = torch.Generator().manual_seed(0), shared.num_tokens
     drawn = [torch.randn(1, heads, count, 8, generator=draw, requires_grad=True) for heads in (4, 2, 2)]
     cotangent = torch.randn(1, count, 4, 8, generator=draw).bfloat16()
@@ -91,7 +93,7 @@ def test_under_autocast_it_computes_in_bf16_as_buckets_do(shared):
     assert [each.dtype for each in got] == [torch.bfloat16, *[torch.float32] * 3]
 
 
-def test_queries_are_of_what_is_computed_and_a_segment_that_is_anothers_beginning_is_not_there(branching):
+def test_plan_omits_segments_without_computed_tokens(branching):
     distinct = Distinct.of(branching)
     plan = varlen(branching.position_ids, CPU, distinct)
     assert plan.query_starts[-1] == len(distinct.kept) < branching.num_tokens
@@ -101,7 +103,7 @@ def test_queries_are_of_what_is_computed_and_a_segment_that_is_anothers_beginnin
 
 
 def step(model, setting, batch):
-    """Log-probs of what was sampled, and the gradient of their weighted sum."""
+    """Return the log-probs of sampled tokens, and the gradient of their weighted sum."""
     found = predict(model, setting, batch, batch.loss_mask)
     weights = torch.from_numpy(batch.advantages[batch.loss_mask])
     return found.detach(), *torch.autograd.grad((found[0] * weights).sum(), list(model.parameters()))
@@ -114,7 +116,7 @@ def loaded(path, **fields):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2"])
-def test_a_step_of_a_model_with_checkpointing_is_that_of_buckets(name, model_path, shared):
+def test_step_with_checkpointing_matches_buckets(name, model_path, shared):
     """Mistral's layers have windows of 5 tokens."""
     models = [loaded(model_path(name), gradient_checkpointing=each) for each in (False, True)]
     wanted, got = (
@@ -125,8 +127,8 @@ def test_a_step_of_a_model_with_checkpointing_is_that_of_buckets(name, model_pat
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * max(1, float(theirs.abs().max())))
 
 
-def test_processes_that_share_tokens_find_what_one_does(model_path, shared):
-    """Two, which are threads with gloo between: a gradient is the sum of theirs."""
+def test_two_processes_that_share_tokens_match_one(model_path, shared):
+    """The processes are threads with gloo between them; a gradient is the sum of theirs."""
     model, store = loaded(model_path("qwen3")), dist.HashStore()
 
     def process(place):
@@ -145,8 +147,8 @@ def test_processes_that_share_tokens_find_what_one_does(model_path, shared):
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_torchs_kernel_takes_the_call_and_goes_back(window, branching):
-    """Torch's fake tensors compute nothing: it is arguments, shapes and dtypes that are tried."""
+def test_torch_kernel_accepts_the_call_and_its_backward(window, branching):
+    """Torch's fake tensors compute nothing, so this tests only arguments, shapes and dtypes."""
     distinct = Distinct.of(branching)
     plan = VarlenPlan.of(branching.position_ids, CPU, distinct, kernel=torch_kernel())
     sizes = [(1, heads, len(distinct.kept), 8) for heads in (4, 2, 2)]
@@ -160,7 +162,7 @@ def test_torchs_kernel_takes_the_call_and_goes_back(window, branching):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4, 4, 64), (14, 2, 64), (16, 8, 128), (8, 1, 256), (4, 2, 80)])
-def test_torchs_kernel_is_buckets_on_a_gpu(shape):
-    """In bf16, within 5e-2 of what is largest: windows, shared beginnings and gradients are the trial's."""
+def test_torch_kernel_matches_buckets_on_a_gpu(shape):
+    """In bf16, within 5e-2 of the largest value; the trial covers windows, shared prefixes and gradients."""
     heads = HeadShapes(*shape[:2], frozenset(shape[2:]))
     assert failed_trial(torch_kernel(), heads=heads, device=torch.device("cuda"), dtype=torch.bfloat16) is None

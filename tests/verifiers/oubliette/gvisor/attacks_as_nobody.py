@@ -1,6 +1,6 @@
-"""A program: every attack on the strong tier, tried by a user without rights, to whom control groups are handed on.
+"""Run all attacks on the strong tier as a user without privileges, to whom control groups are delegated.
 
-Prints what was not held off, as JSON; its argument names the groups, which whoever has started it removes.
+Print those that were not held, as JSON. The argument names the groups, which the parent process removes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NOBODY = 65534
 
 
 def handed_on(name: str) -> list[Path]:
-    """A group of this name below this process' own, in each hierarchy."""
+    """Return the paths of a group of this name below this process's own, in each hierarchy."""
     where = control_groups.find(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     return [] if where is None else [place / name for place in where.places]
 

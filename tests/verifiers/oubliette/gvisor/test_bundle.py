@@ -1,4 +1,4 @@
-"""What gVisor is told of a run, and what is read of what it says."""
+"""gVisor's configuration of a run, and the errors read from its log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipelinerl.verifiers.oubliette.gvisor import bundle
 from pipelinerl.verifiers.oubliette.runs import Limits, Run
 
 
-def test_it_is_shown_what_others_are_and_may_write_nothing_of_it(tmp_path: Path) -> None:
+def test_files_are_those_of_other_tiers_and_read_only(tmp_path: Path) -> None:
     run = Run(python="/tmp/main.py", files=(("main.py", b"print(1)"),), stdin=b"in", limits=Limits(disk_bytes=1 << 20))
     bundle.lay_out(tmp_path, run)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -30,7 +30,7 @@ def test_it_is_shown_what_others_are_and_may_write_nothing_of_it(tmp_path: Path)
     assert (tmp_path / "stdin").read_bytes() == b"in"
 
 
-def test_its_own_failures_are_told_apart_from_what_programs_write(tmp_path: Path) -> None:
+def test_runsc_errors_are_distinguished_from_program_output(tmp_path: Path) -> None:
     assert bundle.troubles(tmp_path) == ""
     lines = ({"level": "warning", "msg": "no"}, {"level": "error", "msg": "starting sandbox: gone"}, 7)
     (tmp_path / "log").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + "no json\n")

@@ -1,4 +1,4 @@
-"""gVisor: what is told where it is not to be had, and programs in it where it is."""
+"""gVisor: the error where it is unavailable, and programs in it where it is available."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S
 from tests.verifiers.oubliette.gvisor.attacks_as_nobody import handed_on
 
 
-def test_where_there_is_none_it_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gvisor_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "found", lambda: None)
     with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs gVisor's runsc, which is not installed; .*"):
         probe.opened(Tier.STRONG)
@@ -39,7 +39,7 @@ def alone() -> Iterator[Sandbox]:
     sandbox.close()
 
 
-def test_programs_run_end_and_leave_nothing(alone: Sandbox) -> None:
+def test_programs_run_and_leave_nothing_behind(alone: Sandbox) -> None:
     python = toolchains.find("python")
     limits = Limits(cpu_s=PATIENCE_S, wall_s=PATIENCE_S)
     source = b"import sys\nprint(2 * int(input()))\nsys.exit(3)"
@@ -55,7 +55,7 @@ def test_programs_run_end_and_leave_nothing(alone: Sandbox) -> None:
 
 
 @pytest.mark.slow
-def test_limits_end_programs_by_their_names(alone: Sandbox) -> None:
+def test_exceeded_limits_are_reported_by_name(alone: Sandbox) -> None:
     python = toolchains.find("python")
 
     def ending(source: bytes, **limits: float) -> Ending:
@@ -74,7 +74,7 @@ def test_limits_end_programs_by_their_names(alone: Sandbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_attack_is_held_off(alone: Sandbox) -> None:
+def test_all_attacks_are_held(alone: Sandbox) -> None:
     found = probe.attacked(lambda number: walls_of(Tier.STRONG, number), probe.ATTACKS)
     assert [finding for finding in found if finding.defence is probe.Defence.ESCAPED] == []
     assert sum(finding.defence is probe.Defence.HELD for finding in found) >= 80
@@ -82,7 +82,7 @@ def test_every_attack_is_held_off(alone: Sandbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_attack_is_held_off_where_nobody_has_rights(alone: Sandbox) -> None:
+def test_all_attacks_are_held_without_privileges(alone: Sandbox) -> None:
     if os.geteuid() != 0:
         pytest.skip("left out: attacks on gVisor as another user, since this one is not root and they were tried as it")
     name = f"handed-on-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""The sandbox behind HTTP: verdicts as in the process, links in place of data, and what fails is masked."""
+"""The sandbox behind HTTP: the same verdicts as in process, links instead of data, and masked failures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RIGHT = "print(2 * int(input()))"
 
 @dataclass(slots=True)
 class Served:
-    """A service, and the requests that it was sent."""
+    """A service, and the requests sent to it."""
 
     url: str
     repository: PersistentRepository
@@ -51,7 +51,7 @@ class Served:
 
 
 def recording(app: FastAPI, bodies: list[bytes]) -> Callable[..., Any]:
-    """The application, whose requests for work are kept."""
+    """Wrap the application; record its work requests."""
 
     async def recorded(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] != wire.WORK:
@@ -73,7 +73,7 @@ def recording(app: FastAPI, bodies: list[bytes]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def served(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A real service with a sandbox of its own."""
+    """Serve a real service with its own sandbox."""
     persistent, transient = PersistentRepository(tmp_path_factory.mktemp("repository")), TransientRepository(64 << 20)
     own = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=2)
     runner = LocalRunner(own, tier="default", at_once=2, repository=persistent, outputs=transient)
@@ -112,7 +112,7 @@ async def judged(verifier: Oubliette, code: str, language: str = "python", **met
     return await verifier.verify(problem, f"```{language}\n{code}\n```")
 
 
-async def test_verdicts_are_those_of_the_sandbox_and_name_it(verifier: Oubliette) -> None:
+async def test_verdicts_equal_those_of_the_local_sandbox_and_name_it(verifier: Oubliette) -> None:
     verdict = await judged(verifier, RIGHT)
     assert (verdict.outcome, verdict.reward) == (Outcome.CORRECT, 1.0)
     assert verdict.reason == "4 of 4 tests passed [remote default sandbox]"
@@ -128,8 +128,8 @@ async def test_verdicts_are_those_of_the_sandbox_and_name_it(verifier: Oubliette
         assert told in verdict.reason
 
 
-async def test_uploaded_tests_are_named_and_never_sent(served: Served, verifier: Oubliette) -> None:
-    """Input and answer lie in the repository; requests hold links, and the program's source once."""
+async def test_uploaded_tests_are_sent_as_links(served: Served, verifier: Oubliette) -> None:
+    """Input and answer are in the repository; requests hold links, and the program's source once."""
     tests = []
     for word in (b"a-long-word-of-the-input " * 20, b"another-word-of-the-input " * 20):
         given, wanted = served.repository.put(word), served.repository.put(word[::-1])
@@ -146,7 +146,7 @@ async def test_uploaded_tests_are_named_and_never_sent(served: Served, verifier:
     assert "upload it" in verdict.reason
 
 
-async def test_many_pairs_go_in_one_request_and_come_back_in_their_places(served: Served) -> None:
+async def test_many_runs_share_one_request_and_keep_their_order(served: Served) -> None:
     async with runner_at(served.url) as runner:
         served.bodies.clear()
         program = Program("python", b"print(int(input()) ** 2)")
@@ -165,7 +165,7 @@ CHECKER = CustomChecker(
 )
 
 
-async def test_a_checker_is_compiled_once_and_named_afterwards(served: Served, verifier: Oubliette) -> None:
+async def test_checker_is_compiled_once_and_then_named(served: Served, verifier: Oubliette) -> None:
     async with runner_at(served.url) as runner:
         link = await runner.compile_checker(CHECKER)
         assert link in served.repository
@@ -178,7 +178,7 @@ async def test_a_checker_is_compiled_once_and_named_afterwards(served: Served, v
     assert (await judged(verifier, "print('?')", tests=one, **own)).outcome is Outcome.VERIFIER_ERROR
 
 
-async def test_what_cannot_be_had_is_told_and_masked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unavailable_service_is_reported_and_masked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SandboxMissing, match="wants another token"):
         await RemoteRunner.open(served.url, token="other", tier=Tier.DEFAULT)
     with pytest.raises(SandboxLost, match=r"http://127\.0\.0\.1:9 cannot be reached"):
@@ -197,7 +197,7 @@ def _status(**changes: Any) -> dict[str, Any]:
 
 
 def _scripted(answer: Any, **changes: Any) -> FastAPI:
-    """What says that it is a service, and answers work with this."""
+    """A fake service that answers all work with `answer`."""
     app = FastAPI()
     app.get(wire.STATUS)(lambda: _status(**changes))
     app.post(wire.WORK)(lambda: answer)
@@ -212,7 +212,7 @@ def _scripted(answer: Any, **changes: Any) -> FastAPI:
         ({"languages": 3}, "is no Oubliette service"),
     ],
 )
-async def test_a_service_that_is_not_what_is_asked_for_is_refused(changes: dict[str, Any], told: str) -> None:
+async def test_unsuitable_service_is_rejected(changes: dict[str, Any], told: str) -> None:
     with in_thread(_scripted({}, **changes)) as url, pytest.raises(SandboxMissing, match=told):
         await RemoteRunner.open(url, token=None, tier=Tier.DEFAULT)
 
@@ -230,14 +230,14 @@ async def test_a_service_that_is_not_what_is_asked_for_is_refused(changes: dict[
         (Response("{}", status_code=400), "refuses .400."),
     ],
 )
-async def test_what_a_broken_service_answers_is_not_believed(answer: Any, told: str) -> None:
+async def test_invalid_answers_of_a_service_are_rejected(answer: Any, told: str) -> None:
     with in_thread(_scripted(answer)) as url:
         async with runner_at(url) as runner:
             with pytest.raises(SandboxLost, match=told):
                 await runner.run(Program("python", b""), b"", LIMITS)
 
 
-async def test_a_service_that_is_full_is_asked_again(served: Served) -> None:
+async def test_full_service_is_retried(served: Served) -> None:
     full, asked = {"error": {"message": "full", "code": wire.IS_FULL}}, list[int]()
     ended = {"type": "ended", "ending": "exited", "code": 0, "output": str(Link.of(b"")), "head": "", "stderr": "",
              "cpu_s": 0, "wall_s": 0, "tier": "default"}  # fmt: skip
@@ -255,7 +255,7 @@ async def test_a_service_that_is_full_is_asked_again(served: Served) -> None:
     assert isinstance(executed, Executed) and len(asked) == 3
 
 
-async def test_closing_ends_who_waits() -> None:
+async def test_closing_fails_waiting_calls() -> None:
     gate = asyncio.Event()
     app = FastAPI()
     app.get(wire.STATUS)(lambda: _status())
@@ -275,7 +275,7 @@ async def test_closing_ends_who_waits() -> None:
             await waiting
 
 
-async def test_contents_go_and_come_whole(served: Served) -> None:
+async def test_contents_round_trip(served: Served) -> None:
     data = bytes(range(256)) * 1000
     async with runner_at(served.url) as runner:
         link = Link.of(data)
@@ -287,7 +287,7 @@ async def test_contents_go_and_come_whole(served: Served) -> None:
             await runner.read(Link.of(b"never"))
 
 
-async def test_what_is_no_request_is_refused(served: Served) -> None:
+async def test_invalid_requests_are_rejected(served: Served) -> None:
     work = {"type": "run", "language": "python", "program": "oub:x", "input": "", "limits": {}}
     nothing = {**work, "limits": {"cpu_s": "much"}}
     headers = {"authorization": f"Bearer {TOKEN}"}
@@ -312,7 +312,7 @@ async def test_what_is_no_request_is_refused(served: Served) -> None:
             assert (await stranger.request(method, path)).status_code == 401
 
 
-def test_links_of_a_folder_are_read_where_the_recipe_names_it(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_links_are_read_from_the_repository_in_the_recipe(sandbox: Sandbox, tmp_path: Path) -> None:
     repository = PersistentRepository(tmp_path)
     test = {"input": {"link": str(repository.put(b"21\n"))}, "output": {"link": str(repository.put(b"42\n"))}}
 

@@ -1,0 +1,57 @@
+"""The documentation: every link resolves, every page is in the site's navigation, every recipe key is described."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config.recipe import RunConfig
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+from reference_pages import pages  # noqa: E402  the hook of mkdocs.yml lies beside the pages
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+GENERATED = pages()
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def _anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", _without_code(page.read_text())):
+        name, _, anchor = target.partition("#")
+        if "://" in name:
+            continue
+        path = (page.parent / name).resolve() if name else page
+        if path.is_relative_to(ROOT / "docs") and str(path.relative_to(ROOT / "docs")) in GENERATED:
+            continue
+        assert path.exists(), f"{target} does not exist"
+        if anchor:
+            assert anchor in _anchors(path.read_text()), f"{target}: no such heading"
+
+
+def test_site_lists_every_page() -> None:
+    listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in PAGES if "docs" in page.parts} | GENERATED.keys()
+
+
+def test_recipe_reference_has_every_section() -> None:
+    sections = {name for name in RunConfig.model_fields if name not in ("base", "objective")}
+    found = set(re.findall(r"^## `\[(\w+)", GENERATED["reference/recipe.md"], re.MULTILINE))
+    assert found == sections, "a section of the recipe is missing from docs/reference_pages.py's output"
+
+
+def test_command_reference_has_every_command() -> None:
+    assert "## `pipelinerl run`" in GENERATED["reference/cli.md"] and "--resume" in GENERATED["reference/cli.md"]

@@ -9,8 +9,8 @@
 
 The objective is REINFORCE on the group's mean, token by token, so that only the weight sees how old a token is:
 `plain` is 1, `TIS-2` is min(π / μ, 2) (Yao et al. 2025; RLAX's ClipHigher row). No target is set. `--plot` draws
-docs/pictures/staleness.png. `--only waste` reports what pacing wastes instead: shares of tokens and groups dropped as stale, of
-the trainer's time spent waiting, and alarms. Rewards are best compared by samples: seconds depend on the machine.
+docs/pictures/staleness.png. `--only waste` reports what pacing wastes instead: shares of tokens and groups dropped as
+stale, of the trainer's time spent waiting, and alarms. Compare rewards by samples: seconds depend on the machine.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ by seed.
 
     ours   `pipelinerl run` as a user starts it: launcher, stream server, controller, engine, actor and trainer in
            processes of their own. Times come from its events.jsonl.
-    TRL    one process in fp32 (its default, bf16, learns more slowly: docs/understand/mismatch.md). Several thread settings are
-           tried for some steps, and the fastest is used.
+    TRL    one process in fp32 (its default, bf16, learns more slowly: docs/understand/mismatch.md). Several thread
+           settings are tried for some steps, and the fastest is used.
 
 Our clock starts at the end of the first evaluation, when the first training prompt may be issued. It stops at the first
 evaluation that reaches the target, and includes later evaluations and checkpoints. TRL's clock starts with its first

@@ -71,7 +71,9 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
 def rows(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Return the table: targets for the default, and the other arms for comparison."""
     by_name = {arm: [each for each in runs if each["arm"] == arm] for arm in ARMS}
-    means = {arm: fmean(each["steps_to_target"] or _STEPS for each in its) for arm, its in by_name.items() if its}
+    means = {
+        arm: fmean(each["steps_to_target"] or _STEPS for each in several) for arm, several in by_name.items() if several
+    }
     lines = []
     for arm, mean in means.items():
         ratio, judged = mean / means["float32"], arm == "default"

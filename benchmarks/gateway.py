@@ -165,12 +165,12 @@ async def _memory(agents: Child) -> float:
         before = process.memory_info().rss
         opened = [await stack.enter_async_context(_opened(gateway, sample, number)) for number in range(OPEN)]
         urls = [f"{each.base_url()}/chat/completions" for each in opened]
-        asking = asyncio.create_task(asyncio.to_thread(agents.call, (urls, OPEN, _APART_S), timeout_s=_DEADLINE_S))
+        sending = asyncio.create_task(asyncio.to_thread(agents.call, (urls, OPEN, _APART_S), timeout_s=_DEADLINE_S))
         while sample.waiting < OPEN:
             await asyncio.sleep(0.1)
         taken = process.memory_info().rss - before
         sample.gate.set()
-        await asking
+        await sending
     return taken / 2**20
 
 

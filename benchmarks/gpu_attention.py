@@ -66,7 +66,7 @@ def check_attention(folder: Path, scale: Scale, device: torch.device) -> tuple[l
     if device.type != "cuda":
         return [Row("varlen against buckets", "not checked: the kernel is CUDA's")], {"checked": False}
     rows: list[Row] = []
-    found: dict[str, Any] = {"checked": True}
+    results: dict[str, Any] = {"checked": True}
     for layer in layers(torch_kernel(), scale, device, torch.bfloat16):
         apart, timings = layer.apart(), layer.timed(scale.rounds)
         met = apart["varlen"] <= _APART
@@ -75,21 +75,26 @@ def check_attention(folder: Path, scale: Scale, device: torch.device) -> tuple[l
             Row("    that of buckets in bf16", apart["buckets"]),
             Row("    buckets / varlen, time", timings.ratio("buckets", "varlen")),
         ]
-        found[layer.name] = {"apart": apart, "tokens": layer.tokens, "computed": len(layer.drawn[0]), **_times(timings)}
-    more, found["step"] = _steps(folder, scale, device)
-    return rows + more, found
+        results[layer.name] = {
+            "apart": apart,
+            "tokens": layer.tokens,
+            "computed": len(layer.drawn[0]),
+            **_times(timings),
+        }
+    more, results["step"] = _steps(folder, scale, device)
+    return rows + more, results
 
 
 def layers(kernel: VarlenKernel, scale: Scale, device: torch.device, dtype: torch.dtype) -> Iterator[Layer]:
     """Yield layers of the scale's heads and tokens, with this kernel."""
     ragged, window = random_batch(scale), scale.segment // 2
-    for name, batch, its in (("ragged", ragged, None), ("shared", _shared(scale), None), ("window", ragged, window)):
+    for name, batch, limit in (("ragged", ragged, None), ("shared", _shared(scale), None), ("window", ragged, window)):
         distinct = Distinct.of(batch)
         plans: dict[str, AttentionPlan] = {
             "varlen": VarlenPlan.of(batch.position_ids, device, distinct, kernel=kernel),
             "buckets": SegmentPlan.of(batch.position_ids, device, distinct),
         }
-        yield Layer(name, batch.num_tokens, plans, _drawn(scale, len(distinct.kept), device, dtype), its)
+        yield Layer(name, batch.num_tokens, plans, _drawn(scale, len(distinct.kept), device, dtype), limit)
 
 
 def _steps(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
@@ -124,9 +129,9 @@ def _shared(scale: Scale) -> MicroBatch:
     draw, prompt = generator(0, "gpu_check", "shared"), scale.segment // 2
     sequences = []
     for _ in range(max(1, scale.trained_tokens // (scale.segment * _ANSWERS))):
-        asked = draw.integers(0, scale.shape.vocab, prompt)
+        prompt_ids = draw.integers(0, scale.shape.vocab, prompt)
         for length in draw.integers(scale.segment // 4, scale.segment * 3 // 4, _ANSWERS):
-            sequences.append([*asked.tolist(), *draw.integers(0, scale.shape.vocab, length).tolist()])
+            sequences.append([*prompt_ids.tolist(), *draw.integers(0, scale.shape.vocab, length).tolist()])
     return packed(
         sequences, [prompt] * len(sequences), [np.zeros(len(each) - prompt, np.float32) for each in sequences]
     )
@@ -147,7 +152,7 @@ def _attended(plan: AttentionPlan, drawn: Sequence[Tensor], window: int | None) 
     return attended.detach(), *torch.autograd.grad(attended, inputs, drawn[3])
 
 
-def _largest(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+def _largest(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Return the largest difference of any tensor, relative to the largest exact value."""
-    pairs = zip(found, exact, strict=True)
+    pairs = zip(results, exact, strict=True)
     return max(float((ours.float() - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)

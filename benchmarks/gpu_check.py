@@ -42,8 +42,8 @@ from benchmarks import gpu_attention, gpu_engine, gpu_mesh, gpu_trainer, memory_
 from benchmarks.gpu_device import FULL, QUICK, Scale, describe, save_model
 from benchmarks.measure import RESULTS, Row, print_table, write_record
 
-Found = tuple[list[Row], dict[str, Any]]
-Check = Callable[[Path, Scale, torch.device], Found]
+Checked = tuple[list[Row], dict[str, Any]]
+Check = Callable[[Path, Scale, torch.device], Checked]
 
 CHECKS: Final[Mapping[str, Check]] = {
     "correctness": gpu_engine.check_correctness,
@@ -60,7 +60,7 @@ NO_DEVICE: Final = 3
 LIMIT_S: Final = 240.0
 
 
-def attempt(part: str, folder: Path, scale: Scale, device: torch.device) -> Found:
+def attempt(part: str, folder: Path, scale: Scale, device: torch.device) -> Checked:
     """Run one part in this process; an exception of any kind is a missed row."""
     try:
         return CHECKS[part](folder, scale, device)
@@ -69,12 +69,12 @@ def attempt(part: str, folder: Path, scale: Scale, device: torch.device) -> Foun
         return failure(part, f"{type(error).__name__}: {error}")
 
 
-def failure(part: str, text: str) -> Found:
+def failure(part: str, text: str) -> Checked:
     """Return the row and the record of a part that failed."""
     return [Row(f"{part} failed", (text.splitlines() or [""])[0][:100], "", False)], {"failed": text}
 
 
-def apart(part: str, folder: Path, scale: Scale, device: torch.device) -> Found:
+def apart(part: str, folder: Path, scale: Scale, device: torch.device) -> Checked:
     """Run one part in a process of its own, which is killed with its children after `LIMIT_S`."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe(duplex=False)
@@ -84,8 +84,8 @@ def apart(part: str, folder: Path, scale: Scale, device: torch.device) -> Found:
     try:
         if not ours.poll(LIMIT_S):
             return failure(part, f"no result after {LIMIT_S:g} s; its output is above")
-        found: Found = ours.recv()
-        return found
+        checked: Checked = ours.recv()
+        return checked
     except EOFError:
         process.join()
         return failure(part, f"its process died with exit code {process.exitcode}; its output is above")
@@ -105,7 +105,7 @@ def _part(part: str, folder: Path, scale: Scale, device: torch.device, result: C
 
 def check(
     device: torch.device, scale: Scale, chosen: Sequence[str], done: Callable[[Mapping[str, Any]], None]
-) -> Found:
+) -> Checked:
     """Run the parts one after the other on one model directory; `done` receives the results after each."""
     rows: list[Row] = []
     results: dict[str, Any] = {}
@@ -135,13 +135,13 @@ def run(
     where = results or (None if rehearsal else RESULTS)
     known = _known(where, describe(kind), quick) if where else {}
 
-    def record(found: Mapping[str, Any]) -> None:
+    def record(outcomes: Mapping[str, Any]) -> None:
         if where:
-            payload = {"quick": quick, "device": describe(kind), "checks": {**known, **found}}
+            payload = {"quick": quick, "device": describe(kind), "checks": {**known, **outcomes}}
             write_record("gpu_check", payload, folder=where)
 
-    rows, found = check(kind, QUICK if quick else FULL, only, record)
-    failed = any("failed" in result for result in found.values())
+    rows, outcomes = check(kind, QUICK if quick else FULL, only, record)
+    failed = any("failed" in result for result in outcomes.values())
     if rehearsal:
         rows = [row if row.name.endswith(" failed") else replace(row, met=None) for row in rows]
         print_table("gpu_check: REHEARSAL on the cpu, which proves nothing about CUDA", rows)

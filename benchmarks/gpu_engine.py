@@ -86,25 +86,25 @@ def sample(engine: LocalEngine, token_ids: Sequence[list[int]], tokens: int) -> 
 @torch.inference_mode()
 def forward_logprobs(model: Any, sampled: Sequence[SampledAnswer], device: torch.device) -> NDArray[np.float32]:
     """Return transformers' log-probs of all sampled tokens, from one plain forward per sequence."""
-    found = []
+    parts = []
     for each in sampled:
         tokens = torch.tensor([each.prompt + each.token_ids], device=device)
         logits = model(tokens, use_cache=False).logits[0, len(each.prompt) - 1 : -1].float()
         picked = torch.tensor(each.token_ids, device=device)[:, None]
-        found.append(logits.log_softmax(-1).gather(-1, picked)[:, 0].cpu().numpy())
-    return np.concatenate(found)
+        parts.append(logits.log_softmax(-1).gather(-1, picked)[:, 0].cpu().numpy())
+    return np.concatenate(parts)
 
 
 def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Compare the engine with transformers."""
-    asked = prompts(scale, scale.parity_sequences, "correctness")
+    batch = prompts(scale, scale.parity_sequences, "correctness")
     exact = load_model(folder, device, torch.float32)
     with local(folder, scale, device, WeightDType.FLOAT32) as engine:
-        sampled = sample(engine, asked, scale.answer // 4)
+        sampled = sample(engine, batch, scale.answer // 4)
     ours = np.concatenate([each.logprobs for each in sampled])
     full = mismatch(ours, forward_logprobs(exact, sampled, device))
     with local(folder, scale, device, WeightDType.BFLOAT16) as engine:
-        sampled = sample(engine, asked, scale.answer // 4)
+        sampled = sample(engine, batch, scale.answer // 4)
     ours, truth = np.concatenate([each.logprobs for each in sampled]), forward_logprobs(exact, sampled, device)
     del exact
     half = mismatch(ours, truth)
@@ -120,7 +120,7 @@ def check_correctness(folder: Path, scale: Scale, device: torch.device) -> tuple
 
 def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
     """Compare the decode rate of a full batch, from the difference of a long and a short answer, with the roofline."""
-    asked, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
+    batch, short = prompts(scale, scale.slots, "decode"), scale.answer // 4
     bandwidth = bytes_per_second(scale.copy_bytes, device)
     seconds: dict[int, list[float]] = {short: [], scale.answer: []}
     with local(folder, scale, device, WeightDType.BFLOAT16) as engine:
@@ -128,7 +128,7 @@ def check_decode(folder: Path, scale: Scale, device: torch.device) -> tuple[list
             for tokens in seconds:
                 wait(device)
                 began = time.perf_counter()
-                sample(engine, asked, tokens)
+                sample(engine, batch, tokens)
                 if number:
                     seconds[tokens].append(time.perf_counter() - began)
         metrics = engine.engine.metrics()

@@ -61,7 +61,7 @@ def compared(folder: Path, batch: MicroBatch, device: torch.device) -> tuple[lis
     alone = {precision: _losses(_started(folder, device, precision, {}), batch) for precision in _ALLOWED}
     coordinator = f"127.0.0.1:{free_ports(1)[0]}"
     distributed = {"distributed": {"coordinator": coordinator}}
-    rows, found = [], {}
+    rows, results = [], {}
     with other_rank(coordinator):
         for mesh in _MESHES:
             for precision, allowed in _ALLOWED.items():
@@ -69,12 +69,12 @@ def compared(folder: Path, batch: MicroBatch, device: torch.device) -> tuple[lis
                 apart = float(np.abs(_losses(trainer, batch) - alone[precision]).max())
                 name = f"{precision}, {'='.join(map(str, *mesh.items()))}: largest |Δ loss| from one process"
                 rows.append(Row(name, apart, f"<= {allowed:g}", apart <= allowed))
-                found[name] = apart
+                results[name] = apart
         trainer = _started(folder, device, Precision.BF16, {"mesh": _MESHES[0], **distributed})
-        differ = _gathered_beside(trainer, batch)
+        differ = _gathered_during_passes(trainer, batch)
         trainer.close()
-    rows.append(Row("parameters gathered beside a pass that differ", differ, "0", differ == 0))
-    return rows, {"checked": True, **found, "gathered_differ": differ}
+    rows.append(Row("parameters that differ when gathered during a pass", differ, "0", differ == 0))
+    return rows, {"checked": True, **results, "gathered_differ": differ}
 
 
 def _started(folder: Path, device: torch.device, precision: Precision, options: dict[str, Any]) -> TorchTrainer:
@@ -86,17 +86,17 @@ def _started(folder: Path, device: torch.device, precision: Precision, options: 
 
 
 def _losses(trainer: TorchTrainer, batch: MicroBatch) -> np.ndarray[Any, np.dtype[np.float64]]:
-    found = []
+    results = []
     for _ in range(3):
-        found.append(trainer.backward([batch], resolve("pipelinerl"))[0].loss)
+        results.append(trainer.backward([batch], resolve("pipelinerl"))[0].loss)
         trainer.optimizer_step(learning_rate=_RATE)
     trainer.close()
-    return np.array(found)
+    return np.array(results)
 
 
-def _gathered_beside(trainer: TorchTrainer, batch: MicroBatch) -> int:
+def _gathered_during_passes(trainer: TorchTrainer, batch: MicroBatch) -> int:
     """Return the number of parameters that differ when gathered during passes."""
-    at_rest = copied(trainer.gather_weights())
+    idle = copied(trainer.gather_weights())
     ended = threading.Event()
 
     def passes() -> None:
@@ -104,11 +104,11 @@ def _gathered_beside(trainer: TorchTrainer, batch: MicroBatch) -> int:
             trainer.backward([batch], resolve("pipelinerl"))
             trainer.discard_gradient()
 
-    beside = threading.Thread(target=passes)
-    beside.start()
+    thread = threading.Thread(target=passes)
+    thread.start()
     try:
-        found = copied(trainer.gather_weights())
+        results = copied(trainer.gather_weights())
     finally:
         ended.set()
-        beside.join()
-    return sum(not np.array_equal(array, found[name]) for name, array in at_rest.items())
+        thread.join()
+    return sum(not np.array_equal(array, results[name]) for name, array in idle.items())

@@ -133,7 +133,7 @@ def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[
     """Compare the places and dtypes of the optimizer's state with fp32 on the device."""
     batch, objective = random_batch(scale), resolve("pipelinerl")
     rows: list[Row] = []
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def measured(options: Mapping[str, Any]) -> tuple[NDArray[np.float64], float]:
         trainer = trainer_of(folder, device, Precision.BF16, {"optimizer": options})
@@ -156,8 +156,8 @@ def check_state(folder: Path, scale: Scale, device: torch.device) -> tuple[list[
         name, apart = ", ".join(map(str, options.values())), float(np.abs(losses - expected).max())
         rows.append(Row(f"state {name}: largest |Δ loss|", apart, f"<= {_STATE_APART:g}", apart <= _STATE_APART))
         rows.append(Row("    its step / one with fp32 moments on the device", taken / seconds))
-        found[name] = {"apart": apart, "slower": taken / seconds}
-    return rows, found
+        results[name] = {"apart": apart, "slower": taken / seconds}
+    return rows, results
 
 
 def check_parity(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:

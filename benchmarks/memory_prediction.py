@@ -81,10 +81,10 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
     """Measure every case, print and record."""
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="pipelinerl-memory-") as folder:
-        found = [measured(case, torch.device("cpu")) for case in _cases(Path(folder), quick=quick)]
-    print_table("trainer's peak memory, predicted / measured (and measured)", [_row(each) for each in found])
-    write_record("memory_prediction", {"tolerance": _TOLERANCE, "cases": found}, quick=quick)
-    return found
+        results = [measured(case, torch.device("cpu")) for case in _cases(Path(folder), quick=quick)]
+    print_table("trainer's peak memory, predicted / measured (and measured)", [_row(each) for each in results])
+    write_record("memory_prediction", {"tolerance": _TOLERANCE, "cases": results}, quick=quick)
+    return results
 
 
 def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:
@@ -92,8 +92,8 @@ def check_memory(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     bf16, host = OptimizerOptions(moments=MomentDType.BF16), OptimizerOptions(place=StatePlace.HOST)
     variants = ((0, False), (0, True), (16, False), (0, True, bf16), (0, True, host))
     cases = [MemoryCase("decoder", folder, scale.trained_tokens, Precision.BF16, *each) for each in variants]
-    found = [measured(case, device) for case in cases]
-    return [_row(each) for each in found], {"cases": found}
+    results = [measured(case, device) for case in cases]
+    return [_row(each) for each in results], {"cases": results}
 
 
 def measured(case: MemoryCase, device: torch.device) -> dict[str, Any]:
@@ -202,11 +202,6 @@ def _configs() -> Mapping[str, PreTrainedConfig]:
     }
 
 
-def _row(found: Mapping[str, Any]) -> Row:
-    ratio = found["ratio"]
-    return Row(
-        found["case"],
-        f"{ratio:.3f} ({found['measured'] / 2**20:,.0f} MiB)",
-        "0.85 to 1.15",
-        abs(ratio - 1) <= _TOLERANCE,
-    )
+def _row(result: Mapping[str, Any]) -> Row:
+    ratio, mib = result["ratio"], result["measured"] / 2**20
+    return Row(result["case"], f"{ratio:.3f} ({mib:,.0f} MiB)", "0.85 to 1.15", abs(ratio - 1) <= _TOLERANCE)

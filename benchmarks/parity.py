@@ -228,20 +228,20 @@ def run(quick: bool = False) -> None:
     rows, record = [], {}
     with tempfile.TemporaryDirectory() as folder:
         for arm in arms:
-            found = measure(model_in(Path(folder), arm.dtype), arm, prompts=12 if quick else 60)
-            p95, largest = found.all_tokens.p95, found.all_tokens.max
+            result = measure(model_in(Path(folder), arm.dtype), arm, prompts=12 if quick else 60)
+            p95, largest = result.all_tokens.p95, result.all_tokens.max
             if arm.precision is Precision.FP32:
                 rows.append(Row(f"{arm.name}: max |Δ log-prob|", largest, "<= 1e-5", largest <= FP32_MAX))
             else:
                 target = f"<= {BF16_P95:g} (goal {BF16_GOAL:g})"
                 rows.append(Row(f"{arm.name}: P95 |Δ log-prob|", p95, target, p95 <= BF16_P95))
                 rows.append(Row("  max", largest))
-            rows.append(Row("  tokens with equal bits", f"{found.bit_equal:.1%} of {found.all_tokens.num_tokens:,}"))
+            rows.append(Row("  tokens with equal bits", f"{result.bit_equal:.1%} of {result.all_tokens.num_tokens:,}"))
             record[arm.name] = {
-                **asdict(found.all_tokens),
-                "bit_equal": found.bit_equal,
-                "by_version": {version: asdict(each) for version, each in found.versions.items()},
-                "samples_updated_in_flight": found.switched,
+                **asdict(result.all_tokens),
+                "bit_equal": result.bit_equal,
+                "by_version": {version: asdict(each) for version, each in result.versions.items()},
+                "samples_updated_in_flight": result.switched,
             }
     print_table("parity of engine and trainer, tiny_speller on the CPU", rows)
     payload = {"arms": record, "temperatures": TEMPERATURES, "group_size": GROUP}

@@ -96,7 +96,7 @@ class Live:
     def trainer(self, *, other_than: int = 0) -> psutil.Process:
         """Return the trainer's process once it exists."""
 
-        def found() -> psutil.Process | None:
+        def running() -> psutil.Process | None:
             for process in self._children():
                 try:
                     words = process.cmdline()
@@ -106,7 +106,7 @@ class Live:
                     return process
             return None
 
-        return waited(found, "a trainer")
+        return waited(running, "a trainer")
 
     def times(self, kind: str) -> list[float]:
         """Return the times of all events of a kind, in Unix seconds."""
@@ -129,11 +129,11 @@ class Live:
 def waited(look: Callable[[], T | None], what: str) -> T:
     """Return the first result of `look` that is not None."""
     deadline = time.monotonic() + _PATIENCE_S
-    while (found := look()) is None:
+    while (result := look()) is None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{what} did not come within {_PATIENCE_S:g} s")
         time.sleep(_LOOK_S)
-    return found
+    return result
 
 
 def started_at(process: psutil.Process) -> float:
@@ -153,8 +153,8 @@ class Bare:
         logs = {"launcher": live.directory.parent / "launcher.log"}
         logs |= {log.stem: log for log in (live.directory / "logs").glob("*.log")}
         for role, log in logs.items():
-            found = (_IMPORTED.match(line) for line in log.read_text(errors="replace").splitlines())
-            (folder / role).write_text("\n".join(match[1] for match in found if match))
+            matches = (_IMPORTED.match(line) for line in log.read_text(errors="replace").splitlines())
+            (folder / role).write_text("\n".join(match[1] for match in matches if match))
         cores = sorted(os.sched_getaffinity(0))
         self._cores = {"engine-0": cores[0], "trainer": cores[-1]} if len(cores) > 1 else {}  # as `launch.plan` does
 

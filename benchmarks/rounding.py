@@ -68,11 +68,11 @@ def sequences(config: RunConfig, tokenizer: ChatTokenizer) -> list[tuple[list[in
 @torch.no_grad()
 def logprobs(model: Any, pairs: Sequence[tuple[list[int], list[int]]]) -> Tensor:
     """Return the log-probs of all answer tokens, f32 [N]."""
-    found = []
+    parts = []
     for prompt, answer in pairs:
         logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        found.append(logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0])
-    return torch.cat(found)
+        parts.append(logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0])
+    return torch.cat(parts)
 
 
 def seen(rounded: Weights, weights: Weights, first: Weights) -> float:
@@ -103,11 +103,11 @@ def measure(run_dir: Path) -> None:
         stored = load_file(folder / "model.safetensors")
         weights = {name: stored[name].float() for name in parameters}
         exact = read(weights)
-        for way, its in rounded.ways(weights, version).items():
-            got = read(its)
+        for way, values in rounded.ways(weights, version).items():
+            got = read(values)
             learned = float((got - before).mean() / (exact - before).mean())
             p95 = float((got - exact).abs().quantile(0.95))
-            print(f"{version:7}  {way:9} {learned:8.0%} {seen(its, weights, first):7.0%} {p95:8.4f}", flush=True)
+            print(f"{version:7}  {way:9} {learned:8.0%} {seen(values, weights, first):7.0%} {p95:8.4f}", flush=True)
 
 
 def main() -> None:

@@ -107,11 +107,11 @@ def arm_of(events: Sequence[Event], load: float) -> Arm:
     Raises:
         ValueError: the run was never evaluated after training began.
     """
-    found = [event for event in events if event["kind"] == "evaluation" and event["accuracy"] is not None]
-    if len(found) < 2:
-        raise ValueError(f"expected an evaluation before training and one after it, got {len(found)} in all")
-    began = found[0]["elapsed_s"]
-    curve = [(event["model_version"], event["elapsed_s"] - began, event["accuracy"]) for event in found]
+    evaluations = [event for event in events if event["kind"] == "evaluation" and event["accuracy"] is not None]
+    if len(evaluations) < 2:
+        raise ValueError(f"expected an evaluation before training and one after it, got {len(evaluations)} in all")
+    began = evaluations[0]["elapsed_s"]
+    curve = [(event["model_version"], event["elapsed_s"] - began, event["accuracy"]) for event in evaluations]
     return Arm(curve, [event["elapsed_s"] - began for event in events if event["kind"] == "step"], load)
 
 
@@ -145,8 +145,8 @@ def fastest_manner(recipe: Path, *, steps: int, tries_of_each: int) -> tuple[str
 def _trl(manner: str, **order: Any) -> Any:
     """Return `trl_arm`'s answer to an order."""
     threads, environment = MANNERS[manner]
-    said = _call(["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads})], environment)
-    return json.loads(said.splitlines()[-1])
+    output = _call(["-m", "benchmarks.trl_arm", json.dumps({**order, "threads": threads})], environment)
+    return json.loads(output.splitlines()[-1])
 
 
 def _call(arguments: Sequence[str], environment: Mapping[str, str]) -> str:

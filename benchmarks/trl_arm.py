@@ -127,9 +127,9 @@ class HeldOut:
 
     def __post_init__(self) -> None:
         """Make the problems that our own evaluations use."""
-        asked = self.config.evaluation_sets[0]
-        source = held_out_problems(self.config, asked)[asked.name]
-        self.problems = [source.problem(index) for index in range(asked.problems)]
+        wanted = self.config.evaluation_sets[0]
+        source = held_out_problems(self.config, wanted)[wanted.name]
+        self.problems = [source.problem(index) for index in range(wanted.problems)]
 
     def accuracy(self, model: Any) -> float:
         """Return the share of judged answers that are correct."""

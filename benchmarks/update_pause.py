@@ -85,7 +85,7 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
         spare = np.empty(layout.num_bytes, np.uint8)
         for number in range(-1, rounds):  # the first touches every page and is discarded
             memcpy = _copy_seconds(spare)
-            asking = asyncio.create_task(_keep_busy(client, url))
+            requests = asyncio.create_task(_keep_busy(client, url))
             await _steps(client, url, 8)
             began = time.monotonic()
             publication = Publication(
@@ -94,8 +94,8 @@ async def _measure(url: str, rounds: int) -> tuple[Samples, int]:
             report = await publisher.publish(publication)
             ended = time.monotonic()
             await asyncio.sleep(ended - began + 0.1)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            requests.cancel()
+            await asyncio.gather(requests, return_exceptions=True)
             notes = (await plain.get("/notes", timeout=60.0)).json()
             if number < 0:
                 continue

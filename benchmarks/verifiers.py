@@ -86,11 +86,11 @@ def run(quick: bool = False) -> None:
         *(Row(f"actor's processor time, {name} (ms/rollout)", cost) for name, cost in costs.items()),
         Row("hostile answers", len(texts)),
         *(Row(f"… {outcome}", with_them.outcomes[outcome]) for outcome in Outcome),
-        Row("… slowest verdict after its question (s)", late, f"<= {MOST_LATE_S:g}", late <= MOST_LATE_S),
+        Row("… slowest verdict after its request (s)", late, f"<= {MOST_LATE_S:g}", late <= MOST_LATE_S),
         Row("… verdicts later than that", sum(each > MOST_LATE_S for each in with_them.hostile_s), "0"),
         Row("other groups' P95 alone (s)", alone.p95_s),
-        Row("… beside hostile ones (s)", with_them.p95_s),
-        Row("… beside hostile ones, ratio", p95, f"<= {MOST_OF_P95:g}", p95 <= MOST_OF_P95),
+        Row("… with hostile ones (s)", with_them.p95_s),
+        Row("… with hostile ones, ratio", p95, f"<= {MOST_OF_P95:g}", p95 <= MOST_OF_P95),
     ]  # fmt: skip
     print_table("verifiers", rows)
     payload = {
@@ -125,21 +125,21 @@ def expressions(count: int) -> list[tuple[str, str]]:
 
 def throughput(*, pairs: int, rounds: int) -> tuple[Interval, dict[str, float]]:
     """Return the verifier's answers/s over the bare library's, and both rates."""
-    asked = expressions(pairs)
+    wanted = expressions(pairs)
     cores = len(os.sched_getaffinity(0))
     with multiprocessing.get_context("spawn").Pool(cores) as bare, asyncio.Runner() as runner:
         verifier = open_verifier(DomainSection(name="math", source="addition"))
-        shares = [asked[core::cores] for core in range(cores)]
+        shares = [wanted[core::cores] for core in range(cores)]
 
         def ours() -> float:
             began = time.perf_counter()
-            runner.run(_all_judged(verifier, asked))
-            return len(asked) / (time.perf_counter() - began)
+            runner.run(_all_judged(verifier, wanted))
+            return len(wanted) / (time.perf_counter() - began)
 
         def library() -> float:
             began = time.perf_counter()
             bare.map(bare_equal, shares, chunksize=1)
-            return len(asked) / (time.perf_counter() - began)
+            return len(wanted) / (time.perf_counter() - began)
 
         timings = paired({"ours": ours, "bare": library}, rounds=rounds)
         runner.run(verifier.close())
@@ -201,7 +201,7 @@ async def processor_ms(name: str, *, groups: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class Latencies:
     """Latencies of ordinary and hostile groups, and the outcomes of the hostile answers."""
 
     ordinary_s: tuple[float, ...] = ()
@@ -213,23 +213,23 @@ class Beside:
         """The latency that one ordinary group in twenty exceeds."""
         return float(np.quantile(self.ordinary_s, 0.95))
 
-    def with_(self, other: Beside) -> Beside:
+    def with_(self, other: Latencies) -> Latencies:
         """Return both together."""
-        return Beside(
+        return Latencies(
             self.ordinary_s + other.ordinary_s, self.hostile_s + other.hostile_s, self.outcomes + other.outcomes
         )
 
 
-def both(texts: Sequence[str], *, groups: int, parts: int) -> tuple[Beside, Beside]:
+def both(texts: Sequence[str], *, groups: int, parts: int) -> tuple[Latencies, Latencies]:
     """Measure without and with hostile answers in turn, so that other load on the machine affects both alike."""
-    alone, with_them = Beside(), Beside()
+    alone, with_them = Latencies(), Latencies()
     for part in range(parts):
-        alone = alone.with_(asyncio.run(beside([], groups=groups // parts)))
-        with_them = with_them.with_(asyncio.run(beside(texts[part::parts], groups=groups // parts)))
+        alone = alone.with_(asyncio.run(judged_with([], groups=groups // parts)))
+        with_them = with_them.with_(asyncio.run(judged_with(texts[part::parts], groups=groups // parts)))
     return alone, with_them
 
 
-async def beside(hostile: Sequence[str], *, groups: int) -> Beside:
+async def judged_with(hostile: Sequence[str], *, groups: int) -> Latencies:
     """Judge at least `groups` ordinary groups, and more while the hostile ones last."""
     verifier = open_verifier(DomainSection(name="math", source="addition", verifier_timeout_s=_DEADLINE_S))
     ordinary = expressions(_MOST_TURNS * groups * GROUP)  # sympy caches comparisons
@@ -263,4 +263,4 @@ async def beside(hostile: Sequence[str], *, groups: int) -> Beside:
         await asyncio.gather(*(judge() for judge in (judge_ordinary, judge_hostile) for _ in range(_AT_ONCE)))
     finally:
         await verifier.close()
-    return Beside(tuple(latencies), tuple(seconds), outcomes)
+    return Latencies(tuple(latencies), tuple(seconds), outcomes)

@@ -1,4 +1,4 @@
-"""Child processes of benchmarks."""
+"""Child processes of benchmarks: `spawned` starts one and ends it with its context."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ ADVANTAGES = np.array([1.0, 1.0, -1.0])
 @pytest.mark.parametrize("arm", ARMS)
 def test_arm_is_reinforce_with_its_weight_under_its_bounds(arm: str) -> None:
     config = load(RECIPE, ARMS[arm])
-    assert arm.startswith(f"({config.staleness.j}, {config.staleness.k})")
+    assert arm.startswith(f"({config.staleness.j}, {config.staleness.k:g})")
     columns = {
         "loss_mask": np.ones(3, dtype=bool),
         "advantages": ADVANTAGES,

@@ -55,8 +55,8 @@ class CompletionRequest(BaseModel):
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _prompts(cls, given: Any) -> list[Any]:
-        prompts = [given] if isinstance(given, str) or _are_ids(given) else given
+    def _prompts(cls, value: Any) -> list[Any]:
+        prompts = [value] if isinstance(value, str) or _are_ids(value) else value
         if not isinstance(prompts, list) or not all(
             _are_ids(each) or (each and isinstance(each, str)) for each in prompts
         ):

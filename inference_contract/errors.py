@@ -146,8 +146,9 @@ class NotPrepared(Conflict):
 
 
 class LayoutMismatch(ContractError):
-    """The announced parameters differ from the model's in name, order or shape, or have a dtype that is not
-    converted.
+    """The announced parameters do not fit the model.
+
+    They differ from the model's in name, order or shape, or have a dtype that the engine does not convert.
     """
 
     status = 422
@@ -178,8 +179,9 @@ class DigestMismatch(ContractError):
 
 
 class PeerLost(ContractError):
-    """Another rank of the process group left or died; the old weights stay in service, and the group must be formed
-    again.
+    """Another rank of the process group left or died.
+
+    The old weights stay in service, and the group must be formed again.
     """
 
     status = 502
@@ -228,7 +230,7 @@ def from_wire(status: int, body: Any) -> ContractError:
     error = body["error"]
     classes = {cls.code: cls for cls in _tree(ContractError)}
     cls = classes.get(str(error.get("code")), ContractError)
-    told = error.get("known")
-    numbers = told.items() if isinstance(told, dict) else ()
+    reported = error.get("known")
+    numbers = reported.items() if isinstance(reported, dict) else ()
     known = {str(name): number for name, number in numbers if type(number) is int}
     return cls(str(error.get("message")), param=error.get("param"), known=known)

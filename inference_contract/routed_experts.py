@@ -34,13 +34,15 @@ class RoutedExperts(Wire):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        wanted = prod(self.shape) * _BYTES[self.dtype]
+        expected = prod(self.shape) * _BYTES[self.dtype]
         try:
-            came = len(self.content)
+            received = len(self.content)
         except binascii.Error as error:
             raise ValueError(f"data is not base64: {error}") from None
-        if came != wanted:
-            raise ValueError(f"data must be {wanted} bytes in base64 for {self.dtype} {list(self.shape)}, got {came}")
+        if received != expected:
+            raise ValueError(
+                f"data must be {expected} bytes in base64 for {self.dtype} {list(self.shape)}, got {received}"
+            )
         return self
 
     @property
@@ -64,8 +66,9 @@ class RoutedExperts(Wire):
 
     @classmethod
     def joined(cls, parts: Sequence[RoutedExperts]) -> RoutedExperts:
-        """Concatenate parts along the token axis; there must be at least one, all with the dtype and shape of the
-        first.
+        """Concatenate parts along the token axis.
+
+        There must be at least one part, and all must have the dtype and shape of the first.
         """
         first = parts[0]
         tokens = sum(part.num_tokens for part in parts)

@@ -1,4 +1,15 @@
-"""Paths of the inference contract, shared by servers and clients."""
+"""Paths of the inference contract, shared by servers and clients.
+
+    POST /init_process_group      join the process group for weights      InitProcessGroupRequest, ProcessGroupStatus
+    POST /request_weight_update   run one phase of a weight update        WeightUpdateRequest, WeightUpdateResponse
+    POST /v1/chat/completions     sample answers to a conversation        ChatCompletionRequest, ChatCompletion
+    POST /v1/completions          sample continuations of prompts         CompletionRequest, TextCompletion
+    GET  /v1/models               the served model and its layout         ModelList
+    GET  /health                  state and supported features            Health
+    GET  /metrics                 load and totals, Prometheus text        EngineMetrics
+
+All routes except `/health` require the bearer token, if the engine has one. Errors have the shape of `errors`.
+"""
 
 from typing import Final
 

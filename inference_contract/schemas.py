@@ -131,44 +131,55 @@ class Continuation(StrEnum):
 class ChatCompletionRequest(Wire):
     """OpenAI's chat completion request, plus token ids in and out.
 
-    `prompt_token_ids` replaces the tokenised `messages`; `prompt` replaces `messages` by text that no template renders.
-    With `return_token_ids` each choice carries `token_ids`, `token_logprobs` and `version_spans`. `model` may be the
-    last part of the model's directory.
+    Log-probs are those of the distribution sampled from, after temperature, top-k and top-p. The noise of sample i at
+    position t depends only on (`seed`, i, t). No engine can force a tool call. An engine whose template does not
+    support tools, calls or thinking rejects them by name.
 
-    Sampling: log-probs are those of the distribution sampled from, after temperature, top-k and top-p. The noise of
-    sample i at position t depends only on (`seed`, i, t). A `temperature` of 0 is greedy; a `top_k` beyond the
-    vocabulary keeps every token. `logit_bias`, `presence_penalty` and `frequency_penalty` change the logits before the
-    temperature is applied; a penalty counts the tokens that the choice has sampled. `min_p` drops tokens whose
-    probability is below that share of the likeliest token's. It is applied together with `top_k`, before `top_p`.
-
-    `priority`: among queued requests, those with the lowest value start first. An engine that cannot order its queue
-    treats every priority as 0.
-
-    `ignore_eos` (vLLM's name): no token ends a sample. The sample continues to `max_tokens`, to the end of the context
-    or to a stop string. It equals the sample without `ignore_eos` up to the end of the latter.
-
-    `prefixes` requests the rest of an answer: `n` samples, each by its index, with the tokens that were sampled
-    already. Those tokens count towards `max_tokens`. The answer contains the new tokens with their log-probs and spans.
-    Its text is that of the whole answer, and a stop string may span old and new tokens. A prefix that has already ended
-    is rejected.
-
-    `return_routed_experts` (vLLM's name) requests the experts that a mixture-of-experts model chose for each token. Row
-    i of a choice's `routed_experts` belongs to the token before the i-th new token, at the step that sampled the
-    latter. The answer's `prompt_routed_experts` cover all prompt tokens except the last. An engine without support
-    rejects the field.
-
-    `continue_token_ids` extends a conversation exactly at the token level. They are the tokens of the conversation up
-    to the end of the assistant message `messages[continue_from - 1]`; the messages from `continue_from` on are new. The
-    prompt is these ids, followed by what the chat template writes after that answer. If the template does not simply
-    append, the prompt is the rendering of all `messages`. `prompt_token_ids` of the answer shows which of the two was
-    used.
-
-    `chat_template_kwargs` are variables for the chat template, as in vLLM (Qwen3's `enable_thinking`). Templates that
-    do not use a variable, and engines without templates, ignore it. Variables that the engine sets itself cannot be
-    overridden.
-
-    `tools` are rendered by the chat template, unless `tool_choice` is "none"; no engine can force a call. An engine
-    whose template does not support tools, calls or thinking rejects them by name.
+    Attributes:
+        model: the id of /v1/models, or the last part of the model's directory; None accepts any model.
+        messages: the conversation, rendered by the chat template.
+        prompt: text in place of `messages`, which no template renders.
+        prompt_token_ids: token ids in place of the tokenised `messages`.
+        tools: functions that the model may call; the chat template renders them unless `tool_choice` is "none".
+        response_format: the required format of the answer, for engines with structured output.
+        n: number of samples.
+        max_tokens: most tokens per sample; `max_completion_tokens`, OpenAI's newer name, takes precedence.
+        temperature: divides the logits; 0 is greedy.
+        top_p: keep the smallest set of likeliest tokens with at least this total probability.
+        top_k: number of likeliest tokens to keep; 0, or more than the vocabulary, keeps all.
+        min_p: drops tokens less likely than this share of the likeliest token; applied with `top_k`, before
+            `top_p`.
+        frequency_penalty: lowers a token's logit per occurrence among the choice's sampled tokens.
+        presence_penalty: lowers a token's logit once if the choice has sampled the token.
+        logit_bias: added to logits by token id; like the penalties, applied before the temperature.
+        stop: texts that end a choice; the answer is cut before the first of them.
+        ignore_eos: no token ends a sample (vLLM's name). The sample continues to `max_tokens`, to the end of the
+            context or to a stop string. It equals the sample without `ignore_eos` up to the end of the latter.
+        seed: seed of the sampling noise; None lets the engine choose.
+        logprobs: return OpenAI's record of each token, with the `top_logprobs` likeliest tokens.
+        stream: answer with server-sent events; see `stream_options`.
+        return_token_ids: return `prompt_token_ids`, and `token_ids`, `token_logprobs`, `version_spans` of each
+            choice.
+        return_routed_experts: return the experts that a mixture-of-experts model chose for each token (vLLM's
+            name). Row i of a choice's `routed_experts` belongs to the token before the i-th new token, at the step
+            that sampled the latter. `prompt_routed_experts` cover all prompt tokens except the last. An engine
+            without support rejects it.
+        priority: among queued requests, the lowest value starts first. An engine that cannot order its queue treats
+            every priority as 0.
+        user: accepted for OpenAI's clients, without effect.
+        prefixes: requests the rest of an answer: `n` samples, each by its index, with the tokens that were sampled
+            already, which count towards `max_tokens`. The answer has the new tokens with their log-probs and spans.
+            Its text is that of the whole answer, and a stop string may span old and new tokens. A prefix that has
+            already ended is rejected.
+        chat_template_kwargs: variables for the chat template, as in vLLM (Qwen3's `enable_thinking`). Templates
+            that do not use a variable, and engines without templates, ignore it. Variables that the engine sets
+            itself cannot be overridden.
+        continue_token_ids: extends a conversation exactly at the token level. These are the tokens of the
+            conversation up to the end of the assistant message `messages[continue_from - 1]`. The prompt is these
+            ids, followed by what the chat template writes after that answer. If the template does not simply
+            append, the prompt is the rendering of all `messages`; `prompt_token_ids` of the answer shows which of
+            the two was used.
+        continue_from: index of the first message that is new with respect to `continue_token_ids`.
     """
 
     model: str | None = None
@@ -348,7 +359,18 @@ class AssistantMessage(Wire):
 
 
 class Choice(Wire):
-    """One of the `n` samples."""
+    """One of the `n` samples.
+
+    Attributes:
+        index: number of the sample.
+        message: the answer.
+        finish_reason: the reason that the sample ended.
+        logprobs: OpenAI's records, with `logprobs`.
+        token_ids: the sampled tokens, with `return_token_ids`.
+        token_logprobs: log-prob of each token under the distribution it was sampled from, with `return_token_ids`.
+        version_spans: the weights that sampled each token, with `return_token_ids`.
+        routed_experts: the experts of each token, with `return_routed_experts`.
+    """
 
     index: int
     message: AssistantMessage
@@ -369,7 +391,14 @@ class Usage(Wire):
 
 
 class ChatCompletion(Wire):
-    """The complete answer. `epoch` is the trainer epoch of the weights that started sampling it."""
+    """The complete answer.
+
+    Attributes:
+        prompt_token_ids: the prompt, with `return_token_ids`.
+        prompt_routed_experts: the experts of all prompt tokens except the last, with `return_routed_experts`.
+        model_version: newest version of the weights that sampled any of the answer.
+        epoch: trainer epoch of the weights that started sampling the answer.
+    """
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -468,7 +497,19 @@ class Health(Wire):
 
 
 class EngineMetrics(Wire):
-    """Current load, and totals since the engine started; `/metrics` prints them in Prometheus' text format."""
+    """Current load, and totals since the engine started; `/metrics` prints them in Prometheus' text format.
+
+    Attributes:
+        running_sequences: sequences that are decoded now.
+        waiting_sequences: sequences in the queue.
+        slots: most sequences decoded at once.
+        decode_steps_total: decode steps; `occupied_slot_steps_total` sums the running sequences over them.
+        busy_s_total: seconds in which the engine had work.
+        last_update_pause_s: seconds that the last weight update stopped decoding.
+        last_update_receive_s: seconds that receiving the last weight update took.
+        weight_bytes: memory of the weights.
+        cache_bytes: memory of the KV cache.
+    """
 
     running_sequences: int = 0
     waiting_sequences: int = 0

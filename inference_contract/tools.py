@@ -64,8 +64,9 @@ class ToolCall(Wire):
         )
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call in the form that chat templates expect, with the arguments as an object if they are valid
-        JSON.
+        """Return the call in the form that chat templates expect.
+
+        The arguments become an object if they are valid JSON.
         """
         arguments: Any = self.function.arguments
         with suppress(ValidationError):  # arguments are not a JSON object: templates render the text unchanged

@@ -62,8 +62,18 @@ class InitProcessGroupRequest(Wire):
     changes nothing, except that its generation cannot be used again. A generation more than `MOST_GENERATION_STEP`
     above the joined one is rejected.
 
-    `rendezvous_*` is the trainer's TCP store, which is open before any engine is asked to join. If a rank is missing
-    and the group cannot form, the trainer closes the store; joins that still wait there then fail at once.
+    Attributes:
+        group: name of the group.
+        backend: collective library.
+        rendezvous_host: host of the trainer's TCP store, which is open before any engine is asked to join. If a
+            rank is missing and the group cannot form, the trainer closes the store; joins that still wait there
+            then fail at once.
+        rendezvous_port: port of the store.
+        rank: this engine's rank, 1 or above.
+        world_size: number of ranks, including the trainer.
+        generation: number of the membership.
+        connections: connection pattern of a gloo group; None lets gloo connect all pairs.
+        timeout_s: longest wait for the other ranks.
     """
 
     group: Annotated[str, StringConstraints(min_length=1, max_length=128)]
@@ -177,18 +187,18 @@ class WeightLayout(Wire):
         return [piece for start, end in self.buckets(bucket_bytes) for piece in cut(start, end, bucket_bytes)]
 
     def agreement(self, bucket_bytes: int) -> str:
-        """Return the text that sender and receivers compare before a broadcast: it determines the length of all
-        `pieces`.
+        """Return the text that sender and receivers compare before a broadcast.
+
+        It determines the length of all `pieces`.
         """
         return f"{self.layout_id} {bucket_bytes}"
 
     def shards(self, count: int, bucket_bytes: int) -> list[list[tuple[int, int]]]:
-        """Return the byte ranges [start, end) that each of `count` servers holds, in order; together they cover the
-        model.
+        """Return the byte ranges [start, end) of each of `count` servers, in order; together they cover the model.
 
-        Buckets are assigned largest first (ties: the earlier one) to the shard with the fewest bytes so far (ties:
-        the first). So no parameter is cut, shards are about equal, and a sender that walks the layout in order
-        keeps all servers busy. Adjacent ranges are merged.
+        Buckets are assigned largest first (ties: the earlier one) to the shard with the fewest bytes so far (ties: the
+        first). So no parameter is cut, shards are about equal, and a sender that walks the layout in order keeps all
+        servers busy. Adjacent ranges are merged.
         """
         owned: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         least = [(0, number) for number in range(count)]
@@ -249,10 +259,10 @@ def can_be_looked_up(url: str) -> str:
     try:
         address = urlsplit(url)
         (address.hostname or "").encode("idna")
-        found = bool(address.hostname) and address.port != 0
+        is_valid = bool(address.hostname) and address.port != 0
     except ValueError:
-        found = False
-    if not found:
+        is_valid = False
+    if not is_valid:
         raise ValueError(
             "must name a host whose labels have 1 to 63 characters each, and a port from 1 to 65535 if any, such as "
             "http://gpu-1.lab:8001"
@@ -301,26 +311,36 @@ class WeightUpdateRequest(Wire):
     their broadcast has not finished, rank 0 leaves the group, which ends the receive, and the next update needs a
     higher generation.
 
-    `epoch` and `version` only rise, by at most `MOST_EPOCH_STEP` and `MOST_VERSION_STEP` above the engine's numbers.
+    Broadcast: rank 0 sends one collective of uint8 per range of `WeightLayout.pieces(bucket_bytes)`, in order. gloo
+    kills a receiving process whose piece is longer than expected. `pieces_key` prevents this: if given, rank 0 writes
+    `WeightLayout.agreement(bucket_bytes)` under this key of the rendezvous store, below `<group>/<generation>`, just
+    before it sends. An engine enters a collective only after it has read a value equal to its own. A PREPARE without a
+    broadcast therefore leaves no engine waiting in a collective.
 
-    `timeout_s` bounds the time that a phase waits for peers. In PREPARE it bounds a whole pull, or the gap between two
-    pieces of a broadcast.
+    Pull: the engine starts to fetch when it answers `prepare`, from `routes.WEIGHTS` below a source. It fetches the
+    bytes whole or in ranges (`Range: bytes=a-b`, answered with 206), with the bearer token that the engine itself
+    requires. If a source fails, the engine tries the next. `prepare` must contain the digest and needs no group. After
+    an `abort` no further action is needed. A `prepare` of a later version drops uncommitted bytes of an earlier one.
 
-    Broadcast: rank 0 sends one collective of uint8 per range of `WeightLayout.pieces(bucket_bytes)`, in order. `digest`
-    is the XXH3-128 of those bytes, in hexadecimal. gloo kills a receiving process whose piece is longer than expected.
-    `pieces_key` prevents this: if given, rank 0 writes `WeightLayout.agreement(bucket_bytes)` under this key of the
-    rendezvous store, below `<group>/<generation>`, just before it sends. An engine enters a collective only after it
-    has read a value equal to its own. A PREPARE without a broadcast therefore leaves no engine waiting in a collective.
-
-    Pull: `sources` are base URLs of servers that hold the same bytes, in order of preference; if one fails, the engine
-    tries the next. The engine starts to fetch when it answers `prepare`, from `routes.WEIGHTS` below a source, whole or
-    in ranges (`Range: bytes=a-b`, answered with 206), with the bearer token that the engine itself requires. `prepare`
-    must contain the digest and needs no group. After an `abort` no further action is needed. A `prepare` of a later
-    version drops uncommitted bytes of an earlier one.
-
-    With `shards` in place of `sources`, no server holds all bytes. The servers of shard i hold the ranges
-    `WeightLayout.shards(n, bucket_bytes)[i]`, which are requested by their offsets in the whole. `digest` is still that
-    of the whole.
+    Attributes:
+        phase: `prepare`, `commit` or `abort`.
+        version: version of the new weights; it only rises, by at most `MOST_VERSION_STEP` above the engine's.
+        epoch: epoch of the trainer; it only rises, by at most `MOST_EPOCH_STEP` above the engine's.
+        transport: `broadcast` or `pull`.
+        group: process group of the broadcast; required in PREPARE of a broadcast.
+        generation: generation of the group; required in PREPARE of a broadcast.
+        pieces_key: key of the rendezvous store for the agreement on pieces, see above.
+        sources: base URLs of servers that hold the same bytes, in order of preference.
+        shards: used in place of `sources` if no server holds all bytes. The servers of shard i hold the ranges
+            `WeightLayout.shards(n, bucket_bytes)[i]`, which are requested by their offsets in the whole.
+        layout: the manifest; PREPARE needs either `layout` or `layout_id`.
+        layout_id: id of a layout that the engine knows.
+        bucket_bytes: size of the buckets that `WeightLayout` forms.
+        on_update: treatment of running sequences at COMMIT.
+        digest: XXH3-128 of all bytes in the order of the layout, in hexadecimal. Required in COMMIT, and in PREPARE
+            of a pull.
+        timeout_s: longest wait of the phase for peers. In PREPARE it bounds a whole pull, or the gap between two
+            pieces of a broadcast.
     """
 
     phase: UpdatePhase
@@ -367,8 +387,14 @@ class UpdateStatus(StrEnum):
 class WeightUpdateResponse(Wire):
     """The weights that the engine serves after the phase, and the cost of the update.
 
-    `pause_s` is the time that no sequence could decode. `receive_s` is the time to receive the bytes, during which
-    decoding continues.
+    Attributes:
+        status: outcome of the phase.
+        version: version of the served weights.
+        epoch: epoch of the served weights.
+        digest: digest of the served weights' bytes, if they came from an update.
+        pause_s: time that no sequence could decode.
+        receive_s: time to receive the bytes, during which decoding continues.
+        num_bytes: size of the weights after a COMMIT, else 0.
     """
 
     status: UpdateStatus

@@ -77,10 +77,10 @@ def run(
     overrides: Overrides = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="Go on with the run in this directory, or at this URL; changes may follow: run.steps=200."),
+        typer.Option(help="Resume the run in this directory or at this URL; changes may follow: run.steps=200."),
     ] = None,
     new: Annotated[
-        bool, typer.Option("--new", help="Start another run although one of this name is live; it gets a number.")
+        bool, typer.Option("--new", help="Start another run although one of this name is live; adds a number.")
     ] = False,
     host: HostWords = None,
     hosts: HostCount = None,
@@ -106,7 +106,7 @@ def run(
     if resume is not None:
         changes = [*([] if recipe is None else [recipe]), *(overrides or [])]
         if recipe is not None and "=" not in recipe:
-            raise UserError(f"--resume goes on by the recipe in {resume}; name changes of it alone, as run.steps=200")
+            raise UserError(f"--resume uses the recipe in {resume}; give only changes, such as run.steps=200")
         refuse_hosts(resume, on, host, hosts)
         path = resumption.directory_of(resume)
         config = change_recipe(path, changes) if changes else open_run(path).config
@@ -137,13 +137,13 @@ def run(
 
 @app.command()
 def new(
-    directory: Annotated[Path, typer.Argument(help="Directory to make, for the recipe and its rewards.")],
+    directory: Annotated[Path, typer.Argument(help="Directory to create for the recipe and its rewards.")],
     model: Annotated[Path, typer.Option(help="A local Hugging Face model directory.")],
     data: Annotated[
         Path, typer.Option(help="Rows with a prompt and an answer: JSON lines, JSON, CSV, Parquet, Arrow.")
     ],
-    prompt_field: Annotated[str | None, typer.Option(help="The field that asks (default: found by its name).")] = None,
-    answer_field: Annotated[str | None, typer.Option(help="The field with the answer (likewise).")] = None,
+    prompt_field: Annotated[str | None, typer.Option(help="Field with the prompt (default: detected by name).")] = None,
+    answer_field: Annotated[str | None, typer.Option(help="Field with the answer (default: by name).")] = None,
 ) -> None:
     """Write a recipe and a reward function for your model and data file, ready to check and run."""
     from pipelinerl.commands.new_recipe import write_new
@@ -157,7 +157,7 @@ def check(
     recipe: Recipe,
     overrides: Overrides = None,
     device_gib: Annotated[
-        float | None, typer.Option(min=0, max=2**20, help="Memory of a device, if not of this machine's.")
+        float | None, typer.Option(min=0, max=2**20, help="Device memory in GiB (default: this machine's).")
     ] = None,
 ) -> None:
     """Check a recipe without training: reject everything that would stop the run.
@@ -185,7 +185,7 @@ def check(
         typer.echo(f"{'disk':<12} {sentence}")
         lacking.append("disk")
     if lacking:
-        typer.echo(f"the recipe can run where there is more {' and '.join(lacking)} than this")
+        typer.echo(f"the recipe needs more {' and '.join(lacking)} than this machine has")
         raise typer.Exit(1)
     typer.echo("the recipe can run")
 
@@ -209,7 +209,7 @@ def _memory_lines(predicted: MemoryPrediction, limits: Mapping[str, int]) -> Ite
 @app.command()
 def status(
     run: Run,
-    json: Annotated[bool, typer.Option("--json", help="The whole state, for programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole state as JSON.")] = False,
 ) -> None:
     """Show what a live run is doing and what it waits for."""
     from pipelinerl.commands.engine_access import access_line
@@ -255,7 +255,7 @@ def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=
 def stop(
     run: Run,
     suspend: Annotated[
-        bool, typer.Option("--suspend", help="save and end now, without a last evaluation, to go on with --resume")
+        bool, typer.Option("--suspend", help="Save and stop now, without a final evaluation; continue with --resume.")
     ] = False,
 ) -> None:
     """Stop a live run at its next step boundary, after a final checkpoint and evaluation."""
@@ -280,14 +280,14 @@ def report(run_dir: RunPath) -> None:
 
 @app.command()
 def warmstart(
-    output: Annotated[Path, typer.Argument(help="Directory to make and write the model to.")],
+    output: Annotated[Path, typer.Argument(help="Directory to create for the model.")],
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and demonstrations.")] = 0,
-    recipe: Annotated[str, typer.Option(help="Recipe whose domains give the demonstrations.")] = "tiny",
+    recipe: Annotated[str, typer.Option(help="Recipe whose domains provide the demonstrations.")] = "tiny",
     hidden: Annotated[int, typer.Option(min=1, help="Width of the decoder.")] = 96,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the decoder.")] = 2,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
-    vocab: Annotated[int, typer.Option(min=0, help="Tokens that are learned from the problems (0: characters).")] = 0,
-    skill: Annotated[Skill, typer.Option(help="Looks at greedy answers, or at rewards by domain.")] = Skill.EXACT,
+    vocab: Annotated[int, typer.Option(min=0, help="Tokens to learn from the problems (0: characters).")] = 0,
+    skill: Annotated[Skill, typer.Option(help="Measure greedy answers, or rewards by domain.")] = Skill.EXACT,
     at_least: Annotated[float, typer.Option(min=0, max=1, help="Stop at this skill on the validation split.")] = 0.38,
     at_most: Annotated[float, typer.Option(min=0, max=1, help="Fail above it: RL would have too little to do.")] = 0.44,
 ) -> None:
@@ -303,7 +303,7 @@ def warmstart(
 @app.command()
 def mismatch(
     run_dir: RunPath,
-    json: Annotated[bool, typer.Option("--json", help="Every figure and the advice, for programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print every figure and the advice as JSON.")] = False,
 ) -> None:
     """Show how far trainer and sampler log-probs differ, by cause, and what to do about it; draws mismatch.png."""
     from rich.console import Console
@@ -316,20 +316,18 @@ def mismatch(
 @app.command()
 def samples(
     run_dir: RunPath,
-    step: Annotated[int | None, typer.Option(help="Of this step alone.")] = None,
-    domain: Annotated[str | None, typer.Option(help="Of this domain alone.")] = None,
-    tag: Annotated[str | None, typer.Option(help="Of problems with this tag alone.")] = None,
-    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest rewards first.")] = False,
-    best: Annotated[bool, typer.Option("--best", help="Those with the highest rewards first.")] = False,
-    truncated: Annotated[bool, typer.Option("--truncated", help="Those that ended for want of tokens.")] = False,
-    filtered: Annotated[
-        bool, typer.Option("--filtered", help="Of groups that were filtered, one for each step.")
-    ] = False,
+    step: Annotated[int | None, typer.Option(help="Only samples of this step.")] = None,
+    domain: Annotated[str | None, typer.Option(help="Only samples of this domain.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Only problems with this tag.")] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
+    truncated: Annotated[bool, typer.Option("--truncated", help="Only truncated answers.")] = False,
+    filtered: Annotated[bool, typer.Option("--filtered", help="Filtered groups, one for each step.")] = False,
     evaluation: Annotated[bool, typer.Option("--evaluation", help="Answers to held-out problems.")] = False,
-    evaluation_set: Annotated[str | None, typer.Option(help="Answers to those of this evaluation set alone.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many answers at most.")] = 16,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on with what comes, until the run is over.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="A line of JSON for each answer, for programs.")] = False,
+    evaluation_set: Annotated[str | None, typer.Option(help="Only answers to this evaluation set.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of answers.")] = 16,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep showing new samples until the run is over.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each answer.")] = False,
 ) -> None:
     """Show sampled answers: problem, answer, verdict, reward, advantage and versions, of a live or finished run."""
     from rich.console import Console
@@ -361,7 +359,7 @@ def samples(
 def trace(
     run_dir: RunPath,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write (default: trace.json.gz of the run).")
+        Path | None, typer.Option("--output", "-o", help="File to write (default: the run's trace.json.gz).")
     ] = None,
 ) -> None:
     """Export a run's timeline for Perfetto: what each role and engine did when, and the origin of each version."""
@@ -384,15 +382,16 @@ def track(
 @app.command()
 def explain(
     choice: Annotated[
-        str | None, typer.Argument(metavar="PRESET|RECIPE", help="An algorithm, or a recipe (default: lists them).")
+        str | None,
+        typer.Argument(metavar="PRESET|RECIPE", help="An algorithm or a recipe (default: list the algorithms)."),
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")] = None,
     rollout: Annotated[
         list[Path] | None, typer.Option(help="Rollouts (JSON, or a group's record); shows each token's factors.")
     ] = None,
-    run: Annotated[Path | None, typer.Option(help="A run that has ended: rollouts of one of its steps.")] = None,
+    run: Annotated[Path | None, typer.Option(help="A finished run; explains rollouts of one of its steps.")] = None,
     step: Annotated[int | None, typer.Option(help="The step of that run.")] = None,
-    group: Annotated[int | None, typer.Option(help="Shows of that step this order's group alone.")] = None,
+    group: Annotated[int | None, typer.Option(help="Show only the group of this order.")] = None,
 ) -> None:
     """Explain an objective: its five slots, formula, cost and source, and its effect on given rollouts."""
     from rich.console import Console
@@ -402,7 +401,7 @@ def explain(
     if (run is None) != (step is None) or (group is not None and run is None):
         raise typer.BadParameter("--run and --step belong together, and --group to both")
     if rollout and choice is None:
-        raise typer.BadParameter("name the algorithm or recipe by which the rollouts are to be explained")
+        raise typer.BadParameter("name an algorithm or a recipe to explain the rollouts with")
     if choice is None and run is None:
         catalogue(Console())
         return
@@ -414,9 +413,9 @@ def explain(
 
 @app.command()
 def replay(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a run that has ended, such as runs/tiny.")],
-    step: Annotated[int, typer.Option(help="The step to take again.")],
-    objective: Annotated[str | None, typer.Option(help="A preset to take that step with instead.")] = None,
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a finished run, such as runs/tiny.")],
+    step: Annotated[int, typer.Option(help="The step to repeat.")],
+    objective: Annotated[str | None, typer.Option(help="A preset to use for that step instead.")] = None,
 ) -> None:
     """Repeat a step from its checkpoint and recorded rollouts, without engines; exit status 1 if it differs."""
     from rich.console import Console

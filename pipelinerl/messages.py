@@ -455,8 +455,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 def layout_refusal(what: str, found: object) -> str:
     """Return the error for `what`, whose layout is `found` and cannot be read."""
     return (
-        f"{what} must be of layout {LAYOUT}, got layout {found}: another version of pipelinerl began it; use that "
-        "version for it, or begin a new run"
+        f"{what} must be of layout {LAYOUT}, got layout {found}: it was begun by another version of pipelinerl; use "
+        "that version, or begin a new run"
     )
 
 

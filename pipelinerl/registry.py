@@ -30,7 +30,7 @@ class RegistryEntry:
 
 
 _JAX: Final = "pip install 'pipelinerl[jax]'"
-_VLLM: Final = "its pins clash with ours, so it has an environment of its own: make vllm builds it, docs/use/vllm.md"
+_VLLM: Final = "its dependencies conflict with ours; make vllm builds an environment of its own, docs/use/vllm.md"
 
 #: `from_options(EngineOptions) -> Engine`
 ENGINES: Final[Mapping[str, RegistryEntry]] = {
@@ -127,7 +127,7 @@ def known(kind: str, entries: Mapping[str, RegistryEntry], name: str) -> Registr
         return RegistryEntry(name)
     if name not in entries:
         raise RecipeError(
-            f"{kind} must be one of {', '.join(entries)}, got {name!r}; code of your own is named as "
+            f"{kind} must be one of {', '.join(entries)}, got {name!r}; name your own code as "
             "package.module:attribute or path.py:attribute"
         )
     return entries[name]

@@ -76,20 +76,20 @@ def pipelinerl(
         ("run tiny model.path=/nope", "expected a model directory at /nope"),
         ("run tiny objective=zzz", "objective.preset must be one of"),
         ("run tiny run.directory=/proc/here", "run.directory: /proc/here/tiny cannot be made"),
-        ("run --resume foo://bucket/x", "foo://bucket/x cannot be reached from here: Protocol not known: foo"),
-        ("run tiny checkpoint.location=foo://bucket", "foo://bucket cannot be reached from here"),
+        ("run --resume foo://bucket/x", "foo://bucket/x cannot be used: Protocol not known: foo"),
+        ("run tiny checkpoint.location=foo://bucket", "foo://bucket cannot be used"),
         (
             "check tiny trainer.options.foo=1",
             "trainer.options.foo is unknown to the torch trainer; it knows mesh, gradients, experts, attention",
         ),
         ("run --resume absent", "absent holds no run: expected absent/recipe.toml"),
-        ("run tiny --resume absent", "--resume goes on by the recipe in absent"),
+        ("run tiny --resume absent", "--resume uses the recipe in absent"),
         ("status absent", "absent has no live run"),
         ("stop absent", "absent has no live run"),
         ("knobs show absent", "absent has no live run"),
         ("knobs set absent k=3", "absent has no live run"),
         ("report absent", "absent has no readable events.jsonl to report on"),
-        ("warmstart /", "/ exists; name a directory to be made"),
+        ("warmstart /", "/ exists; name a new directory"),
         ("conformance trainer zzz", "expected package.module:attribute or path.py:attribute, got 'zzz'"),
         ("conformance trainer bigram --model absent", "absent must be a model directory"),
         ("conformance engine http://127.0.0.1:1", "no engine answers at http://127.0.0.1:1"),
@@ -156,7 +156,7 @@ def test_operating_system_errors_are_a_sentence_with_the_file(
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     done = pipelinerl("check", "tiny")
-    assert (done.status, done.err.count("\n")) == (2, 1) and "the working directory is not there any more" in done.err
+    assert (done.status, done.err.count("\n")) == (2, 1) and "the working directory no longer exists" in done.err
 
 
 def test_terminal_without_greek_gets_escapes(

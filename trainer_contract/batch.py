@@ -59,8 +59,8 @@ def check(
 
 def check_measures(objective: Objective, head: Head) -> None:
     """Raise SpecError if the objective measures a distribution on a value head, which has none."""
-    if (asked := measures_of(objective)) and head is Head.VALUE:
-        raise SpecError(f"a value head has no distribution to measure, asked for {', '.join(asked)}")
+    if (measures := measures_of(objective)) and head is Head.VALUE:
+        raise SpecError(f"a value head has no distribution to measure, asked for {', '.join(measures)}")
 
 
 def _check_column(name: str, column: object, dtype: type, token_ids: object) -> None:
@@ -103,7 +103,7 @@ def _check_routing(column: object, num_tokens: int, routing: RoutingShape | None
         raise BatchError("routed_experts must be None: this model, in this trainer, has no routers that replay them")
     shape = (num_tokens, routing.layers, routing.top_k)
     if not isinstance(column, np.ndarray) or column.dtype != routing.dtype or column.shape != shape:
-        came = f"{column.dtype} {column.shape}" if isinstance(column, np.ndarray) else type(column).__name__
-        raise BatchError(f"routed_experts must be {routing.dtype} [T, layers, top_k] = {shape}, got {came}")
+        got = f"{column.dtype} {column.shape}" if isinstance(column, np.ndarray) else type(column).__name__
+        raise BatchError(f"routed_experts must be {routing.dtype} [T, layers, top_k] = {shape}, got {got}")
     if num_tokens and int(column.max()) >= routing.experts:
         raise BatchError(f"routed_experts must lie in 0..{routing.experts - 1}, got {int(column.max())}")

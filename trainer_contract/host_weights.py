@@ -31,11 +31,11 @@ def check_weights(weights: HostWeights, layout: Sequence[ParameterInfo]) -> None
     for info in layout:
         if info.name not in weights:
             raise StateError(f"the given weights lack the parameter {info.name!r}; they belong to another model")
-        wanted, found = num_bytes(info), weights[info.name].nbytes
-        if found != wanted:
+        expected, got = num_bytes(info), weights[info.name].nbytes
+        if got != expected:
             raise StateError(
-                f"the parameter {info.name!r} given must have {wanted} bytes, {info.dtype} {list(info.shape)}, "
-                f"got {found}; the weights belong to another model"
+                f"the parameter {info.name!r} given must have {expected} bytes, {info.dtype} {list(info.shape)}, "
+                f"got {got}; the weights belong to another model"
             )
     for name in weights.keys() - {info.name for info in layout}:
         raise StateError(
@@ -49,8 +49,9 @@ def num_bytes(info: ParameterInfo) -> int:
 
 
 def bytes_of(array: Any) -> NDArray[np.uint8]:
-    """Return the flat bytes of a numpy array, a torch tensor on any device, or a DLPack array; host data is not
-    copied.
+    """Return the flat bytes of a numpy array, a torch tensor on any device, or a DLPack array.
+
+    Host data is not copied.
     """
     if hasattr(array, "detach"):
         flat = array.detach().cpu().contiguous().flatten()

@@ -81,13 +81,12 @@ class Trainer(Protocol):
         ...
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Run `forward` on each micro-batch with the given weights instead of the trainer's, whose state does not
-        change.
+        """Run `forward` on each micro-batch with the given weights.
 
-        The computation and devices are those of a trainer that had loaded these weights. While it runs, the devices
-        hold one more copy of the model. The weights come from an earlier `gather_weights`, copied to the host
-        (`host_weights.copied`). They are the weights that engines received; where master weights are rounded for
-        engines, these are the rounded ones.
+        The trainer's own weights and state do not change. The computation and devices are those of a trainer that had
+        loaded the given weights. While it runs, the devices hold one more copy of the model. The weights come from an
+        earlier `gather_weights`, copied to the host (`host_weights.copied`). They are the weights that engines
+        received; where master weights are rounded for engines, these are the rounded ones.
 
         Raises:
             StateError: the weights do not match `weight_layout`.

@@ -230,8 +230,9 @@ class Objective(Protocol):
         ...
 
     def prediction_gradient(self, predictions: Any, columns: Columns, /) -> Any:
-        """Return the closed form of d loss / d predictions, [T], for tests and backends without automatic
-        differentiation.
+        """Return the closed form of d loss / d predictions, [T].
+
+        Backends without automatic differentiation and tests use it.
         """
         ...
 

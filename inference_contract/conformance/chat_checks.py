@@ -59,7 +59,7 @@ def check_columns(choice: Choice, *, versions: set[int] | None = None) -> None:
         assert set(named) <= versions, f"the tokens must come from versions {sorted(versions)}, spans name {named}"
 
 
-def chat_answers(session: Session) -> None:
+def chat_has_openai_shape(session: Session) -> None:
     """A chat completion has OpenAI's shape, with usage that adds up."""
     card = session.card()
     completion = session.chat(model=card.id)
@@ -91,8 +91,8 @@ def openai_logprobs_match(session: Session) -> None:
     """With `logprobs` each choice has OpenAI's records, equal to token_logprobs."""
     for choice in session.chat(n=2, logprobs=True).choices:
         assert choice.logprobs is not None, "logprobs=true must give choice.logprobs"
-        given = [record.logprob for record in choice.logprobs.content]
-        assert given == choice.token_logprobs, "logprobs.content must hold the log-probs of token_logprobs"
+        logprobs = [record.logprob for record in choice.logprobs.content]
+        assert logprobs == choice.token_logprobs, "logprobs.content must hold the log-probs of token_logprobs"
 
 
 def extras_only_on_request(session: Session) -> None:
@@ -126,7 +126,7 @@ def seeds_and_samples_differ(session: Session) -> None:
     assert len(sampled) > 1, "16 samples of 4 seeds must not all be equal"
 
 
-def greedy_repeats(session: Session) -> None:
+def greedy_ignores_the_seed(session: Session) -> None:
     """Temperature 0 samples the likeliest token, whatever the seed."""
     one, two = session.chat(temperature=0.0, seed=1), session.chat(temperature=0.0, seed=2)
     assert ids_of(one.choices[0]) == ids_of(two.choices[0]), "greedy samples must not depend on the seed"
@@ -139,7 +139,7 @@ def top_k_one_is_certain(session: Session) -> None:
     assert abs(worst) < 1e-4, f"with top_k=1 every log-prob must be 0, got {worst}"
 
 
-def max_tokens_is_kept(session: Session) -> None:
+def max_tokens_is_respected(session: Session) -> None:
     """No choice is longer than max_tokens, and a truncated choice has finish_reason `length`."""
     for choice in session.chat(n=4, max_tokens=3).choices:
         count = len(ids_of(choice))
@@ -174,9 +174,9 @@ def stop_string_ends_text(session: Session) -> None:
 
 def eos_is_ignored(session: Session) -> None:
     """With `ignore_eos` a sample continues to `max_tokens`, and is unchanged up to its normal end."""
-    ends = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0)
-    goes_on = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0, ignore_eos=True)
-    for one, two in zip(ends.choices, goes_on.choices, strict=True):
+    plain = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0)
+    ignoring = session.chat(n=16, seed=6, max_tokens=64, temperature=2.0, ignore_eos=True)
+    for one, two in zip(plain.choices, ignoring.choices, strict=True):
         count = len(ids_of(two))
         assert (count, two.finish_reason) == (64, FinishReason.LENGTH), (
             f"with ignore_eos a sample must have all 64 tokens of max_tokens, got {count} and {two.finish_reason}"
@@ -186,14 +186,14 @@ def eos_is_ignored(session: Session) -> None:
         assert ids_of(two)[: len(ended)] == ended, "ignore_eos must not change what comes before a sample's end"
 
 
-def prompt_ids_go_through(session: Session) -> None:
+def prompt_ids_are_returned_unchanged(session: Session) -> None:
     """`prompt_token_ids` are returned unchanged and sample the same as the messages they came from."""
-    told = session.chat(n=2, seed=5)
-    prompt = told.prompt_token_ids
+    answer = session.chat(n=2, seed=5)
+    prompt = answer.prompt_token_ids
     assert prompt, "with return_token_ids the answer must have prompt_token_ids"
     again = session.chat(n=2, seed=5, prompt_token_ids=prompt)
     assert again.prompt_token_ids == prompt, "prompt_token_ids must come back unchanged"
-    for one, two in zip(told.choices, again.choices, strict=True):
+    for one, two in zip(answer.choices, again.choices, strict=True):
         assert ids_of(one) == ids_of(two), "the ids of a prompt must give the same samples as its messages"
 
 
@@ -203,7 +203,7 @@ def alias_is_served(session: Session) -> None:
     assert ids_of(plural.choices[0]) == ids_of(singular.choices[0]), "both spellings must give the same answer"
 
 
-def idle_fields_are_taken(session: Session) -> None:
+def default_fields_are_accepted(session: Session) -> None:
     """Fields that clients send by default are accepted and do not change the answer."""
     plain = session.chat(seed=4)
     for fields in (
@@ -215,7 +215,7 @@ def idle_fields_are_taken(session: Session) -> None:
         assert ids_of(again.choices[0]) == ids_of(plain.choices[0]), f"{sorted(fields)} must not change the answer"
 
 
-def contents_spell_no_tokens(session: Session) -> None:
+def messages_cannot_inject_control_tokens(session: Session) -> None:
     """A message that spells out a control token, such as an end of turn, does not produce that token."""
     for spelling in _SPELLINGS:
         lengths = []
@@ -230,7 +230,7 @@ def contents_spell_no_tokens(session: Session) -> None:
         )
 
 
-def template_is_the_engines(session: Session) -> None:
+def request_cannot_replace_the_template(session: Session) -> None:
     """`chat_template_kwargs` changes neither the template nor, for names unknown to the template, the prompt."""
     plain = session.chat(seed=5)
     again = session.chat(seed=5, chat_template_kwargs={"no_template_looks_this_up": True})
@@ -242,7 +242,7 @@ def template_is_the_engines(session: Session) -> None:
 
 
 CHECKS = (
-    chat_answers,
+    chat_has_openai_shape,
     n_gives_n_choices,
     columns_match_tokens,
     openai_logprobs_match,
@@ -250,14 +250,14 @@ CHECKS = (
     same_seed_same_samples,
     noise_is_per_sample,
     seeds_and_samples_differ,
-    greedy_repeats,
+    greedy_ignores_the_seed,
     top_k_one_is_certain,
-    max_tokens_is_kept,
+    max_tokens_is_respected,
     stop_string_ends_text,
     eos_is_ignored,
-    prompt_ids_go_through,
+    prompt_ids_are_returned_unchanged,
     alias_is_served,
-    idle_fields_are_taken,
-    contents_spell_no_tokens,
-    template_is_the_engines,
+    default_fields_are_accepted,
+    messages_cannot_inject_control_tokens,
+    request_cannot_replace_the_template,
 )

@@ -22,10 +22,10 @@ def _offered(session: Session) -> Continuation:
     return offered
 
 
-def _long(session: Session, **asked: Any) -> tuple[int, list[Choice]]:
+def _long(session: Session, **fields: Any) -> tuple[int, list[Choice]]:
     """Return a seed and its three answers; the first and the last have at least four tokens."""
     for seed in range(_SEEDS):
-        choices = session.chat(n=3, seed=seed, max_tokens=_LENGTH, **asked).choices
+        choices = session.chat(n=3, seed=seed, max_tokens=_LENGTH, **fields).choices
         if min(len(ids_of(choices[0])), len(ids_of(choices[2]))) >= 4:
             return seed, choices
     raise NotOffered(f"none of {_SEEDS} seeds gives answers of four tokens, so none can be split")
@@ -54,18 +54,18 @@ def _equal_rest(whole: Choice, rest: Choice, start: int) -> None:
     )
 
 
-def _continues(session: Session, **asked: Any) -> None:
-    seed, (first, second, last) = _long(session, **asked)
-    nothing = {"index": 1, "token_ids": []}
-    (begun,) = session.chat(n=1, seed=seed, max_tokens=_LENGTH, prefixes=[nothing], **asked).choices
-    _equal_rest(second, begun, 0)
+def _continues(session: Session, **fields: Any) -> None:
+    seed, (first, second, last) = _long(session, **fields)
+    empty = {"index": 1, "token_ids": []}
+    (restarted,) = session.chat(n=1, seed=seed, max_tokens=_LENGTH, prefixes=[empty], **fields).choices
+    _equal_rest(second, restarted, 0)
     prefixes, ends = _cut(first, last)
-    rest = session.chat(n=2, seed=seed, max_tokens=_LENGTH, prefixes=prefixes, **asked)
+    rest = session.chat(n=2, seed=seed, max_tokens=_LENGTH, prefixes=prefixes, **fields)
     assert len(rest.choices) == 2, f"two prefixes must give two choices, got {len(rest.choices)}"
     assert rest.usage.completion_tokens == sum(len(ids_of(each)) for each in rest.choices), "usage counts new tokens"
     for whole, part, end in zip((first, last), rest.choices, ends, strict=True):
         _equal_rest(whole, part, end)
-    streamed = gathered(session.stream(n=2, seed=seed, max_tokens=_LENGTH, prefixes=prefixes, **asked))
+    streamed = gathered(session.stream(n=2, seed=seed, max_tokens=_LENGTH, prefixes=prefixes, **fields))
     for whole, part, end in zip((first, last), streamed, ends, strict=True):
         _equal_rest(whole, part, end)
 
@@ -85,14 +85,14 @@ def sampled_answer_continues(session: Session) -> None:
         return
     seed, (first, _, last) = _long(session)
     prefixes, ends = _cut(first, last)
-    asked: dict[str, Any] = {"n": 2, "seed": seed, "max_tokens": _LENGTH, "prefixes": prefixes}
-    rest = session.chat(**asked).choices
+    fields: dict[str, Any] = {"n": 2, "seed": seed, "max_tokens": _LENGTH, "prefixes": prefixes}
+    rest = session.chat(**fields).choices
     assert [each.index for each in rest] == [0, 2], f"the answer must continue choices 0 and 2, got {rest}"
     for each, end in zip(rest, ends, strict=True):
         check_columns(each)
         count = len(ids_of(each))
         assert 1 <= count <= _LENGTH - end, f"after {end} of {_LENGTH} tokens at most the rest may follow, got {count}"
-    for one, two in zip(rest, session.chat(**asked).choices, strict=True):
+    for one, two in zip(rest, session.chat(**fields).choices, strict=True):
         assert ids_of(one) == ids_of(two), f"seed {seed} must repeat the rest of choice {one.index}"
 
 
@@ -107,35 +107,35 @@ def prefix_counts_towards_max_tokens(session: Session) -> None:
         assert rest.finish_reason is FinishReason.LENGTH, f"finish_reason must be length, got {rest.finish_reason}"
 
 
-def stop_string_over_the_border(session: Session) -> None:
+def stop_string_may_span_the_prefix(session: Session) -> None:
     """A stop string that starts in the prefix and ends after it ends the answer and is not in its text."""
     # Fresh noise would give a different text. Greedy sampling gives one text per prompt, so vary the prompt instead.
     warmth = {"temperature": 0.0} if _offered(session) is Continuation.OWN_NOISE else {}
     prompt = session.chat().prompt_token_ids or []
     for number in range(_SEEDS):
-        found = _stopped(session, seed=number, prompt_token_ids=prompt[-1 - number % len(prompt) :], **warmth)
-        if found is not None:
-            _equal_rest(*found)
+        stopped = _stopped(session, seed=number, prompt_token_ids=prompt[-1 - number % len(prompt) :], **warmth)
+        if stopped is not None:
+            _equal_rest(*stopped)
             return
     raise NotOffered(f"no answer of {_SEEDS} seeds can be split within a stop string")
 
 
-def _stopped(session: Session, **asked: Any) -> tuple[Choice, Choice, int] | None:
+def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | None:
     """Return an answer that a stop string ends, its rest after all but the last token, and the prefix length.
 
     An answer of one repeated character is allowed, since greedy answers may repeat: it ends at its second token with an
     empty text.
     """
-    text = session.chat(**asked).choices[0].message.content
+    text = session.chat(**fields).choices[0].message.content
     stop = text[1:3]
     if len(stop) < 2 or "\ufffd" in text:
         return None
-    whole = session.chat(**asked, stop=stop).choices[0]
+    whole = session.chat(**fields, stop=stop).choices[0]
     end = len(ids_of(whole)) - 1
     if end < 1 or whole.finish_reason is not FinishReason.STOP:
         return None
     prefixes = [{"index": 0, "token_ids": ids_of(whole)[:end]}]
-    return whole, session.chat(**asked, stop=stop, prefixes=prefixes).choices[0], end
+    return whole, session.chat(**fields, stop=stop, prefixes=prefixes).choices[0], end
 
 
 def ended_prefix_is_refused(session: Session) -> None:
@@ -144,13 +144,13 @@ def ended_prefix_is_refused(session: Session) -> None:
     seed, text, stop = stoppable(session)
     ids = ids_of(session.chat(seed=seed).choices[0])
     twice = [{"index": 1, "token_ids": ids[:1]}] * 2
-    for asked in (
+    for fields in (
         {"max_tokens": 2, "prefixes": [{"index": 0, "token_ids": ids[:2]}]},
         {"stop": stop, "prefixes": [{"index": 0, "token_ids": ids[: len(text)]}]},
         {"n": 2, "prefixes": twice},
         {"n": 2, "prefixes": twice[:1]},
     ):
-        refused(session.completed(seed=seed, **asked), 400, code="invalid_request_error")
+        refused(session.completed(seed=seed, **fields), 400, code="invalid_request_error")
 
 
 def unknown_prefix_is_refused(session: Session) -> None:
@@ -162,15 +162,15 @@ def unknown_prefix_is_refused(session: Session) -> None:
         refused(session.completed(seed=3, max_tokens=4, prefixes=prefixes), 400, code="invalid_request_error")
 
 
-def rare_chunks_are_the_whole(session: Session) -> None:
+def fewer_chunks_give_the_same_answer(session: Session) -> None:
     """`stream_options.interval_s` reduces the number of chunks and does not change the answer."""
     _offered(session)
     whole = session.chat(n=3, seed=9).choices
     response = session.streamed(n=3, seed=9, stream_options={"interval_s": 3600.0})
-    came = list(chunks(response, response.iter_lines()))
-    assert len(came) == 1, f"with interval_s=3600 a short answer must arrive in one chunk, got {len(came)}"
-    assert came[0].prompt_token_ids, "with return_token_ids a stream must begin with prompt_token_ids"
-    for one, two in zip(whole, gathered(came), strict=True):
+    received = list(chunks(response, response.iter_lines()))
+    assert len(received) == 1, f"with interval_s=3600 a short answer must arrive in one chunk, got {len(received)}"
+    assert received[0].prompt_token_ids, "with return_token_ids a stream must begin with prompt_token_ids"
+    for one, two in zip(whole, gathered(received), strict=True):
         for name in ("message", "token_ids", "token_logprobs", "version_spans", "finish_reason"):
             expected, got = getattr(one, name), getattr(two, name)
             assert expected == got, (
@@ -182,8 +182,8 @@ CHECKS = (
     greedy_answer_continues,
     sampled_answer_continues,
     prefix_counts_towards_max_tokens,
-    stop_string_over_the_border,
+    stop_string_may_span_the_prefix,
     ended_prefix_is_refused,
     unknown_prefix_is_refused,
-    rare_chunks_are_the_whole,
+    fewer_chunks_give_the_same_answer,
 )

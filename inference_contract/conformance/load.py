@@ -43,7 +43,7 @@ class Load:
         self._sampled_before, deadline = self._session.generated_tokens(), time.monotonic() + self._session.timeout_s
         self._asking = [self._threads.submit(self._run) for _ in range(_ASKERS)]
         while not self.sampled() and time.monotonic() < deadline:
-            if any(asking.done() for asking in self._asking):
+            if any(request.done() for request in self._asking):
                 break  # A request failed; __exit__ raises its error.
             time.sleep(0.001)
         return self
@@ -56,8 +56,8 @@ class Load:
         self._threads.shutdown(wait=False)
         if error is None:
             assert not late, f"answers must arrive within {self._session.timeout_s:g} s although the weights changed"
-            for asking in done:
-                asking.result()
+            for request in done:
+                request.result()
 
     def sampled(self) -> float:
         """Return the tokens sampled since this load began, including those of unfinished answers."""

@@ -42,7 +42,7 @@ def _prompt(completion: ChatCompletion) -> list[int]:
     return completion.prompt_token_ids
 
 
-def tools_are_shown_or_refused(session: Session) -> None:
+def tools_are_rendered_or_refused(session: Session) -> None:
     """Offered tools are part of the prompt unless `tool_choice` is "none"; or they are rejected by name."""
     offered = _answered(session, "tools", tools=[_TOOL])
     plain = _prompt(session.chat())
@@ -64,7 +64,7 @@ def forced_calls_are_refused(session: Session) -> None:
         assert completion is None or calls, f"tool_choice={choice!r} must be kept, or refused by name"
 
 
-def tool_results_are_shown_or_refused(session: Session) -> None:
+def tool_results_are_rendered_or_refused(session: Session) -> None:
     """A conversation may contain calls, with null content, and their results; both are part of the prompt."""
     prompts = []
     for result in ("3", "4"):
@@ -80,7 +80,7 @@ def tool_results_are_shown_or_refused(session: Session) -> None:
     assert prompts[0] != prompts[1], "the result of a call must be part of the prompt"
 
 
-def developer_speaks_or_is_refused(session: Session) -> None:
+def developer_role_is_rendered_or_refused(session: Session) -> None:
     """A message with the role `developer`, OpenAI's newer name for `system`, is part of the prompt or rejected by
     name.
     """
@@ -88,7 +88,7 @@ def developer_speaks_or_is_refused(session: Session) -> None:
     assert completion is None or len(_prompt(completion)) > len(_prompt(session.chat()))
 
 
-def formats_are_kept_or_refused(session: Session) -> None:
+def response_format_is_enforced_or_refused(session: Session) -> None:
     """An answer with a `response_format` is JSON that satisfies the schema; or the format is rejected by name."""
     schema = {
         "type": "object",
@@ -120,7 +120,7 @@ def _top(session: Session, **fields: Any) -> list[TokenLogprob] | None:
     return logprobs.content
 
 
-def likeliest_tokens_come_or_are_refused(session: Session) -> None:
+def top_logprobs_are_returned_or_refused(session: Session) -> None:
     """With `top_logprobs` each record lists the likeliest tokens in order; greedy sampling takes the first."""
     records = _top(session)
     for record in records or ():
@@ -135,7 +135,7 @@ def likeliest_tokens_come_or_are_refused(session: Session) -> None:
         assert sure, "the likeliest tokens must be those of the distribution sampled from: with top_k=1 there is one"
 
 
-def min_p_is_kept_or_refused(session: Session) -> None:
+def min_p_is_applied_or_refused(session: Session) -> None:
     """With min_p=1 only the likeliest token remains and its log-prob is 0; or the field is rejected by name."""
     completion = _answered(session, "min_p", min_p=1.0)
     if completion is not None:
@@ -143,7 +143,7 @@ def min_p_is_kept_or_refused(session: Session) -> None:
         assert abs(worst) < _APART, f"with min_p=1 every log-prob must be 0, got {worst}"
 
 
-def bias_is_kept_or_refused(session: Session) -> None:
+def logit_bias_is_applied_or_refused(session: Session) -> None:
     """A token with a bias of 100 is always sampled, and log-probs include the bias; or the field is rejected by
     name.
     """
@@ -161,13 +161,13 @@ def bias_is_kept_or_refused(session: Session) -> None:
     assert str(error["param"]).startswith("logit_bias"), f"param must be 'logit_bias', got {error['param']!r}"
 
 
-def penalties_are_kept_or_refused(session: Session) -> None:
+def penalties_are_applied_or_refused(session: Session) -> None:
     """A penalty lowers a sampled token's logit as much as a bias of that size; or the field is rejected by name."""
     prompt = _prompt(session.chat())
     for penalty in ({"presence_penalty": 1.5}, {"frequency_penalty": 1.25}):
         penalized = _top(session, prompt_token_ids=prompt, max_tokens=2, **penalty)
-        begun = session.chat(prompt_token_ids=prompt, temperature=0.0, max_tokens=1, ignore_eos=True)
-        first = ids_of(begun.choices[0])
+        started = session.chat(prompt_token_ids=prompt, temperature=0.0, max_tokens=1, ignore_eos=True)
+        first = ids_of(started.choices[0])
         bias = {str(first[0]): -next(iter(penalty.values()))}
         biased = _top(session, prompt_token_ids=[*prompt, *first], max_tokens=1, logit_bias=bias)
         if penalized is None or biased is None:
@@ -181,21 +181,21 @@ def penalties_are_kept_or_refused(session: Session) -> None:
         )
 
 
-def short_name_is_taken(session: Session) -> None:
+def short_model_name_is_accepted(session: Session) -> None:
     """The model may be named by the last part of its directory."""
     card = session.card()
     assert session.chat(model=card.id.rstrip("/").rpartition("/")[2]).model == card.id
 
 
-def texts_are_completed_or_refused(session: Session) -> None:
+def completions_route_is_served_or_absent(session: Session) -> None:
     """The older route completes token ids like the newer one, and several prompts in order; or it answers 404."""
     prompt = _prompt(session.chat())
-    asked: dict[str, Any] = {"max_tokens": 4, "seed": 5, "return_token_ids": True}
-    response = session.post(routes.COMPLETIONS, {"prompt": [prompt, prompt], "n": 2, "logprobs": 0, **asked})
+    fields: dict[str, Any] = {"max_tokens": 4, "seed": 5, "return_token_ids": True}
+    response = session.post(routes.COMPLETIONS, {"prompt": [prompt, prompt], "n": 2, "logprobs": 0, **fields})
     if response.status_code == 404:
         return
     completion = TextCompletion.model_validate(succeeded(response))
-    chat = session.chat(prompt_token_ids=prompt, n=2, **asked)
+    chat = session.chat(prompt_token_ids=prompt, n=2, **fields)
     assert [choice.index for choice in completion.choices] == [0, 1, 2, 3], "two prompts of n=2 must give four choices"
     for place, choice in enumerate(completion.choices):
         twin = chat.choices[place % 2]
@@ -210,15 +210,15 @@ def texts_are_completed_or_refused(session: Session) -> None:
 
 
 CHECKS = (
-    tools_are_shown_or_refused,
+    tools_are_rendered_or_refused,
     forced_calls_are_refused,
-    tool_results_are_shown_or_refused,
-    developer_speaks_or_is_refused,
-    formats_are_kept_or_refused,
-    likeliest_tokens_come_or_are_refused,
-    min_p_is_kept_or_refused,
-    bias_is_kept_or_refused,
-    penalties_are_kept_or_refused,
-    short_name_is_taken,
-    texts_are_completed_or_refused,
+    tool_results_are_rendered_or_refused,
+    developer_role_is_rendered_or_refused,
+    response_format_is_enforced_or_refused,
+    top_logprobs_are_returned_or_refused,
+    min_p_is_applied_or_refused,
+    logit_bias_is_applied_or_refused,
+    penalties_are_applied_or_refused,
+    short_model_name_is_accepted,
+    completions_route_is_served_or_absent,
 )

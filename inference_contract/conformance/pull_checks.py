@@ -45,7 +45,7 @@ def pull_and_broadcast_take_turns(session: Session) -> None:
         assert session.greedy()[1] != before[1], "a broadcast after a pull must take effect"
 
 
-def pull_asks_the_next_source(session: Session) -> None:
+def pull_tries_the_next_source(session: Session) -> None:
     """The engine tries the next source after one that is down, lacks the version or closes the connection."""
     with (
         WeightServer(session.host, session.token) as broken,
@@ -223,7 +223,7 @@ def _assert_serves(session: Session, version: int, greedy: Any, when: str) -> No
 CHECKS = (
     pull_is_served,
     pull_and_broadcast_take_turns,
-    pull_asks_the_next_source,
+    pull_tries_the_next_source,
     pull_of_shards_is_served,
     pull_with_wrong_bytes_is_refused,
     broken_pull_leaves_old_weights,

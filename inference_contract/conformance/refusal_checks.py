@@ -38,7 +38,7 @@ def out_of_range_is_refused(session: Session) -> None:
     session.chat()
 
 
-def edges_of_ranges_are_answered(session: Session) -> None:
+def extreme_values_are_served_or_refused(session: Session) -> None:
     """The extreme values of a range are served, or rejected by name if the engine lacks the field; the engine
     survives.
     """
@@ -76,7 +76,7 @@ def too_long_prompt_is_refused(session: Session) -> None:
     assert error["code"] == "context_length_exceeded", f"code must be context_length_exceeded, got {error['code']!r}"
 
 
-def foreign_token_is_refused(session: Session) -> None:
+def token_outside_vocabulary_is_refused(session: Session) -> None:
     """Token ids outside the vocabulary are rejected."""
     for token_id in (-1, 2**31 - 1):
         error = refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1, token_id])), 400, 422)
@@ -88,7 +88,7 @@ def unknown_model_is_refused(session: Session) -> None:
     refused(session.post(routes.CHAT_COMPLETIONS, body(model="no-such-model")), 404, code="model_not_found")
 
 
-def refused_stream_is_no_stream(session: Session) -> None:
+def refused_stream_gets_a_plain_error(session: Session) -> None:
     """A rejected streaming request gets a plain error with its status."""
     length = session.card().context_length
     refused(session.post(routes.CHAT_COMPLETIONS, body(prompt_token_ids=[1] * length, stream=True)), 400)
@@ -104,12 +104,12 @@ CHECKS = (
     unknown_field_is_refused,
     wrong_type_is_refused,
     out_of_range_is_refused,
-    edges_of_ranges_are_answered,
+    extreme_values_are_served_or_refused,
     missing_prompt_is_refused,
     malformed_body_is_refused,
     too_long_prompt_is_refused,
-    foreign_token_is_refused,
+    token_outside_vocabulary_is_refused,
     unknown_model_is_refused,
-    refused_stream_is_no_stream,
+    refused_stream_gets_a_plain_error,
     unknown_route_and_method_are_refused,
 )

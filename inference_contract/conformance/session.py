@@ -91,8 +91,8 @@ class Session:
 
     def stream(self, **fields: Any) -> Iterator[ChatCompletionChunk]:
         """Yield the chunks of a streamed completion as they arrive; the stream must end with `data: [DONE]`."""
-        asked = body(**fields) | {"stream": True}
-        with self._client.stream("POST", routes.CHAT_COMPLETIONS, json=asked) as response:
+        request = body(**fields) | {"stream": True}
+        with self._client.stream("POST", routes.CHAT_COMPLETIONS, json=request) as response:
             yield from chunks(response, response.iter_lines())
 
     def streamed(self, **fields: Any) -> httpx.Response:
@@ -120,8 +120,8 @@ class Session:
 
     def _metric(self, name: str) -> float | None:
         samples = [line for line in self.get(routes.METRICS).text.splitlines() if line[:1] != "#"]
-        found = [line for line in samples if name in line]
-        return float(found[0].rsplit(" ", 1)[1]) if found else None
+        matching = [line for line in samples if name in line]
+        return float(matching[0].rsplit(" ", 1)[1]) if matching else None
 
     def recover(self) -> None:
         """Leave the group after a failed check, which drops staged weights, so that the next check starts clean."""
@@ -152,22 +152,22 @@ def chunks(response: httpx.Response, lines: Iterable[str]) -> Iterator[ChatCompl
 
 def succeeded(response: httpx.Response) -> Any:
     """Return the JSON of a response that must have status 200."""
-    asked = f"{response.request.method} {response.request.url.path}"
-    assert response.status_code == 200, f"{asked} must answer 200, got {response.status_code}: {response.text[:300]}"
+    request = f"{response.request.method} {response.request.url.path}"
+    assert response.status_code == 200, f"{request} must answer 200, got {response.status_code}: {response.text[:300]}"
     return response.json()
 
 
 def refused(response: httpx.Response, *statuses: int, code: str | None = None) -> dict[str, Any]:
     """Return the error of a response that must have one of `statuses` and OpenAI's error shape."""
-    asked = f"{response.request.method} {response.request.url.path}"
-    wanted = " or ".join(map(str, statuses))
-    assert response.status_code in statuses, f"{asked} must answer {wanted}, got {response.status_code}"
+    request = f"{response.request.method} {response.request.url.path}"
+    expected = " or ".join(map(str, statuses))
+    assert response.status_code in statuses, f"{request} must answer {expected}, got {response.status_code}"
     answer = response.json()
     error = answer.get("error") if isinstance(answer, dict) else None
-    assert isinstance(error, dict), f"{asked}: a refusal must have the shape {{'error': {{…}}}}"
+    assert isinstance(error, dict), f"{request}: a refusal must have the shape {{'error': {{…}}}}"
     for name in ("message", "type", "param", "code"):
-        assert name in error, f"{asked}: the error must have a field {name!r}"
-    assert isinstance(error["message"], str) and error["message"], f"{asked}: the error's message must be a sentence"
+        assert name in error, f"{request}: the error must have a field {name!r}"
+    assert isinstance(error["message"], str) and error["message"], f"{request}: the error's message must be a sentence"
     if code is not None:
-        assert error["code"] == code, f"{asked}: the error's code must be {code!r}, got {error['code']!r}"
+        assert error["code"] == code, f"{request}: the error's code must be {code!r}, got {error['code']!r}"
     return error

@@ -43,9 +43,9 @@ def metrics_are_prometheus(session: Session) -> None:
     assert response.status_code == 200, f"/metrics must answer 200, got {response.status_code}"
     samples = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if line and not line.startswith("#"))
     for name in EngineMetrics.model_fields:
-        found = [value for sample, value in samples.items() if sample.split("{")[0].endswith(name)]
-        assert found, f"/metrics must have a sample whose name ends in {name!r}"
-        float(found[0])
+        values = [value for sample, value in samples.items() if sample.split("{")[0].endswith(name)]
+        assert values, f"/metrics must have a sample whose name ends in {name!r}"
+        float(values[0])
 
 
 def metrics_count_tokens(session: Session) -> None:

@@ -83,15 +83,15 @@ def stream_carries_usage(session: Session) -> None:
     assert last.usage.completion_tokens == sampled, "the usage of a stream must count the tokens streamed"
 
 
-def leaving_a_stream_frees_it(session: Session) -> None:
+def disconnect_frees_a_stream(session: Session) -> None:
     """The engine stops sampling for a client that disconnects in the middle of a stream."""
     n, length = 8, min(256, session.card().context_length // 2)
     wasted: list[str] = []
     for seed in range(_LEAVINGS):
-        asked: dict[str, Any] = {"n": n, "max_tokens": length, "seed": seed}
-        whole = session.chat(**asked).usage.completion_tokens
+        fields: dict[str, Any] = {"n": n, "max_tokens": length, "seed": seed}
+        whole = session.chat(**fields).usage.completion_tokens
         before = session.generated_tokens()
-        stream = session.stream(**asked)
+        stream = session.stream(**fields)
         next(iter(stream))
         stream.close()  # type: ignore[attr-defined]
         at_leaving = session.generated_tokens() - before
@@ -127,4 +127,4 @@ def _only_its_own_tokens(session: Session) -> None:
     assert grown == own, f"no other request ran, but {grown:g} tokens were sampled for a request of {own}"
 
 
-CHECKS = (stream_equals_whole, stream_equals_whole_with_stop, stream_carries_usage, leaving_a_stream_frees_it)
+CHECKS = (stream_equals_whole, stream_equals_whole_with_stop, stream_carries_usage, disconnect_frees_a_stream)

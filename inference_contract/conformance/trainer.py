@@ -111,16 +111,16 @@ class KitTrainer:
         self.leave()
         self.generation += 1
         answer: list[httpx.Response] = []
-        asking = threading.Thread(
+        thread = threading.Thread(
             target=lambda: answer.append(
                 self._session.post(routes.INIT_PROCESS_GROUP, self.join_request(self.generation))
             )
         )
-        asking.start()
+        thread.start()
         try:
             self._group = self._joined(self.generation)
         finally:
-            asking.join(self._session.timeout_s)
+            thread.join(self._session.timeout_s)
         assert answer, "POST /init_process_group must answer once both ranks have joined"
         return answer[0]
 
@@ -128,8 +128,8 @@ class KitTrainer:
         """Request a group of three without the third rank, then close its store; return the engine's answer."""
         store, port = _listening_store(self._host)
         request = self.join_request(self.generation + 500, rendezvous_port=port, world_size=3)
-        with ThreadPoolExecutor(1) as asking:
-            answer = asking.submit(self._session.post, routes.INIT_PROCESS_GROUP, request)
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(self._session.post, routes.INIT_PROCESS_GROUP, request)
             time.sleep(_JOINS_S)
             del store
             return answer.result()
@@ -145,14 +145,14 @@ class KitTrainer:
         self._group = None
 
     def _joined(self, generation: int) -> Any:
-        patience = timedelta(seconds=self._session.timeout_s / 2)
+        timeout = timedelta(seconds=self._session.timeout_s / 2)
         store = dist.PrefixStore(
             f"{_GROUP}/{generation}",
-            dist.TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=patience),
+            dist.TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=timeout),
         )
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-        options._timeout = patience
+        options._timeout = timeout
         return dist.ProcessGroupGloo(store, 0, 2, options)
 
     def update(self, phase: str, version: int, **fields: Any) -> httpx.Response:

@@ -78,7 +78,7 @@ def higher_generation_replaces(session: Session) -> None:
     trainer.publish(trainer.next_version(), tag=2)
 
 
-def abandoned_group_is_given_up(session: Session) -> None:
+def join_fails_when_rendezvous_closes(session: Session) -> None:
     """A join fails at once if its trainer closes the rendezvous, and the previous group stays usable."""
     trainer = kit_trainer(session)
     trainer.formed()
@@ -132,7 +132,7 @@ def same_version_is_a_no_op(session: Session) -> None:
     trainer.accepted(trainer.update("commit", version, digest=served["digest"]), "already_serving")
 
 
-def prepare_repeats(session: Session) -> None:
+def prepare_is_idempotent(session: Session) -> None:
     """A second PREPARE of the same update is a no-op; PREPARE of another one is rejected."""
     trainer = kit_trainer(session)
     trainer.formed()
@@ -287,7 +287,7 @@ def abort_on_update_ends_samples(session: Session) -> None:
     raise NotOffered(_NONE_OPEN)
 
 
-def drain_lets_samples_end(session: Session) -> None:
+def drain_finishes_running_samples(session: Session) -> None:
     """With on_update=drain running samples finish with the old weights and are not cut short."""
     drained = 0
     for update in _updates_under_load(session, session.completed, length=_DRAINED_TOKENS, on_update="drain"):
@@ -386,11 +386,11 @@ CHECKS = (
     group_is_joined,
     lower_generation_is_refused,
     higher_generation_replaces,
-    abandoned_group_is_given_up,
+    join_fails_when_rendezvous_closes,
     update_is_served,
     layout_id_is_enough,
     same_version_is_a_no_op,
-    prepare_repeats,
+    prepare_is_idempotent,
     older_version_is_refused,
     wrong_layout_is_refused,
     converted_dtype_is_served,
@@ -401,5 +401,5 @@ CHECKS = (
     update_in_flight,
     update_during_whole_answer,
     abort_on_update_ends_samples,
-    drain_lets_samples_end,
+    drain_finishes_running_samples,
 )

@@ -73,12 +73,12 @@ class WeightServer:
             self._send(handler, 404, b"", {})
             return
         self.open.wait(30.0)
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", handler.headers["range"] or "")
-        start = int(asked[1]) if asked else 0
-        end = int(asked[2]) + 1 if asked and asked[2] else len(data)
-        part = {"content-range": f"bytes {start}-{end - 1}/{len(data)}"} if asked else {}
+        byte_range = re.fullmatch(r"bytes=(\d+)-(\d*)", handler.headers["range"] or "")
+        start = int(byte_range[1]) if byte_range else 0
+        end = int(byte_range[2]) + 1 if byte_range and byte_range[2] else len(data)
+        part = {"content-range": f"bytes {start}-{end - 1}/{len(data)}"} if byte_range else {}
         limit = len(data) if self.breaks_at is None else self.breaks_at
-        self._send(handler, 206 if asked else 200, data[start:end], part, sent=max(limit - start, 0))
+        self._send(handler, 206 if byte_range else 200, data[start:end], part, sent=max(limit - start, 0))
 
     @staticmethod
     def _send(

@@ -138,14 +138,17 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "model", f"{config.model.resolved} with {tokenizer.vocab_size} tokens"
     path, known = config.model.resolved, tokenizer.vocab_size
     if (rows := vocab_size(path)) is not None and rows < known:
-        said = f"the tokenizer of {path} has {known} tokens and its model {rows}: a prompt with one of the others"
-        yield "warning", f"{said} is refused by engines"
+        sizes = f"the tokenizer of {path} has {known} tokens and its model {rows}; a prompt with one of the others"
+        yield "warning", f"{sizes} is refused by engines"
     for path in dict.fromkeys([config.model.resolved, *_other_models(config).values()]):
         if left := check_values(path, most_bytes=_MOST_READ):
-            yield "model", f"{left / 2**30:,.1f} GiB of {path} are not read here; the trainer looks at them as it loads"
+            yield (
+                "model",
+                f"{left / 2**30:,.1f} GiB of {path} are not checked here; the trainer checks them when it loads",
+            )
     from pipelinerl.roles.engine_role import build_engine  # imports a server's libraries, which `run` need not load
 
-    build_engine(_of_nobody(config))
+    build_engine(_placeholder_identity(config))
     dtypes = dtypes_of(config)
     slow = _slow(config, dtypes)
     yield (
@@ -161,7 +164,7 @@ def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from mesh_findings(config)
     yield from expert_findings(config)
     if lacking := list(_not_here(config)):
-        yield "elsewhere", f"this machine has no GPU, which the recipe asks for: {', '.join(lacking)}"
+        yield "elsewhere", f"this machine has no GPU, but the recipe requires one: {', '.join(lacking)}"
     yield from _objective_findings(config)
     knobs = knobs_of(config)
     yield "step", _step(config)
@@ -202,8 +205,8 @@ def _problems_of(domain: DomainSection, config: RunConfig) -> Mixture:
     """Return training problems of this domain alone, or held-out ones if it is only evaluated."""
     if domain.weight:
         return training_problems(config.model_copy(update={"domains": (domain,), "evaluations": ()}))
-    asked = config.evaluation.alone([domain.name])
-    return held_out_problems(config, asked)[asked.name]
+    evaluation = config.evaluation.alone([domain.name])
+    return held_out_problems(config, evaluation)[evaluation.name]
 
 
 def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -219,7 +222,7 @@ def _objective_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "warning", f"objective.{sentence}"
 
 
-def _of_nobody(config: RunConfig) -> Identity:
+def _placeholder_identity(config: RunConfig) -> Identity:
     """Return an identity for an engine that will never start."""
     return Identity(
         config=config, run_dir=config.run_directory, name="engine-0", redis_url="", controller_url="", token=None
@@ -244,8 +247,8 @@ def _staleness(config: RunConfig, knobs: Knobs) -> str:
     if len(config.trained_domains) == 1 or config.staleness.overdue is Overdue.WAIT or math.isinf(knobs.k):
         return bounds
     return (
-        f"{bounds}; what is older than k at its step is left out, first of domains that answer at length or are judged "
-        'slowly: their stale share tells it, and staleness.overdue = "wait" keeps it'
+        f"{bounds}; groups older than k at their step are dropped, mostly from domains with long answers or slow "
+        'verifiers; watch their stale share, or keep such groups with staleness.overdue = "wait"'
     )
 
 

@@ -33,7 +33,7 @@ def conformance_engine(
 @conformance_app.command("trainer")
 def conformance_trainer(
     target: Annotated[str, typer.Argument(help="module:Class, or the name of a registered trainer.")],
-    model: Annotated[Path, typer.Option(help="Model directory for it to train.")] = MODELS / "tiny_speller",
+    model: Annotated[Path, typer.Option(help="Model directory for the trial.")] = MODELS / "tiny_speller",
 ) -> None:
     """Check a trainer class against the trainer contract."""
     raise typer.Exit(0 if check_trainer(target, model, say=typer.echo) else 1)
@@ -54,7 +54,7 @@ def check_engine(url: str, *, token: str | None, say: Callable[[str], None]) -> 
             http.get("/health")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise AddressError(f"no engine answers at {url}: {error}; give its base URL, like http://host:port") from None
-    return _told([(r.outcome.value, r.name, r.promise, r.reason) for r in conformance.run(url, token)], say)
+    return _report([(r.outcome.value, r.name, r.promise, r.reason) for r in conformance.run(url, token)], say)
 
 
 def check_trainer(target: str, model: Path, *, say: Callable[[str], None]) -> bool:
@@ -71,10 +71,10 @@ def check_trainer(target: str, model: Path, *, say: Callable[[str], None]) -> bo
     subject = TrainerUnderTest(factory=factory, spec=TrainerSpec(model_path=model), vocab_size=vocab_size)
     with tempfile.TemporaryDirectory() as directory:
         results = conformance.run(subject, directory=Path(directory))
-    return _told([(r.status.value, r.name, r.promise, r.reason) for r in results], say)
+    return _report([(r.status.value, r.name, r.promise, r.reason) for r in results], say)
 
 
-def _told(results: list[tuple[str, str, str, str]], say: Callable[[str], None]) -> bool:
+def _report(results: list[tuple[str, str, str, str]], say: Callable[[str], None]) -> bool:
     for verdict, name, promise, reason in results:
         say(f"{verdict:<12} {name}: {promise}" + (f"\n             {reason}" if reason else ""))
     failed = sum(verdict == "failed" for verdict, *_ in results)

@@ -36,13 +36,14 @@ def show(run_dir: Path, overrides: Sequence[str]) -> Iterator[str]:
     limits = config.elastic.types.values()
     least, most = sum(each.min for each in limits) or 1, sum(each.max for each in limits) or 4096
     rule = ElasticRule(**shared_values(config.elastic, ElasticRule))
-    found = list(decisions(events, rule, least=least, most=most))
-    for each in found:
+    trials = list(decisions(events, rule, least=least, most=most))
+    for each in trials:
         yield f"{each.elapsed_s:9.0f} s  step {each.step:6d}  {each.engines} → {each.wanted} engines: {each.why}"
-    if found:
-        yield "the first is what this run called for; with it done, the figures after it would have been others"
+    if trials:
+        yield "only the first decision is reliable: it would have changed all later figures"
     else:
-        yield f"nothing: in {len(events)} events no {rule.patience} intervals of {rule.interval_s:g} s in a row agree"
+        agreeing = f"{rule.patience} intervals of {rule.interval_s:g} s in a row agree"
+        yield f"no decision in {len(events)} events: no {agreeing}"
 
 
 def decisions(events: Iterable[Event], rule: ElasticRule, *, least: int, most: int) -> Iterator[TriedDecision]:

@@ -34,9 +34,9 @@ Run = Annotated[
     ),
 ]
 Which = Annotated[str, typer.Argument(help="The engine's name or URL, as `list` shows it.")]
-Type = Annotated[str | None, typer.Option("--type", help="Start one of this type: torch, vllm, jax, bigram …")]
-Patience = Annotated[float, typer.Option(help="Seconds for what it has; what remains then is handed over.")]
-Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it has happened.")]
+Type = Annotated[str | None, typer.Option("--type", help="Type of the engine to start: torch, vllm, jax, bigram …")]
+Timeout = Annotated[float, typer.Option(help="Seconds for its running requests; the rest is handed over.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for the result.")]
 
 _POLL_S: Final = 0.2
 #: Deadline for an engine to join: it loads a model and waits for a publication.
@@ -72,41 +72,41 @@ def add(
     run: Run,
     url: Annotated[str | None, typer.Argument(help="A running engine, such as http://127.0.0.1:8001.")] = None,
     type: Type = None,
-    count: Annotated[int, typer.Option(help="How many to start.")] = 1,
+    count: Annotated[int, typer.Option(help="Number of engines to start.")] = 1,
     wait: Wait = True,
 ) -> None:
     """Add a running engine, or start new ones; they serve once their weights are verified."""
     from pipelinerl.commands.remote import controller_of
 
     if (url is None) == (type is None):
-        raise UserError("name a running engine's URL, or a --type to start; one of the two")
+        raise UserError("give either a running engine's URL or a --type to start")
     if type is not None:
         type = _known(type)
     with controller_of(run) as controller:
         if url is not None:
             controller.register_engine(url)
-            wanted: tuple[str, ...] = (url.rstrip("/"),)
+            engines: tuple[str, ...] = (url.rstrip("/"),)
         else:
-            wanted = controller.request_engines(str(type), count=count)
+            engines = controller.request_engines(str(type), count=count)
         start = StartByHand(run, controller.url, type) if type is not None else None
         if not wait:
-            typer.echo("asked for " + ", ".join(wanted))
+            typer.echo("requested " + ", ".join(engines))
             if start is not None and not controller.engines().has_launcher:
-                _explain(start, wanted, waits=False)
+                _explain(start, engines, waits=False)
             return
-        for which in wanted:
+        for which in engines:
             typer.echo(line(joined(controller, which, logs=_logs(run), start=start)))
 
 
 @engines_app.command()
-def drain(run: Run, engine: Which, patience: Patience = 60.0, wait: Wait = True) -> None:
+def drain(run: Run, engine: Which, timeout: Timeout = 60.0, wait: Wait = True) -> None:
     """Send an engine no more work, and remove it once its running requests have finished."""
     from pipelinerl.commands.remote import controller_of
 
     with controller_of(run) as controller:
-        controller.drain_engine(engine, grace_s=patience)
+        controller.drain_engine(engine, grace_s=timeout)
         if wait:
-            typer.echo(line(gone(controller, engine, within_s=patience + 30.0)))
+            typer.echo(line(gone(controller, engine, within_s=timeout + 30.0)))
             _explain_end(controller, engine)
 
 
@@ -117,36 +117,36 @@ def remove(run: Run, engine: Which) -> None:
 
     with controller_of(run) as controller:
         controller.remove_engine(engine)
-        typer.echo(f"{engine} is out")
+        typer.echo(f"{engine} was removed")
         _explain_end(controller, engine)
 
 
 @engines_app.command()
-def swap(run: Run, engine: Which, type: Type = None, patience: Patience = 60.0, wait: Wait = True) -> None:
+def swap(run: Run, engine: Which, type: Type = None, timeout: Timeout = 60.0, wait: Wait = True) -> None:
     """Replace an engine: start another, and drain the old one once the new one's weights are verified."""
     from pipelinerl.commands.remote import controller_of
 
     if type is None:
-        raise UserError("say with --type what the engine is to be replaced by")
+        raise UserError("--type is required: the type of the replacement")
     type = _known(type)
     with controller_of(run) as controller:
-        (name,) = controller.request_engines(type, replaces=engine, grace_s=patience)
+        (name,) = controller.request_engines(type, replaces=engine, grace_s=timeout)
         start = StartByHand(run, controller.url, type)
         if not wait:
-            typer.echo(f"asked for {name}")
+            typer.echo(f"requested {name}")
             if not controller.engines().has_launcher:
                 _explain(start, [name], waits=False)
             return
         typer.echo(line(joined(controller, name, logs=_logs(run), start=start)))
-        typer.echo(line(gone(controller, engine, within_s=patience + 30.0)))
+        typer.echo(line(gone(controller, engine, within_s=timeout + 30.0)))
         _explain_end(controller, engine)
 
 
 @engines_app.command()
 def elastic(
-    run: Annotated[Path, typer.Argument(help="Directory of the run, live or over.")],
+    run: Annotated[Path, typer.Argument(help="Directory of the run, live or finished.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value …, such as elastic.waiting=0.3", show_default=False)
+        list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …", show_default=False)
     ] = None,
 ) -> None:
     """Show when a run's `elastic` section would have added or removed engines; a dry run."""
@@ -192,7 +192,7 @@ class StartByHand:
 def _explain(start: StartByHand, names: Sequence[str], *, waits: bool) -> None:
     """Tell the user to start these engines manually, because no launcher does."""
     listed = ", ".join(names)
-    typer.echo(f"no launcher runs here (services started by hand): start {listed} yourself, in another terminal:")
+    typer.echo(f"no launcher is running (services were started manually): start {listed} yourself in another terminal:")
     for name in names:
         typer.echo(f"  {start.command(name)}")
     waiting = f"waiting for {listed}, up to {_JOIN_S:g} s; " if waits else ""
@@ -206,7 +206,7 @@ def _explain_end(controller: ControllerClient, engine: str) -> None:
     fleet = controller.engines()
     urls = [each.url for each in fleet.engines if base_url(engine) in (each.url, each.name)]
     if urls and not fleet.has_launcher:
-        typer.echo(f"no launcher runs here: the process that listens at {urls[0]} goes on until you end it (Ctrl-C)")
+        typer.echo(f"no launcher is running: the process at {urls[0]} keeps running until you stop it (Ctrl-C)")
 
 
 def table(fleet: FleetStatus) -> list[str]:
@@ -264,7 +264,7 @@ def joined(
 
 def gone(controller: ControllerClient, which: str, *, within_s: float) -> EngineStatus:
     """Wait until the engine has left; raises DeadlineError on timeout."""
-    return _until(controller, which, lambda engine: engine.state == "expelled", within_s, "be out", None)
+    return _until(controller, which, lambda engine: engine.state == "expelled", within_s, "leave", None)
 
 
 def _until(
@@ -281,7 +281,7 @@ def _until(
 
     hint = "" if logs is None else f"; see {logs}"
     deadline = time.monotonic() + within_s
-    lifecycle = "not heard of"
+    lifecycle = "unknown"
     while time.monotonic() < deadline:
         fleet = controller.engines()
         for engine in fleet.engines:
@@ -289,13 +289,13 @@ def _until(
                 lifecycle = f"{engine.state} {engine.last_error}".strip()
                 if reached(engine):
                     return engine
-        if lifecycle == "not heard of" and which in fleet.to_stop:
-            raise UserError(f"{which} did not come, and the run goes on without it{_last_word(which, logs)}{hint}")
-        if lifecycle == "not heard of" and start is not None and not fleet.has_launcher:
+        if lifecycle == "unknown" and which in fleet.to_stop:
+            raise UserError(f"{which} did not join, and the run continues without it{_last_word(which, logs)}{hint}")
+        if lifecycle == "unknown" and start is not None and not fleet.has_launcher:
             _explain(start, [which], waits=True)
             start = None
         time.sleep(_POLL_S)
-    raise DeadlineError(f"{which} should {what} within {within_s:g} s, and is {lifecycle}{hint}")
+    raise DeadlineError(f"{which} did not {what} within {within_s:g} s; it is {lifecycle}{hint}")
 
 
 def _last_word(which: str, logs: Path | None) -> str:

@@ -31,14 +31,14 @@ def trace_run(run_dir: Path, output: Path | None) -> str:
     """
     log, path = run_dir / "events.jsonl", output or run_dir / DEFAULT_NAME
     if not log.is_file():
-        raise UserError(f"{run_dir} is no run: it has no events.jsonl")
+        raise UserError(f"{run_dir} is not a run: it has no events.jsonl")
     draft, trace = path.with_name(f"{path.name}.part"), ChromeTrace()
     try:
         with _opened(draft) as file:
             count = write_trace(trace, EventFollower(log).all(), file, run=run_dir.resolve().name)
         draft.replace(path)
     except ValueError as error:
-        raise UserError(f"{error}; remove that line to go on") from None
+        raise UserError(f"{error}; remove that line to continue") from None
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
     finally:
@@ -62,7 +62,7 @@ def track_run(run_dir: Path, directory: Path) -> str:
     from pipelinerl.roles.tracker_role import open_tensorboard  # imports a role's libraries
 
     if not (run_dir / "events.jsonl").is_file():
-        raise UserError(f"{run_dir} is no run: it has no events.jsonl")
+        raise UserError(f"{run_dir} is not a run: it has no events.jsonl")
     if sentence := missing_package("tensorboard"):
         raise UserError(sentence)
     pieces, place = 0, directory.resolve()
@@ -73,11 +73,11 @@ def track_run(run_dir: Path, directory: Path) -> str:
                 pieces += 1
             over = feed.is_over
     except BlockingIOError as error:
-        raise UserError(f"{error}; one at a time") from None
+        raise UserError(f"{error}; wait until it has ended") from None
     except ValueError as error:
         raise UserError(str(error)) from None
     except OSError as error:
         raise UserError(f"{directory} cannot be written: {error.strerror or error}") from None
     new = "" if pieces else "nothing new for "
-    going = "" if over else "; the run is not over: say this again for what comes"
-    return f"{new}{directory}; look at it with: tensorboard --logdir {directory}{going}"
+    going = "" if over else "; the run is not over: repeat the command for later steps"
+    return f"{new}{directory}; view it with: tensorboard --logdir {directory}{going}"

@@ -23,12 +23,12 @@ def bench(
 
 
 def chaos(
-    seed: Annotated[int, typer.Option(help="What dies, and when, follows from it.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed that determines what dies and when.")] = 0,
     scenario: Annotated[str, typer.Option(help="A scenario's name, or `all`.")] = "all",
-    count: Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on.")] = 1,
-    list_only: Annotated[bool, typer.Option("--list", help="Say which scenarios there are.")] = False,
+    count: Annotated[int, typer.Option(min=1, help="Number of seeds, starting at --seed.")] = 1,
+    list_only: Annotated[bool, typer.Option("--list", help="List the scenarios.")] = False,
 ) -> None:
-    """Kill, partition and starve seeded runs, and check that nothing is lost (needs a checkout)."""
+    """Kill, fence and starve seeded runs, and check that nothing is lost (needs a checkout)."""
     words = ["--seed", str(seed), "--scenario", scenario, "--count", str(count), *(["--list"] if list_only else [])]
     raise typer.Exit(run_in_checkout("tests.faults.scenarios", *words, what="the fault scenarios are"))
 
@@ -41,7 +41,7 @@ def run_in_checkout(module: str, *words: str, what: str) -> int:
     """
     if not _CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file():
         raise UserError(
-            f"{what} part of a checkout, and {_CHECKOUT} is none: clone the repository, `make install` there, and run "
-            "this from it"
+            f"{what} part of a checkout, and {_CHECKOUT} is not one; clone the repository, run `make install` and "
+            "use its command"
         )
     return subprocess.call([sys.executable, "-m", module, *words], cwd=_CHECKOUT)

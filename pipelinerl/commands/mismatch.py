@@ -29,7 +29,7 @@ def show(run_dir: Path, console: Console, *, as_json: bool) -> None:
     reviewed = review(history)
     if reviewed is None:
         raise UserError(
-            f"{run_dir} has {len(history.steps)} steps and none with figures of the mismatch; they come with the first "
+            f"{run_dir} has {len(history.steps)} steps, none with mismatch figures; they begin with the first "
             "step whose rollouts have a gradient"
         )
     picture = draw_mismatch(history, run_dir / "mismatch.png")
@@ -44,7 +44,7 @@ def show(run_dir: Path, console: Console, *, as_json: bool) -> None:
         console.print(f"\n[bold]{each.finding}[/]", highlight=False)
         console.print(f"  do       {each.do}\n  because  {each.because}", highlight=False, markup=False)
     if not advice:
-        console.print("\n[bold]nothing to do[/]: no figure is beyond what the rules accept", highlight=False)
+        console.print("\n[bold]nothing to do[/]: all figures are within the accepted range", highlight=False)
     console.print(f"\npicture {picture}", highlight=False, soft_wrap=True)
 
 

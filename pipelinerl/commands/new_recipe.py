@@ -61,7 +61,7 @@ def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | N
     if not data.is_file():
         raise UserError(
             f"--data must be a file of JSON lines, JSON, CSV, Parquet or Arrow, got {data}, which is "
-            f"{'a folder' if data.is_dir() else 'not there'}; other layouts: docs/start/data.md"
+            f"{'a folder' if data.is_dir() else 'missing'}; other layouts: docs/start/data.md"
         )
     rows = _first_rows(data)
     if not rows:
@@ -97,10 +97,10 @@ def _chosen(what: str, named: str | None, usual: Sequence[str], rows: Sequence[d
         if named.partition(".")[0] not in there:
             raise UserError(f"--{what}-field: {data} has no field {named!r}; it has {', '.join(there)}")
         return named
-    found = next((name for name in usual if name in there), None)
-    if found is None:
-        raise UserError(f"no field of {data} looks like the {what}; say --{what}-field with one of {', '.join(there)}")
-    return found
+    field = next((name for name in usual if name in there), None)
+    if field is None:
+        raise UserError(f"no field of {data} looks like the {what}; set --{what}-field to one of {', '.join(there)}")
+    return field
 
 
 def _is_conversation(prompt: str) -> bool:
@@ -114,19 +114,19 @@ def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data
         try:
             draft = fields.draft(row)
         except RecipeError as error:
-            raise UserError(f"{data} row {number}: {error}; mend the row, or name another field") from None
+            raise UserError(f"{data} row {number}: {error}; fix the row, or name another field") from None
         prompts.append(len(tokenizer.encode_chat(draft.messages)))
         answers.append(len(tokenizer.encode(draft.ground_truth)))
     longest, answer = max(prompts), max(answers)
-    wanted = min(1024, max(32, 16 * -(-2 * answer // 16)))
+    twice_longest = min(1024, max(32, 16 * -(-2 * answer // 16)))
     positions = text_config(model).get("max_position_embeddings") or 1 << 20
     room = int(positions) - longest
     if room < answer + 1:
         raise UserError(
             f"the model has {positions} positions; the longest prompt of {data} takes {longest} and its answer "
-            f"{answer}: take shorter rows, or a model with more"
+            f"{answer}; use shorter rows, or a model with more positions"
         )
-    max_tokens = min(wanted, room)
+    max_tokens = min(twice_longest, room)
     context = min(int(positions), 16 * -(-(longest + max_tokens + 1) // 16))
     return Lengths(prompt=longest, answer=answer, max_tokens=min(max_tokens, context - 1), context=context)
 
@@ -139,12 +139,12 @@ def _held_out(fields: FieldMap, data: Path) -> int:
         "messages_field" if fields.messages_field else "prompt_field": prompt,
         "answer_field": fields.answer_field,
     }
-    asked = SourceRequest(domain="mine", split=Split.HELD_OUT, seed=0, parameters=parameters)
+    request = SourceRequest(domain="mine", split=Split.HELD_OUT, seed=0, parameters=parameters)
     try:
-        return len(open_files(asked))
+        return len(open_files(request))
     except RecipeError as error:
-        sentence = str(error).removeprefix(f"{asked.where}: ")
-        raise UserError(f"{data}: {sentence} (a tenth is set apart for evaluations: give 50 rows or more)") from None
+        sentence = str(error).removeprefix(f"{request.where}: ")
+        raise UserError(f"{data}: {sentence} (a tenth is held out for evaluations: provide at least 50 rows)") from None
 
 
 def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths: Lengths, held_out: int) -> str:

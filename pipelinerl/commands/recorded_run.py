@@ -38,7 +38,7 @@ log = logging.getLogger("pipelinerl")
 #: The event that a starting trainer writes.
 _BEGUN: Final = "trainer_ready"
 #: Stands for an unknown trainer, if the log does not name the one that took a step; its groups cannot be identified.
-_NOBODY: Final = (0, 0)
+_UNKNOWN_TRAINER: Final = (0, 0)
 
 
 def recorded_events(run_dir: Path) -> list[Event]:
@@ -50,7 +50,7 @@ def recorded_events(run_dir: Path) -> list[Event]:
     try:
         return read_events(run_dir / "events.jsonl")
     except (OSError, ValueError) as error:
-        raise UserError(f"{run_dir} has no readable events.jsonl, so it is no run: {error}") from None
+        raise UserError(f"{run_dir} has no readable events.jsonl, so it is not a run: {error}") from None
 
 
 def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
@@ -85,11 +85,11 @@ def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutG
 def _record(event: Event, begun: Sequence[tuple[int, int]]) -> RecordedStep:
     version = int(event["step"])
     # If a step was taken twice, the later one counts: that of the last trainer that started below it.
-    epoch, began_at = max((each for each in begun if each[1] < version), default=_NOBODY)
+    epoch, began_at = max((each for each in begun if each[1] < version), default=_UNKNOWN_TRAINER)
     return RecordedStep(
         version=version,
         lineage=Lineage(epoch, began_at, earlier=tuple(each for each in begun if each[0] < epoch)),
-        orders=() if (epoch, began_at) == _NOBODY else tuple(event.get("orders", ())),
+        orders=() if (epoch, began_at) == _UNKNOWN_TRAINER else tuple(event.get("orders", ())),
         figures={name: value for name, value in event.items() if isinstance(value, int | float)},
         updates=event.get("updates", ()),
     )

@@ -46,7 +46,7 @@ def started_by_hand(run_dir: Path) -> str:
     try:
         with controller_of(run_dir, timeout_s=_ANSWERS_S) as controller:
             controller.status()
-            return f"services started by hand, controller at {controller.url}"
+            return f"services started manually, controller at {controller.url}"
     except UserError:
         return ""
 
@@ -68,16 +68,16 @@ def _why_none(run_dir: Path) -> str:
     if not run_dir.is_dir():
         return "there is no such directory"
     if not (run_dir / "recipe.toml").is_file():
-        return "it is no run's directory, which would hold recipe.toml"
+        return "it is not a run's directory: recipe.toml is missing"
     try:
         last = tell(read_events(run_dir / "events.jsonl")).finished
     except (OSError, ValueError):
         last = None
     if last is None:
-        return f"it is starting, or has died; pipelinerl run --resume {run_dir} goes on with it"
+        return f"it is starting or has crashed; pipelinerl run --resume {run_dir} continues it"
     if last["kind"] == "run_finished":
-        return f"it is over, {last.get('reason', 'finished')}; pipelinerl samples, report and watch show it"
-    return f"it has ended, {last.get('reason', last['kind'])}; pipelinerl run --resume {run_dir} goes on with it"
+        return f"it has finished ({last.get('reason', 'finished')}); pipelinerl samples, report and watch show it"
+    return f"it has ended ({last.get('reason', last['kind'])}); pipelinerl run --resume {run_dir} continues it"
 
 
 def is_url(run: Path | str) -> bool:

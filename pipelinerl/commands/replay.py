@@ -101,7 +101,9 @@ def _other(config: RunConfig, preset: str) -> PolicyObjective:
 
 def _step(steps: Mapping[int, RecordedStep], version: int) -> RecordedStep:
     if version not in steps or not steps[version].orders:
-        raise RecordError(f"step {version} is not recorded with its groups: the log is of an older version, or cut")
+        raise RecordError(
+            f"step {version} is recorded without its groups: the log is from an older version, or truncated"
+        )
     return steps[version]
 
 
@@ -120,7 +122,7 @@ def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Pat
 
 def _verdict(replayed: ReplayedStep) -> str:
     if not replayed.differences:
-        return "the same to the bit"
+        return "bit-identical"
     return "; ".join(f"{name} was {was!r}, is {now!r}" for name, (was, now) in replayed.differences.items())
 
 

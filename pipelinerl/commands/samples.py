@@ -81,7 +81,7 @@ def follow(run_dir: Path, query: SampleQuery, console: Console, *, as_json: bool
 
 def _require_run(run_dir: Path) -> None:
     if not (run_dir / "events.jsonl").is_file() and not (run_dir / FOLDER).is_dir():
-        raise UserError(f"{run_dir} is no run: it has neither events.jsonl nor {FOLDER}/")
+        raise UserError(f"{run_dir} is not a run: it has neither events.jsonl nor {FOLDER}/")
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def _nothing(run_dir: Path, groups: list[SampleGroup], query: SampleQuery) -> st
     steps = sorted({group.step for group in of_kind})
     tags = sorted({tag for group in of_kind for tag in group.tags})
     return (
-        f"none of the {kinds} samples in {run_dir} is like that; their steps are {steps[0]} to {steps[-1]}, their "
+        f"none of the {kinds} samples in {run_dir} match; their steps are {steps[0]} to {steps[-1]}, their "
         f"domains {', '.join(sorted({visible(group.domain) for group in of_kind}))}"
         + (f", their tags {', '.join(visible(tag) for tag in tags[:20])}" if tags else "")
     )
@@ -146,7 +146,7 @@ def _head(group: SampleGroup) -> Iterable[Text]:
     yield Text(f"\n── {' · '.join(_line(name) for name in names)}", style="bold cyan")
     if group.filtered:
         counts = ", ".join(f"{count} {_line(why)}" for why, count in group.filtered.items())
-        yield Text(f"   one of the groups filtered since the step before: {counts}", style="dim")
+        yield Text(f"   one of the groups filtered since the previous step: {counts}", style="dim")
     yield _indented("prompt  ", group.prompt, style="dim")
     if group.ground_truth:
         yield _indented("truth   ", group.ground_truth)

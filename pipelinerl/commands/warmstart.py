@@ -65,7 +65,7 @@ def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Cal
         UserError: `output` exists, the shape is impossible, or the band was missed.
     """
     if output.exists():
-        raise UserError(f"{output} exists; name a directory to be made")
+        raise UserError(f"{output} exists; name a new directory")
     # A different order of problems than any run's, so that RL does not start with problems just demonstrated.
     seed = rng.key(options.seed, "demonstrations") % 2**31
     tokenizer = _tokenizer(problems_of(config, Split.TRAIN, seed=seed).problem, options.vocab)
@@ -81,9 +81,9 @@ def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Cal
     except ValueError as error:
         raise UserError(str(error)) from None
     fit = _fit_exactly if options.skill is Skill.EXACT else _fit_domains
-    model, told = fit(config, options, seed=seed, tokenizer=tokenizer, shape=shape, say=say)
+    model, summary = fit(config, options, seed=seed, tokenizer=tokenizer, shape=shape, say=say)
     save_model(model, tokenizer, output)
-    say(f"{output}: {told}")
+    say(f"{output}: {summary}")
 
 
 def _tokenizer(problem: Callable[[int], Problem], vocab: int) -> ChatTokenizer:
@@ -187,8 +187,8 @@ class _Rewards:
         """Return the mean reward of the domain's own verifier; an answer that it cannot judge is an error."""
         if name not in self._verifiers:
             self._verifiers[name] = open_verifier(self._domains[name])
-        asked = [problem for problem in self._problems[name] for _ in range(_SAMPLES)]
-        texts = sampled_answers(model, self._tokenizer, asked, max_tokens=self._most[name], seed=self._seed)
+        problems = [problem for problem in self._problems[name] for _ in range(_SAMPLES)]
+        texts = sampled_answers(model, self._tokenizer, problems, max_tokens=self._most[name], seed=self._seed)
         answers = [SampledAnswer(text) for text in texts]
         groups = [answers[begin : begin + _SAMPLES] for begin in range(0, len(answers), _SAMPLES)]
         verifier = self._verifiers[name]

@@ -84,7 +84,7 @@ def _messages(path: Path, domain: Any) -> Any:
     except OSError as error:
         raise RecipeError(f"{where}: {path} cannot be read: {error.strerror}") from None
     except orjson.JSONDecodeError as error:
-        raise RecipeError(f"{where}: {path} is no JSON: {error}") from None
+        raise RecipeError(f"{where}: {path} is not JSON: {error}") from None
     if not isinstance(messages, list):
         raise RecipeError(f"{where}: {path} must hold a list of messages with role and content")
     return messages

@@ -35,7 +35,7 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
         for place, item in enumerate(value):
             refuse_unwritable(item, f"{path}.{place}")
     elif isinstance(value, str) and not _is_unicode(value):
-        raise RecipeError(f"{path}: holds bytes that are no UTF-8, got {value!r}; rename that file or folder")
+        raise RecipeError(f"{path}: contains bytes that are not UTF-8, got {value!r}; rename that file or folder")
     elif isinstance(value, int) and abs(value) > _LARGEST:
         raise RecipeError(f"{path}: a whole number must be between -2^63 and 2^63, got {value}")
 
@@ -60,7 +60,7 @@ def sentences(error: ValidationError, model: type[BaseModel], table: Mapping[str
             case "model_type" | "dataclass_type" | "dict_type":
                 message, came[path] = "must be a table of keys", f", got {problem['input']!r}"
             case "string_type" if isinstance(problem["input"], int | float):
-                message, came[path] = 'must be a text, which stands in quotes: "…"', f", got {problem['input']!r}"
+                message, came[path] = 'must be a text in quotes: "…"', f", got {problem['input']!r}"
             case _:
                 came[path] = f", got {problem['input']!r}"
         said.setdefault(path, []).append(message)
@@ -99,10 +99,10 @@ def _meant(model: type[BaseModel], steps: list[int | str]) -> str:
     section = _section_at(model, above)
     known = list(section.model_fields) if section is not None else []
     if near := difflib.get_close_matches(str(key), known, n=1):
-        return f"is {near[0]} meant?"
+        return f"did you mean {near[0]}?"
     if elsewhere := [name for name, each in _sections(model) if key in each.model_fields and each is not section]:
-        return f"is {' or '.join(f'{name}.{key}' for name in elsewhere)} meant?"
-    return f"known are {', '.join(known)}"
+        return f"did you mean {' or '.join(f'{name}.{key}' for name in elsewhere)}?"
+    return f"known keys are {', '.join(known)}"
 
 
 def _section_at(model: type[BaseModel], steps: list[int | str]) -> type[BaseModel] | None:

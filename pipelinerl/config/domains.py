@@ -7,15 +7,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from pipelinerl.config.curation import CooldownSection
-from pipelinerl.config.episodes import EpisodeSection
-from pipelinerl.config.judging import InstructionsSection, JudgeSection
+from pipelinerl.config.judging import InstructionsSection, JudgeSection, OublietteSection
 from pipelinerl.config.learning import RewardSection
-from pipelinerl.config.oubliette import OublietteSection
 from pipelinerl.config.sections import Section
 from pipelinerl.config.verification import RewardPartSection, contradictions
 from pipelinerl.data.prompts import Prompts
 from pipelinerl.data.templates import Template
 from pipelinerl.enums import COLDEST, HOTTEST
+from pipelinerl.environments.environment import EpisodeLimits, History
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.references import is_reference
 from pipelinerl.types import DomainSampling, Message
@@ -28,6 +27,26 @@ class FewShotSection(Section):
     """Author of the message."""
     content: str
     """Text of the message."""
+
+
+class EpisodeSection(Section):
+    """Limits of one episode in a domain with an environment."""
+
+    max_turns: int = Field(default=20, ge=1, le=10_000)
+    """The most model answers per episode, including those of sub-agents."""
+    timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    """Time limit of one episode; an episode that exceeds it is masked."""
+    turn_tokens: int | None = Field(default=None, ge=1)
+    """The most tokens of one answer; by default the domain's `max_tokens`."""
+    history: History = History.EXACT
+    """Continuation of a conversation: from its sampled tokens (`exact`), or by the chat template (`template`)."""
+
+    @property
+    def limits(self) -> EpisodeLimits:
+        """The limits in the actor's form."""
+        return EpisodeLimits(
+            max_turns=self.max_turns, timeout_s=self.timeout_s, turn_tokens=self.turn_tokens, history=self.history
+        )
 
 
 class DomainSection(Section):
@@ -106,7 +125,9 @@ class DomainSection(Section):
         if self.few_shot and self.few_shot[-1].role != "assistant":
             raise ValueError(f"few_shot must end with the assistant's answer, got {self.few_shot[-1].role!r} last")
         if self.system_prompt and any(shot.role == "system" for shot in self.few_shot):
-            raise ValueError("few_shot must not hold a system message beside system_prompt; leave one of them out")
+            raise ValueError(
+                "few_shot must not hold a system message together with system_prompt; leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -114,7 +135,9 @@ class DomainSection(Section):
         for sentence in contradictions(self.verifier, self.rewards):
             raise ValueError(sentence)
         if self.judge is not None and "judge" not in {self.verifier, *(part.function for part in self.rewards)}:
-            raise ValueError('judge is a table of the verifier judge, which this domain lacks; say verifier = "judge"')
+            raise ValueError(
+                'judge configures the verifier judge, which this domain does not use; set verifier = "judge"'
+            )
         return self
 
     @model_validator(mode="after")
@@ -126,7 +149,9 @@ class DomainSection(Section):
         if self.command and not self.names_verifier:
             raise ValueError("command needs verifier or rewards, which judge the last answer of the program's model")
         if self.episode != EpisodeSection() and not self.has_environment:
-            raise ValueError("episode is a table of domains with an environment or a command; name one of them")
+            raise ValueError(
+                "episode configures an environment or a command, and this domain has none; set one of them"
+            )
         return self
 
     @property

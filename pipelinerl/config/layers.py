@@ -70,7 +70,7 @@ def _parsed(override: str) -> tuple[Path, Any]:
         raise RecipeError(f"an override must read section.key=value, got {without_secrets(override)!r}")
     if text != without_secrets(text):
         raise RecipeError(
-            f"{path.strip()}: a password must not stand in a command line, which every user of this machine can read; "
+            f"{path.strip()}: a password must not be in a command line, which every user of this machine can read; "
             "write the address into the recipe's file, or, for roles started one by one, into $PIPELINERL_REDIS_URL"
         )
     keys, value = tuple(path.strip().split(".")), _literal(text.strip())

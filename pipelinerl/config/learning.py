@@ -46,7 +46,7 @@ class TrainingSection(Section):
     def _ends_what_can_end(self) -> Self:
         if self.target_kl is not None and self.epochs * self.mini_batches == 1:
             raise ValueError(
-                "training.target_kl ends a step before one of its further optimizer steps, and there is only one; "
+                "training.target_kl skips further optimizer steps of a step, but there is only one; "
                 "leave it out, or raise training.epochs or training.mini_batches"
             )
         return self

@@ -108,7 +108,7 @@ class RunConfig(Section):
     def _domain_names_unique(cls, domains: tuple[DomainSection, ...]) -> tuple[DomainSection, ...]:
         names = [domain.name for domain in domains]
         if not names or len(set(names)) != len(names):
-            raise ValueError(f"must be one or more with names of their own, got {', '.join(names) or 'none'}")
+            raise ValueError(f"must be one or more with unique names, got {', '.join(names) or 'none'}")
         if not any(domain.weight for domain in domains):
             raise ValueError("must have a weight above 0 in one domain at least: there is nothing to train on")
         return domains
@@ -119,8 +119,7 @@ class RunConfig(Section):
         played = next((domain.name for domain in self.domains if domain.has_environment), None)
         if played is not None and self.trainer.routing_replay is RoutingReplay.ROLLOUT:
             raise ValueError(
-                f'trainer.routing_replay "rollout" does not know the turns of episodes, which domain {played} has; '
-                "turn it off"
+                f'trainer.routing_replay "rollout" does not support episodes, which domain {played} has; turn it off'
             )
         self._sets_can_be_asked()
         for path, tokens in (
@@ -136,7 +135,7 @@ class RunConfig(Section):
                 )
         if self.weights.backend is Backend.NCCL and Device.CPU in (self.trainer.device, self.engine.device):
             raise ValueError(
-                f'weights.backend = "nccl" goes from GPU to GPU, trainer.device is {self.trainer.device} and '
+                f'weights.backend = "nccl" needs GPUs, but trainer.device is {self.trainer.device} and '
                 f"engine.device {self.engine.device}"
             )
         return self
@@ -178,7 +177,7 @@ class RunConfig(Section):
         """
         names, domains = [each.name for each in self.evaluations], [domain.name for domain in self.domains]
         if len(set(names)) != len(names):
-            raise ValueError(f"evaluations must have names of their own, got {', '.join(names)}")
+            raise ValueError(f"evaluations must have unique names, got {', '.join(names)}")
         for each in self.evaluations:
             if unknown := [name for name in each.domains if name not in domains]:
                 raise ValueError(
@@ -339,7 +338,7 @@ def _locate(recipe: str, *, beside: Path | None) -> Path:
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read the table of a recipe file on top of its bases; `above` are the files that refer to it."""
     if path.resolve() in above:
-        raise RecipeError(f"{path}: base leads back to this file; end the chain with a recipe that has no base")
+        raise RecipeError(f"{path}: base refers back to this file; end the chain with a recipe that has no base")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors add a byte order mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -347,9 +347,9 @@ class WeightsSection(Section):
     @model_validator(mode="after")
     def _has_one(self) -> Self:
         if self.transport is Transport.PULL and (self.backend is not Backend.GLOO or self.host is not None):
-            raise ValueError('weights.backend and weights.host are of a broadcast, weights.transport is "pull"')
+            raise ValueError('weights.backend and weights.host apply to a broadcast, but weights.transport is "pull"')
         if self.transport is Transport.BROADCAST and self.announce is Announce.STREAM:
-            raise ValueError('weights.announce = "stream" is for engines that pull; say weights.transport = "pull"')
+            raise ValueError('weights.announce = "stream" is for engines that pull; set weights.transport = "pull"')
         return self
 
     def announced_to(self, engines: int) -> bool:
@@ -382,7 +382,7 @@ class ParameterServerSection(Section):
             raise ValueError("parameter_server.urls must name each server once")
         if len(self.urls) % self.shards:
             raise ValueError(
-                f"parameter_server.urls must name as many servers for each of the {self.shards} shards, got "
+                f"parameter_server.urls must name equally many servers for each of the {self.shards} shards, got "
                 f"{len(self.urls)} in all"
             )
         return self

@@ -41,7 +41,7 @@ class VerificationSection(Section):
     @model_validator(mode="after")
     def _are_used(self) -> Self:
         if self.services and not self.uses_services:
-            raise ValueError(f'services ({self.services}) must be 0 where judged_in = "actors": nobody would ask them')
+            raise ValueError(f'services ({self.services}) must be 0 where judged_in = "actors": they would be unused')
         return self
 
 
@@ -67,6 +67,6 @@ def contradictions(verifier: str | None, rewards: tuple[RewardPartSection, ...])
         yield "verifier and rewards exclude each other; name the verifier as one of rewards"
     names = [part.shown_as for part in rewards]
     if len(set(names)) != len(names):
-        yield f"rewards must have names of their own, got {', '.join(names)}; give each a name"
+        yield f"rewards must have unique names, got {', '.join(names)}; give each a name"
     if unweighted := [part.shown_as for part in rewards if part.weight == 0]:
-        yield f"rewards.weight must not be 0, as it is of {', '.join(unweighted)}; leave it out"
+        yield f"rewards.weight must not be 0, as it is for {', '.join(unweighted)}; leave it out"

@@ -179,6 +179,6 @@ def _decoded(url: str, response: httpx.Response, answer: type[T], hint: str = ""
         sentence = msgspec.json.decode(response.content, type=Refusal).error.message
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec raises the last two unchanged
         reason = f"{response.status_code} {response.reason_phrase}: {error}"
-        raise AddressError(f"what answers at {url} is no controller ({reason}){hint}") from None
+        raise AddressError(f"the server at {url} is not a controller ({reason}){hint}") from None
     refused = TokenRefused if response.status_code == httpx.codes.UNAUTHORIZED else RecipeError
     raise refused(sentence)

@@ -27,14 +27,14 @@ NUM_ENTRIES: Final = 2**31 - 1
 Parameters = TypeVar("Parameters")
 
 
-def parameters_of(asked: SourceRequest, kind: type[Parameters], *, source: str) -> Parameters:
+def parameters_of(request: SourceRequest, kind: type[Parameters], *, source: str) -> Parameters:
     """Parse the parameters of a built-in generator as `kind`. Raises `RecipeError` for unknown or invalid ones."""
-    if asked.argument:
-        raise RecipeError(f"{asked.where}.source must be {source} alone, got {source}:{asked.argument}")
+    if request.argument:
+        raise RecipeError(f"{request.where}.source must be {source} alone, got {source}:{request.argument}")
     try:
-        return msgspec.convert(dict(asked.parameters), kind)
+        return msgspec.convert(dict(request.parameters), kind)
     except msgspec.ValidationError as error:
-        raise RecipeError(f"{asked.where}.parameters: {error}") from None
+        raise RecipeError(f"{request.where}.parameters: {error}") from None
 
 
 @final
@@ -105,30 +105,37 @@ class GeneratedSource:
         return right_split and (self._pattern is None or self._pattern.fullmatch(draft.ground_truth) is not None)
 
 
-def open_addition(asked: SourceRequest) -> GeneratedSource:
+def open_addition(request: SourceRequest) -> GeneratedSource:
     """Open the source `addition`."""
-    if asked.argument:
-        raise RecipeError(f"{asked.where}.source must be addition alone, got addition:{asked.argument}")
-    return _generated(asked, lambda own: addition_drafts(own, where=asked.where))
+    if request.argument:
+        raise RecipeError(f"{request.where}.source must be addition alone, got addition:{request.argument}")
+    return _generated(request, lambda own: addition_drafts(own, where=request.where))
 
 
-def open_reasoning_gym(asked: SourceRequest) -> GeneratedSource:
+def open_reasoning_gym(request: SourceRequest) -> GeneratedSource:
     """Open the source `reasoning_gym:<task>`."""
-    if not asked.argument:
-        raise RecipeError(f"{asked.where}.source must be reasoning_gym:<task>, got no task")
-    return _generated(asked, lambda own: reasoning_gym_drafts(asked.argument, own, where=asked.where))
+    if not request.argument:
+        raise RecipeError(f"{request.where}.source must be reasoning_gym:<task>, got no task")
+    return _generated(request, lambda own: reasoning_gym_drafts(request.argument, own, where=request.where))
 
 
-def _generated(asked: SourceRequest, drafts: Callable[[Mapping[str, Any]], Callable[[int], Draft]]) -> GeneratedSource:
+def _generated(
+    request: SourceRequest, drafts: Callable[[Mapping[str, Any]], Callable[[int], Draft]]
+) -> GeneratedSource:
     """Build the source of a generator; `answer_pattern` is a regular expression that the whole answer must match."""
-    own = dict(asked.parameters)
+    own = dict(request.parameters)
     answer_pattern = own.pop("answer_pattern", None)
     try:
         pattern = None if answer_pattern is None else re.compile(answer_pattern)
     except (re.error, TypeError) as error:
-        raise RecipeError(f"{asked.where}.parameters.answer_pattern must be a regular expression: {error}") from None
+        raise RecipeError(f"{request.where}.parameters.answer_pattern must be a regular expression: {error}") from None
     return GeneratedSource(
-        drafts(own), domain=asked.domain, split=asked.split, seed=asked.seed, pattern=pattern, prompts=asked.prompts
+        drafts(own),
+        domain=request.domain,
+        split=request.split,
+        seed=request.seed,
+        pattern=pattern,
+        prompts=request.prompts,
     )
 
 

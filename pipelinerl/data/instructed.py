@@ -176,15 +176,15 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError(f"kinds must be some of {', '.join(_DRAWS)}; got {', '.join(unknown) or 'none'}")
 
 
-def open_instructions(asked: SourceRequest) -> GeneratedSource:
+def open_instructions(request: SourceRequest) -> GeneratedSource:
     """Open the source `instructions`. Raises `RecipeError` for unknown parameters or incompatible instructions."""
-    parameters = parameters_of(asked, _Parameters, source="instructions")
+    parameters = parameters_of(request, _Parameters, source="instructions")
     return GeneratedSource(
-        lambda key: _drawn(parameters, key, where=asked.where),
-        domain=asked.domain,
-        split=asked.split,
-        seed=asked.seed,
-        prompts=asked.prompts,
+        lambda key: _drawn(parameters, key, where=request.where),
+        domain=request.domain,
+        split=request.split,
+        seed=request.seed,
+        prompts=request.prompts,
     )
 
 
@@ -194,21 +194,25 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
         noise = rng.generator(key, "instructions", attempt)
         topic = _one(noise, parameters.topics)
         request = _one(noise, _REQUESTS).format(topic)
-        asked = _composed(parameters, noise, request)
+        instructions = _composed(parameters, noise, request)
         answer = None
-        if len(asked) >= parameters.min_instructions:
-            answer = answer_following(asked, topic, noise, sentences=parameters.sentences)
+        if len(instructions) >= parameters.min_instructions:
+            answer = answer_following(instructions, topic, noise, sentences=parameters.sentences)
         if answer is not None:
-            metadata = {"instructions": [{"id": each.id, **msgspec.to_builtins(each.instruction)} for each in asked]}
+            metadata = {
+                "instructions": [{"id": each.id, **msgspec.to_builtins(each.instruction)} for each in instructions]
+            }
             return Draft(
-                messages=(Message("user", "\n".join([request, *(each.instruction.sentence for each in asked)])),),
+                messages=(
+                    Message("user", "\n".join([request, *(each.instruction.sentence for each in instructions)])),
+                ),
                 ground_truth=answer,
                 metadata=metadata,
-                tags=(f"instructions={len(asked)}",),
+                tags=(f"instructions={len(instructions)}",),
             )
     raise RecipeError(
-        f"{where}.parameters: in {_TRIES} tries no {parameters.min_instructions} of these kinds could be followed at "
-        "once; lower min_instructions or name other kinds"
+        f"{where}.parameters: in {_TRIES} tries no {parameters.min_instructions} of these kinds could be "
+        "combined; lower min_instructions or name other kinds"
     )
 
 

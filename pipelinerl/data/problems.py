@@ -40,11 +40,11 @@ def open_source(
     Raises:
         RecipeError: the source is unknown, or its parameters or its file are invalid.
     """
-    asked = SourceRequest(domain=domain, split=split, seed=seed, parameters=dict(parameters or {}), prompts=prompts)
-    return _opened(source, asked)
+    request = SourceRequest(domain=domain, split=split, seed=seed, parameters=dict(parameters or {}), prompts=prompts)
+    return _opened(source, request)
 
 
-def look_at(source: str, asked: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
+def look_at(source: str, request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
     """Make and check the first problems of the source that a recipe names; return the first, if any.
 
     The limit for data is `head`; a generator's problems are all of one kind, so a few suffice.
@@ -57,26 +57,26 @@ def look_at(source: str, asked: SourceRequest, head: FirstRows, check: Callable[
     """
     name, argument = _name_of(source)
     if name in registry.LOOKS:
-        first: Problem | None = registry.resolve(registry.LOOKS[name])(replace(asked, argument=argument), head, check)
+        first: Problem | None = registry.resolve(registry.LOOKS[name])(replace(request, argument=argument), head, check)
         return first
-    opened = _opened(source, asked)
+    opened = _opened(source, request)
     count = min(len(opened), head.rows) if isinstance(opened, RowSource) else _OF_A_GENERATOR
     for index in range(count):
         problem = opened.problem(index)
         try:
             check(problem)
         except RecipeError as error:
-            place = opened.place(index) if isinstance(opened, RowSource) else f"{asked.where}: {problem.problem_id}"
+            place = opened.place(index) if isinstance(opened, RowSource) else f"{request.where}: {problem.problem_id}"
             raise RecipeError(f"{place}: {error}") from None
     return opened.problem(0)
 
 
-def _opened(source: str, asked: SourceRequest) -> ProblemSource:
+def _opened(source: str, request: SourceRequest) -> ProblemSource:
     name, argument = _name_of(source)
-    opener = registry.load(f"{asked.where}.source", registry.SOURCES, name)
+    opener = registry.load(f"{request.where}.source", registry.SOURCES, name)
     if name not in registry.SOURCES:
-        return open_users(opener, asked)
-    opened: ProblemSource = opener(replace(asked, argument=argument))
+        return open_users(opener, request)
+    opened: ProblemSource = opener(replace(request, argument=argument))
     return opened
 
 

@@ -52,15 +52,15 @@ class _Parameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tests: Annotated[int, Meta(ge=1, le=100)] = 3
 
 
-def open_programs(asked: SourceRequest) -> GeneratedSource:
+def open_programs(request: SourceRequest) -> GeneratedSource:
     """Open the source `programs`. Raises `RecipeError` for unknown parameters."""
-    parameters = parameters_of(asked, _Parameters, source="programs")
+    parameters = parameters_of(request, _Parameters, source="programs")
     return GeneratedSource(
         lambda key: _drawn(parameters, key),
-        domain=asked.domain,
-        split=asked.split,
-        seed=asked.seed,
-        prompts=asked.prompts,
+        domain=request.domain,
+        split=request.split,
+        seed=request.seed,
+        prompts=request.prompts,
     )
 
 

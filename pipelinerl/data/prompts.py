@@ -54,11 +54,11 @@ class Prompts:
         if self.template is not None:
             fields = {"prompt": question(messages), **problem.metadata}
             try:
-                messages = asked_by(messages, self.template, fields)
+                messages = apply_template(messages, self.template, fields)
             except RecipeError as error:
                 raise RecipeError(f"{problem.problem_id}: {error}") from None
-        if asks_nothing(messages):
-            raise RecipeError(f"{problem.problem_id} asks nothing: it has no message, or the last one is empty")
+        if has_no_question(messages):
+            raise RecipeError(f"{problem.problem_id} has no question: it has no message, or the last one is empty")
         return problem if self == NO_PROMPTS else replace(problem, messages=self.around(messages))
 
 
@@ -70,7 +70,7 @@ def question(messages: Sequence[Message]) -> str | None:
     return next((message.content for message in reversed(messages) if message.role == _USER), None)
 
 
-def asks_nothing(messages: Sequence[Message]) -> bool:
+def has_no_question(messages: Sequence[Message]) -> bool:
     """Return whether there is no message, or the last one, which the model is to answer, is only white space.
 
     A tool's message may be empty: it may have found nothing.
@@ -78,8 +78,8 @@ def asks_nothing(messages: Sequence[Message]) -> bool:
     return not messages or (messages[-1].role != _TOOL and not messages[-1].content.strip())
 
 
-def asked_by(messages: Sequence[Message], template: Template, fields: Mapping[str, Any]) -> tuple[Message, ...]:
+def apply_template(messages: Sequence[Message], template: Template, fields: Mapping[str, Any]) -> tuple[Message, ...]:
     """Replace the last user message by the rendered template, or append it if there is none."""
-    asked = Message(_USER, template.render(fields))
+    rendered = Message(_USER, template.render(fields))
     last = max((place for place, message in enumerate(messages) if message.role == _USER), default=len(messages))
-    return (*messages[:last], asked, *messages[last + 1 :])
+    return (*messages[:last], rendered, *messages[last + 1 :])

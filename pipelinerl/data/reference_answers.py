@@ -46,17 +46,17 @@ _OTHER_LENGTHS: Final = (1, 2)
 
 
 def answer_following(
-    asked: Sequence[Asked], topic: str, noise: np.random.Generator, *, sentences: int = DEFAULT_SENTENCES
+    instructions: Sequence[Asked], topic: str, noise: np.random.Generator, *, sentences: int = DEFAULT_SENTENCES
 ) -> str | None:
     """Return an answer about the topic that follows all instructions, or None if none was found.
 
     It has `sentences` sentences unless an instruction asks for another number.
     """
-    by_kind = {type(each.instruction): each.instruction for each in asked}
+    by_kind = {type(each.instruction): each.instruction for each in instructions}
     order = [_SENTENCES[int(place)].format(topic) for place in noise.permutation(len(_SENTENCES))]
     for length in (sentences, *_OTHER_LENGTHS):
         answer = _surrounded(_formed(by_kind, order, length), by_kind, topic)
-        if all(followed(asked, answer)):
+        if all(followed(instructions, answer)):
             return answer
     return None
 
@@ -119,24 +119,24 @@ def _lengthened(sentences: list[str], by_kind: dict[type, Any], order: Sequence[
 
 
 def _clauses(by_kind: dict[type, Any], text: str) -> list[str]:
-    found: list[str] = []
+    clauses: list[str] = []
     for kind, each in by_kind.items():
         if kind is counts.Keywords:
-            found.append("we think of " + " and ".join(each.keywords))
+            clauses.append("we think of " + " and ".join(each.keywords))
         elif kind is counts.KeywordFrequency and each.relation is Relation.AT_LEAST:
-            found.append("we say " + " and ".join([each.keyword] * each.frequency))
+            clauses.append("we say " + " and ".join([each.keyword] * each.frequency))
         elif kind is counts.LetterFrequency and each.let_relation is Relation.AT_LEAST:
             lacking = max(0, each.let_frequency - text.lower().count(each.letter.lower()))
             holder = _HOLDERS.get(each.letter.lower(), next((w for w in _PLACES if each.letter in w), each.letter))
-            found += [" and ".join([holder] * lacking)] if lacking else []
+            clauses += [" and ".join([holder] * lacking)] if lacking else []
         elif kind is counts.CapitalWordFrequency and each.capital_relation is Relation.AT_LEAST:
-            found.append("we say " + " and ".join(["YES"] * each.capital_frequency))
+            clauses.append("we say " + " and ".join(["YES"] * each.capital_frequency))
         elif kind is formats.Placeholders:
             places = [_PLACES[place % len(_PLACES)] for place in range(each.num_placeholders)]
-            found.append("we ask for " + " and ".join(f"[{place}]" for place in places))
+            clauses.append("we ask for " + " and ".join(f"[{place}]" for place in places))
         elif kind is formats.HighlightedSections:
-            found.append("we mark " + " and ".join(["*this*"] * each.num_highlights))
-    return found
+            clauses.append("we mark " + " and ".join(["*this*"] * each.num_highlights))
+    return clauses
 
 
 def _shared_out(sentences: Sequence[str], parts: int) -> list[str]:

@@ -84,8 +84,10 @@ class Template:
             fields = frozenset(meta.find_undeclared_variables(world.parse(self.text)))
             return world.from_string(self.text), fields
         except TemplateSyntaxError as error:
-            raise RecipeError(f"{self._where} is no Jinja template: line {error.lineno}: {error.message}") from None
+            raise RecipeError(
+                f"{self._where} is not a valid Jinja template: line {error.lineno}: {error.message}"
+            ) from None
 
     def _missing(self, field: str, fields: Mapping[str, Any]) -> RecipeError:
         there = ", ".join(sorted(fields)) or "no field"
-        return RecipeError(f'{self._where}: field "{field}" is missing; there is {there}')
+        return RecipeError(f'{self._where}: field "{field}" is missing; available: {there}')

@@ -35,54 +35,55 @@ MOST_ROWS: Final = 10_000_000
 class UserSource:
     """A user's `ProblemSource`, with the domain's prompts added."""
 
-    def __init__(self, source: Any, asked: SourceRequest) -> None:
+    def __init__(self, source: Any, request: SourceRequest) -> None:
         self._source = source
-        self._asked = asked
+        self._request = request
 
     def problem(self, index: int) -> Problem:
         """Return the user's problem `index`. Raises `RecipeError` for an invalid problem."""
         problem = self._source.problem(index)
         if not isinstance(problem, Problem) or not all(isinstance(each, Message) for each in problem.messages):
             raise RecipeError(
-                f"{self._asked.where}.source: problem({index}) must return a Problem, of Messages, got {problem!r:.80}"
+                f"{self._request.where}.source: problem({index}) must return a Problem with Messages, got "
+                f"{problem!r:.80}"
             )
-        return self._asked.prompts.dress(replace(problem, domain=self._asked.domain))
+        return self._request.prompts.dress(replace(problem, domain=self._request.domain))
 
 
-def open_users(function: Any, asked: SourceRequest) -> ProblemSource:
+def open_users(function: Any, request: SourceRequest) -> ProblemSource:
     """Open the source that a user's function makes.
 
     Raises:
         RecipeError: it is not a function, does not take the recipe's parameters, or returns no problems.
     """
     if not callable(function):
-        raise RecipeError(f"{asked.where}.source must name a function, got {function!r:.80}")
-    wanted = inspect.signature(function).parameters.keys() - asked.parameters.keys()
-    given = dict(asked.parameters) | ({"seed": asked.seed} if "seed" in wanted else {})
+        raise RecipeError(f"{request.where}.source must name a function, got {function!r:.80}")
+    wanted = inspect.signature(function).parameters.keys() - request.parameters.keys()
+    given = dict(request.parameters) | ({"seed": request.seed} if "seed" in wanted else {})
     by_split = "split" in wanted
-    made = _called(function, given | ({"split": asked.split.value} if by_split else {}), asked)
+    made = _called(function, given | ({"split": request.split.value} if by_split else {}), request)
     if callable(getattr(made, "problem", None)):
-        return UserSource(made, asked)
-    field_map = FieldMap(tags_field="tags", template=asked.prompts.template)
-    indexed = {asked.split if by_split else Split.TRAIN: _indexed(made, field_map, function, asked)}
-    for split in set(Split) - {asked.split} if by_split else ():
-        made = _called(function, given | {"split": split.value}, asked)
-        indexed[split] = _indexed(made, field_map, function, asked)
-    return source_of_rows(indexed, field_map, asked)
+        return UserSource(made, request)
+    field_map = FieldMap(tags_field="tags", template=request.prompts.template)
+    indexed = {request.split if by_split else Split.TRAIN: _indexed(made, field_map, function, request)}
+    for split in set(Split) - {request.split} if by_split else ():
+        made = _called(function, given | {"split": split.value}, request)
+        indexed[split] = _indexed(made, field_map, function, request)
+    return source_of_rows(indexed, field_map, request)
 
 
-def _called(function: Callable[..., Any], given: dict[str, Any], asked: SourceRequest) -> Any:
+def _called(function: Callable[..., Any], given: dict[str, Any], request: SourceRequest) -> Any:
     try:
         inspect.signature(function).bind(**given)
     except TypeError as error:
-        raise RecipeError(f"{asked.where}.parameters do not fit {_name(function)}: {error}") from None
+        raise RecipeError(f"{request.where}.parameters do not fit {_name(function)}: {error}") from None
     return function(**given)
 
 
-def _indexed(made: Any, field_map: FieldMap, function: Callable[..., Any], asked: SourceRequest) -> Indexed:
+def _indexed(made: Any, field_map: FieldMap, function: Callable[..., Any], request: SourceRequest) -> Indexed:
     if not isinstance(made, Iterable) or isinstance(made, str | bytes | dict):
         raise RecipeError(
-            f"{asked.where}.source: {_name(function)} must return problems, as dicts with prompt and answer, or an "
+            f"{request.where}.source: {_name(function)} must return problems, as dicts with prompt and answer, or an "
             f"object with a method problem(index); got {made!r:.80}"
         )
     rows: Any = made  # a data set that makes its rows on demand is not copied
@@ -90,8 +91,8 @@ def _indexed(made: Any, field_map: FieldMap, function: Callable[..., Any], asked
         rows = list(itertools.islice(made, MOST_ROWS + 1))
     if len(rows) > MOST_ROWS:
         raise RecipeError(
-            f"{asked.where}.source: {_name(function)} returns more than {MOST_ROWS:,} problems; return an object with "
-            "a method problem(index) where there is no end to them"
+            f"{request.where}.source: {_name(function)} returns more than {MOST_ROWS:,} problems; return an object "
+            "with a method problem(index) for an endless source"
         )
     return index_of(RowSequence(rows, _name(function)), field_map)
 

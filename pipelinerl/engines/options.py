@@ -74,25 +74,25 @@ class EngineOptions:
     def check_one_device(self, engine: str) -> None:
         """Raise `ModelError` if several devices are to share the model, which `engine` does not support."""
         if self.devices != 1:
-            raise ModelError(f"{engine} runs its model on one device, got engine.devices={self.devices}; say 1")
+            raise ModelError(f"{engine} runs its model on one device, got engine.devices={self.devices}; set it to 1")
 
     def check_no_options(self, engine: str) -> None:
         """Raise `ModelError` if there are library options, which `engine` does not support."""
         if self.options:
-            raise ModelError(f"{engine} knows no options, got engine.options {', '.join(self.options)}; remove them")
+            raise ModelError(f"{engine} has no options, got engine.options {', '.join(self.options)}; remove them")
 
     def check_receives_where_it_is(self, engine: str) -> None:
         """Raise `ModelError` if another process is to receive the weights; `engine` has its own way to receive them."""
         if self.receiver is not Receiver.IN_PROCESS:
             raise ModelError(
-                f"{engine} receives weights in its own way, got engine.receiver={self.receiver}; leave it out"
+                f"{engine} has its own way to receive weights, got engine.receiver={self.receiver}; leave it out"
             )
 
     def check_native_weights(self, engine: str) -> None:
         """Raise `ModelError` if linear layers are to be quantised, which `engine` does not support."""
         if self.weights is not WeightFormat.NATIVE:
             raise ModelError(
-                f"{engine} keeps native weights, as they come, got engine.weights={self.weights}; leave it out, or use "
+                f"{engine} serves native weights only, got engine.weights={self.weights}; leave it out, or use "
                 "engine.type torch"
             )
 
@@ -100,13 +100,13 @@ class EngineOptions:
         """Raise `ModelError` if the output layer must be fp32 and `engine` computes it in another dtype."""
         if self.head_precision is HeadPrecision.FP32 and self.dtype is not WeightDType.FLOAT32:
             raise ModelError(
-                f"{engine} computes the output layer in the model's dtype, {self.dtype}; say "
-                "model.head_precision=model, for the trainer as well, or engine.dtype=float32"
+                f"{engine} computes the output layer in the model's dtype, {self.dtype}; set "
+                "model.head_precision=model, which also applies to the trainer, or engine.dtype=float32"
             )
 
     def check_no_memory_share(self, engine: str) -> None:
         """Raise `ModelError` if GPU memory is bounded; `engine` uses none."""
         if self.memory_share is not None:
             raise ModelError(
-                f"{engine} takes no GPU's memory, got engine.memory_share={self.memory_share:g}; leave it out"
+                f"{engine} uses no GPU memory, got engine.memory_share={self.memory_share:g}; leave it out"
             )

@@ -3,7 +3,7 @@
     instructions: [{"id": "punctuation:no_comma"}, {"id": "keywords:existence", "keywords": ["sea"]}]
     instruction_id_list: ["punctuation:no_comma", …]   with   kwargs: [{}, …]      IFEval's own; null means absent
     ground_truth: '[{"instruction_id": ["punctuation:no_comma", …], "kwargs": [null, …]}]'     open-instruct's, as text
-    ground_truth: '{"func_name": "validate_no_commas", "N": null, …}'                       RLVR-IFeval's (`rlvr.py`)
+    ground_truth: '{"func_name": "validate_no_commas", "N": null, …}'                       RLVR-IFeval's
 
 To add an instruction, write its struct in the file where it belongs, and add a line to `CATALOGUE`.
 """
@@ -20,7 +20,6 @@ import msgspec
 from pipelinerl.errors import RecipeError
 from pipelinerl.instructions import counts, formats, wording
 from pipelinerl.instructions.instruction import Instruction
-from pipelinerl.instructions.rlvr import FUNCTION, of_function
 
 CATALOGUE: Final[Mapping[str, type[Instruction]]] = {
     "change_case:capital_word_frequency": counts.CapitalWordFrequency,
@@ -49,6 +48,54 @@ CATALOGUE: Final[Mapping[str, type[Instruction]]] = {
     "startend:end_checker": wording.EndPhrase,
     "startend:quotation": wording.QuotationMarks,
 }
+
+#: RLVR-IFeval names the function of open-instruct that verifies an instruction. For each function: the instruction's
+#: id, its parameters by the function's names, and constant parameters.
+_FUNCTIONS: Final[Mapping[str, tuple[str, Mapping[str, str], Mapping[str, str]]]] = {
+    "verify_keywords": ("keywords:existence", {"keyword_list": "keywords"}, {}),
+    "verify_keyword_frequency": (
+        "keywords:frequency", {"word": "keyword", "N": "frequency"}, {"relation": "exactly"},
+    ),
+    "validate_forbidden_words": ("keywords:forbidden_words", {"forbidden_words": "forbidden_words"}, {}),
+    "verify_letter_frequency": (
+        "keywords:letter_frequency", {"letter": "letter", "N": "let_frequency"}, {"let_relation": "exactly"},
+    ),
+    "validate_response_language": ("language:response_language", {"language": "language"}, {}),
+    "verify_paragraph_count": ("length_constraints:number_paragraphs", {"N": "num_paragraphs"}, {}),
+    "validate_word_constraint": (
+        "length_constraints:number_words", {"N": "num_words", "quantifier": "relation"}, {},
+    ),
+    "verify_sentence_constraint": (
+        "length_constraints:number_sentences", {"N": "num_sentences", "quantifier": "relation"}, {},
+    ),
+    "validate_paragraphs": (
+        "length_constraints:nth_paragraph_first_word",
+        {"N": "num_paragraphs", "i": "nth_paragraph", "first_word": "first_word"}, {},
+    ),
+    "verify_postscript": ("detectable_content:postscript", {"postscript_marker": "postscript_marker"}, {}),
+    "validate_placeholders": ("detectable_content:number_placeholders", {"N": "num_placeholders"}, {}),
+    "verify_bullet_points": ("detectable_format:number_bullet_lists", {"N": "num_bullets"}, {}),
+    "validate_title": ("detectable_format:title", {}, {}),
+    "validate_choice": ("detectable_format:constrained_response", {"options": "options"}, {}),
+    "validate_highlighted_sections": (
+        "detectable_format:number_highlighted_sections", {"N": "num_highlights"}, {},
+    ),
+    "validate_sections": (
+        "detectable_format:multiple_sections", {"N": "num_sections", "section_splitter": "section_spliter"}, {},
+    ),
+    "validate_json_format": ("detectable_format:json_format", {}, {}),
+    "validate_repeat_prompt": ("combination:repeat_prompt", {"original_prompt": "prompt_to_repeat"}, {}),
+    "validate_two_responses": ("combination:two_responses", {}, {}),
+    "validate_uppercase": ("change_case:english_capital", {}, {}),
+    "validate_lowercase": ("change_case:english_lowercase", {}, {}),
+    "validate_frequency_capital_words": (
+        "change_case:capital_word_frequency", {"N": "capital_frequency", "quantifier": "capital_relation"}, {},
+    ),
+    "validate_end": ("startend:end_checker", {"end_phrase": "end_phrase"}, {}),
+    "validate_quotation": ("startend:quotation", {}, {}),
+    "validate_no_commas": ("punctuation:no_comma", {}, {}),
+}  # fmt: skip
+_FUNCTION: Final = "func_name"
 
 _LAYOUTS: Final = (
     "instructions, instruction_id_list with kwargs, or its ground truth instruction_id with kwargs or func_name"
@@ -105,9 +152,22 @@ def _named(metadata: Mapping[str, Any], ground_truth: str) -> list[tuple[str, Ma
     listed = [each for each in (truth if isinstance(truth, list) else [truth]) if isinstance(each, dict)]
     pairs: list[tuple[str, Mapping[str, Any]]] = []
     for each in listed:
-        pairs += [of_function(each)] if FUNCTION in each else []
+        pairs += [_of_function(each)] if _FUNCTION in each else []
         pairs += _paired(each["instruction_id"], each.get("kwargs")) if "instruction_id" in each else []
     return pairs
+
+
+def _of_function(truth: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the id and the parameters of the instruction that a function stands for.
+
+    Raises:
+        RecipeError: open-instruct has no such function.
+    """
+    name = truth[_FUNCTION]
+    if name not in _FUNCTIONS:
+        raise RecipeError(f"{_FUNCTION} must be one of {', '.join(_FUNCTIONS)}, got {name!r}")
+    id, renamed, constant = _FUNCTIONS[name]
+    return id, {**{ours: truth.get(theirs) for theirs, ours in renamed.items()}, **constant}
 
 
 def _paired(ids: Any, parameters: Any) -> list[tuple[str, Mapping[str, Any]]]:

@@ -36,7 +36,7 @@ class Relation(StrEnum):
     LESS_THAN = "less than"
     AT_MOST = "at most"
     AROUND = "around"
-    """Within a tenth, or one."""
+    """Within 10 percent, or within one."""
     EXACTLY = "exactly"
 
     def holds(self, count: int, wanted: int) -> bool:

@@ -61,7 +61,7 @@ def check(code: str) -> None:
         raise ValueError(f"language must be one of {', '.join(LANGUAGES)}, got {code!r}")
     if is_slow(code) and importlib.util.find_spec(_LIBRARY) is None:
         raise ValueError(
-            f"language {code!r} shares its script with others and can be told only by {_LIBRARY}, which is not "
+            f"language {code!r} shares its script with others and can be detected only by {_LIBRARY}, which is not "
             "installed; pip install 'pipelinerl[languages]'"
         )
 

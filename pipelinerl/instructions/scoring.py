@@ -24,7 +24,7 @@ class Score(StrEnum):
     """Reward of an answer that follows some of its instructions."""
 
     SHARE = "share"
-    """The share that it follows."""
+    """The share of instructions that it follows."""
     ALL = "all"
     """1 if it follows all of them, else 0."""
 

@@ -66,14 +66,14 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
     """
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
-        asked = f"; the hub's {path} comes by: hf download {path} --local-dir models/{path.name}"
-        hub = asked if found != "a file" and _HUB_NAME.fullmatch(str(path)) and not path.parent.exists() else ""
+        download = f"; get the hub's {path} by: hf download {path} --local-dir models/{path.name}"
+        hub = download if found != "a file" and _HUB_NAME.fullmatch(str(path)) and not path.parent.exists() else ""
         raise ModelError(f"expected a model directory at {path}, found {found}; give the path of a local one{hub}")
     _refuse_adapter(path)
     weights = sorted(path.glob("*.safetensors"))
     if not weights and (pickled := sorted(path.glob("pytorch_model*.bin"))):
         raise ModelError(
-            f"{path} has its weights in {pickled[0].name} alone, a pickle, which may run code and is not read; save "
+            f"{path} has its weights only in {pickled[0].name}, a pickle, which may run code and is not loaded; save "
             "them as safetensors: transformers' AutoModelForCausalLM.from_pretrained(…).save_pretrained(…) does it"
         )
     missing = [name for name in needs if not (path / name).is_file()]
@@ -108,8 +108,8 @@ def refuse_quantised(path: Path) -> None:
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         raise ModelError(
-            f"{path} keeps its weights quantised{f' ({method})' if method else ''}, which cannot be trained; give the "
-            "model that it was made of"
+            f"{path} keeps its weights quantised{f' ({method})' if method else ''}, which cannot be trained; use the "
+            "model from which it was made"
         )
 
 
@@ -153,7 +153,7 @@ def weight_files(path: Path) -> list[Path]:
     for name in names:
         if not isinstance(name, str) or "/" in name or "\0" in name or not name.endswith(".safetensors"):
             raise ModelError(
-                f"{index} may name safetensors files beside it alone, got {name!r:.80}; copy the model again"
+                f"{index} may only name safetensors files next to it, got {name!r:.80}; copy the model again"
             )
     if absent := [name for name in names if not (path / name).is_file()]:
         raise ModelError(f"{path} lacks {', '.join(absent)}, which its index names; copy the model again")
@@ -354,13 +354,15 @@ def _load(path: Path, *, part: Part = "causal_lm", **options: Any) -> PreTrained
     kind = model_type(path)
     if part == "causal_lm" and kind in CONFIG_MAPPING and kind not in CAUSAL:
         raise ModelError(
-            f"{path} holds a {kind}, which is no causal language model; give one that reads and writes text alone"
+            f"{path} holds a {kind}, which is no causal language model; use one that reads and writes only text"
         )
 
     transformers_logging.disable_progress_bar()  # it logs a line for each parameter
     transformers_logging.set_verbosity_error()  # hides tables of mismatches; the first is reported below
     factory: Any = AutoModelForCausalLM if part == "causal_lm" else AutoModel
-    advice = "copy it again" if kind in CONFIG_MAPPING else "give another, or install what knows it"
+    advice = (
+        "copy it again" if kind in CONFIG_MAPPING else "use another model, or a transformers version that supports it"
+    )
     with foreign_failures(f"the model in {path} cannot be loaded", advice):
         loaded: Any = factory.from_pretrained(
             str(path),

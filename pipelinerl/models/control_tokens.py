@@ -89,7 +89,7 @@ _DATA_ROLES: Final = frozenset({"user", "tool"})
 _NAMES, _MARKS, _LAST = 0xF0000, 0x100000, 0x10FFFE
 #: Symbols, which control tokens contain and words rarely do.
 _SYMBOL: Final = re.compile(r"[^\w\s]")
-_HALF: Final = "a text holds half of a character, a lone surrogate (U+D800 to U+DFFF); leave it out"
+_HALF: Final = "a text contains a lone surrogate (U+D800 to U+DFFF), half of a character; leave it out"
 #: The number of conversation shapes whose structure is cached.
 _SHAPES: Final = 256
 
@@ -190,7 +190,7 @@ class ContentGuard:
                 place = next(each.place for each, found in zip(texts, spelt, strict=True) if found)
                 raise ModelError(
                     f"{_moved(place, first_row)} spells a control token of this model, and the chat template changes "
-                    "texts with such spellings in a way that cannot be followed; leave the spelling out"
+                    "texts with such spellings in a way that cannot be tracked; leave the spelling out"
                 )
             return self._apart(text[start:], _after(start, data))
         # A normalizer, or the template, may still turn a part of a text into a control token.

@@ -119,7 +119,7 @@ class DecoderConfig:
     qk_norm: bool
     dtype: str
     scalar_head: bool = False
-    """A value model: one number for each state, in place of the output layer."""
+    """True for a value model, which has one number for each state in place of the output layer."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -168,14 +168,16 @@ def read_config(path: Path) -> DecoderConfig:
         text_table(path / "config.json")
         return _parsed(table, where=path / "config.json")
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"{path / 'config.json'} lacks or garbles {error}; copy it again") from error
+        raise ModelError(f"{path / 'config.json'} is incomplete or damaged: {error}; copy it again") from error
 
 
 def _parsed(table: Mapping[str, Any], *, where: Path) -> DecoderConfig:
     model_type = table.get("model_type")
     if not isinstance(model_type, str) or model_type not in _FAMILY:
         known = ", ".join(_FAMILY)
-        raise ModelError(f"{where}: the architecture {model_type!r} is not known to the JAX decoder; it knows {known}")
+        raise ModelError(
+            f"{where}: the architecture {model_type!r} is not supported by the JAX decoder; it supports {known}"
+        )
     _refuse_unsupported(table, where)
     always_bias, qk_norm = _FAMILY[model_type]
     heads, hidden = int(table["num_attention_heads"]), int(table["hidden_size"])
@@ -216,7 +218,7 @@ def _refuse_unsupported(table: Mapping[str, Any], where: Path) -> None:
     }
     for what, found in findings.items():
         if found:
-            raise ModelError(f"{where} asks for {what}, which the JAX decoder does not compute; choose another model")
+            raise ModelError(f"{where} asks for {what}, which the JAX decoder does not support; choose another model")
 
 
 def _rope_table(table: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -244,6 +246,6 @@ def _rotary(table: Mapping[str, Any], where: Path) -> Rotary:
             high_freq_factor=float(rope["high_freq_factor"]),
         )
     raise ModelError(
-        f"{where} asks for the rotary scaling {kind!r}, which the JAX decoder does not compute; it computes default, "
-        "linear and llama3"
+        f"{where} asks for the rotary scaling {kind!r}, which the JAX decoder does not support; it supports "
+        "default, linear and llama3"
     )

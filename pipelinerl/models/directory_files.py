@@ -43,7 +43,7 @@ def json_object(file: Path) -> dict[str, Any]:
     """
     try:
         if file.stat().st_size > _LONGEST_JSON:
-            raise ModelError(f"{file} has more than {_LONGEST_JSON >> 20} MiB, as no model's has; copy it again")
+            raise ModelError(f"{file} has more than {_LONGEST_JSON >> 20} MiB, which no model needs; copy it again")
         table = json.loads(file.read_text())
     except RecursionError:
         raise ModelError(f"{file} nests its values too deeply to be read; copy it again") from None
@@ -92,5 +92,5 @@ def foreign_failures(problem: str, remedy: str = "copy it again") -> Iterator[No
 
 def one_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its name, to embed in a sentence."""
-    said = str(error).partition("\n")[0].strip().rstrip(".;")
-    return said[:300] or type(error).__name__
+    message = str(error).partition("\n")[0].strip().rstrip(".;")
+    return message[:300] or type(error).__name__

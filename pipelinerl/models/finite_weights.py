@@ -38,6 +38,6 @@ def refuse_not_finite(path: Path, name: str, values: NDArray[Any], dtype: str) -
         block = words[start : start + _BLOCK]
         if int(block.view(f"i{width}").max()) >= exponent or int(block.max()) >= negative | exponent:
             raise ModelError(
-                f"{path}: the parameter {name} holds values that are no numbers, NaN or infinite; copy the model "
-                "again, or take one from before they came into it"
+                f"{path}: the parameter {name} holds NaN or infinite values; copy the model again, or use an earlier "
+                "checkpoint"
             )

@@ -56,7 +56,7 @@ def replayed_routing(path: Path) -> RoutingShape:
         raise ModelError(f"the model in {path}, of type {kind!r}, has no experts whose routing could be replayed")
     if kind not in REPLAYED:
         raise ModelError(
-            f"routing is replayed of {', '.join(sorted(REPLAYED))}; the routers of {kind!r} in {path} are not known"
+            f"routing can be replayed for {', '.join(sorted(REPLAYED))}, not for the routers of {kind!r} in {path}"
         )
     return shape
 

@@ -184,7 +184,7 @@ class ChatTokenizer:
     def _check_shown(self, name: str, place: str) -> None:
         if name not in self._template_source:
             raise UnshownFieldError(
-                f"{place}: the chat template of this model does not look at {name}, so the model would not see it; "
+                f"{place}: the chat template of this model does not use {name}, so the model would not see it; "
                 "serve a model whose template does",
                 place,
             )

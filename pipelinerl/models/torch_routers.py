@@ -49,9 +49,9 @@ class TorchRouteLog:
         self.shape = shape
         self.is_on = False
         self.decoded: Experts = np.empty((0, shape.layers, shape.top_k), shape.dtype)
-        """Of the rows of the last decode step [B, layers, top_k], of the token that each was fed."""
+        """The choices of the last decode step's rows [B, layers, top_k], for the token that each row was fed."""
         self.prefilled: list[Experts] = []
-        """Of each prompt of the last prefill [tokens, layers, top_k], in the order in which they were given."""
+        """The choices for each prompt of the last prefill [tokens, layers, top_k], in the given order."""
         self._chosen: list[Tensor] = []
         for router in routers_of(model):
             router.forward = self._recording(router.forward)
@@ -80,19 +80,19 @@ class ReplayedRouters:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._told: Tensor | None = None
+        self._replayed: Tensor | None = None
         for layer, router in enumerate(routers_of(model)):
             router.forward = self._replaying(router, layer, router.forward)
 
     def tell(self, routed: Tensor | None) -> None:
         """Set the experts for the tokens of the next forward, integers [K, layers, top_k]; None: the routers choose."""
-        self._told = routed
+        self._replayed = routed
 
     def _replaying(self, router: Any, layer: int, forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         def replay(hidden: Tensor) -> Any:
-            if self._told is None:
+            if self._replayed is None:
                 return forward(hidden)
-            return _weighed(router, hidden, self._told[:, layer].long())
+            return _weighed(router, hidden, self._replayed[:, layer].long())
 
         return replay
 

@@ -273,10 +273,10 @@ def warm_start_domains(
         shares = {name: 1.0 if rewards[name] < low else settings.rehearsal for name in sizes}
         if min(rewards.values()) >= low:
             break
-    told = ", ".join(f"{name} {reward:.3f}" for name, reward in progress.rewards.items()) or "none"
+    reached = ", ".join(f"{name} {reward:.3f}" for name, reward in progress.rewards.items()) or "none"
     if not progress.rewards or not low <= min(progress.rewards.values()) <= max(progress.rewards.values()) <= high:
         raise ModelError(
-            f"expected rewards of {low:g} to {high:g}, got {told} after {progress.step} steps; "
+            f"expected rewards of {low:g} to {high:g}, got {reached} after {progress.step} steps; "
             "try another seed, a lower learning rate, other problems, or a model of another width"
         )
     return model.eval(), progress

@@ -58,7 +58,7 @@ def _stands_still(review: Review) -> bool:
 def _rounding(review: Review) -> Iterator[Advice]:
     if review.rounding is not None and _stands_still(review):
         yield Advice(
-            f"rounded weights stand still: at step {review.rounding.worst_step} engines lacked "
+            f"updates are lost to rounding: at step {review.rounding.worst_step} engines lacked "
             f"{review.rounding.behind:.1f} steps' worth of updates",
             'weights.rounding = "dithered", or engine.dtype = "float32" where memory allows (CPU: always)',
             "an update smaller than half the spacing of bfloat16 is rounded away, so the sampler is older than its "
@@ -74,15 +74,15 @@ def _numerics(cause: CauseReview, review: Review) -> Iterator[Advice]:
         yield Advice(
             f"tokens of the trainer's own version differ by {p95:.2g} at P95 (accepted: {NUMERICS_P95:g})",
             f'model.head_precision = "fp32", unless it is; if the gap stays, {_TIS}',
-            "the output layer rounds last and most (MiniMax-M1); what other kernels, quantised weights or another "
-            "parallel layout leave is corrected by the truncated ratio (TIS note)",
+            "the output layer causes most of the rounding error (MiniMax-M1); the truncated ratio corrects the rest, "
+            "from other kernels, quantised weights or parallel layouts (TIS note)",
         )
     elif contradictions.worst > 0:
         yield Advice(
             f"at step {contradictions.worst_step}, {contradictions.worst:.1%} of the responses had a token whose "
             f"probability differs by more than {CONTRADICTION:g} at the same version",
             _TIS,
-            "single contradictions are rare, grow with the length of a response, and are what truncation is for "
+            "single contradictions are rare, more frequent in longer responses, and corrected by truncation "
             "(TIS note, figures 7 to 10)",
         )
     k1, k3 = cause.median("k1"), cause.median("k3")
@@ -90,7 +90,7 @@ def _numerics(cause: CauseReview, review: Review) -> Iterator[Advice]:
         yield Advice(
             f"K1 of the trainer's own version is negative ({k1:.2g}, K3 {k3:.2g})",
             "check that the sampler reports the log-probs of what it samples from: temperature, top-p, quantisation",
-            "K1 is a divergence, below 0 only if the tokens come from another distribution than said (TIS note)",
+            "K1 estimates a divergence, below 0 only if tokens come from another distribution than reported (TIS note)",
         )
 
 

@@ -87,7 +87,7 @@ def svg(chart: Chart) -> str:
     size = f'viewBox="0 0 {chart.width:g} {chart.height:g}"'
     if not lines:
         middle = f'x="{chart.width / 2:g}" y="{chart.height / 2:g}"'
-        return f'<svg {size} role="img"><text class="tick" text-anchor="middle" {middle}>nothing measured</text></svg>'
+        return f'<svg {size} role="img"><text class="tick" text-anchor="middle" {middle}>no data</text></svg>'
     frame = _frame(chart, lines)
     names = ", ".join(line.label for line in lines if line.label)
     parts = [f'<svg {size} role="img" aria-label="{escape(names or chart.x_label)}">', *_axes(frame)]
@@ -161,9 +161,9 @@ def _drawn(frame: _Frame, line: Line) -> list[str]:
     if line.mark is Mark.DOTS or len(points) == 1:
         for x, y in zip(line.series.x, line.series.y, strict=True):
             value = f"{y:.1%}" if frame.chart.percent else compact(y) + frame.chart.unit
-            told = escape(f"{line.label} {value} at {frame.chart.x_label} {compact(x)}")
+            title = escape(f"{line.label} {value} at {frame.chart.x_label} {compact(x)}")
             dot = f'<circle class="dot {colour}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3.4">'
-            parts.append(f"{dot}<title>{told}</title></circle>")
+            parts.append(f"{dot}<title>{title}</title></circle>")
     return parts
 
 

@@ -20,7 +20,7 @@ _COLOURS: Final = 3
 _STEPS: Final = 10
 
 DOMAIN_HEAD: Final = (
-    "of the last steps",
+    "last steps",
     "rollouts",
     "reward",
     "right",
@@ -58,7 +58,7 @@ def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
     steps = history.by_step
     return [
         (
-            "Entropy, nats a token",
+            "Entropy, nats per token",
             Chart(
                 lines=(
                     Line(series=steps("entropy"), label="of the sampled tokens"),
@@ -68,7 +68,7 @@ def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
             ),
         ),
         (
-            "Length of an answer, tokens",
+            "Answer length, tokens",
             Chart(
                 lines=(
                     Line(series=steps("length_mean"), label="mean"),
@@ -78,15 +78,15 @@ def domain_charts(history: RunHistory) -> list[tuple[str, Chart]]:
             ),
         ),
         (
-            "Reward, by domain, smoothed",
+            "Reward by domain, smoothed",
             Chart(
                 lines=tuple(replace(each, series=each.series.smoothed()) for each in lines("reward")), x_label="step"
             ),
         ),
-        ("Share right, by domain", Chart(lines=lines("accuracy"), x_label="step", percent=True, y_max=1.0)),
-        ("Mean length, by domain", Chart(lines=lines("length_mean"), x_label="step")),
-        ("Share truncated, by domain", Chart(lines=lines("truncated"), x_label="step", percent=True)),
-        ("Share stale, by domain", Chart(lines=lines("stale"), x_label="step", percent=True)),
+        ("Accuracy by domain", Chart(lines=lines("accuracy"), x_label="step", percent=True, y_max=1.0)),
+        ("Mean length by domain", Chart(lines=lines("length_mean"), x_label="step")),
+        ("Share truncated by domain", Chart(lines=lines("truncated"), x_label="step", percent=True)),
+        ("Share stale by domain", Chart(lines=lines("stale"), x_label="step", percent=True)),
     ]
 
 
@@ -111,7 +111,7 @@ def _row(name: str, figures: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         [number("reward", ".3f"), *(f"{one_line(part)} {number(f'reward.{part}', '.3f')}" for part in parts)]
     )
     stale = sum(each.get("stale_groups", 0) for each in figures)
-    came = stale + sum(each.get("groups", 0) for each in figures)
+    arrived = stale + sum(each.get("groups", 0) for each in figures)
     seconds = mean_of(figures, "verifier_s", weight="verified")
     errors = sum(each.get("verifier_errors", 0) for each in figures)
     verifier = "–" if seconds is None else f"{seconds * 1e3:.3g} ms" + (f", {errors:.0f} errors" if errors else "")
@@ -124,7 +124,7 @@ def _row(name: str, figures: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         number("length_mean", ".1f"),
         number("length_p95", ".1f"),
         *(share(figure) for figure in ("truncated", "unjudged", "all_right", "all_wrong")),
-        f"{stale / came:.1%}" if came else "–",
+        f"{stale / arrived:.1%}" if arrived else "–",
         verifier,
     )
 
@@ -136,5 +136,5 @@ def _course(history: RunHistory, domain: str, figure: str) -> Series:
 
 
 def _by(step: Event, field: str) -> Mapping[str, Mapping[str, Any]]:
-    found = step.get(field)
-    return found if isinstance(found, dict) else {}
+    figures = step.get(field)
+    return figures if isinstance(figures, dict) else {}

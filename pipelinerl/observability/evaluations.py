@@ -85,14 +85,14 @@ def pass_at_lines(evaluations: Sequence[Event]) -> tuple[Line, ...]:
             points.setdefault(each["k"], []).append((float(event["model_version"]), each))
     return tuple(
         Line(
-            series=Series(tuple(x for x, _ in found), tuple(float(each["value"]) for _, each in found)),
+            series=Series(tuple(x for x, _ in estimates), tuple(float(each["value"]) for _, each in estimates)),
             label=f"pass@{k}",
             colour=1 + number % _COLOURS,
             mark=Mark.DOTS,
-            low=tuple(float(each["low"]) for _, each in found),
-            high=tuple(float(each["high"]) for _, each in found),
+            low=tuple(float(each["low"]) for _, each in estimates),
+            high=tuple(float(each["high"]) for _, each in estimates),
         )
-        for number, (k, found) in enumerate(sorted(points.items()))
+        for number, (k, estimates) in enumerate(sorted(points.items()))
     )
 
 
@@ -120,27 +120,27 @@ def weights(event: Event) -> str:
 def note(event: Event) -> str:
     """Return caveats for a reader: discarded answers, steps taken during the evaluation, an early end."""
     counts = ("discarded", "answers of other versions discarded"), ("restarts", "restarts"), ("unjudged", "unjudged")
-    told = [f"{event[name]} {words}" for name, words in counts if event.get(name)]
+    parts = [f"{event[name]} {words}" for name, words in counts if event.get(name)]
     if event.get("steps_meanwhile"):
-        told.append(f"the trainer took {event['steps_meanwhile']} steps meanwhile")
+        parts.append(f"the trainer took {event['steps_meanwhile']} steps meanwhile")
     if event.get("truncated"):
-        told.append(f"{event['truncated']:.1%} of the samples truncated")
+        parts.append(f"{event['truncated']:.1%} of the samples truncated")
     if event.get("incomplete"):
-        told.append(f"incomplete: {event['incomplete']}")
-    return "; ".join(told)
+        parts.append(f"incomplete: {event['incomplete']}")
+    return "; ".join(parts)
 
 
 def _pass_at(event: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = event.get("pass_at")
-    return found if isinstance(found, list) else []
+    estimates = event.get("pass_at")
+    return estimates if isinstance(estimates, list) else []
 
 
 def _chances(figures: Mapping[str, Any]) -> str:
     majority = figures.get("majority_at")
     return ", ".join(
         f"{name}{each['k']} {each['value']:.1%} ({_interval(each)})"
-        for name, found in (("@", _pass_at(figures)), ("maj@", majority if isinstance(majority, list) else []))
-        for each in found
+        for name, estimates in (("@", _pass_at(figures)), ("maj@", majority if isinstance(majority, list) else []))
+        for each in estimates
     )
 
 

@@ -105,7 +105,7 @@ class EventLog:
             OSError: the record cannot be written, or the disk has been full for `timeout_s`.
         """
         record = {"time": round(self._clock(), 3), "kind": kind, **fields}
-        self._unwritten += (json.dumps(_sayable(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
+        self._unwritten += (json.dumps(_finite(record), separators=(",", ":"), allow_nan=False) + "\n").encode()
         self._put()
         if self._sync is Sync.EACH:
             self._put_all()
@@ -152,7 +152,7 @@ class EventLog:
             now, self.no_room = time.monotonic(), f"{self._path}: {error.strerror}"
             if self._full_since is None:
                 self._full_since = now
-                log.warning("%s; events are kept and written once there is room", self.no_room)
+                log.warning("%s; events are buffered until there is space", self.no_room)
             if now - self._full_since >= self._timeout_s:
                 raise
         else:
@@ -237,11 +237,11 @@ def _whole_length(file: int) -> int:
     return 0
 
 
-def _sayable(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _sayable(item) for key, item in value.items()}
+        return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_sayable(item) for item in value]
+        return [_finite(item) for item in value]
     return value

@@ -44,7 +44,7 @@ _DOMAIN_FIGURES = 5
 #: Domains whose accuracy is shown; `status --json` and the report show all.
 _DOMAINS_SHOWN = 4
 #: Smallest share of truncated answers that is shown with the accuracy.
-_WORTH_SAYING = 0.01
+_SHOWN_FROM = 0.01
 _PHASE_STYLE = {StatusPhase.FINISHED: "bold green", StatusPhase.FAILED: "bold red", StatusPhase.STARTING: "bold yellow"}
 
 
@@ -283,26 +283,26 @@ def _share(value: float | None) -> str:
 def _accuracy(held_out: HeldOutStatus) -> str:
     if held_out.accuracy is None:
         return "–"
-    said = f"{held_out.accuracy:.1%}"
+    text = f"{held_out.accuracy:.1%}"
     if held_out.low is not None and held_out.high is not None:
-        said += f" ±{(held_out.high - held_out.low) / 2:.1%}"
+        text += f" ±{(held_out.high - held_out.low) / 2:.1%}"
     if held_out.pass_at:
         best = held_out.pass_at[-1]
-        said += f", pass@{best.k} {best.value:.1%}"
+        text += f", pass@{best.k} {best.value:.1%}"
     if held_out.majority_at:
         most = held_out.majority_at[-1]
-        said += f", maj@{most.k} {most.value:.1%}"
-    if (held_out.truncated or 0.0) >= _WORTH_SAYING:
-        said += f", {held_out.truncated:.0%} truncated"
+        text += f", maj@{most.k} {most.value:.1%}"
+    if (held_out.truncated or 0.0) >= _SHOWN_FROM:
+        text += f", {held_out.truncated:.0%} truncated"
     if held_out.incomplete:
-        said += ", incomplete"
-    said += f" of v{held_out.version}" if held_out.one_version else ""
+        text += ", incomplete"
+    text += f" of v{held_out.version}" if held_out.one_version else ""
     domains = [each for each in held_out.by_domain if each.accuracy is not None]
     if len(domains) > 1:
         shown = ", ".join(f"{each.name} {each.accuracy:.1%}" for each in domains[:_DOMAINS_SHOWN])
         more = len(domains) - _DOMAINS_SHOWN
-        said += f" ({shown}{f' and {more} more' if more > 0 else ''})"
-    return said
+        text += f" ({shown}{f' and {more} more' if more > 0 else ''})"
+    return text
 
 
 def _sets(sets: Sequence[HeldOutStatus]) -> Table:

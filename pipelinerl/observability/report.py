@@ -92,7 +92,7 @@ def render(history: RunHistory, recipe: str, *, samples: Sequence[SampleGroup] =
         samples=samples_section(samples),
         knobs=_knobs(history),
         incidents=_incidents(history),
-        recipe=escape(recipe.strip() or "(no recipe beside the events)"),
+        recipe=escape(recipe.strip() or "(no recipe was found)"),
     )
 
 
@@ -172,7 +172,7 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
             Chart(lines=(one(history.series(history.engines, "tokens_per_s")),), x_label="seconds"),
         ),
         (
-            "Engine slots at work",
+            "Busy engine slots",
             Chart(
                 lines=(one(history.series(history.engines, "occupancy")),), x_label="seconds", percent=True, y_max=1.0
             ),
@@ -182,11 +182,11 @@ def _figures(history: RunHistory) -> list[tuple[str, Chart]]:
             Chart(lines=(one(_scaled(history, "pause_s")),), x_label="model version", unit=" ms"),
         ),
         (
-            "Weight update, begin to end",
+            "Duration of a weight update",
             Chart(lines=(one(_scaled(history, "total_s")),), x_label="model version", unit=" ms"),
         ),
         (
-            "Time of a step",
+            "Step time",
             Chart(
                 lines=(one(steps("step_s"), "step"), one(steps("wait_s"), "waiting for rollouts", 2)),
                 x_label=x,
@@ -218,7 +218,7 @@ def update_charts(history: RunHistory) -> Iterator[tuple[str, Chart]]:
         Chart(lines=(Line(series=clipped),), x_label="step", percent=True),
     )
     made = history.by_step("optimizer_steps")
-    yield "Optimizer steps of a step", Chart(lines=(Line(series=made),), x_label="step")
+    yield "Optimizer steps per step", Chart(lines=(Line(series=made),), x_label="step")
 
 
 def _by_update(history: RunHistory, name: str) -> Series:
@@ -262,11 +262,11 @@ def _knobs(history: RunHistory) -> str:
     rows = []
     for event in history.knobs:
         changes = event.get("changes") or {}
-        said = (
+        text = (
             ", ".join(f"{name} = {value}" for name, value in changes.items()) if isinstance(changes, dict) else changes
         )
-        rows.append((_when(event), str(event.get("step", "")), str(said), str(event.get("who", ""))))
-    return _table(("time", "step", "changed", "by"), rows) if rows else "<p class=none>No knob was turned.</p>"
+        rows.append((_when(event), str(event.get("step", "")), str(text), str(event.get("who", ""))))
+    return _table(("time", "step", "changed", "by"), rows) if rows else "<p class=none>No knobs were changed.</p>"
 
 
 def _evaluations(history: RunHistory) -> str:
@@ -296,7 +296,7 @@ def _incidents(history: RunHistory) -> str:
             f"{k} {v}" for k, v in event.items() if k not in ("time", "kind", "elapsed_s", "decision") and v is not None
         )
         rows.append((_when(event), kind_of(event).replace("_", " "), rest))
-    return _table(("time", "what", "which"), rows) if rows else "<p class=none>Nothing to tell.</p>"
+    return _table(("time", "event", "details"), rows) if rows else "<p class=none>No incidents.</p>"
 
 
 def _when(event: Event) -> str:

@@ -22,8 +22,8 @@ def summary_rows(history: RunHistory) -> list[tuple[str, str]]:
         problems = f" on {evaluation['problems']:,} problems" if evaluation.get("problems") else ""
         rows.append(("held-out accuracy", f"{first:.1%} → {evaluation['accuracy']:.1%}{interval}{problems}"))
         details = (pass_at_words(evaluation), weights(evaluation), note(evaluation))
-        if said := "; ".join(detail for detail in details if detail):
-            rows.append(("last evaluation", said))
+        if shown := "; ".join(detail for detail in details if detail):
+            rows.append(("last evaluation", shown))
     rows += [(name, f"{begun:.1%} → {ended:.1%}") for name, begun, ended in history.other_accuracies]
     if history.first_reward is not None and history.last_reward is not None:
         rows.append(("mean reward", f"{history.first_reward:.3f} → {history.last_reward:.3f}"))

@@ -28,7 +28,7 @@ from pipelinerl.roles.judging import JudgeBudget
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.verification import open_filter, open_verifier, rules_of
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.service.asking import ServicePatience
+from pipelinerl.verifiers.service.calls import ServicePatience
 from pipelinerl.verifiers.service.client import RemoteVerifier, VerifierServices
 from pipelinerl.verifiers.verifier import GroupVerifier, start
 from pipelinerl.verifiers.worker_pool import default_workers

@@ -64,17 +64,17 @@ def outlast_notice(save_s: float) -> None:
 
 
 def _follow_jax(options: Mapping[str, Any]) -> None:
-    from pipelinerl.trainers.jax.following import JaxFollower
     from pipelinerl.trainers.jax.joining import join
     from pipelinerl.trainers.jax.options import JaxOptions
+    from pipelinerl.trainers.jax.trainer import JaxFollower
 
     distributed = _rank_of(JaxOptions.of(options, gradient_checkpointing=False).distributed)
     follow(distributed, join=join, start=JaxFollower, say=print)
 
 
 def _follow_torch(options: Mapping[str, Any]) -> None:
-    from pipelinerl.trainers.torch.following import MeshFollower
     from pipelinerl.trainers.torch.joining import join
+    from pipelinerl.trainers.torch.mesh_worker import MeshFollower
     from pipelinerl.trainers.torch.options import TorchOptions
 
     follow(_rank_of(TorchOptions.of(options).distributed), join=join, start=MeshFollower, say=print)

@@ -90,7 +90,7 @@ def _engine_times(events: Sequence[Event]) -> EngineTimes:
             busy.append(seconds)
     if len(rows) < len(names):
         raise UserError(
-            "the run's engines events do not say how long engines were busy (busy_s): its engine counts no such time, "
+            "the run's engines events lack busy seconds (busy_s): its engine does not count them, "
             "or the run is too short; give a hardware table with --hardware"
         )
     step_s, row_s, prompt_token_s = _nonnegative(np.array(rows), np.array(busy))

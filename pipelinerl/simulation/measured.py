@@ -76,7 +76,7 @@ def counted_steps(events: Sequence[Event]) -> list[tuple[Event, float]]:
     ]
     if len(counted) < _FEWEST:
         raise UserError(
-            f"expected at least {_FEWEST} steps after the first fifth without an evaluation beside them, got "
+            f"expected at least {_FEWEST} steps after the first fifth without a concurrent evaluation, got "
             f"{len(counted)} of {len(steps)}: a run must be longer to be simulated"
         )
     return counted
@@ -111,7 +111,7 @@ def measure(events: Sequence[Event]) -> Measured:
         )
     except KeyError as error:
         raise UserError(
-            f"the run's steps do not report {error}: it was made by an older version of the project; make it anew"
+            f"the run's steps do not report {error}: it was made by an older version of the project; run it again"
         ) from None
 
 

@@ -135,8 +135,8 @@ class _Run:
             taken = len(self._steps)
             if not self._agenda.step():
                 raise ValueError(
-                    f"the simulated run stands still at step {taken + 1} of {self._setting.steps}: "
-                    f"{self._counts.in_flight} orders are out, {len(self._groups)} groups wait, and nothing will come"
+                    f"the simulated run is deadlocked at step {taken + 1} of {self._setting.steps}: "
+                    f"{self._counts.in_flight} orders are in flight, {len(self._groups)} groups wait, no event is left"
                 )
             if taken < skipped == len(self._steps):
                 self._marked = self._mark()

@@ -215,10 +215,10 @@ class EmbeddedRedis:
         self._process = subprocess.Popen([sys.executable, "-I", "-S", *tie, *argv], stdin=subprocess.DEVNULL)
         if self._answers(self._process, port):
             return True
-        said = _end_of(log, written)
-        if "in use" in said:
+        log_end = _end_of(log, written)
+        if "in use" in log_end:
             return False
-        raise UserError(f"the embedded stream server exited at startup: {said or 'its log is empty'}")
+        raise UserError(f"the embedded stream server exited at startup: {log_end or 'its log is empty'}")
 
     def _answers(self, process: subprocess.Popen[bytes], port: int) -> bool:
         """Wait until the server answers (True) or exits (False).

@@ -165,13 +165,13 @@ class MemoryStream:
     async def _first(self, look: Callable[[], list[Entry]], *, block_s: float, look_again_s: float) -> list[Entry]:
         """Poll `look` after each append and every `look_again_s`, for at most `block_s`; return its first entries."""
         deadline = time.monotonic() + block_s
-        while not (found := look()) and (left := deadline - time.monotonic()) > 0:
+        while not (entries := look()) and (left := deadline - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(min(left, look_again_s)):
                     await self._appended.wait()
             except TimeoutError:
                 continue
-        return found
+        return entries
 
     def _after(self, stream: str, offset: _Id, count: int) -> list[Entry]:
         log = self._logs.get(stream)
@@ -182,15 +182,13 @@ class MemoryStream:
         return [Entry(stream, _text(entry_id), payload) for entry_id, payload in kept]
 
     def _abandoned(self, stream: str, group: _Group, count: int, idle_s: float) -> list[Entry]:
-        """Return entries pending for `idle_s` or longer; drop trimmed ones from the pending list, as the server
-        does.
-        """
+        """Return entries pending for `idle_s` or longer; forget trimmed ones, as the server does."""
         longest = time.monotonic() - idle_s
         idle = sorted(held for held, pending in group.pending.items() if pending.since <= longest)[:count]
-        found = self._kept(stream, idle)
-        for entry_id in set(idle) - {parse_id(entry.entry_id) for entry in found}:
+        kept = self._kept(stream, idle)
+        for entry_id in set(idle) - {parse_id(entry.entry_id) for entry in kept}:
             del group.pending[entry_id]
-        return found
+        return kept
 
     def _kept(self, stream: str, ids: Sequence[_Id]) -> list[Entry]:
         """Return the entries with these ids that were not trimmed."""

@@ -280,8 +280,9 @@ def decode_order(record: bytes) -> PromptOrder:
 
 
 def named_order(record: bytes) -> int | None:
-    """Return the order index in a group's header, even if the rest of the record is damaged; None if it is
-    unreadable.
+    """Return the order index in a group's header, or None if the header is unreadable.
+
+    The rest of the record may be damaged.
     """
     if len(record) < _PREFIX.size:
         return None
@@ -306,8 +307,9 @@ def decode_message(record: bytes) -> KindedMessage:
 
 
 def _distinct_contexts(turns: list[Turn]) -> tuple[list[NDArray[np.int32]], list[int]]:
-    """Return the distinct contexts, and for each turn the index of its context. Identical arrays skip the
-    comparison.
+    """Return the distinct contexts, and for each turn the index of its context.
+
+    Identical arrays skip the comparison.
     """
     contexts: list[NDArray[np.int32]] = []
     by_identity: dict[int, int] = {}

@@ -311,7 +311,7 @@ class RedisStream:
                 async with asyncio.timeout(left + self._timeout_s):
                     answer = await self._client.execute_command(*command(round(left * 1000)))
                 if full_since is not None:
-                    self._has_room()
+                    self._report_space()
                 return answer
             except (AuthenticationError, AuthorizationError) as error:
                 raise AddressError(
@@ -321,10 +321,10 @@ class RedisStream:
             except ResponseError as error:
                 now = time.monotonic()
                 full_since = now if full_since is None else full_since
-                patience = full_since + self._full_timeout_s - now
-                if not _is_for_want_of_room(error) or patience <= 0:
+                left_s = full_since + self._full_timeout_s - now
+                if not _is_full_error(error) or left_s <= 0:
                     raise _RefusedError(str(error), self._address) from error
-                self._has_no_room(error)
+                self._report_full(error)
             except TimeoutError as error:
                 raise AddressError(
                     f"the stream server at {self._address} accepted a connection but did not answer for "
@@ -336,16 +336,16 @@ class RedisStream:
                 # now.
                 if away_since is None or now - began > self._timeout_s / 2:
                     away_since, pause = now, 0.005
-                patience = away_since + self._timeout_s - now
-                if patience <= 0:
+                left_s = away_since + self._timeout_s - now
+                if left_s <= 0:
                     raise AddressError(
                         f"cannot reach the stream server at {self._address} for {self._timeout_s:g} s "
                         f"({error}); start it, or correct the address"
                     ) from error
-            await asyncio.sleep(min(pause, patience))
+            await asyncio.sleep(min(pause, left_s))
             pause = min(2 * pause, 0.5)
 
-    def _has_no_room(self, error: ResponseError) -> None:
+    def _report_full(self, error: ResponseError) -> None:
         """Log the full server once, however many commands fail."""
         if not self._is_full:
             self._is_full = True
@@ -356,7 +356,7 @@ class RedisStream:
                 error,
             )
 
-    def _has_room(self) -> None:
+    def _report_space(self) -> None:
         if self._is_full:
             self._is_full = False
             log.warning("the stream server at %s has space again", self._address)
@@ -370,7 +370,7 @@ class _RefusedError(PipelineError):
         super().__init__(f"{answer} (answer of the stream server at {address})")
 
 
-def _is_for_want_of_room(error: ResponseError) -> bool:
+def _is_full_error(error: ResponseError) -> bool:
     """Return True for a full disk or full memory, which may pass; redis-py has no class for a full disk."""
     return isinstance(error, OutOfMemoryError) or str(error).startswith("MISCONF")
 

@@ -85,7 +85,7 @@ class LimitedConnection:
         """Accept the connection, unless there are too many."""
         joined: Any = _JoinedWrites(transport)
         if len(self._http.connections) >= max_connections():
-            joined.write(_answer(503, "too_many_connections", "this server has all the connections that it serves"))
+            joined.write(_answer(503, "too_many_connections", "this server has reached its connection limit"))
             joined.close()
             return
         self._is_served = True
@@ -189,7 +189,7 @@ class LimitedConnection:
         if not self._is_answered:  # the next request arrives slowly while the previous one is processed
             self._arm()
         elif self._stage is _Stage.HEAD:
-            self._refuse(408, "headers_too_slow", f"the headers must come within {HEAD_TIMEOUT_S:g} s")
+            self._refuse(408, "headers_too_slow", f"the headers must arrive within {HEAD_TIMEOUT_S:g} s")
         else:
             self._http.transport.close()
 

@@ -24,7 +24,7 @@ def working_directory() -> Path:
     try:
         return Path.cwd()
     except FileNotFoundError:
-        raise UserError("the working directory is not there any more; change to one that is") from None
+        raise UserError("the working directory no longer exists; change to another one") from None
 
 
 def from_home(path: str | Path) -> Path:
@@ -36,7 +36,7 @@ def from_home(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise UserError(f"{path}: no home directory is known for {Path(path).parts[0]}; write the path out") from None
+        raise UserError(f"{path}: no home directory is known for {Path(path).parts[0]}; give the full path") from None
 
 
 def sync(path: Path) -> None:

@@ -117,18 +117,18 @@ class _Gate:
         """Reject requests of foreign web pages, by the Origin and Host that a browser sends."""
         host, origin = given.get(b"host", b""), given.get(b"origin")
         if self._expected is None and not _is_own_name(host):
-            message = "without a token, Host must be localhost or an IP address: other names can be made to lead here"
+            message = "without a token, Host must be localhost or an IP address: other names could be redirected here"
             return refusal(421, message, code="foreign_host")
         foreign = origin is not None and origin != scope["scheme"].encode() + b"://" + host
         if not foreign and scope["method"] not in _READS_ONLY:
             foreign = given.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
         if foreign:
-            return refusal(403, "pages of other origins may not ask this server", code="foreign_origin")
+            return refusal(403, "pages of other origins may not use this server", code="foreign_origin")
         return None
 
 
 def _twice(name: bytes) -> Response:
-    return refusal(400, f"the header {name.decode()} must come once", code="repeated_header")
+    return refusal(400, f"the header {name.decode()} must be sent once", code="repeated_header")
 
 
 def _is_own_name(host: bytes) -> bool:
@@ -177,7 +177,7 @@ class _BoundedBody:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            raise HTTPException(408, f"the body must come within {BODY_TIMEOUT_S:g} s") from None
+            raise HTTPException(408, f"the body must arrive within {BODY_TIMEOUT_S:g} s") from None
         self._size += len(message.get("body", b""))
         if self._size > MAX_BODY_BYTES:
             raise HTTPException(413, _TOO_LARGE.format(MAX_BODY_BYTES))
@@ -316,7 +316,7 @@ async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None
     address = listener.getsockname()[0]
     if not ip_address(address).is_loopback:
         listener.close()
-        raise AddressError(f"refusing to serve on {address}: what is served beside other work binds loopback")
+        raise AddressError(f"refusing to serve on {address}: a background service must bind loopback")
     config = config_of(app)
     config.load()
     state = ServerState()

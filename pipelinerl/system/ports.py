@@ -51,7 +51,7 @@ def _check_loopback() -> None:
             socket.create_connection(service.getsockname(), _ANSWERS_S).close()
     except OSError as error:
         raise AddressError(
-            f"no program here reaches another at 127.0.0.1 ({error.strerror or error}): the loopback interface is "
+            f"programs cannot reach each other at 127.0.0.1 ({error.strerror or error}): the loopback interface is "
             "down, or something filters it; as root, `ip link set lo up` brings it up"
         ) from None
 

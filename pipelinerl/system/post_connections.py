@@ -176,7 +176,7 @@ class FanoutClient:
             async with asyncio.timeout(min(self._connect_s, due - time.monotonic())):
                 await loop.create_connection(lambda: protocol, peer.host, peer.port, ssl=secure)
         except TimeoutError:
-            raise ConnectionError(f"no connection to {peer.host}:{peer.port} came about in time") from None
+            raise ConnectionError(f"timed out connecting to {peer.host}:{peer.port}") from None
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConnectionError(f"cannot connect to {peer.host}:{peer.port}: {reason}") from error

@@ -87,7 +87,7 @@ def _from_file(path: Path) -> ModuleType:
         raise ReferenceFailed(f"{path} does not exist; its path is relative to the recipe that names it")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ReferenceFailed(f"{path} is no Python file")
+        raise ReferenceFailed(f"{path} is not a Python file")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     folder = str(path.parent)
     sys.path.insert(0, folder)

@@ -37,7 +37,7 @@ class Storage:
         try:
             self._files, root = url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise UserError(f"{url} cannot be reached from here: {error}; fsspec names its libraries") from None
+            raise UserError(f"{url} cannot be used: {error}; install the library that fsspec needs for it") from None
         self._root = str(root).rstrip("/")
         self._is_local = "file" in tuple(self._files.protocol)
 

@@ -22,7 +22,7 @@ import msgspec
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.system.references import last_line, load_reference
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.asked_names import asked_names, lacking, parameters_of
+from pipelinerl.verifiers.signatures import accepted_names, lacking, parameters_of
 from pipelinerl.verifiers.user_code import limit_memory
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, correct, failed, timed_out, wrong
 from pipelinerl.verifiers.worker_pool import WorkerLost, WorkerPool
@@ -59,7 +59,7 @@ OF_THE_GROUP: Final[Mapping[str, _Value]] = {
 _TYPES: Final[Mapping[str, Any]] = {"problem": Problem, "verdicts": list[Verdict]}
 
 
-def names_asked(function: Callable[..., Any]) -> tuple[str, ...]:
+def filter_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the values of `OF_THE_GROUP` that a function takes.
 
     Raises:
@@ -72,7 +72,7 @@ def names_asked(function: Callable[..., Any]) -> tuple[str, ...]:
         raise RecipeError(
             f"a filter takes by name any of {', '.join(OF_THE_GROUP)}; {', '.join(missing)} is none of them"
         )
-    return asked_names(parameters, OF_THE_GROUP)
+    return accepted_names(parameters, OF_THE_GROUP)
 
 
 def open_filter_function(reference: str) -> Callable[[Any], Any]:
@@ -88,24 +88,24 @@ def open_filter_function(reference: str) -> Callable[[Any], Any]:
         for name in _TYPES.keys() & values.keys():
             values[name] = msgspec.convert(values[name], _TYPES[name])
         try:
-            found = function(**values)
+            value = function(**values)
         except (Exception, SystemExit) as error:  # user code may raise anything
             return msgspec.to_builtins(failed(last_line(error)))
-        return msgspec.to_builtins(verdict_on(found, name=getattr(function, "__name__", "the filter")))
+        return msgspec.to_builtins(verdict_on(value, name=getattr(function, "__name__", "the filter")))
 
     return answering
 
 
-def verdict_on(found: Any, *, name: str) -> Verdict:
+def verdict_on(value: Any, *, name: str) -> Verdict:
     """Convert a filter's return value to a verdict: `correct` keeps the group, `wrong` filters it for its reason."""
-    if isinstance(found, str) and found.strip():
-        return wrong(" ".join(found.split())[:_MOST_REASON])
-    plain = found.item() if type(found).__module__ == "numpy" and getattr(found, "shape", None) == () else found
+    if isinstance(value, str) and value.strip():
+        return wrong(" ".join(value.split())[:_MOST_REASON])
+    plain = value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value
     if plain is True:
         return correct("")
     if plain is False:
         return wrong(name[:_MOST_REASON])
-    return failed(f"the filter must return True, False or a reason, it returned {type(found).__name__} {found!r:.80}")
+    return failed(f"the filter must return True, False or a reason, it returned {type(value).__name__} {value!r:.80}")
 
 
 @final
@@ -115,7 +115,7 @@ class GroupFilter:
     def __init__(self, reference: str, *, deadline_s: float, workers: int | None = None) -> None:
         """Raises `RecipeError` for a function that cannot be called, `UserError` for one that cannot be loaded."""
         try:
-            self._names = names_asked(load_reference(reference))
+            self._names = filter_parameters(load_reference(reference))
         except UserError as error:
             raise RecipeError(f"curation.filter: {error}") from None
         self._deadline_s = deadline_s

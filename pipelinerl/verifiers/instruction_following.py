@@ -56,16 +56,16 @@ class InstructionFollowing:
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Check each instruction."""
         try:
-            asked = instructions_of_problem(problem)
+            instructions = instructions_of_problem(problem)
         except RecipeError as error:
             return failed(str(error))
-        slow = any(isinstance(each, ResponseLanguage) and languages.is_slow(each.language) for _, each in asked)
-        cost = len(completion_text) * len(asked) * (_LOOSE_COST if self._matching is Matching.LOOSE else 1)
+        slow = any(isinstance(each, ResponseLanguage) and languages.is_slow(each.language) for _, each in instructions)
+        cost = len(completion_text) * len(instructions) * (_LOOSE_COST if self._matching is Matching.LOOSE else 1)
         if not slow and cost <= _QUICK_CHARS:
-            return self._verdict(asked, followed(asked, completion_text, self._matching))
+            return self._verdict(instructions, followed(instructions, completion_text, self._matching))
         question = [msgspec.to_builtins(problem.metadata), problem.ground_truth, completion_text, self._matching.value]
         try:
-            return self._verdict(asked, await self._pool.ask(question, group=problem.problem_id))
+            return self._verdict(instructions, await self._pool.ask(question, group=problem.problem_id))
         except TimeoutError:
             return timed_out(self._deadline_s)
         except WorkerLost as error:
@@ -75,9 +75,9 @@ class InstructionFollowing:
         """Stop the worker processes."""
         await self._pool.close()
 
-    def _verdict(self, asked: Sequence[Asked], done: Sequence[bool]) -> Verdict:
+    def _verdict(self, instructions: Sequence[Asked], done: Sequence[bool]) -> Verdict:
         by_id: dict[str, list[bool]] = {}
-        for each, is_followed in zip(asked, done, strict=True):
+        for each, is_followed in zip(instructions, done, strict=True):
             by_id.setdefault(each.id, []).append(is_followed)
         reward = self._score.of(done)
         broken = ", ".join(id for id, results in by_id.items() if not all(results))

@@ -22,14 +22,14 @@ from pipelinerl.verifiers.verifier import correct, failed, last_tagged, timed_ou
 from pipelinerl.verifiers.worker_pool import Overran, WorkerLost, WorkerPool
 
 # Possessive quantifiers: a text of a million characters takes one pass, whatever it contains.
-_SAID: Final = re.compile(r"answer(?: is)?+\s*+[:=]?+\s*+([^\n]++)", re.IGNORECASE)
+_STATED: Final = re.compile(r"answer(?: is)?+\s*+[:=]?+\s*+([^\n]++)", re.IGNORECASE)
 _PLAIN_NUMBER: Final = re.compile(r"[-+]?\d+(?:\.\d+)?")
 #: Longest answer given to the parser, after normalisation; twice that before.
 _MAX_ANSWER_CHARS: Final = 2000
 #: Share of the deadline in processor time from which a slow comparison is the answer's own fault.
 _SHARE_SPENT: Final = 0.5
 #: Number of characters of an answer that a verdict shows.
-_TOLD: Final = 200
+_SHOWN: Final = 200
 
 
 @final
@@ -53,11 +53,11 @@ class MathAnswer:
 
     def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
         """Return the verdict of the text comparison, or None if the answer needs the mathematical one."""
-        said = final_answer(completion_text).strip()
-        if len(said) > 2 * _MAX_ANSWER_CHARS:
-            return wrong(f"an answer of {len(said)} characters", answer=said[:_TOLD])
-        gold, given = normalise(problem.ground_truth), normalise(said)
-        answer = given[:_TOLD]
+        stated = final_answer(completion_text).strip()
+        if len(stated) > 2 * _MAX_ANSWER_CHARS:
+            return wrong(f"an answer of {len(stated)} characters", answer=stated[:_SHOWN])
+        gold, given = normalise(problem.ground_truth), normalise(stated)
+        answer = given[:_SHOWN]
         if given == gold:
             return correct(answer)
         if not given or len(given) > _MAX_ANSWER_CHARS:
@@ -84,14 +84,14 @@ class MathAnswer:
             equal = await self._pool.ask([gold, given], group=group)
         except Overran as overran:
             if _SHARE_SPENT * self._deadline_s <= overran.cpu_s < math.inf and await self._is_comparable(gold):
-                return wrong(f"an answer that takes {overran.cpu_s:.1f} s to compare", answer=given[:_TOLD])
+                return wrong(f"an answer that takes {overran.cpu_s:.1f} s to compare", answer=given[:_SHOWN])
             return timed_out(self._deadline_s)
         except WorkerLost as error:
             return failed(f"math-verify: {error}")
         if equal is None:
             return failed(f"math-verify failed on {given[:80]!r} against {gold[:80]!r}")
         # Report equal answers in the form of the ground truth, so that they all look alike.
-        return correct(gold[:_TOLD]) if equal else wrong(f"{given[:80]} is not {gold[:80]}", answer=given[:_TOLD])
+        return correct(gold[:_SHOWN]) if equal else wrong(f"{given[:80]} is not {gold[:80]}", answer=given[:_SHOWN])
 
     async def _is_comparable(self, gold: str) -> bool:
         """Return whether the ground truth compares with itself in time."""
@@ -118,11 +118,11 @@ def final_answer(text: str) -> str:
 
     It is the last `\boxed{…}`, else the last `<answer>…</answer>`, else the last text after "answer is", else all.
     """
-    for found in (_last_boxed(text), last_tagged(text)):
-        if found is not None:
-            return found
-    said = _SAID.findall(text)
-    return str(said[-1]) if said else text
+    for answer in (_last_boxed(text), last_tagged(text)):
+        if answer is not None:
+            return answer
+    stated = _STATED.findall(text)
+    return str(stated[-1]) if stated else text
 
 
 def normalise(answer: str) -> str:

@@ -58,10 +58,10 @@ def open_comparison(_: str) -> Callable[[list[str]], bool | None]:
 
     def equal(question: list[str]) -> bool | None:
         gold, given = question
-        found = compared(gold, given)
-        if found is None and given != gold and compared(gold, gold):
+        result = compared(gold, given)
+        if result is None and given != gold and compared(gold, gold):
             return False
-        return found
+        return result
 
     for question in _EACH_KIND:  # does the library's work at first use in advance
         equal(question)

@@ -42,7 +42,7 @@ _LONG_S: Final = 0.05
 _MUCH_LONGER: Final = 4
 _AND_SOME: Final = 256
 #: Number of characters of an answer that a verdict shows.
-_TOLD: Final = 200
+_SHOWN: Final = 200
 
 Scorer = Callable[[int, str], float]
 
@@ -157,7 +157,7 @@ def entry_of(problem: Problem) -> tuple[str, Mapping[str, Any], int]:
     try:
         task, parameters, index = (problem.metadata[name] for name in ("task", "parameters", "index"))
     except KeyError as error:
-        raise RecipeError(f"this is no reasoning-gym problem: its metadata lacks {error}") from None
+        raise RecipeError(f"not a reasoning-gym problem: its metadata lacks {error}") from None
     _refuse_unsafe(task)
     return task, parameters, index
 
@@ -208,5 +208,5 @@ def _scored(scorer: Scorer, index: int, answer: str, truth: str) -> float | str:
 def _verdict(score: float | str, answer: str) -> Verdict:
     if isinstance(score, str):
         return failed(score)
-    told = answer.strip()[:_TOLD]
-    return correct(told) if score >= 1.0 else wrong(f"score {score:g}", answer=told)
+    stated = answer.strip()[:_SHOWN]
+    return correct(stated) if score >= 1.0 else wrong(f"score {score:g}", answer=stated)

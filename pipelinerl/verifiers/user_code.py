@@ -37,7 +37,7 @@ import msgspec
 from pipelinerl.errors import RecipeError
 from pipelinerl.system.references import last_line, load_reference
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.asked_names import asked_names, lacking, parameters_of
+from pipelinerl.verifiers.signatures import accepted_names, lacking, parameters_of
 from pipelinerl.verifiers.verifier import (
     Judgement,
     SampledAnswer,
@@ -78,7 +78,7 @@ OF_A_GROUP: Final[Mapping[str, Callable[[Problem, SampledAnswer], Any]]] = {
     "completion_texts": OF_ONE["completion"],
     **{name: of_one for name, of_one in OF_ONE.items() if not name.startswith("completion") and name != "prompt"},
 }
-_ASKS_FOR_A_GROUP: Final = frozenset({"completions", "completion_texts"})
+_GROUP_NAMES: Final = frozenset({"completions", "completion_texts"})
 
 
 class Of(Enum):
@@ -108,7 +108,7 @@ class RewardFunction:
         """
         parameters = parameters_of(function)
         names = {parameter.name for parameter in parameters}
-        of = Of.GROUP if names & _ASKS_FOR_A_GROUP else Of.ONE
+        of = Of.GROUP if names & _GROUP_NAMES else Of.ONE
         known = OF_A_GROUP if of is Of.GROUP else OF_ONE
         by_place: tuple[str, ...] = ()
         placed = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][:2]
@@ -121,7 +121,7 @@ class RewardFunction:
                 f"group any of {', '.join(OF_A_GROUP)}; {', '.join(missing)} is none of them"
             )
         taken = {each.name for each in placed[: len(by_place)]} | set(by_place)
-        named = tuple(name for name in asked_names(rest, known) if name not in taken)
+        named = tuple(name for name in accepted_names(rest, known) if name not in taken)
         call = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         return cls(function, of, by_place, named, call)
 
@@ -288,7 +288,7 @@ class PooledReward:
         """Judge all answers in one call if the function takes a group, else each on its own, concurrently."""
         plain = msgspec.to_builtins(problem)
         batches = [answers] if self._of is Of.GROUP else [[answer] for answer in answers]
-        judged = await asyncio.gather(*(self._asked(plain, batch, group=problem.problem_id) for batch in batches))
+        judged = await asyncio.gather(*(self._judge_batch(plain, batch, group=problem.problem_id) for batch in batches))
         return [judgement for judgements in judged for judgement in judgements]
 
     async def start(self) -> None:
@@ -299,7 +299,7 @@ class PooledReward:
         """Stop the workers."""
         await self._pool.close()
 
-    async def _asked(self, problem: Any, answers: Sequence[SampledAnswer], *, group: str) -> list[Judgement]:
+    async def _judge_batch(self, problem: Any, answers: Sequence[SampledAnswer], *, group: str) -> list[Judgement]:
         began = time.monotonic()
         try:
             question = [problem, [[each.text, list(each.token_ids), each.finish_reason] for each in answers]]

@@ -127,12 +127,12 @@ class PerAnswerVerifier:
 
 def _judged_at_once(verifier: FastPathVerifier, problem: Problem, texts: Sequence[str]) -> dict[str, Judgement]:
     """Return the fast verdicts, by answer."""
-    found: dict[str, Judgement] = {}
+    judgements: dict[str, Judgement] = {}
     for text in dict.fromkeys(texts):
         began = time.monotonic()
         if (verdict := verifier.at_once(problem, text)) is not None:
-            found[text] = Judgement(verdict, time.monotonic() - began)
-    return found
+            judgements[text] = Judgement(verdict, time.monotonic() - began)
+    return judgements
 
 
 def wrong(reason: str, *, answer: str = "") -> Verdict:

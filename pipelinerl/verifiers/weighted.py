@@ -48,18 +48,18 @@ class WeightedSum:
 
     def _sum(self, judgements: Sequence[Judgement]) -> Judgement:
         seconds = sum(judgement.seconds for judgement in judgements)
-        found = [(part, judgement.verdict) for part, judgement in zip(self._parts, judgements, strict=True)]
-        for part, verdict in found:
+        verdicts = [(part, judgement.verdict) for part, judgement in zip(self._parts, judgements, strict=True)]
+        for part, verdict in verdicts:
             if not verdict.outcome.is_judgement:
                 return Judgement(
                     Verdict(outcome=verdict.outcome, reward=0.0, reason=f"{part.name}: {verdict.reason}"), seconds
                 )
-        reward = sum(part.weight * verdict.reward for part, verdict in found)
+        reward = sum(part.weight * verdict.reward for part, verdict in verdicts)
         verdict = Verdict(
             outcome=graded(reward, self._correct_at),
             reward=reward,
-            reason="; ".join(f"{part.name}: {verdict.reason}" for part, verdict in found if verdict.reason),
-            answer=next((verdict.answer for _, verdict in found if verdict.answer), ""),
-            parts=tuple(RewardPart(part.name, verdict.reward) for part, verdict in found),
+            reason="; ".join(f"{part.name}: {verdict.reason}" for part, verdict in verdicts if verdict.reason),
+            answer=next((verdict.answer for _, verdict in verdicts if verdict.answer), ""),
+            parts=tuple(RewardPart(part.name, verdict.reward) for part, verdict in verdicts),
         )
         return Judgement(verdict, seconds)

@@ -39,7 +39,7 @@ from typing import Any, Final, final
 
 from pipelinerl.system import tied_process
 from pipelinerl.system.background import to_its_end
-from pipelinerl.verifiers.places import FairSemaphore
+from pipelinerl.verifiers.fair_semaphore import FairSemaphore
 
 _STARTUP_S: Final = 60.0
 #: The kernel ends a killed process as soon as it has a core for it.
@@ -156,12 +156,12 @@ class WorkerPool:
         began, cpu_began = clock(), worker.cpu_s
         slow_cpu_s = max(_LEAST_SLOW_CPU_S, _TIMES_THE_MEDIAN * self._usual_cpu_s.value)
         slow_s = min(self._deadline_s, max(_LEAST_SLOW_S, _TIMES_THE_MEDIAN * self._usual_s.value))
-        asked, look_s = False, min(slow_cpu_s, slow_s)
+        sent, look_s = False, min(slow_cpu_s, slow_s)
         while True:
             try:
                 async with asyncio.timeout(look_s):
-                    if not asked:
-                        asked = True
+                    if not sent:
+                        sent = True
                         await worker.send(question)
                     return await worker.receive()
             except TimeoutError:
@@ -375,7 +375,7 @@ class _Forker:
                 first = await _line(ours)
         except (TimeoutError, OSError, ValueError):
             await forker.close()
-            raise WorkerLost("the verifier's process did not start; its output says why") from None
+            raise WorkerLost("the verifier's process did not start; see its output") from None
         except BaseException:
             await forker.close()  # cancelled: wait for the killed process, too, while the event loop still runs
             raise

@@ -41,7 +41,7 @@ def convert(sent: Any, wire: WeightLayout, *, into: Any, layout: WeightLayout) -
                 largest = block[block.isfinite()].abs().max().item()
                 raise OutOfRange(
                     f"parameter {kept.name!r} holds {largest:.4g}, beyond the 65504 of float16, in which this engine "
-                    "keeps its weights; say engine.dtype=bfloat16 or float32"
+                    "keeps its weights; set engine.dtype=bfloat16 or float32"
                 )
             place[start * new : start * new + made.numel() * new].copy_(made.view(torch.uint8))
 

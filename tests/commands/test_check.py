@@ -39,7 +39,7 @@ def with_domain(**domain: object) -> RunConfig:
 def test_mixed_domains_are_warned_about_slow_ones() -> None:
     two = [{"name": name, "source": "addition"} for name in ("quick", "slow")]
     mixed = to_table(load("tiny", [*QUICK, "engine.context_length=64"])) | {"domains": two}
-    assert 'staleness.overdue = "wait" keeps it' in dict(findings(parse(mixed)))["staleness"]
+    assert 'keep such groups with staleness.overdue = "wait"' in dict(findings(parse(mixed)))["staleness"]
     waits = mixed | {"staleness": {"j": 1, "k": 2, "overdue": "wait"}}
     assert "overdue" not in dict(findings(parse(waits)))["staleness"]
 
@@ -76,7 +76,7 @@ def test_shipped_recipes_can_run(recipe: Path) -> None:
         ("model.path=/nope", "expected a model directory at /nope, found nothing there"),
         (
             "model.path=Qwen/Qwen3-0.6B",
-            "the hub's Qwen/Qwen3-0.6B comes by: hf download Qwen/Qwen3-0.6B --local-d",
+            "get the hub's Qwen/Qwen3-0.6B by: hf download Qwen/Qwen3-0.6B --local-d",
         ),
         ("model.path=/etc/passwd", "expected a model directory at /etc/passwd, found a file; give the path"),
         ("engine.type=vllm_server", "engine.servers must name one server for each of the 1 engines, got 0"),
@@ -226,7 +226,7 @@ def test_gpu_recipe_can_be_checked_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     found = dict(findings(load("tiny", [*QUICK, "trainer.device=cuda", "weights.backend=nccl"])))
-    assert found["elsewhere"] == "this machine has no GPU, which the recipe asks for: trainer.device, weights.backend"
+    assert found["elsewhere"] == "this machine has no GPU, but the recipe requires one: trainer.device, weights.backend"
 
 
 def test_impossible_pass_is_refused() -> None:
@@ -308,7 +308,7 @@ def not_a_number(path: Path) -> None:
         (rewritten("config.json", b"[]"), "config.json"),
         (rewritten("config.json", b'{"model_type": "zzz"}'), "'zzz'|`zzz`"),
         (rewritten("tokenizer.json", b"{}"), "the tokenizer of .* cannot be used"),
-        (not_a_number, "the parameter model.norm.weight holds values that are no numbers, NaN or infinite"),
+        (not_a_number, "the parameter model.norm.weight holds NaN or infinite values"),
         (wider, "weights do not fit config.json: 6 absent or of another shape, first model.layers.0.mlp"),
     ],
 )
@@ -394,7 +394,7 @@ def test_prompt_and_answer_must_fit(overrides: list[str], sentence: str) -> None
         ({"source": "addition", "verifier": "zzz"}, "domains.d.verifier must be one of .*, got 'zzz'"),
         (
             {"source": "addition", "verifier": "reasoning_gym"},
-            "domains.d: d:[0-9a-f]+: this is no reasoning-gym problem: its metadata lacks 'task'",
+            "domains.d: d:[0-9a-f]+: not a reasoning-gym problem: its metadata lacks 'task'",
         ),
         (
             {"source": "reasoning_gym:countdown", "verifier": "reasoning_gym"},

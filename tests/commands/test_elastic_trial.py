@@ -46,15 +46,15 @@ def test_decisions_have_a_time_and_a_reason(run_dir: Path) -> None:
         ["99", "s", "step", "99", "2", "→", "1", "engines"],
     ]
     assert "the engines are 90% busy, the trainer waits 50% of its time" in decided[0]
-    assert "with it done, the figures after it would have been others" in note
+    assert "only the first decision is reliable" in note
 
 
 def test_overrides_are_applied(run_dir: Path) -> None:
     assert said(run_dir, "elastic.waiting=0.6", "elastic.content=0.001", "elastic.types.torch.min=1")[:-1] != []
     (nothing,) = said(run_dir, "elastic.waiting=0.6", "elastic.patience=9")
-    assert nothing == "nothing: in 242 events no 9 intervals of 10 s in a row agree"
+    assert nothing == "no decision in 242 events: no 9 intervals of 10 s in a row agree"
 
 
 def test_missing_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="so it is no run"):
+    with pytest.raises(UserError, match="so it is not a run"):
         said(tmp_path)

@@ -93,7 +93,7 @@ def test_table_shows_present_and_requested_engines() -> None:
 
 def test_swap_waits_for_the_new_engine_and_the_end_of_the_old(controller: Controller, tmp_path: Path) -> None:
     controller.standings = {"engine-0": ["healthy", "draining", "expelled"], "engine-1": ["joining", "healthy"]}
-    joined, gone = run(tmp_path, "swap", "engine-0", "--type", "vllm", "--patience", "9").splitlines()
+    joined, gone = run(tmp_path, "swap", "engine-0", "--type", "vllm", "--timeout", "9").splitlines()
     assert joined.startswith("engine-1") and " healthy " in joined
     assert gone.startswith("engine-0") and " expelled " in gone
     order = {"type": "vllm", "count": 1, "replaces": "engine-0", "grace_s": 9.0}
@@ -109,7 +109,7 @@ def test_swap_without_a_launcher_prints_the_command_and_waits(controller: Contro
     assert said[1].strip() == f"{expected} --recipe {tmp_path}/recipe.toml --run-dir {tmp_path}"
     assert said[2].startswith("waiting for engine-1") and f"pipelinerl engines remove {tmp_path} engine-1" in said[2]
     assert " healthy " in said[3] and " expelled " in said[4]
-    assert said[5] == f"no launcher runs here: the process that listens at {URL}0 goes on until you end it (Ctrl-C)"
+    assert said[5] == f"no launcher is running: the process at {URL}0 keeps running until you stop it (Ctrl-C)"
 
 
 def test_commands_without_a_launcher_say_who_starts_and_stops_processes(controller: Controller, tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_commands_without_a_launcher_say_who_starts_and_stops_processes(controll
     controller.standings = {"engine-0": ["expelled"]}
     assert "start engine-1 yourself" in run(tmp_path, "add", "--type", "torch", "--no-wait")
     assert "start engine-1 yourself" in run(tmp_path, "swap", "engine-0", "--type", "torch", "--no-wait")
-    assert "goes on until you end it" in run(tmp_path, "remove", "engine-0")
-    assert "goes on until you end it" in run(tmp_path, "drain", "engine-0")
+    assert "keeps running until you stop it" in run(tmp_path, "remove", "engine-0")
+    assert "keeps running until you stop it" in run(tmp_path, "drain", "engine-0")
     elsewhere = run(address_of(tmp_path).url, "add", "--type", "torch", "--no-wait")
     assert "PIPELINERL_TOKEN=TOKEN pipelinerl engine --name engine-1" in elsewhere
 
@@ -136,10 +136,10 @@ def test_engine_on_this_machine_can_have_another_host_name(controller: Controlle
 
 def test_each_command_sends_its_request(controller: Controller, tmp_path: Path) -> None:
     controller.standings = {"engine-0": ["expelled"]}
-    assert run(tmp_path, "add", "--type", "torch", "--no-wait") == "asked for engine-1\n"
-    assert run(tmp_path, "add", URL + "/", "--no-wait") == f"asked for {URL}\n"
+    assert run(tmp_path, "add", "--type", "torch", "--no-wait") == "requested engine-1\n"
+    assert run(tmp_path, "add", URL + "/", "--no-wait") == f"requested {URL}\n"
     assert run(tmp_path, "drain", "engine-0").startswith("engine-0")
-    assert run(tmp_path, "remove", URL) == f"{URL} is out\n"
+    assert run(tmp_path, "remove", URL) == f"{URL} was removed\n"
     assert len(run(tmp_path, "list").splitlines()) == 3
     assert controller.asked == [
         ("POST", "/engines/request", {"type": "torch", "count": 1, "replaces": "", "grace_s": 60.0}),
@@ -159,7 +159,7 @@ def test_run_can_be_named_by_its_controllers_url(controller: Controller, tmp_pat
 
 @pytest.mark.parametrize("arguments", [(), (URL, "--type", "torch")])
 def test_add_needs_either_a_url_or_a_type(controller: Controller, tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="one of the two"):
+    with pytest.raises(UserError, match="give either a running engine's URL or a --type"):
         run(tmp_path, "add", *arguments)
     assert controller.asked == []
 
@@ -175,15 +175,17 @@ def test_unknown_type_is_refused_before_any_request(
 
 def test_engine_that_cannot_start_is_not_waited_for(controller: Controller, tmp_path: Path) -> None:
     controller.to_stop = ("engine-1",)
-    with pytest.raises(UserError, match=r"engine-1 did not come, and the run goes on without it; see .*logs"):
+    with pytest.raises(UserError, match=r"engine-1 did not join, and the run continues without it; see .*logs"):
         run(tmp_path, "add", "--type", "vllm")
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "engine-1.log"
     log.write_text("much\npipelinerl: engine-1 takes 1 GPU, and too few are free\n")
-    with pytest.raises(UserError, match=r"goes on without it: engine-1 takes 1 GPU, and too few are free; see .*logs"):
+    with pytest.raises(
+        UserError, match=r"continues without it: engine-1 takes 1 GPU, and too few are free; see .*logs"
+    ):
         run(tmp_path, "add", "--type", "vllm")
     log.write_text("Traceback\nKeyError\n")
-    with pytest.raises(UserError, match=r"goes on without it; see .*logs"):
+    with pytest.raises(UserError, match=r"continues without it; see .*logs"):
         run(tmp_path, "add", "--type", "vllm")
 
 
@@ -194,11 +196,11 @@ def test_engine_that_does_not_join_or_leave_is_named_with_its_state(controller: 
 
 
 def _who_does_not_come_or_go(remote: ControllerClient) -> None:
-    with pytest.raises(DeadlineError, match=r"engine-0 should serve within 0\.3 s, and is joining why not; see logs"):
+    with pytest.raises(DeadlineError, match=r"engine-0 did not serve within 0\.3 s; it is joining why not; see logs"):
         joined(remote, "engine-0", logs=Path("logs"), within_s=0.3)
     with pytest.raises(UserError, match="engine-1 was expelled: why not"):
         joined(remote, "engine-1", logs=Path("logs"))
-    with pytest.raises(DeadlineError, match=r"engine-7 should be out within 0\.3 s, and is not heard of"):
+    with pytest.raises(DeadlineError, match=r"engine-7 did not leave within 0\.3 s; it is unknown"):
         gone(remote, "engine-7", within_s=0.3)
 
 

@@ -61,7 +61,7 @@ def test_memory_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_untraceable_run_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no run: it has no events"):
+    with pytest.raises(UserError, match="is not a run: it has no events"):
         trace_run(tmp_path, None)
     made = _leave(tmp_path / "run", run(1))
     with pytest.raises(UserError, match="cannot be written: No such file or directory"):

@@ -67,5 +67,5 @@ def test_missing_empty_and_unmeasured_runs_are_refused(tmp_path: Path) -> None:
         said(str(tmp_path))
     with EventLog(tmp_path / "events.jsonl") as log:
         log.write("step", step=1, reward=0.5)
-    with pytest.raises(UserError, match="1 steps and none with figures"):
+    with pytest.raises(UserError, match="1 steps, none with mismatch figures"):
         said(str(tmp_path))

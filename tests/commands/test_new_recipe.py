@@ -52,7 +52,7 @@ def test_reward_compares_values_and_not_spelling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "fields", "sentence"),
     [
-        ('{"text": "x"}\n', {}, "no field of .* looks like the prompt; say --prompt-field with one of text"),
+        ('{"text": "x"}\n', {}, "no field of .* looks like the prompt; set --prompt-field to one of text"),
         ('{"prompt": "x", "answer": "y"}\n', {"answer_field": "z"}, "has no field 'z'; it has prompt, answer"),
         ('{"prompt": "x", "answer": "y"}\n', {}, "held_out split of its files is empty"),
         ("", {}, "has no rows"),

@@ -82,13 +82,13 @@ def test_run_that_is_not_live_is_described(tmp_path: Path) -> None:
         return str(refused.value).partition("live run: ")[2]
 
     assert said(tmp_path / "absent") == "there is no such directory"
-    assert said(tmp_path) == "it is no run's directory, which would hold recipe.toml"
+    assert said(tmp_path) == "it is not a run's directory: recipe.toml is missing"
     (tmp_path / "recipe.toml").write_text("")
     write_layout(tmp_path)
-    assert said(tmp_path) == f"it is starting, or has died; pipelinerl run --resume {tmp_path} goes on with it"
+    assert said(tmp_path) == f"it is starting or has crashed; pipelinerl run --resume {tmp_path} continues it"
     for kind, words in (
-        ("run_finished", "it is over, done"),
-        ("run_suspended", "it has ended, done; pipelinerl run"),
+        ("run_finished", "it has finished (done)"),
+        ("run_suspended", "it has ended (done); pipelinerl run"),
     ):
         (tmp_path / "events.jsonl").write_text(json.dumps({"kind": kind, "time": 1, "reason": "done"}) + "\n")
         assert said(tmp_path).startswith(words)
@@ -151,5 +151,5 @@ def test_another_server_on_the_port_of_a_dead_run_is_detected() -> None:
     app.get("/engines")(lambda: HTMLResponse(b'{"error": {"message": "\xff"}}', status_code=500))
     with in_thread(app) as url, ControllerClient(url, "secret") as remote:
         for ask in (remote.status, remote.knobs, remote.stop, remote.engines):
-            with pytest.raises(AddressError, match=r"what answers at .* is no controller"):
+            with pytest.raises(AddressError, match=r"the server at .* is not a controller"):
                 ask()

@@ -113,7 +113,7 @@ def test_follow_shows_new_samples_and_ends_with_the_run(tmp_path: Path) -> None:
 
 
 def test_user_errors_are_sentences(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no run: it has neither"):
+    with pytest.raises(UserError, match="is not a run: it has neither"):
         said(str(tmp_path / "nowhere"))
     run = str(a_run(tmp_path, *GROUPS))
     with pytest.raises(

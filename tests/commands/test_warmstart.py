@@ -22,7 +22,7 @@ def options(**changes: object) -> WarmStartOptions:
 
 def test_existing_output_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
-    with pytest.raises(UserError, match=f"{tmp_path} exists; name a directory to be made"):
+    with pytest.raises(UserError, match=f"{tmp_path} exists; name a new directory"):
         make(load("tiny"), options(), output=tmp_path, say=print)
     assert (tmp_path / "precious").read_text() == "x"
 

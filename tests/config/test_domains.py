@@ -41,12 +41,15 @@ def test_domain_has_its_own_prompts_and_sampling() -> None:
 @pytest.mark.parametrize(
     ("domain", "sentence"),
     [
-        ({"prompt_template": "{{ x"}, r"domains\.d\.prompt_template: prompt_template is no Jinja template: line 1"),
+        (
+            {"prompt_template": "{{ x"},
+            r"domains\.d\.prompt_template: prompt_template is not a valid Jinja template: line 1",
+        ),
         ({"few_shot": SHOTS[:1]}, r"domains\.d: few_shot must end with the assistant's answer, got 'user' last"),
         ({"few_shot": [{"role": "bot", "content": ""}]}, r"domains\.d\.few_shot\.0\.role: .* got 'bot'"),
         (
             {"system_prompt": "s", "few_shot": [{"role": "system", "content": "t"}, *SHOTS]},
-            "few_shot must not hold a system message beside system_prompt",
+            "few_shot must not hold a system message together with system_prompt",
         ),
         ({"temperature": 0.0}, r"domains\.d\.temperature"),
         ({"max_tokens": 32}, r"domains\.d\.max_tokens \(32\) must be below engine\.context_length \(32\)"),
@@ -89,7 +92,7 @@ def test_files_are_relative_to_the_recipe_that_names_them(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [(None, "domains.d.few_shot: .*shots.json cannot be read"), ("{", "is no JSON"), ("{}", "must hold a list")],
+    [(None, "domains.d.few_shot: .*shots.json cannot be read"), ("{", "is not JSON"), ("{}", "must hold a list")],
 )
 def test_unreadable_examples_are_named(text: str | None, sentence: str, tmp_path: Path) -> None:
     recipe = written(tmp_path)

@@ -81,7 +81,7 @@ def test_problems_of_a_set_do_not_depend_on_other_sets() -> None:
 @pytest.mark.parametrize(
     ("sets", "sentence"),
     [
-        ([{"name": "x"}, {"name": "x"}], "evaluations must have names of their own, got x, x"),
+        ([{"name": "x"}, {"name": "x"}], "evaluations must have unique names, got x, x"),
         ([{"name": "x", "domains": ["c"]}], "evaluations.x.domains names c; domains are a, b, benchmark"),
         ([{"name": "x", "samples": 2}], "evaluations.x.samples (2) of one problem are all the same"),
         ([{"name": "x", "pass_at": [2]}], "evaluations.x.pass_at names 2, but pass@k can be estimated only from"),

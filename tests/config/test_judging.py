@@ -1,16 +1,18 @@
-"""Tests of a judge's settings in a recipe, and of their validation."""
+"""Tests of verifier settings in a recipe, and of their validation."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from pipelinerl.config.domains import DomainSection
-from pipelinerl.config.judging import JudgeSection
+from pipelinerl.config.judging import JudgeSection, OublietteSection
 from pipelinerl.config.recipe import load, parse, to_table
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.verification import open_verifier
+from pipelinerl.verifiers.oubliette.rules import CodeRules
 
 URL = "http://127.0.0.1:9000"
 
@@ -37,7 +39,7 @@ def refused(**domain: Any) -> str:
             {"url": URL, "rubric": "Is it good?"},
             "rubric: must be quality or reference, or a template that holds {{ answer",
         ),
-        ({"url": URL, "rubric": "{% if answer %}"}, "rubric is no Jinja template"),
+        ({"url": URL, "rubric": "{% if answer %}"}, "rubric is not a valid Jinja template"),
         ({"url": URL, "key_variable": "no such key"}, "key_variable: String should match pattern"),
         ({"url": URL, "key": "sk-1"}, "key: unknown key"),
         (
@@ -52,7 +54,7 @@ def test_invalid_judge_settings_are_rejected_by_name(judge: dict[str, Any], sent
 
 def test_judge_verifier_and_judge_table_require_each_other() -> None:
     assert "domains.d.judge must say whom to ask" in refused(verifier="judge")
-    assert "judge is a table of the verifier judge, which this domain lacks" in refused(judge={"url": URL})
+    assert "judge configures the verifier judge, which this domain does not use" in refused(judge={"url": URL})
     assert "domains.d.judge must say whom to ask" in refused(rewards=[{"function": "judge"}])
 
 
@@ -70,3 +72,16 @@ def test_key_is_in_no_text_and_no_recipe(monkeypatch: pytest.MonkeyPatch) -> Non
     assert key is not None and key.get_secret_value() == "secret-7"
     assert "secret-7" not in repr((section, key, to_table(config)))
     assert to_table(config)["domains"][0]["judge"]["key_variable"] == "A_KEY"
+
+
+def test_default_section_equals_the_verifiers_default_rules() -> None:
+    assert OublietteSection().rules == CodeRules()
+
+
+def test_languages_must_be_known() -> None:
+    assert OublietteSection(language="cpp").rules.languages == ("cpp",)
+    assert OublietteSection(language="cpp", languages=("python", "cpp")).rules.languages == ("python", "cpp")
+    with pytest.raises(ValidationError, match=r"language must be one of python, .* got 'cobol'"):
+        OublietteSection(language="cobol")
+    with pytest.raises(ValidationError, match=r"languages must hold language \(python\), got cpp"):
+        OublietteSection(languages=("cpp",))

@@ -30,7 +30,7 @@ def older(tmp_path: Path) -> Path:
 
 
 def test_resume_control_and_replay_reject_an_older_layout(older: Path) -> None:
-    sentence = rf"^the run in {older} must be of layout {LAYOUT}, got layout 1: another version of pipelinerl began it"
+    sentence = rf"^the run in {older} must be of layout {LAYOUT}, got layout 1: it was begun by another version"
     for ask in (open_run, controller_of, lambda path: directory_of(str(path))):
         with pytest.raises(UserError, match=sentence):
             ask(older)

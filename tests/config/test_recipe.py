@@ -30,13 +30,13 @@ def refusal(*overrides: str) -> str:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("run.stepz=3", "run.stepz: unknown key; is steps meant?"),
+        ("run.stepz=3", "run.stepz: unknown key; did you mean steps?"),
         (
             "training.learning_rate=1",
-            "training.learning_rate: unknown key; is optimizer.learning_rate or critic.learn",
+            "training.learning_rate: unknown key; did you mean optimizer.learning_rate or critic.learn",
         ),
-        ("zzz.a=1", "zzz: unknown key; known are model, domains, run, "),
-        ("domains.long_words.sauce=x", "domains.long_words.sauce: unknown key; is source meant?"),
+        ("zzz.a=1", "zzz: unknown key; known keys are model, domains, run, "),
+        ("domains.long_words.sauce=x", "domains.long_words.sauce: unknown key; did you mean source?"),
         (
             "domains.zzz.weight=1",
             "domains.zzz.weight: none of domains is called zzz; there are short_words, long_words",
@@ -48,14 +48,14 @@ def refusal(*overrides: str) -> str:
             "engine.dtype: Input should be 'auto', or Input should be 'float32', 'bf",
         ),
         ("run.steps=9999999999999999999", "run.steps: a whole number must be between -2^63 and 2^63, got 9999999999"),
-        ("model.path=a\udcff", "model.path: holds bytes that are no UTF-8, got 'a\\udcff'; rename that"),
+        ("model.path=a\udcff", "model.path: contains bytes that are not UTF-8, got 'a\\udcff'; rename that"),
         ("run.steps=true", "run.steps: Input should be a valid integer, got True"),
         ('run.steps="12"', "run.steps: Input should be a valid integer, got '12'"),
         ("run.steps=3.0", "run.steps: Input should be a valid integer, got 3.0"),
         ("run.steps=0", "run.steps: Input should be greater than or equal to 1, got 0"),
         ("run=3", "run: must be a table of keys, got 3"),
         ("run.steps.x=3", "run.steps.x: steps is not a table"),
-        ("run.name=7", 'run.name: must be a text, which stands in quotes: "…", got 7'),
+        ("run.name=7", 'run.name: must be a text in quotes: "…", got 7'),
         ("run.name=a/b", "run.name: String should match pattern"),
         ("run.name=..", "run.name: String should match pattern"),
         ("optimizer.learning_rate=inf", "optimizer.learning_rate: Input should be a finite number"),
@@ -73,7 +73,7 @@ def refusal(*overrides: str) -> str:
         ("training.target_kl=0", "training.target_kl: Input should be greater than 0, got 0"),
         (
             "training.target_kl=0.1",
-            "training.target_kl ends a step before one of its further optimizer steps, and there",
+            "training.target_kl skips further optimizer steps of a step, but there",
         ),
         ("streams.max_groups=4", "streams.max_groups (4) must be at least the 32 groups of a step"),
         ("sampling.max_tokens=32", "sampling.max_tokens (32) must be below engine.context_length (32)"),
@@ -90,7 +90,7 @@ def refusal(*overrides: str) -> str:
         ("evaluation.pass_at=[1,4]", "evaluation.pass_at names 4, but pass@k can be estimated only from"),
         ("evaluation.pin=train", "evaluation.pin: Input should be 'auto', 'none', 'engine' or 'gate', got 'train'"),
         ("evaluation.max_tokens=99", "evaluation.max_tokens (99) must be below engine.context_length (32)"),
-        ("domains=[]", "domains: must be one or more with names of their own, got none"),
+        ("domains=[]", "domains: must be one or more with unique names, got none"),
         ("run.steps", "an override must read section.key=value, got 'run.steps'"),
         ("=3", "an override must read section.key=value, got '=3'"),
         ("weights.backend=mpi", "weights.backend: Input should be 'gloo' or 'nccl', got 'mpi'"),
@@ -123,17 +123,17 @@ def test_parameter_servers_are_started_if_weights_are_pulled_and_none_is_named()
     assert config.load("tiny", pulled).servers_to_start == 3
     assert config.load("tiny", [*pulled, "parameter_server.shards=2"]).servers_to_start == 6
     assert refusal("parameter_server.shards=2", 'parameter_server.urls=["http://a:1"]') == (
-        "parameter_server.urls must name as many servers for each of the 2 shards, got 1 in all"
+        "parameter_server.urls must name equally many servers for each of the 2 shards, got 1 in all"
     )
     assert config.load("tiny", [*pulled, 'parameter_server.urls=["http://a:1"]']).servers_to_start == 0
 
 
 def test_incompatible_broadcast_settings_are_rejected() -> None:
     assert refusal("weights.backend=nccl", "trainer.device=cpu") == (
-        'weights.backend = "nccl" goes from GPU to GPU, trainer.device is cpu and engine.device auto'
+        'weights.backend = "nccl" needs GPUs, but trainer.device is cpu and engine.device auto'
     )
     assert refusal("weights.host=trainer-0", "weights.transport=pull") == (
-        'weights.backend and weights.host are of a broadcast, weights.transport is "pull"'
+        'weights.backend and weights.host apply to a broadcast, but weights.transport is "pull"'
     )
 
 
@@ -145,7 +145,7 @@ def test_secret_in_an_address_is_not_repeated() -> None:
 
 def test_domain_names_must_be_unique() -> None:
     domain = {"name": "d", "source": "addition"}
-    with pytest.raises(RecipeError, match="domains: must be one or more with names of their own, got d, d"):
+    with pytest.raises(RecipeError, match="domains: must be one or more with unique names, got d, d"):
         parse({**MINIMAL, "domains": [domain, domain]})
 
 
@@ -166,8 +166,8 @@ def test_recipe_changes_single_keys_of_its_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        ({"a.toml": 'base = "b.toml"', "b.toml": 'base = "a.toml"'}, "a.toml: base leads back to this file"),
-        ({"a.toml": 'base = "a.toml"'}, "a.toml: base leads back to this file"),
+        ({"a.toml": 'base = "b.toml"', "b.toml": 'base = "a.toml"'}, "a.toml: base refers back to this file"),
+        ({"a.toml": 'base = "a.toml"'}, "a.toml: base refers back to this file"),
         ({"a.toml": 'base = "nope"'}, "recipe 'nope' is neither a file nor a shipped recipe; shipped are:"),
         ({"a.toml": "base = 3"}, "a.toml: base must be the text of a path, or the name of a shipped recipe, got 3"),
         ({"a.toml": "a = = 3"}, "a.toml: not valid TOML"),

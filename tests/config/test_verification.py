@@ -22,5 +22,5 @@ def test_services_judge_if_any_are_started_or_configured(changes: list[str], use
 
 
 def test_unused_services_are_rejected() -> None:
-    with pytest.raises(RecipeError, match="nobody would ask them"):
+    with pytest.raises(RecipeError, match="they would be unused"):
         load("tiny", ["verification.services=1", "verification.judged_in=actors"])

@@ -72,7 +72,7 @@ def test_topics_and_kinds_come_from_the_recipe() -> None:
         ({"level": 9}, "<= 5"),
         ({"kinds": ["no:such"]}, "kinds must be some of .*; got no:such"),
         ({"min_instructions": 4}, "min_instructions must be at most max_instructions"),
-        ({"kinds": ["punctuation:no_comma"], "min_instructions": 2}, "no 2 of these kinds could be followed at once"),
+        ({"kinds": ["punctuation:no_comma"], "min_instructions": 2}, "no 2 of these kinds could be combined"),
     ],
 )
 def test_impossible_parameters_are_rejected(parameters: dict[str, object], sentence: str) -> None:

@@ -56,7 +56,7 @@ def test_template_that_renders_empty_is_rejected_by_row(tmp_path: Path) -> None:
         asked("files", Prompts(template=Template("{hint}")), path=path)
     (problem, *_) = asked("files", Prompts(template=Template("say: {hint}")), path=path)
     assert problem.messages[-1].content == "say:  "
-    with pytest.raises(RecipeError, match=r"d:[0-9a-f]+ asks nothing"):
+    with pytest.raises(RecipeError, match=r"d:[0-9a-f]+ has no question"):
         asked("addition", Prompts(template=Template("{% if false %}x{% endif %}")))
 
 
@@ -88,7 +88,7 @@ def test_template_may_write_the_whole_prompt_and_errors_name_row_and_field(tmp_p
     assert int(left) + int(right) == int(problem.ground_truth)
     template = Template("{left}+{wrong}")
     with pytest.raises(
-        RecipeError, match=r'a\.jsonl line \d+: prompt_template: field "wrong" is missing; there is ans'
+        RecipeError, match=r'a\.jsonl line \d+: prompt_template: field "wrong" is missing; available: ans'
     ):
         asked("files", Prompts(template=template), path=written(tmp_path / "a.jsonl", rows))
 

@@ -30,7 +30,7 @@ def test_fields_fill_their_placeholders(text: str, expected: str) -> None:
 @pytest.mark.parametrize("text", ["{zzz}", "{{ zzz }}", "{{ question }}{{ zzz }}", "{absent}", "{{ absent }}"])
 def test_missing_field_is_named(text: str) -> None:
     field = "zzz" if "zzz" in text else "absent"
-    with pytest.raises(RecipeError, match=f'field "{field}" is missing; there is choices, level, question'):
+    with pytest.raises(RecipeError, match=f'field "{field}" is missing; available: choices, level, question'):
         Template(text).render(FIELDS)
 
 
@@ -52,7 +52,7 @@ def test_template_reaches_only_fields_and_failures_are_reported(text: str) -> No
 
 @pytest.mark.parametrize("text", ["{{ question", "{% for x in y %}", "{{ 1 | zzz }}"])
 def test_invalid_template_is_rejected_at_once(text: str) -> None:
-    with pytest.raises(RecipeError, match="no Jinja template: line 1"):
+    with pytest.raises(RecipeError, match="not a valid Jinja template: line 1"):
         Template(text)
 
 

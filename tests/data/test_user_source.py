@@ -86,7 +86,7 @@ def test_invalid_functions_and_results_are_reported() -> None:
         def problem(self, index: int) -> str:
             return "q"
 
-    assert "problem(0) must return a Problem, of Messages, got 'q'" in refused(Wrong)
+    assert "problem(0) must return a Problem with Messages, got 'q'" in refused(Wrong)
     assert 'row 0: field "prompt" is empty' in refused(lambda: [{"prompt": " ", "answer": "a"}])
 
 
@@ -96,7 +96,7 @@ def test_problem_with_an_empty_question_is_rejected(messages: tuple[Message, ...
         def problem(self, index: int) -> Problem:
             return Problem(problem_id="p7", domain="mine", messages=messages, ground_truth="a")
 
-    assert "p7 asks nothing: it has no message, or the last one is empty" in refused(Silent)
+    assert "p7 has no question: it has no message, or the last one is empty" in refused(Silent)
 
 
 def test_empty_tool_message_is_accepted() -> None:

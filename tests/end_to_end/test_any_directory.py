@@ -37,7 +37,7 @@ def test_run_with_a_failing_verifier_ends_with_the_reason(tmp_path: Path) -> Non
         assert run.end() == 1, run.story()
         (failing,), (failed,) = run.events("run_failing"), run.events("run_failed")
     assert re.fullmatch(
-        r"the verifier of domain sums has given \d+ answers in a row no verdict; the last: verifier_error: .*",
+        r"the verifier of domain sums has failed on \d+ answers in a row; the last error: verifier_error: .*",
         failed["reason"],
     )
     assert run.output.rstrip().splitlines()[-1] == f"failed: {failed['reason']}"

@@ -65,4 +65,4 @@ def test_killing_the_trainer_of_a_run_with_epochs_changes_nothing(tmp_path: Path
     assert began < again
     replayed = Console(file=StringIO(), width=200)
     assert replay(directory, step=again + 2, objective=None, console=replayed)
-    assert replayed.file.getvalue().count("the same to the bit") == again + 2 - began
+    assert replayed.file.getvalue().count("bit-identical") == again + 2 - began

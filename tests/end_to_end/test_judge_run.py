@@ -87,7 +87,7 @@ def test_run_is_judged_by_an_engine_and_reports_its_last_error(tmp_path: Path) -
             steps = run.events("step")
             assert run.is_gone()
     assert re.fullmatch(
-        r"the verifier of domain divisors has given \d+ answers in a row no verdict; the last: verifier_error: .*",
+        r"the verifier of domain divisors has failed on \d+ answers in a row; the last error: verifier_error: .*",
         failed["reason"],
     )
     assert run.output.rstrip().splitlines()[-1] == f"failed: {failed['reason']}"

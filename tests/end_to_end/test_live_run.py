@@ -82,7 +82,7 @@ def test_recorded_step_can_be_replayed_to_the_bit(undisturbed: LiveRun) -> None:
     words = [*CLI, "replay", str(undisturbed.directory), "--step", str(STEPS - 1)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("the same to the bit") == 3, "from the checkpoint at step 8 on"
+    assert done.stdout.count("bit-identical") == 3, "from the checkpoint at step 8 on"
 
 
 def test_recorded_step_can_be_replayed_with_another_objective(undisturbed: LiveRun) -> None:

@@ -60,7 +60,7 @@ def swap_to_and_fro(
     """
     for kind in islice(cycle(types), times):
         old, process = engine, run.role(engine)
-        joined, gone = engines(run, "swap", old, "--type", kind, "--patience", f"{grace_s}").splitlines()
+        joined, gone = engines(run, "swap", old, "--type", kind, "--timeout", f"{grace_s}").splitlines()
         engine = joined.split()[0]
         assert joined.split()[1:3] == [kind, "healthy"] and gone.split()[0] == old and "drained" in gone
         process.wait(PATIENCE_S)

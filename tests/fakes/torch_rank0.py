@@ -24,7 +24,7 @@ from pipelinerl.training.step.train_step import TrainStep
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest, pack, rollouts_of
-from trainer_contract.conformance.step_checks import reads_are_of_the_last_step
+from trainer_contract.conformance.step_checks import concurrent_reads_see_the_last_step
 from trainer_contract.errors import StateError, TrainerError
 from trainer_contract.types import Device, Head, OptimizerSpec, TrainerSpec
 
@@ -191,7 +191,7 @@ def reads(directory, *, model, options, times):
             directory / str(number),
             models=[[model, "policy"]],
             options=options,
-            names=[reads_are_of_the_last_step.__name__],
+            names=[concurrent_reads_see_the_last_step.__name__],
         ).values()
     }
 

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from pipelinerl.errors import RecipeError
-from pipelinerl.instructions.catalogue import CATALOGUE, instructions_of, made
-from pipelinerl.instructions.rlvr import _FUNCTIONS
+from pipelinerl.instructions.catalogue import _FUNCTIONS, CATALOGUE, instructions_of, made
 
 #: (id, parameters, answers that follow, answers that do not).
 CASES = [
@@ -210,9 +209,9 @@ KWARGS = [{}, {"num_words": 9.0, "relation": "at least", "num_bullets": None}]
     ],
 )
 def test_every_layout_gives_the_same_instructions(metadata, ground_truth):
-    asked = instructions_of(metadata, ground_truth)
-    assert [each.id for each in asked] == IDS
-    assert asked[1].instruction.follows("a " * 9) and not asked[1].instruction.follows("a " * 8)
+    parsed = instructions_of(metadata, ground_truth)
+    assert [each.id for each in parsed] == IDS
+    assert parsed[1].instruction.follows("a " * 9) and not parsed[1].instruction.follows("a " * 8)
 
 
 @pytest.mark.parametrize(

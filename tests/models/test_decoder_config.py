@@ -76,8 +76,11 @@ def test_current_and_old_rotary_settings_are_read(table, rotary, tmp_path):
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ({"model_type": "gpt2"}, "the architecture 'gpt2' is not known to the JAX decoder; it knows llama, mistral"),
-        ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not known"),
+        (
+            {"model_type": "gpt2"},
+            "the architecture 'gpt2' is not supported by the JAX decoder; it supports llama, mistral",
+        ),
+        ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not supported"),
         ({"model_type": "mistral", "sliding_window": 5}, "a sliding window"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5}, "a sliding window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window"),
@@ -105,5 +108,5 @@ def test_unused_sliding_windows_are_accepted(tmp_path):
 def test_missing_key_and_missing_file_are_errors(tmp_path):
     with pytest.raises(ModelError, match=r"config\.json must be a JSON object"):
         read_config(tmp_path)
-    with pytest.raises(ModelError, match="lacks or garbles 'hidden_size'"):
+    with pytest.raises(ModelError, match="is incomplete or damaged: 'hidden_size'"):
         read(tmp_path, {name: value for name, value in OLD_LLAMA.items() if name != "hidden_size"})

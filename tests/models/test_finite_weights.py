@@ -31,7 +31,7 @@ def test_every_exponent_is_classified_correctly(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     refuse_not_finite(Path("m"), "w", words[finite], name)
     for each in words[~finite]:
-        with pytest.raises(ModelError, match="m: the parameter w holds values that are no numbers"):
+        with pytest.raises(ModelError, match="m: the parameter w holds NaN or infinite values"):
             refuse_not_finite(Path("m"), "w", np.array([words[0], each]), name)
 
 
@@ -70,7 +70,7 @@ def test_every_reader_names_the_parameter(
     tmp_path: Path, read: Callable[[Path], Any], value: float, dtype: torch.dtype
 ) -> None:
     path = spoilt(tmp_path / "model", value, dtype)
-    with pytest.raises(ModelError, match=f"{path}: the parameter {UP} holds values that are no numbers") as refused:
+    with pytest.raises(ModelError, match=f"{path}: the parameter {UP} holds NaN or infinite values") as refused:
         read(path)
     assert "\n" not in str(refused.value)
 

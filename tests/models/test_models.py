@@ -90,7 +90,7 @@ def test_unsupported_tokenizer_error_names_the_conversion(directory):
 def test_unknown_architecture_error_does_not_suggest_copying(directory):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "zorkmid"}))
-    with pytest.raises(ModelError, match=r"`zorkmid` .* is out of date; give another, or install what knows it"):
+    with pytest.raises(ModelError, match=r"`zorkmid` .* is out of date; use another model, or a transformers"):
         load_model(directory)
 
 
@@ -107,7 +107,7 @@ def test_unknown_architecture_error_does_not_suggest_copying(directory):
             {"quantization_config": {"quant_method": "gptq"}},
             r"keeps its weights quantised \(gptq\), which",
         ),
-        ("config.json", {"model_type": "qwen2_vl"}, "holds a qwen2_vl, which is no causal language model; give one"),
+        ("config.json", {"model_type": "qwen2_vl"}, "holds a qwen2_vl, which is no causal language model; use one"),
     ],
 )
 def test_untrainable_models_are_named_as_such(directory, file, content, sentence):

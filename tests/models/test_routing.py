@@ -55,7 +55,7 @@ def test_model_without_expert_choice_is_no_mixture(changes: dict[str, Any], tmp_
 
 def test_only_known_routers_are_replayed(tmp_path: Path) -> None:
     assert replayed_routing(written(tmp_path, **QWEN3)) == RoutingShape(4, 8, 2)
-    with pytest.raises(ModelError, match="olmoe, qwen2_moe, qwen3_moe; the routers of 'deepseek_v3'"):
+    with pytest.raises(ModelError, match="olmoe, qwen2_moe, qwen3_moe, not for the routers of 'deepseek_v3'"):
         replayed_routing(written(tmp_path, **{**QWEN3, "model_type": "deepseek_v3"}))
 
 

@@ -110,7 +110,7 @@ def test_arguments_that_are_no_object_are_shown_as_they_are(arguments: str) -> N
 def test_template_without_a_place_for_a_field_refuses_it_by_name() -> None:
     plain: ChatTokenizer = guarded(tool_tokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}"))
     user = [ChatMessage(role="user", content="a")]
-    with pytest.raises(UnshownFieldError, match="does not look at tools") as tools:
+    with pytest.raises(UnshownFieldError, match="does not use tools") as tools:
         plain.encode_chat(user, tools=[tool()])
     assert tools.value.place == "tools"
     with pytest.raises(UnshownFieldError) as calls:

@@ -36,11 +36,11 @@ def problem(prompt: str, answer: str = "1") -> Problem:
 
 def settings(*rewards: Mapping[str, float], **changes: Any) -> DomainWarmStartSettings:
     """Return settings of two domains with these rewards, check by check; the last ones repeat."""
-    said = chain(rewards, repeat(rewards[-1]))
+    reported = chain(rewards, repeat(rewards[-1]))
     chosen = {"reward": (0.3, 0.6), "tokens": 140, "max_steps": 8, "check_every": 2, "rehearsal": 0.25, **changes}
     return DomainWarmStartSettings(
         demonstrations={"a": lambda i: problem(f"{i % 10}a"), "b": lambda i: problem(f"{i % 10}b")},
-        rewards=lambda _: next(said),
+        rewards=lambda _: next(reported),
         tokenizer=tokenizer(),
         shape=SHAPE,
         **chosen,
@@ -62,14 +62,14 @@ def test_domain_in_the_band_is_rehearsed_and_trained_again_if_it_falls_out() -> 
 
 
 @pytest.mark.parametrize(
-    ("rewards", "told"),
+    ("rewards", "message"),
     [
         ({"a": 0.4, "b": 0.1}, r"expected rewards of 0\.3 to 0\.6, got a 0\.400, b 0\.100 after 8 steps"),
         ({"a": 0.4, "b": 0.7}, r"expected rewards of 0\.3 to 0\.6, got a 0\.400, b 0\.700 after 2 steps"),
     ],
 )
-def test_band_missed_by_a_domain_is_an_error(rewards: dict[str, float], told: str) -> None:
-    with pytest.raises(ModelError, match=told):
+def test_band_missed_by_a_domain_is_an_error(rewards: dict[str, float], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         warm_start_domains(settings(rewards))
 
 
@@ -83,10 +83,10 @@ def test_answers_are_samples_independent_of_the_batch() -> None:
     model, own = random_decoder(SHAPE, seed=3), tokenizer()
     model.get_input_embeddings().weight.data *= 4  # so that some tokens are likelier than others
     short, long = problem("7"), problem("12 and 345 and 6789")
-    asked = [short, long] * 1500
-    answers = sampled_answers(model, own, asked, max_tokens=1, seed=0)
-    assert answers == sampled_answers(model, own, asked, max_tokens=1, seed=0)
-    assert answers != sampled_answers(model, own, asked, max_tokens=1, seed=1)
+    problems = [short, long] * 1500
+    answers = sampled_answers(model, own, problems, max_tokens=1, seed=0)
+    assert answers == sampled_answers(model, own, problems, max_tokens=1, seed=0)
+    assert answers != sampled_answers(model, own, problems, max_tokens=1, seed=1)
     for place, each in enumerate((short, long)):
         with torch.no_grad():
             chances = model(input_ids=torch.tensor([own.encode_chat(each.messages)])).logits[0, -1].softmax(-1)

@@ -99,7 +99,7 @@ def test_updates_lost_to_rounding_are_summed(shares: list[float], behind: float)
 def test_lost_updates_are_blamed_before_the_head() -> None:
     steps = [step(n, numerics={"p95": 1.0, "k1": -1.0, "k3": 1.0}) | {"sent_share": 0.0} for n in range(1, 6)]
     (only,) = advise(reviewed(*steps))
-    assert "rounded weights stand still: at step 5 engines lacked 5.0 steps" in only.finding
+    assert "updates are lost to rounding: at step 5 engines lacked 5.0 steps" in only.finding
     assert "head_precision" not in only.do and 'weights.rounding = "dithered"' in only.do
 
 

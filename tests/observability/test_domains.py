@@ -39,10 +39,10 @@ def test_charts_have_a_line_per_domain() -> None:
     words = {"accuracy": 0.5, "reward": 0.75}
     steps = [{"by_domain": {"a": words, "b": {"accuracy": None}}, "entropy": 1.0}, {"by_domain": {}}]
     charts = dict(domain_charts(history(*steps)))
-    lines = {line.label: line.series for line in charts["Share right, by domain"].lines}
+    lines = {line.label: line.series for line in charts["Accuracy by domain"].lines}
     assert lines["a"].y == (0.5,) and not lines["b"]
-    assert [line.series.y for line in charts["Reward, by domain, smoothed"].lines if line.series] == [(0.75,)]
-    assert charts["Entropy, nats a token"].lines[0].series.y == (1.0,)
+    assert [line.series.y for line in charts["Reward by domain, smoothed"].lines if line.series] == [(0.75,)]
+    assert charts["Entropy, nats per token"].lines[0].series.y == (1.0,)
 
 
 def test_run_without_domains_has_no_rows() -> None:

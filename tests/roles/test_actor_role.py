@@ -171,7 +171,7 @@ async def test_what_is_no_controller_is_named_and_waited_for(
     guard(app, token=None)
 
     async def warned() -> bool:
-        return f"what answers at {identity.controller_url} is no controller (200 OK: JSON is malformed" in caplog.text
+        return f"the server at {identity.controller_url} is not a controller (200 OK: JSON is malformed" in caplog.text
 
     async with served(identity, app), acting(identity) as role:
         await until(role, warned)

@@ -71,7 +71,7 @@ def test_the_index_says_which_files_are_the_models(tmp_path: Path) -> None:
 def test_weights_that_are_pickled_alone_are_refused_in_one_sentence(tmp_path: Path) -> None:
     path = directory(tmp_path / "model", torch.float32)
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"in pytorch_model\.bin alone, a pickle, which may run code and is not read"):
+    with pytest.raises(ModelError, match=r"only in pytorch_model\.bin, a pickle, which may run code and is not loaded"):
         check_directory(path)
 
 

@@ -31,7 +31,7 @@ def test_an_environment_rewards_by_itself_unless_a_verifier_is_named() -> None:
         ({"environment": "nothing"}, "environment must be path.py:name"),
         ({"command": ("a",)}, "environment and command exclude each other"),
         ({"environment": None, "command": ("a",)}, "command needs verifier or rewards"),
-        ({"environment": None, "episode": {"max_turns": 2}}, "episode is a table of domains with an environment"),
+        ({"environment": None, "episode": {"max_turns": 2}}, "episode configures an environment or a command"),
     ],
 )
 def test_what_contradicts_itself_is_refused(fields: dict[str, Any], said: str) -> None:
@@ -41,7 +41,7 @@ def test_what_contradicts_itself_is_refused(fields: dict[str, Any], said: str) -
 
 def test_episodes_and_replayed_routing_exclude_each_other() -> None:
     table = {"model": {"path": "m"}, "domains": [GAME], "trainer": {"routing_replay": "rollout"}}
-    with pytest.raises(RecipeError, match="does not know the turns of episodes"):
+    with pytest.raises(RecipeError, match="does not support episodes"):
         parse(table)
 
 

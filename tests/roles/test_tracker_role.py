@@ -249,10 +249,10 @@ def test_a_package_that_is_missing_is_refused_before_the_run(monkeypatch: pytest
 def test_a_run_that_is_over_is_tracked_by_a_command_once(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run(3)))
     board = tmp_path / "board"
-    assert track_run(tmp_path, board) == f"{board}; look at it with: tensorboard --logdir {board}"
+    assert track_run(tmp_path, board) == f"{board}; view it with: tensorboard --logdir {board}"
     assert track_run(tmp_path, board).startswith("nothing new for ")
     assert series(board, "reward") == [(1, 0.5), (2, 0.5), (3, 0.5)]
-    with pytest.raises(UserError, match="is no run"):
+    with pytest.raises(UserError, match="is not a run"):
         track_run(board, board)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written: File exists"):

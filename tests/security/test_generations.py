@@ -85,9 +85,9 @@ async def test_engine_rejects_a_jump(setting: Setting) -> None:
 def test_rejection_names_the_remedy() -> None:
     table = VersionTable(room=2)
     table.confirm(MOST_EPOCH_STEP, {})
-    with pytest.raises(InvalidRequest, match="start this server again"):
+    with pytest.raises(InvalidRequest, match="restart this server"):
         table.confirm(3 * MOST_EPOCH_STEP, {})
-    with pytest.raises(StaleVersion, match="this server was told wrong: start it again"):
+    with pytest.raises(StaleVersion, match="this server received a wrong epoch: restart it"):
         table.confirm(1, {})
 
 

@@ -107,7 +107,7 @@ def test_index_that_leaves_its_directory_is_rejected(name: str, tmp_path: Path) 
     shutil.copy(path / "model.safetensors", tmp_path / "x.safetensors")
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     for read in (check_directory, weight_files, check_weights):
-        with pytest.raises(ModelError, match=r"may name safetensors files beside it alone, got .*; copy the model"):
+        with pytest.raises(ModelError, match=r"may only name safetensors files next to it, got .*; copy the model"):
             read(path)
 
 

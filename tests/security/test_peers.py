@@ -191,7 +191,7 @@ async def test_next_group_forms_after_the_forking_process_is_killed(peers: Peers
 def test_gpus_and_engines_with_their_own_receiver_are_rejected(peers: Peers) -> None:
     assert peers.endpoints.reaches(Backend.GLOO, BYTES) and not peers.endpoints.reaches(Backend.NCCL, BYTES)
     with pytest.raises(
-        ModelError, match=r"vLLM engine receives weights in its own way, got engine\.receiver=own_process"
+        ModelError, match=r"vLLM engine has its own way to receive weights, got engine\.receiver=own_process"
     ):
         vllm_engine(engine_options(receiver=Receiver.OWN_PROCESS))
 

@@ -181,7 +181,7 @@ def test_seed_determines_the_run() -> None:
 
 def test_deadlocked_run_is_reported() -> None:
     """A step that needs more rollouts than may be in flight would wait forever."""
-    with pytest.raises(ValueError, match="stands still at step 1 of 40"):
+    with pytest.raises(ValueError, match="is deadlocked at step 1 of 40"):
         simulate(setting(1, 8, max_groups=4), BALANCED)
 
 

@@ -48,4 +48,4 @@ def test_missing_loopback_is_reported_at_once() -> None:
     if shutil.which("unshare") is None or subprocess.run([*_APART, "true"], capture_output=True).returncode:
         pytest.skip("left out: a network namespace, which may not be made here")
     done = subprocess.run([*_APART, sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=SOON_S)
-    assert "AddressError: no program here reaches another at 127.0.0.1 (" in done.stderr
+    assert "AddressError: programs cannot reach each other at 127.0.0.1 (" in done.stderr

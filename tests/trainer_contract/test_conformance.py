@@ -114,7 +114,7 @@ def drops_the_gradient(sound, batches, weights):
     return sound.forward_at(batches, weights)
 
 
-def loses_precision_on_the_way_back(sound, batches, weights):
+def loses_precision_afterwards(sound, batches, weights):
     sound._state.table = sound._state.table.astype(np.float32).astype(np.float64)
     return sound.forward_at(batches, weights)
 
@@ -131,7 +131,7 @@ def mean_over_the_micro_batch(sound, batch, objective):
     return sound.backward([replace(batch, weights=batch.weights * share)], objective)[0]
 
 
-def keeps_the_last_part_alone(sound, batches, objective):
+def keeps_only_the_last_part(sound, batches, objective):
     earlier = sound.backward(batches[:-1], objective)
     sound.discard_gradient()
     return [*earlier, *sound.backward(batches[-1:], objective)]
@@ -141,7 +141,7 @@ def answers_in_reverse(sound, batches, objective):
     return sound.backward(batches, objective)[::-1]
 
 
-def does_not_say_which(sound, batches, objective):
+def omits_the_number(sound, batches, objective):
     try:
         return sound.backward(batches, objective)
     except NonFiniteError as error:
@@ -263,7 +263,7 @@ def forgets_the_version(sound, spec):
         sound._state.model_version = 0
 
 
-def starts_anew_when_damaged(sound, spec):
+def restarts_when_damaged(sound, spec):
     try:
         sound.init_worker(spec)
     except Exception:
@@ -286,23 +286,23 @@ BROKEN = [
     ("forward_is_a_distribution", {"forward": tempered_twice}),
     ("forward_starts_at_zero", {"forward": starts_not_zero}),
     ("forward_starts_at_zero", {"forward": mask_only}),
-    ("forward_leaves_no_trace", {"forward": forward_accumulates}),
-    ("forward_at_is_of_the_weights_given", {"forward_at": ignores_the_weights}),
-    ("forward_at_is_of_the_weights_given", {"forward_at": rounds_the_weights}),
-    ("forward_at_leaves_no_trace", {"forward_at": leaves_them_loaded}),
-    ("forward_at_leaves_no_trace", {"forward_at": drops_the_gradient}),
-    ("forward_at_leaves_no_trace", {"forward_at": loses_precision_on_the_way_back}),
-    ("forward_at_refuses_what_does_not_fit", {"forward_at": fits_anything}),
-    ("loss_is_of_forward", {"backward": mean_over_the_micro_batch}),
+    ("forward_has_no_side_effect", {"forward": forward_accumulates}),
+    ("forward_at_uses_the_given_weights", {"forward_at": ignores_the_weights}),
+    ("forward_at_uses_the_given_weights", {"forward_at": rounds_the_weights}),
+    ("forward_at_has_no_side_effect", {"forward_at": leaves_them_loaded}),
+    ("forward_at_has_no_side_effect", {"forward_at": drops_the_gradient}),
+    ("forward_at_has_no_side_effect", {"forward_at": loses_precision_afterwards}),
+    ("forward_at_refuses_foreign_weights", {"forward_at": fits_anything}),
+    ("loss_matches_forward", {"backward": mean_over_the_micro_batch}),
     ("parts_equal_the_whole", {"backward": mean_over_the_micro_batch}),
-    ("parts_equal_the_whole", {"whole_backward": keeps_the_last_part_alone}),
+    ("parts_equal_the_whole", {"whole_backward": keeps_only_the_last_part}),
     ("parts_equal_the_whole", {"whole_backward": answers_in_reverse}),
-    ("non_finite_is_refused", {"whole_backward": does_not_say_which}),
+    ("non_finite_is_refused", {"whole_backward": omits_the_number}),
     ("non_finite_is_refused", {"whole_backward": keeps_what_came_before}),
     ("parts_equal_the_whole", {"backward": overwrites_the_gradient}),
-    ("gradient_is_of_the_loss", {"backward": ascends}),
-    ("measures_are_of_the_whole_distribution", {"backward": drops_the_gradient_of_measures}),
-    ("measures_are_of_the_whole_distribution", {"backward": measures_without_temperature}),
+    ("gradient_matches_the_loss", {"backward": ascends}),
+    ("measures_match_the_distribution", {"backward": drops_the_gradient_of_measures}),
+    ("measures_match_the_distribution", {"backward": measures_without_temperature}),
     ("non_finite_is_refused", {"backward": swallows_nan}),
     ("non_finite_is_refused", {"backward": accumulates_before_it_refuses}),
     ("malformed_batches_are_refused", {"backward": checks_nothing}),
@@ -311,16 +311,16 @@ BROKEN = [
     ("step_applies_and_clears", {"model_version": lambda sound: 0}),
     ("clipping_bounds_the_norm", {"init_worker": never_clips}),
     ("clipping_bounds_the_norm", {"optimizer_step": norm_after_clipping}),
-    ("steps_may_stand_still", {"optimizer_step": steps_at_rate_zero}),
-    ("discard_forgets", {"discard_gradient": discard_does_nothing}),
+    ("empty_steps_change_no_weight", {"optimizer_step": steps_at_rate_zero}),
+    ("discard_clears_the_gradient", {"discard_gradient": discard_does_nothing}),
     ("unknown_options_are_refused", {"init_worker": ignores_options}),
     ("state_continues_exactly", {"init_worker": forgets_the_moments}),
     ("state_continues_exactly", {"init_worker": restores_weights_in_half}),
     ("state_continues_exactly", {"init_worker": forgets_the_version}),
-    ("reads_are_of_the_last_step", {"forward_at": lends_its_table}),
-    ("broken_state_is_refused", {"init_worker": starts_anew_when_damaged}),
-    ("layout_is_what_is_gathered", {"gather_weights": half_precision}),
-    ("layout_is_what_is_gathered", {"gather_weights": renamed}),
+    ("concurrent_reads_see_the_last_step", {"forward_at": lends_its_table}),
+    ("broken_state_is_refused", {"init_worker": restarts_when_damaged}),
+    ("layout_matches_gathered_weights", {"gather_weights": half_precision}),
+    ("layout_matches_gathered_weights", {"gather_weights": renamed}),
 ]
 
 
@@ -349,8 +349,8 @@ def test_sound_value_head_passes_every_value_check(spec, tmp_path):
 
 BROKEN_VALUES = [
     ("segments_are_independent", {"forward": leaking}),
-    ("values_precede_their_tokens", {"forward": values_of_the_state_after}),
-    ("values_precede_their_tokens", {"forward": tempered_values}),
+    ("values_belong_to_prior_states", {"forward": values_of_the_state_after}),
+    ("values_belong_to_prior_states", {"forward": tempered_values}),
     ("value_heads_have_no_distribution", {"backward": measures_values}),
     ("state_continues_exactly", {"init_worker": forgets_the_moments}),
 ]
@@ -420,14 +420,14 @@ def half_the_gradient(sound, *, learning_rate):
     ("verbs", "expected"),
     [
         ({}, set()),
-        ({"optimizer_step": doubled_norm}, {"gradient_is_of_the_loss", "clipping_bounds_the_norm"}),
+        ({"optimizer_step": doubled_norm}, {"gradient_matches_the_loss", "clipping_bounds_the_norm"}),
         ({"init_worker": never_clips}, {"clipping_bounds_the_norm"}),
-        ({"optimizer_step": half_the_gradient}, {"gradient_is_of_the_loss", "clipping_bounds_the_norm"}),
+        ({"optimizer_step": half_the_gradient}, {"gradient_matches_the_loss", "clipping_bounds_the_norm"}),
     ],
 )
 def test_adapters_are_checked_through_the_loss(verbs, expected, spec, tmp_path):
     """A trainer of all weights passes these checks as well; faults are detected without reading weights."""
-    checks = [check for check in CHECKS if check.__name__ in ("gradient_is_of_the_loss", "clipping_bounds_the_norm")]
+    checks = [check for check in CHECKS if check.__name__ in ("gradient_matches_the_loss", "clipping_bounds_the_norm")]
     subject = TrainerUnderTest(lambda: Broken(**verbs), spec, VOCAB, Learns.ADAPTERS)
     found = run(subject, directory=tmp_path, checks=checks)
     assert {result.name for result in found if result.status is Status.FAILED} == expected

@@ -94,9 +94,9 @@ async def test_recipe_combines_functions_and_verifiers(tmp_path: Path) -> None:
         ),
         (
             {"rewards": [{"function": "a.py:f"}, {"function": "b.py:f"}]},
-            "must have names of their own, got f, f",
+            "must have unique names, got f, f",
         ),
-        ({"rewards": [{"function": "a.py:f", "weight": 0.0}]}, "rewards.weight must not be 0, as it is of f"),
+        ({"rewards": [{"function": "a.py:f", "weight": 0.0}]}, "rewards.weight must not be 0, as it is for f"),
     ],
 )
 def test_invalid_domain_settings_are_rejected(fields: dict[str, Any], sentence: str) -> None:

@@ -5,7 +5,7 @@
 
 The kit needs only the contract: its objective uses operators that every array library has. With eps = 1 and no
 clipping, AdamW's first step is lr·g/(|g| + 1). The weights therefore reveal the gradient, which is checked against the
-loss. This does not work for adapters (see `fall_checks`).
+loss. This does not work for adapters (see `adapter_checks`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Final
 
 import numpy as np
 
-from trainer_contract.conformance.fall_checks import fall_is_clipped, fall_is_of_the_gradient
-from trainer_contract.conformance.forward_checks import FORWARD_AT, values_precede_their_tokens
+from trainer_contract.conformance.adapter_checks import loss_decrease_is_clipped, loss_decrease_matches_the_gradient
+from trainer_contract.conformance.forward_checks import FORWARD_AT, values_belong_to_prior_states
 from trainer_contract.conformance.measure_checks import MEASURES, VALUE_MEASURES
 from trainer_contract.conformance.probes import (
     LINEAR,
@@ -32,7 +32,6 @@ from trainer_contract.conformance.probes import (
     gradient_of,
     norm_of,
     pack,
-    practised,
     require,
     require_equal,
     require_raises,
@@ -40,9 +39,10 @@ from trainer_contract.conformance.probes import (
     rollouts_of,
     started,
     stepped,
+    warmed_up,
     weights_of,
 )
-from trainer_contract.conformance.step_checks import reads_are_of_the_last_step, steps_may_stand_still
+from trainer_contract.conformance.step_checks import concurrent_reads_see_the_last_step, empty_steps_change_no_weight
 from trainer_contract.errors import BatchError, NonFiniteError, ProtocolError, SpecError, StateError
 from trainer_contract.types import Head, MicroBatch
 
@@ -121,7 +121,7 @@ def forward_is_a_distribution(subject: TrainerUnderTest, _: Path) -> None:
 def forward_starts_at_zero(subject: TrainerUnderTest, _: Path) -> None:
     """Predictions are f32 [T], 0 at the first token of a segment and nonzero elsewhere."""
     batch = pack(rollouts_of(subject.vocab_size), prompt=2)
-    predictions = practised(subject).forward([batch])[0]
+    predictions = warmed_up(subject).forward([batch])[0]
     elsewhere = predictions[batch.position_ids > 0]
     require(str(getattr(predictions, "dtype", None)) == "float32", "forward must return a numpy f32 array")
     require(predictions.shape == (batch.num_tokens,), f"forward must return shape [T], got {predictions.shape}")
@@ -133,7 +133,7 @@ def forward_starts_at_zero(subject: TrainerUnderTest, _: Path) -> None:
 
 def segments_are_independent(subject: TrainerUnderTest, _: Path) -> None:
     """A rollout has the same predictions alone and packed with others."""
-    trainer, rollouts = practised(subject), rollouts_of(subject.vocab_size)
+    trainer, rollouts = warmed_up(subject), rollouts_of(subject.vocab_size)
     alone = np.concatenate([trainer.forward([pack([rollout])])[0] for rollout in rollouts])
     require_equal(
         trainer.forward([pack(rollouts)])[0],
@@ -145,13 +145,13 @@ def segments_are_independent(subject: TrainerUnderTest, _: Path) -> None:
 
 def forward_is_causal(subject: TrainerUnderTest, _: Path) -> None:
     """A token's prediction does not depend on later tokens."""
-    trainer, (rollout, *_rest) = practised(subject), rollouts_of(subject.vocab_size, lengths=(8,))
+    trainer, (rollout, *_rest) = warmed_up(subject), rollouts_of(subject.vocab_size, lengths=(8,))
     changed = [*rollout[:5], *((token + 1) % subject.vocab_size for token in rollout[5:])]
     before, after = trainer.forward([pack([rollout])])[0], trainer.forward([pack([changed])])[0]
     require_equal(after[:5], before[:5], _LOGPROB_TOLERANCE, "predictions before the first changed token")
 
 
-def forward_leaves_no_trace(subject: TrainerUnderTest, _: Path) -> None:
+def forward_has_no_side_effect(subject: TrainerUnderTest, _: Path) -> None:
     """`forward` accumulates no gradient and changes no weight."""
     trainer = started(subject)
     before = weights_of(trainer)
@@ -165,9 +165,9 @@ def forward_leaves_no_trace(subject: TrainerUnderTest, _: Path) -> None:
 # --- backward and step -------------------------------------------------------------------------------------------
 
 
-def loss_is_of_forward(subject: TrainerUnderTest, _: Path) -> None:
+def loss_matches_forward(subject: TrainerUnderTest, _: Path) -> None:
     """`backward` returns the objective's value for the predictions of `forward`."""
-    trainer, batch = practised(subject), pack(rollouts_of(subject.vocab_size), prompt=2, temperature=0.7)
+    trainer, batch = warmed_up(subject), pack(rollouts_of(subject.vocab_size), prompt=2, temperature=0.7)
     expected = -(trainer.forward([batch])[0] * batch.weights * batch.advantages).sum()
     stats = trainer.backward([batch], LINEAR)[0]
     require_equal(stats.loss, expected, _LOGPROB_TOLERANCE * batch.num_tokens, "the loss")
@@ -176,11 +176,11 @@ def loss_is_of_forward(subject: TrainerUnderTest, _: Path) -> None:
     require_equal(got, predictions, _LOGPROB_TOLERANCE, "LossStats.predictions, 0 outside the mask,")
 
 
-def gradient_is_of_the_loss(subject: TrainerUnderTest, _: Path) -> None:
+def gradient_matches_the_loss(subject: TrainerUnderTest, _: Path) -> None:
     """A small step along the gradient changes the loss as predicted, and `grad_norm` is the gradient's norm."""
     trainer, batch, rate = started(subject), pack(rollouts_of(subject.vocab_size), temperature=0.7), 1e-2
     if subject.learns is Learns.ADAPTERS:
-        fall_is_of_the_gradient(subject, batch, LINEAR)
+        loss_decrease_matches_the_gradient(subject, batch, LINEAR)
         return
     before = weights_of(trainer)
     loss = trainer.backward([batch], LINEAR)[0].loss
@@ -202,7 +202,7 @@ def clipping_bounds_the_norm(subject: TrainerUnderTest, _: Path) -> None:
     """`grad_clip` scales the gradient to that norm; `grad_norm` reports the norm before clipping."""
     batch, rate = pack(rollouts_of(subject.vocab_size)), 1e-2
     if subject.learns is Learns.ADAPTERS:
-        fall_is_clipped(subject, batch, LINEAR)
+        loss_decrease_is_clipped(subject, batch, LINEAR)
         return
     full = stepped(started(subject), [batch], rate)
     clip = full.norm / 2
@@ -259,7 +259,7 @@ def step_applies_and_clears(subject: TrainerUnderTest, _: Path) -> None:
     require_raises(ProtocolError, lambda: trainer.optimizer_step(learning_rate=0.1), "a second step without backward")
 
 
-def discard_forgets(subject: TrainerUnderTest, _: Path) -> None:
+def discard_clears_the_gradient(subject: TrainerUnderTest, _: Path) -> None:
     """A step after `discard_gradient` is the same as without the discarded backward."""
     rollouts = rollouts_of(subject.vocab_size)
     trainer = started(subject)
@@ -339,7 +339,7 @@ def unknown_options_are_refused(subject: TrainerUnderTest, _: Path) -> None:
 # --- weights and state -------------------------------------------------------------------------------------------
 
 
-def layout_is_what_is_gathered(subject: TrainerUnderTest, _: Path) -> None:
+def layout_matches_gathered_weights(subject: TrainerUnderTest, _: Path) -> None:
     """`weight_layout` lists the names, order, shapes and dtypes that `gather_weights` yields, each name once."""
     trainer = started(subject)
     layout = [(info.name, tuple(info.shape), info.dtype) for info in trainer.weight_layout()]
@@ -395,24 +395,24 @@ CHECKS: Final[tuple[Callable[[TrainerUnderTest, Path], None], ...]] = (
     forward_starts_at_zero,
     segments_are_independent,
     forward_is_causal,
-    forward_leaves_no_trace,
+    forward_has_no_side_effect,
     *FORWARD_AT,
     *MEASURES,
-    loss_is_of_forward,
-    gradient_is_of_the_loss,
+    loss_matches_forward,
+    gradient_matches_the_loss,
     clipping_bounds_the_norm,
     parts_equal_the_whole,
     order_does_not_matter,
     step_applies_and_clears,
-    steps_may_stand_still,
-    discard_forgets,
+    empty_steps_change_no_weight,
+    discard_clears_the_gradient,
     non_finite_is_refused,
     malformed_batches_are_refused,
     missing_model_is_refused,
     unknown_options_are_refused,
-    layout_is_what_is_gathered,
+    layout_matches_gathered_weights,
     state_continues_exactly,
-    reads_are_of_the_last_step,
+    concurrent_reads_see_the_last_step,
     broken_state_is_refused,
 )
 
@@ -420,5 +420,5 @@ CHECKS: Final[tuple[Callable[[TrainerUnderTest, Path], None], ...]] = (
 VALUE_CHECKS: Final = (
     *(check for check in CHECKS if check not in (forward_is_a_distribution, *MEASURES)),
     *VALUE_MEASURES,
-    values_precede_their_tokens,
+    values_belong_to_prior_states,
 )

@@ -15,7 +15,6 @@ from trainer_contract.conformance.probes import (
     LINEAR,
     TrainerUnderTest,
     pack,
-    practised,
     require,
     require_equal,
     require_raises,
@@ -23,6 +22,7 @@ from trainer_contract.conformance.probes import (
     rollouts_of,
     started,
     stepped,
+    warmed_up,
     weights_of,
 )
 from trainer_contract.errors import BatchError, StateError
@@ -31,9 +31,9 @@ from trainer_contract.host_weights import copied
 _TOLERANCE: Final = 2e-4
 
 
-def values_precede_their_tokens(subject: TrainerUnderTest, _: Path) -> None:
+def values_belong_to_prior_states(subject: TrainerUnderTest, _: Path) -> None:
     """A value belongs to the state before its token: neither that token nor the temperature changes it."""
-    trainer, (rollout, *_rest) = practised(subject), rollouts_of(subject.vocab_size, lengths=(8,))
+    trainer, (rollout, *_rest) = warmed_up(subject), rollouts_of(subject.vocab_size, lengths=(8,))
     values = trainer.forward([pack([rollout])])[0]
     require(float(np.ptp(values[1:])) > 0, "three steps left the same value for every state")
     other = [*rollout[:-1], (rollout[-1] + 1) % subject.vocab_size]
@@ -42,7 +42,7 @@ def values_precede_their_tokens(subject: TrainerUnderTest, _: Path) -> None:
     require_equal(cooled, values, _TOLERANCE, "values at temperature 0.5")
 
 
-def forward_at_is_of_the_weights_given(subject: TrainerUnderTest, _: Path) -> None:
+def forward_at_uses_the_given_weights(subject: TrainerUnderTest, _: Path) -> None:
     """`forward_at` predicts the same as a trainer that holds those weights, whatever steps this trainer has taken
     since.
     """
@@ -62,12 +62,12 @@ def forward_at_is_of_the_weights_given(subject: TrainerUnderTest, _: Path) -> No
             require_equal(got, right, _TOLERANCE, f"predictions of forward_at, at the weights of version {version},")
 
 
-def forward_at_leaves_no_trace(subject: TrainerUnderTest, _: Path) -> None:
+def forward_at_has_no_side_effect(subject: TrainerUnderTest, _: Path) -> None:
     """`forward_at` has no side effect, even between backward and step: later results are the same bit for bit."""
     rollouts = rollouts_of(subject.vocab_size)
     batch = pack(rollouts)
 
-    def told(*, disturbed: bool) -> tuple[list[float], list[bytes], dict[str, np.ndarray]]:
+    def run_steps(*, disturbed: bool) -> tuple[list[float], list[bytes], dict[str, np.ndarray]]:
         trainer = started(subject)
         first = copied(trainer.gather_weights())
         numbers, predictions = [], []
@@ -80,13 +80,13 @@ def forward_at_leaves_no_trace(subject: TrainerUnderTest, _: Path) -> None:
             numbers.append(trainer.optimizer_step(learning_rate=0.1).grad_norm)
         return [*numbers, trainer.model_version], predictions, weights_of(trainer)
 
-    plain, after = told(disturbed=False), told(disturbed=True)
+    plain, after = run_steps(disturbed=False), run_steps(disturbed=True)
     require(after[0] == plain[0], f"losses, norms and version must be {plain[0]}, got {after[0]}")
     require(after[1] == plain[1], "predictions after forward_at must have the same bits as without it")
     require_same_weights(after[2], plain[2], 0.0, "weights after steps with forward_at between")
 
 
-def forward_at_refuses_what_does_not_fit(subject: TrainerUnderTest, _: Path) -> None:
+def forward_at_refuses_foreign_weights(subject: TrainerUnderTest, _: Path) -> None:
     """Weights that do not fit the model raise StateError; a malformed batch raises BatchError."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     weights, before = dict(copied(trainer.gather_weights())), trainer.forward([batch])[0].tobytes()
@@ -104,7 +104,7 @@ def forward_at_refuses_what_does_not_fit(subject: TrainerUnderTest, _: Path) -> 
 
 
 FORWARD_AT: Final = (
-    forward_at_is_of_the_weights_given,
-    forward_at_leaves_no_trace,
-    forward_at_refuses_what_does_not_fit,
+    forward_at_uses_the_given_weights,
+    forward_at_has_no_side_effect,
+    forward_at_refuses_foreign_weights,
 )

@@ -10,7 +10,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from trainer_contract.conformance.fall_checks import fall_is_of_the_gradient
+from trainer_contract.conformance.adapter_checks import loss_decrease_matches_the_gradient
 from trainer_contract.conformance.probes import (
     CheckUnsupported,
     Learns,
@@ -56,7 +56,7 @@ class _Measuring:
         return {self.measure: -(predictions * 0 + columns["weights"])}
 
 
-def measures_are_of_the_whole_distribution(subject: TrainerUnderTest, _: Path) -> None:
+def measures_match_the_distribution(subject: TrainerUnderTest, _: Path) -> None:
     """Mean log-prob and entropy match those of `forward` on every token at its temperature; a step along them raises
     them.
     """
@@ -84,7 +84,7 @@ def _gradient_is_of(measure: HeadMeasure, subject: TrainerUnderTest) -> None:
     trainer, objective = started(subject), _Measuring(measure)
     batch = pack(rollouts_of(subject.vocab_size), temperature=0.7)
     if subject.learns is Learns.ADAPTERS:
-        fall_is_of_the_gradient(subject, batch, objective)
+        loss_decrease_matches_the_gradient(subject, batch, objective)
         return
     scale = abs(trainer.backward([batch], objective)[0].loss)
     norm = trainer.optimizer_step(learning_rate=0.0).grad_norm
@@ -109,5 +109,5 @@ def value_heads_have_no_distribution(subject: TrainerUnderTest, _: Path) -> None
         require_raises(SpecError, partial(trainer.backward, [batch], objective), f"backward with {measure}")
 
 
-MEASURES: Final = (measures_are_of_the_whole_distribution,)
+MEASURES: Final = (measures_match_the_distribution,)
 VALUE_MEASURES: Final = (value_heads_have_no_distribution,)

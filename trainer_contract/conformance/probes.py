@@ -1,7 +1,6 @@
-"""Inputs and comparisons of the conformance kit: fixed rollouts, a minimal objective, and checks that explain a
-failure.
+"""Inputs and comparisons of the conformance kit.
 
-This module needs only the contract.
+They are fixed rollouts, a minimal objective, and checks that explain a failure. This module needs only the contract.
 """
 
 from __future__ import annotations
@@ -67,8 +66,9 @@ LINEAR: Final = LinearObjective()
 
 
 def pack(rollouts: Sequence[Sequence[int]], *, prompt: int = 1, temperature: float = 1.0) -> MicroBatch:
-    """Pack rollouts into one micro-batch. A token's advantage depends only on its rollout's tokens, not on the
-    packing.
+    """Pack rollouts into one micro-batch.
+
+    A token's advantage depends only on its rollout's tokens, not on the packing.
     """
     lengths = [len(rollout) for rollout in rollouts]
     positions = np.concatenate([np.arange(length) for length in lengths])
@@ -115,9 +115,10 @@ def started(subject: TrainerUnderTest, *, restore_from: Path | None = None, grad
     return trainer
 
 
-def practised(subject: TrainerUnderTest) -> Trainer:
-    """Create a trainer whose predictions differ between tokens; a value head may start at 0, so it takes a few steps
-    first.
+def warmed_up(subject: TrainerUnderTest) -> Trainer:
+    """Create a trainer whose predictions differ between tokens.
+
+    A value head may start at 0, so it takes a few steps first.
     """
     trainer = started(subject)
     for _ in range(3 if subject.spec.head is Head.VALUE else 0):
@@ -126,8 +127,9 @@ def practised(subject: TrainerUnderTest) -> Trainer:
 
 
 class ProbeStep(NamedTuple):
-    """The result of one step: the sum of losses, the reported norm, the new weights, and the gradient inferred from
-    them.
+    """The result of one step.
+
+    `loss` is the sum of losses, `norm` the reported norm, and `gradient` is inferred from the change of the weights.
     """
 
     loss: float

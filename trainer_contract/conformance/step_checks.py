@@ -32,7 +32,7 @@ _READS: Final = 30
 _PAUSE_S: Final = 0.002
 
 
-def steps_may_stand_still(subject: TrainerUnderTest, _: Path) -> None:
+def empty_steps_change_no_weight(subject: TrainerUnderTest, _: Path) -> None:
     """A step at rate 0 and a step without unmasked tokens raise the version and change no weight."""
     trainer, batch = started(subject), pack(rollouts_of(subject.vocab_size))
     masked = replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
@@ -47,7 +47,7 @@ def steps_may_stand_still(subject: TrainerUnderTest, _: Path) -> None:
     require(stats.model_version == first + 2, f"the version must be {first + 2}, got {stats.model_version}")
 
 
-def reads_are_of_the_last_step(subject: TrainerUnderTest, directory: Path) -> None:
+def concurrent_reads_see_the_last_step(subject: TrainerUnderTest, directory: Path) -> None:
     """Weights and state read while passes run on another thread are those after the last step."""
     rollouts = rollouts_of(subject.vocab_size)
     batch = pack(rollouts)

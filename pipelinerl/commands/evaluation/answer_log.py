@@ -65,9 +65,9 @@ def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]
         file.write(first[len(data) :])
         file.flush()
         return []
-    if asked := _differing(lines, question):
+    if other := _differing(lines, question):
         raise UserError(
-            f"{path} holds answers to another question (another {', '.join(asked)}); name another --out, or remove it"
+            f"{path} holds answers to another question (another {', '.join(other)}); name another --out, or remove it"
         )
     file.truncate(data.rfind(b"\n") + 1)  # drop a torn line; its problem is evaluated again
     try:
@@ -79,10 +79,10 @@ def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]
 def _differing(lines: list[bytes], question: dict[str, Any]) -> list[str]:
     """Return the keys in which the file's question differs."""
     try:
-        asked = json.loads(lines[0])
+        logged = json.loads(lines[0])
     except (ValueError, IndexError):
-        asked = None
-    if asked == question:
+        logged = None
+    if logged == question:
         return []
-    said = asked if isinstance(asked, dict) else {}
-    return [name for name in {**question, **said} if name not in said or said[name] != question.get(name)]
+    known = logged if isinstance(logged, dict) else {}
+    return [name for name in {**question, **known} if name not in known or known[name] != question.get(name)]

@@ -68,7 +68,7 @@ async def ask(
             else:
                 answer, answered = answer_of(order, samples, verdicts), answered + 1
             if not answered and len(failures) >= MOST_FAILURES:
-                raise UserError(f"{len(failures)} problems have no answer and none has one; the last: {failures[-1]}")
+                raise UserError(f"{len(failures)} problems failed and none was answered; the last: {failures[-1]}")
             on_answer(order, answer)
 
     try:
@@ -81,7 +81,7 @@ async def ask(
             raise
         raise _first(refusals) from None
     if failures and not answered:
-        raise UserError(f"no problem has an answer; the last: {failures[-1]}")
+        raise UserError(f"no problem was answered; the last failed with: {failures[-1]}")
 
 
 def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verdict]) -> EvaluationDone:
@@ -108,8 +108,8 @@ def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verd
 
 def digest_of_domains(domains: Iterable[DomainSection]) -> str:
     """Return a digest of the domains' settings for problems, prompts and verdicts, for answer logs."""
-    said = [domain.model_dump(mode="json", exclude={"group_size"}) for domain in domains]
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    settings = [domain.model_dump(mode="json", exclude={"group_size"}) for domain in domains]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, Result]) -> Result:
@@ -174,7 +174,7 @@ async def _answering(config: RunConfig, respondent: Respondent) -> AsyncIterator
     domains, gateway, sampler = open_episodes(config, verifiers), Gateway(), respondent.sampler
     if domains and sampler is None:
         raise UserError(
-            f"domains.{next(iter(domains))} has an environment, whose episodes need an engine that answers with "
+            f"domains.{next(iter(domains))} has an environment, whose episodes need an engine that returns "
             "tokens; name a model directory, a run, or an engine of pipelinerl"
         )
     try:

@@ -18,27 +18,29 @@ def add_evaluation_commands(app: typer.Typer) -> None:
 
 
 def _evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN|MODEL|URL", help="Who answers; a URL is any OpenAI server's.")],
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL|URL", help="Model to evaluate; a URL may be any OpenAI server.")
+    ],
     recipe: Annotated[
-        str | None, typer.Option(help="Recipe that says what is asked, and by what engine (default: the run's).")
+        str | None, typer.Option(help="Recipe with the evaluation sets and the engine (default: the run's).")
     ] = None,
     changes: Changes = None,
-    checkpoint: Annotated[str, typer.Option(help="One of the run's, such as step-000050 (default: its newest).")] = "",
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint, such as step-000050 (default: the newest).")] = "",
     of_set: Annotated[
-        str, typer.Option("--evaluation", help="Which of the recipe's evaluation sets (default: its first).")
+        str, typer.Option("--evaluation", help="Evaluation set of the recipe (default: the first).")
     ] = "",
-    problems: Annotated[int | None, typer.Option(min=1, help="How many held-out problems.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="How often each is asked.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="At which it is sampled; 0 is greedy.")] = None,
-    split: Annotated[str | None, typer.Option(help="held_out or validation.")] = None,
-    model: Annotated[str, typer.Option(help="Which model of the server at the URL (default: its first).")] = "",
+    problems: Annotated[int | None, typer.Option(min=1, help="Number of held-out problems.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Samples per problem.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split: held_out or validation.")] = None,
+    model: Annotated[str, typer.Option(help="Model of the server at the URL (default: its first).")] = "",
     token_file: Annotated[
         Path | None, typer.Option(help="Bearer token of the server at the URL (default: $PIPELINERL_TOKEN).")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="File of its answers; said again, what has one there is not asked again.")
+        Path | None, typer.Option(help="File of answers; a repeated call skips the problems answered there.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Every figure, for programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
 ) -> None:
     """Evaluate a run's checkpoint, a model directory or a server at a URL: accuracy, pass@k, maj@k, lengths."""
     from rich.console import Console
@@ -47,9 +49,9 @@ def _evaluate(
     from pipelinerl.commands.evaluation.respondents import recipe_of, target_of
     from pipelinerl.roles.process import read_token
 
-    asked = {"problems": problems, "samples": samples, "temperature": temperature, "split": split}
+    overrides = {"problems": problems, "samples": samples, "temperature": temperature, "split": split}
     of = target_of(target, checkpoint=checkpoint)
-    config = evaluation.asking(recipes.load(recipe_of(of, recipe), changes or []), of_set, asked)
+    config = evaluation.asking(recipes.load(recipe_of(of, recipe), changes or []), of_set, overrides)
     report = evaluation.evaluate(
         of, config, token=read_token(token_file), model=model, console=Console(stderr=True), out=out
     )
@@ -57,15 +59,17 @@ def _evaluate(
 
 
 def _prefilter(
-    target: Annotated[str, typer.Argument(metavar="MODEL|RUN|URL", help="Who answers; a URL is any OpenAI server's.")],
-    out: Annotated[Path, typer.Option(help="Directory of answers and data sets; an interrupted one is gone on with.")],
+    target: Annotated[
+        str, typer.Argument(metavar="MODEL|RUN|URL", help="Model to evaluate; a URL may be any OpenAI server.")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory for answers and data sets; an interrupted call resumes.")],
     recipe: Annotated[str | None, typer.Option(help="Recipe with the domains (default: the run's).")] = None,
     changes: Changes = None,
-    checkpoint: Annotated[str, typer.Option(help="One of the run's (default: its newest).")] = "",
-    problems: Annotated[int, typer.Option(min=1, help="Most training problems; a data set ends before.")] = 1000,
-    samples: Annotated[int, typer.Option(min=1, help="How often each is asked.")] = 8,
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint of the run (default: the newest).")] = "",
+    problems: Annotated[int, typer.Option(min=1, help="Maximum number of training problems.")] = 1000,
+    samples: Annotated[int, typer.Option(min=1, help="Samples per problem.")] = 8,
     keep: Annotated[str, typer.Option(help="Pass rates of the problems to keep.")] = "0.1..0.9",
-    model: Annotated[str, typer.Option(help="Which model of the server at the URL (default: its first).")] = "",
+    model: Annotated[str, typer.Option(help="Model of the server at the URL (default: its first).")] = "",
     token_file: Annotated[
         Path | None, typer.Option(help="Bearer token of the server at the URL (default: $PIPELINERL_TOKEN).")
     ] = None,
@@ -89,7 +93,7 @@ def _prefilter(
         model=model,
         console=Console(stderr=True),
     )
-    typer.echo(f"{report.problems} problems, {report.asked} of them asked now, {report.unanswered} without an answer")
+    typer.echo(f"{report.problems} problems, {report.asked} evaluated now, {report.unanswered} without an answer")
     typer.echo(f"mean pass rate {report.mean:.1%}; kept {sum(report.kept.values())} within {keep}")
     for domain, path in report.files.items():
         typer.echo(f"{report.kept[domain]:>8}  {path}")

@@ -78,13 +78,13 @@ def evaluate(
     Raises:
         UserError: no problem was answered, or the file holds results of another question.
     """
-    asked = config.evaluation_sets[0]
-    if not asked.problems:
-        raise RecipeError("evaluation.problems is 0: there is nothing to ask; say --problems")
+    evaluation = config.evaluation_sets[0]
+    if not evaluation.problems:
+        raise RecipeError("evaluation.problems is 0, so there is nothing to evaluate; set --problems")
     with ExitStack() as stack:
         log = None
         if out is not None:
-            question = _question(target, config, asked, model=model)
+            question = _question(target, config, evaluation, model=model)
             log = stack.enter_context(answer_log(out, question, EvaluationDone))
         return run_until_interrupted(_evaluated(target, config, log, token=token, model=model, console=console))
 
@@ -112,19 +112,19 @@ def asking(config: RunConfig, name: str, given: Mapping[str, Any]) -> RunConfig:
     """
     names = [each.name for each in config.evaluation_sets]
     if name and name not in names:
-        raise RecipeError(f"--evaluation {name!r} is none of the recipe's evaluation sets: {', '.join(names)}")
+        raise RecipeError(f"--evaluation {name!r} is not one of the recipe's evaluation sets: {', '.join(names)}")
     table = to_table(config)
-    wanted = [each for each in table["evaluations"] if each["name"] == (name or names[0])] or [{}]
-    changed = wanted[0] | {key: value for key, value in given.items() if value is not None}
-    own_name = wanted[0].get("name") or given.get("split") or names[0]
+    chosen = [each for each in table["evaluations"] if each["name"] == (name or names[0])] or [{}]
+    changed = chosen[0] | {key: value for key, value in given.items() if value is not None}
+    own_name = chosen[0].get("name") or given.get("split") or names[0]
     return parse(table | {"evaluations": [changed | {"name": own_name}]})
 
 
 def held_out_orders(config: RunConfig, version: int) -> Iterator[PromptOrder]:
     """Yield the orders of the recipe's first evaluation set, as the run's controller issues them."""
-    asked = config.evaluation_sets[0]
-    settings, plan, problems = settings_of(config), plan_of(config, [asked]), held_out_problems(config, asked)
-    mixture = problems[asked.name]
+    evaluation = config.evaluation_sets[0]
+    settings, plan, problems = settings_of(config), plan_of(config, [evaluation]), held_out_problems(config, evaluation)
+    mixture = problems[evaluation.name]
     factory = PromptOrderFactory(
         seed=settings.seed,
         sampling=settings.sampling,
@@ -166,18 +166,18 @@ async def _evaluated(
     return _report(target, config, of_these, asked_now=len(missing), seconds=seconds)
 
 
-def _question(target: Target, config: RunConfig, asked: HeldOutSet, *, model: str) -> dict[str, Any]:
+def _question(target: Target, config: RunConfig, evaluation: HeldOutSet, *, model: str) -> dict[str, Any]:
     """Return everything that an answer depends on, except the number of problems: weights, sampling, domains."""
     engine = {"type", "dtype", "weights", "context_length"}  # only for an engine built here; a server has its own
     return {
         "target": target.named(model),
-        "split": asked.split,
-        "samples": asked.samples,
-        "temperature": asked.temperature,
-        "max_tokens": asked.max_tokens or config.sampling.max_tokens,
+        "split": evaluation.split,
+        "samples": evaluation.samples,
+        "temperature": evaluation.temperature,
+        "max_tokens": evaluation.max_tokens or config.sampling.max_tokens,
         "stop": list(config.sampling.stop),
         "seed": config.run.seed,
-        "domains": digest_of_domains(domain for domain in config.domains if domain.name in asked.domains),
+        "domains": digest_of_domains(domain for domain in config.domains if domain.name in evaluation.domains),
         "engine": config.engine.model_dump(mode="json", include=engine) if target.model is not None else {},
         "weights": target.fingerprint,
     }
@@ -255,9 +255,9 @@ def _rows(table: Table, report: EvaluationReport, groups: Mapping[str, AnswerFig
         )
 
 
-def _at(of_all: list[PassAt], found: list[PassAt]) -> list[str]:
+def _at(of_all: list[PassAt], estimates: list[PassAt]) -> list[str]:
     """Return the values under the table's columns."""
-    by_k = {each.k: each for each in found}
+    by_k = {each.k: each for each in estimates}
     return [_share(by_k[each.k].value if each.k in by_k else None) for each in of_all]
 
 

@@ -180,9 +180,9 @@ async def _ask(
         def note(order: PromptOrder, answer: EvaluationDone | None) -> None:
             progress.advance(bar)
             if answer is not None:
-                found = order.problem.problem_id
-                known[found] = PassRate(problem_id=found, judged=answer.judged, correct=answer.correct)
-                log.add(known[found])
+                problem_id = order.problem.problem_id
+                known[problem_id] = PassRate(problem_id=problem_id, judged=answer.judged, correct=answer.correct)
+                log.add(known[problem_id])
 
         async with respondent(target, config, token=token, model=model) as answering:
             await ask(orders, answering, config, on_answer=note)

@@ -89,13 +89,13 @@ def target_of(text: str, *, checkpoint: str = "") -> Target:
     """
     if is_url(text):
         if checkpoint:
-            raise UserError(f"--checkpoint names one of a run's, and {text} is no run's directory; leave it out")
+            raise UserError(f"--checkpoint needs a run's directory, and {text} is not one; leave it out")
         return Target(name=text, url=text.rstrip("/").removesuffix(_V1))
     path = from_home(text)
     if (path / "recipe.toml").is_file():
         return _checkpoint_of(path, checkpoint)
     if checkpoint:
-        raise UserError(f"--checkpoint names one of a run's, and {text} is no run's directory; leave it out")
+        raise UserError(f"--checkpoint needs a run's directory, and {text} is not one; leave it out")
     model = ModelSection(path=text).resolved
     if not model.is_dir():
         raise UserError(f"{text} is neither a run's directory, nor a model's, nor a URL that begins with http")
@@ -106,13 +106,15 @@ def target_of(text: str, *, checkpoint: str = "") -> Target:
 
 def _checkpoint_of(run_dir: Path, checkpoint: str) -> Target:
     check_layout(run_dir)
-    found = sorted(path for path in (run_dir / "checkpoints").glob("step-*") if path.name[5:].isdecimal())
+    checkpoints = sorted(path for path in (run_dir / "checkpoints").glob("step-*") if path.name[5:].isdecimal())
     number = checkpoint.removeprefix("step-")
-    wanted = [path for path in found if not checkpoint or (number.isdecimal() and int(path.name[5:]) == int(number))]
-    if not wanted:
-        known = ", ".join(path.name for path in found)
+    matching = [
+        path for path in checkpoints if not checkpoint or (number.isdecimal() and int(path.name[5:]) == int(number))
+    ]
+    if not matching:
+        known = ", ".join(path.name for path in checkpoints)
         raise UserError(f"{run_dir} has no checkpoint {checkpoint or 'yet'}" + (f"; it has {known}" if known else ""))
-    path = wanted[-1]
+    path = matching[-1]
     return Target(
         name=f"{run_dir}, {path.name}", model=path, version=int(path.name[5:]), recipe=run_dir / "recipe.toml"
     )
@@ -125,7 +127,7 @@ def recipe_of(target: Target, recipe: str | None) -> str:
         UserError: there is neither.
     """
     if recipe is None and target.recipe is None:
-        raise UserError(f"--recipe must say what {target.name} is to be asked, which is no run's directory")
+        raise UserError(f"--recipe is required, because {target.name} is not a run's directory")
     return recipe or str(target.recipe)
 
 
@@ -161,8 +163,8 @@ async def respondent(
 def _with_model(config: RunConfig, model: Path) -> RunConfig:
     if config.engine.type in registry.SERVER_ENGINES:
         raise UserError(
-            f"engine.type {config.engine.type} stands for a server that runs already, which cannot be given {model}; "
-            "name the server's URL instead of the model, or say --set engine.type=torch"
+            f"engine.type {config.engine.type} is an external server, which cannot load {model}; "
+            "name the server's URL instead of the model, or use --set engine.type=torch"
         )
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
 
@@ -230,10 +232,10 @@ class _OfText:
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
         """Return all samples of the order, each with its own seed."""
         async with asyncio.TaskGroup() as group:
-            asked = [
+            requests = [
                 group.create_task(
                     self._server.sample(order.problem.messages, order.sampling, seed=rng.key(order.seed, sample))
                 )
                 for sample in range(order.sampling.num_samples)
             ]
-        return [each.result() for each in asked]
+        return [each.result() for each in requests]

@@ -60,7 +60,7 @@ async def episode_tried(
             await each.close()
     verdict = played.judgement.verdict
     if not verdict.outcome.is_judgement:
-        raise RecipeError(f"domains.{domain.name}: an episode was played, and {verdict.outcome}: {verdict.reason}")
+        raise RecipeError(f"domains.{domain.name}: a trial episode ended with {verdict.outcome}: {verdict.reason}")
     return [*_turns(played, tokenizer), _verdict(played, answerer.seconds)]
 
 

@@ -35,14 +35,14 @@ def refuse_problems(config: RunConfig, head: FirstRows) -> None:
     """
     for domain in config.domains:
         evaluated = (Split(each.split) for each in config.evaluation_sets if domain.name in each.domains)
-        asked = SourceRequest(
+        request = SourceRequest(
             domain=domain.name,
             split=Split.TRAIN if domain.weight else next(evaluated, Split.TRAIN),
             seed=config.run.seed,
             parameters=domain.parameters,
             prompts=domain.prompts,
         )
-        first = look_at(domain.source, asked, head, _readable_by(domain))
+        first = look_at(domain.source, request, head, _readable_by(domain))
         if first is None:
             continue
         try:

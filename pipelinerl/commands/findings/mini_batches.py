@@ -20,7 +20,11 @@ def mini_batch_finding(config: RunConfig) -> str | None:
     if (updates := training.epochs * training.mini_batches) == 1:
         return None
     each = config.groups_per_step / training.mini_batches
-    oldest = "" if math.isinf(k) else f"; with k = {k:g}, tokens train at most {k * updates:g} of them after sampling"
+    oldest = (
+        ""
+        if math.isinf(k)
+        else f"; with k = {k:g}, tokens train at most {k * updates:g} optimizer steps after sampling"
+    )
     kl = "" if training.target_kl is None else f", fewer once the KL from π_old exceeds {training.target_kl:g}"
     return (
         f"epochs: {training.epochs}, mini-batches in each: {training.mini_batches}, of about {each:.3g} whole groups; "

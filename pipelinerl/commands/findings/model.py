@@ -39,14 +39,14 @@ def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         return
     sizes = f"{shape.layers} layers of {shape.experts} experts, {shape.top_k} for each token"
     if config.trainer.routing_replay is RoutingReplay.ROLLOUT:
-        yield "experts", f"{sizes}; their choice is replayed, {shape.bytes_per_token} bytes of a token beside its 8"
+        yield "experts", f"{sizes}; their choice is replayed: {shape.bytes_per_token} more bytes per token"
         return
-    yield "experts", f"{sizes}; the trainer's routers choose by themselves"
+    yield "experts", f"{sizes}; the trainer's routers choose independently"
     tells = config.engine.type in registry.TELLS_ROUTING and config.trainer.type in registry.REPLAYS_ROUTING
     if tells and model_type(config.model.resolved) in REPLAYED:
         yield (
             "warning",
-            'with trainer.routing_replay = "off" engine and trainer choose experts apart, and not always the same: '
+            'with trainer.routing_replay = "off" engine and trainer choose experts independently and may differ: '
             '"rollout" replays the engine\'s choice (docs/understand/mixtures.md)',
         )
 
@@ -98,9 +98,9 @@ def attention_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
         widths=HeadShapes.of(text_config(config.model.resolved)).widths,
     )
     try:
-        asked, why_not = attention_of(config.trainer.options), why_not_varlen(facts)
-        trial = ", if its trial on that GPU holds" if chosen(asked, why_not) is SegmentAttention.VARLEN else ""
-        yield "attention", described(asked, why_not) + trial
+        requested, why_not = attention_of(config.trainer.options), why_not_varlen(facts)
+        trial = ", if its trial on that GPU succeeds" if chosen(requested, why_not) is SegmentAttention.VARLEN else ""
+        yield "attention", described(requested, why_not) + trial
     except SpecError as error:
         raise RecipeError(f"trainer.{error}") from error
 

@@ -59,10 +59,10 @@ def prompt_findings(
     parts: list[tuple[str, Mixture, int, Callable[[DomainSection], int]]] = [
         ("training", training, LOOKED_AT, config.max_tokens_of)
     ]
-    for asked in config.evaluation_sets:
-        name = "held out" if len(held_out) == 1 else f"held out, {asked.name}"
-        most = partial(config.evaluation_max_tokens_of, asked=asked)
-        parts.append((name, held_out[asked.name], asked.problems, most))
+    for evaluation in config.evaluation_sets:
+        name = "held out" if len(held_out) == 1 else f"held out, {evaluation.name}"
+        most = partial(config.evaluation_max_tokens_of, asked=evaluation)
+        parts.append((name, held_out[evaluation.name], evaluation.problems, most))
     for name, mixture, count, most_tokens in parts:
         problems = [mixture.problem(index) for index in range(count)]
         if not problems:
@@ -74,7 +74,7 @@ def prompt_findings(
         longest = max(max(prompts.lengths) for prompts in measured.values())
         first = problems[0]
         yield name, f"{first.messages[-1].content!r} → {first.ground_truth!r}; prompts of up to {longest} tokens"
-        yield from (("warning", f"{name}: {said}") for said in _without_room(measured))
+        yield from (("warning", f"{name}: {sentence}") for sentence in _without_room(measured))
 
 
 def _shown(
@@ -114,7 +114,7 @@ def _without_room(measured: dict[str, _Prompts]) -> Iterator[str]:
         share, longest = prompts.without_room, max(prompts.lengths)
         if share > MOST_WITHOUT_ROOM:
             raise RecipeError(
-                f"engine.context_length leaves {prompts.room} tokens for a prompt beside max_tokens for its answer, "
+                f"engine.context_length leaves {prompts.room} tokens for a prompt next to max_tokens for its answer, "
                 f"and a prompt of {longest} tokens was found: {share:.0%} of {len(prompts.lengths)} prompts of domain "
                 f"{name} do not fit; raise it, or lower max_tokens"
             )
@@ -151,10 +151,10 @@ def instruction_findings(config: RunConfig, domain: DomainSection) -> Iterator[t
         for index in range(count):
             problem = source.problem(index)
             try:
-                asked = instructions_of_problem(problem)
+                instructions = instructions_of_problem(problem)
             except RecipeError as error:
                 raise RecipeError(f"domains.{domain.name}: {problem.problem_id}: {error}") from None
-            counts.update({each.id for each in asked})
+            counts.update({each.id for each in instructions})
             looked_at += 1
     most = ", ".join(f"{id} {count / looked_at:.0%}" for id, count in counts.most_common())
     yield "instructions", f"domains.{domain.name}: of {looked_at} problems, {most}"

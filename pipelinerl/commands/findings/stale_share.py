@@ -33,7 +33,7 @@ def stale_share(config: RunConfig) -> str:
     lengths = HeavyTailedLengths(median=max(1.0, _MEDIAN * most), sigma=_SIGMA, most=most)
     hardware = Hardware(engine=EngineTimes(step_s=0.01), trainer=TrainerTimes(token_s=0.0))
     try:
-        found = simulate(setting_of(config, lengths=lengths, prompt_tokens=0, steps=steps), hardware)
+        prediction = simulate(setting_of(config, lengths=lengths, prompt_tokens=0, steps=steps), hardware)
     except (RecipeError, ValueError):
         return ""
-    return f"about {found.discarded:.0%} of the tokens dropped as stale if engines are slower than the trainer"
+    return f"about {prediction.discarded:.0%} of the tokens dropped as stale if engines are slower than the trainer"

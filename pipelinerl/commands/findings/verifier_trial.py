@@ -14,8 +14,8 @@ from pipelinerl.data.mixture import Mixture
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.verification import names_of, open_verifier
 from pipelinerl.types import Outcome, Problem
-from pipelinerl.verifiers.asked_names import parameters_of
 from pipelinerl.verifiers.group_filter import GroupFilter
+from pipelinerl.verifiers.signatures import parameters_of
 from pipelinerl.verifiers.user_code import RewardFunction
 from pipelinerl.verifiers.verifier import GroupVerifier, Judgement, SampledAnswer, correct, wrong
 
@@ -42,7 +42,7 @@ async def tried(domain: DomainSection, problems: Mixture) -> str:
             await _find_one_right(verifier, problems, truth, where=where)
     finally:
         await verifier.close()
-    return f"of the reference answer {_told(truth)}; of an empty answer {_told(empty)}"
+    return f"of the reference answer {_summary(truth)}; of an empty answer {_summary(empty)}"
 
 
 def called_by_place(domain: DomainSection) -> Iterator[str]:
@@ -57,8 +57,8 @@ def called_by_place(domain: DomainSection) -> Iterator[str]:
             named = [parameter.name for parameter in parameters_of(thing)[: len(reward.by_place)]]
             if named and not (named[0] == "problem" and named[1].startswith("completion")):
                 yield (
-                    f"{where}: {named[0]} is given the problem and {named[1]} the text of the answer, by place; to "
-                    "have others, name them as docs/start/rewards.md does: completion, answer, …"
+                    f"{where}: {named[0]} receives the problem and {named[1]} the text of the answer, by position; to "
+                    "receive other values, use the names in docs/start/rewards.md: completion, answer, …"
                 )
 
 
@@ -72,7 +72,7 @@ async def _tried_once(domain: DomainSection, problems: Mixture, *, where: str) -
         await verifier.close()
     if not judgement.verdict.outcome.is_judgement:
         raise RecipeError(f"{where}.judge cannot judge: {judgement.verdict.reason}")
-    return f"of the reference answer, by one vote, {_told(judgement)}"
+    return f"of the reference answer, by one vote, {_summary(judgement)}"
 
 
 async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) -> str:
@@ -90,9 +90,9 @@ async def filter_tried(judge: GroupFilter, problem: Problem, *, samples: int) ->
         await judge.close()
     if not verdict.outcome.is_judgement:
         raise RecipeError(f"curation.filter cannot judge a group: {verdict.reason}")
-    said = f"filters it: {verdict.reason}" if verdict.outcome is Outcome.WRONG else "keeps it"
+    decision = f"filters it: {verdict.reason}" if verdict.outcome is Outcome.WRONG else "keeps it"
     half = f"{sum(each.outcome is Outcome.CORRECT for each in verdicts)} of {samples} right"
-    return f"curation.filter, of a made-up group of {problem.domain}, {half}: {said}, in {seconds:.3f} s"
+    return f"curation.filter, of a made-up group of {problem.domain}, {half}: {decision}, in {seconds:.3f} s"
 
 
 async def _find_one_right(verifier: GroupVerifier, problems: Mixture, first: Judgement, *, where: str) -> None:
@@ -114,7 +114,7 @@ async def _judged(verifier: GroupVerifier, problem: Problem, text: str | None) -
     return judgement
 
 
-def _told(judgement: Judgement) -> str:
+def _summary(judgement: Judgement) -> str:
     verdict, seconds = judgement
     reward = f", reward {verdict.reward:g}" if verdict.outcome.is_judgement else ""
     parts = f" ({', '.join(f'{part.name} {part.reward:g}' for part in verdict.parts)})" if verdict.parts else ""

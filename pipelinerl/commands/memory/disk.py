@@ -70,7 +70,7 @@ def disk_faults(config: RunConfig, predicted: MemoryPrediction) -> Iterator[str]
     changed = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=fewer)})
     least = run_bytes(changed, predicted)
     if kept > 1 and least <= free:
-        remedy = f"say checkpoint.keep=1 checkpoint.keep_best=0 ({gib(least)}), or choose another run.directory"
+        remedy = f"set checkpoint.keep=1 checkpoint.keep_best=0 ({gib(least)}), or choose another run.directory"
     else:
         remedy = f"choose a run.directory with {gib(least if kept > 1 else needed)} free"
     place = config.run_directory

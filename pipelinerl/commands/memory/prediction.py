@@ -49,12 +49,12 @@ class EngineMemory:
         linear = sum(map(math.prod, shape.linear.values()))
         saved = linear * (8 * size - _BITS[self.weights]) // 8 if self.weights in _BITS else 0
         cache = 2 * shape.layers * self.slots * self.context * shape.kv_heads * shape.head_dim * size
-        found = {
+        sizes = {
             "weights": shape.count * size - saved,
             "receive buffer": shape.count * BYTES[self.wire],
             "keys and values": cache,
         }
-        return {name: -(-each // self.devices) for name, each in found.items()}
+        return {name: -(-each // self.devices) for name, each in sizes.items()}
 
     @property
     def total(self) -> int:
@@ -97,9 +97,9 @@ class MemoryPrediction:
     @property
     def by_process(self) -> dict[str, Footprint]:
         """The predicted footprints, by kind of process."""
-        found: dict[str, Footprint] = {}
-        found |= {} if self.trainer is None else {"trainer": self.trainer}
-        return found if self.engine is None else found | {"engine": self.engine}
+        footprints: dict[str, Footprint] = {}
+        footprints |= {} if self.trainer is None else {"trainer": self.trainer}
+        return footprints if self.engine is None else footprints | {"engine": self.engine}
 
 
 def predict(config: RunConfig, objective: PolicyObjective) -> MemoryPrediction:
@@ -122,12 +122,12 @@ def _trainer(config: RunConfig, shape: ModelShape, objective: PolicyObjective) -
     lora, mesh = lora_of(section.options), mesh_of(_without_meeting(section.options))
     optimizer, longest = optimizer_of(section.options), config.engine.context_length
     tokens = max(longest, min(section.token_budget, longest * config.training.rollouts_per_step))
-    asked = min(1.0, config.sampling.max_tokens / longest)
+    answer_share = min(1.0, config.sampling.max_tokens / longest)
     return TrainerMemory(
         shape=shape,
         precision=section.precision,
         tokens=tokens,
-        trained=max(1, int(tokens * asked)),
+        trained=max(1, int(tokens * answer_share)),
         checkpointing=section.gradient_checkpointing,
         rank=0 if lora is None else lora.rank,
         targets=None if lora is None else lora.targets,
@@ -172,9 +172,9 @@ def lines(prediction: MemoryPrediction, *, limits: Mapping[str, int]) -> Iterato
     """
     for kind, its in prediction.by_process.items():
         limit = limits.get(kind)
-        told = ", ".join(f"{name} {gib(size)}" for name, size in its.parts.items())
-        beside = f"; {gib(its.host)} on the host" if its.host else ""
-        yield f"{kind}: {gib(its.total)}" + (f" of {gib(limit)}" if limit else "") + f" at the peak ({told}){beside}"
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in its.parts.items())
+        on_host = f"; {gib(its.host)} on the host" if its.host else ""
+        yield f"{kind}: {gib(its.total)}" + (f" of {gib(limit)}" if limit else "") + f" at the peak ({parts}){on_host}"
         if limit is not None and its.total > limit:
             yield f"{kind}: more than the {gib(limit)} that it has; {_advice(its, limit)}"
     whole, limit = _of_all(prediction), limits.get("all")
@@ -205,9 +205,9 @@ def _advice(footprint: Footprint, limit: int) -> str:
     if enough:
         return f"it would fit with {', or with '.join(enough.values())}"
     if not tried:
-        return "give it a larger device"
+        return "use a larger device"
     name, least = min(tried, key=lambda each: each[1].total)
-    return f"no knob is enough by itself, the most is {name} ({gib(least.total)}): change several, or give more devices"
+    return f"no single knob is enough; the best is {name} ({gib(least.total)}): change several, or use more devices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +277,10 @@ def _trainer_changes(trainer: TrainerMemory) -> Iterator[tuple[str, Footprint]]:
 
 def _halves(number: int, least: int) -> Sequence[int]:
     """Return the number halved repeatedly, down to `least`."""
-    found = []
+    halves = []
     while (number := number // 2) >= least:
-        found.append(number)
-    return found
+        halves.append(number)
+    return halves
 
 
 def _without_meeting(options: Mapping[str, Any]) -> dict[str, Any]:

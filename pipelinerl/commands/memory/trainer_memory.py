@@ -66,7 +66,7 @@ class TrainerMemory:
         """Bytes at the peak, by purpose."""
         values = 2 if self.values else 1
         bases = 1 if self.rank and self.shards == 1 else values + self.reference
-        found = {
+        sizes = {
             "weights": self._weights * bases + 4 * self.adapters * values // self.shards,
             "gradients": self._gradients * values,
             "moments": 0 if self._is_on_host else self._moments * values,
@@ -75,7 +75,7 @@ class TrainerMemory:
             "casts": self._casts,
             "gather": self._gather,
         }
-        return {name: size for name, size in found.items() if size}
+        return {name: size for name, size in sizes.items() if size}
 
     @property
     def total(self) -> int:

@@ -18,49 +18,49 @@ from pipelinerl.verifiers.oubliette.rules import CodeRules
 from pipelinerl.verifiers.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
 
 oubliette_app = typer.Typer(
-    help="The sandbox that judges code: try it, run programs in it, serve it, upload tests.", no_args_is_help=True
+    help="Test the code sandbox, run programs in it, serve it, upload tests.", no_args_is_help=True
 )
 
-Where = Annotated[str, typer.Option("--url", help="An Oubliette service; by default this machine.")]
-Key = Annotated[str, typer.Option("--key-variable", help="The environment variable that holds the service's token.")]
-Which = Annotated[Tier, typer.Option("--tier", help="The sandbox; nothing below it is taken.")]
+Where = Annotated[str, typer.Option("--url", help="URL of an Oubliette service (default: this machine).")]
+Key = Annotated[str, typer.Option("--key-variable", help="Environment variable with the service's token.")]
+Which = Annotated[Tier, typer.Option("--tier", help="Minimum tier of the sandbox.")]
 
 
 @oubliette_app.command("probe")
 def probe_(
     tier: Which = Tier.DEFAULT,
-    all_: Annotated[bool, typer.Option("--all", help="A line for each attack.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Show a line for each attack.")] = False,
 ) -> None:
     """Test the sandbox with every known attack from inside; exit status 1 if one succeeds."""
     from pipelinerl.verifiers.oubliette import control_groups, probe, toolchains
-    from pipelinerl.verifiers.oubliette.sandbox import walls_of
+    from pipelinerl.verifiers.oubliette.sandbox import isolation_of
 
     for each in Tier:
-        typer.echo(f"{each:<10} {_told(each)}")
+        typer.echo(f"{each:<10} {_availability(each)}")
     groups = control_groups.available()
-    told = f"none: {groups}" if isinstance(groups, str) else f"version {groups.version}, one for each slot"
-    typer.echo(f"{'groups':<10} {told}")
+    description = f"none: {groups}" if isinstance(groups, str) else f"version {groups.version}, one for each slot"
+    typer.echo(f"{'groups':<10} {description}")
     typer.echo(f"{'languages':<10} {', '.join(toolchains.installed())}")
-    found = probe.attacked(lambda number: walls_of(tier, number), probe.ATTACKS)
-    for finding in found:
+    findings = probe.attacked(lambda number: isolation_of(tier, number), probe.ATTACKS)
+    for finding in findings:
         if all_ or finding.defence is not probe.Defence.HELD:
-            typer.echo(f"{finding.defence.value:<10} {finding.name}: {finding.told}")
-    held = sum(finding.defence is probe.Defence.HELD for finding in found)
-    left_out = sum(finding.defence is probe.Defence.LEFT_OUT for finding in found)
-    typer.echo(f"{tier} sandbox: {held} of {len(found) - left_out} attacks held off, {left_out} left out")
-    if held + left_out < len(found):
+            typer.echo(f"{finding.defence.value:<10} {finding.name}: {finding.detail}")
+    held = sum(finding.defence is probe.Defence.HELD for finding in findings)
+    left_out = sum(finding.defence is probe.Defence.LEFT_OUT for finding in findings)
+    typer.echo(f"{tier} sandbox: {held} of {len(findings) - left_out} attacks withstood, {left_out} left out")
+    if held + left_out < len(findings):
         raise typer.Exit(1)
 
 
 @oubliette_app.command("run")
 def run_(
     program: Annotated[Path, typer.Argument(help="The program's source.")],
-    language: Annotated[str | None, typer.Option(help="By default, what the file's name ends with.")] = None,
+    language: Annotated[str | None, typer.Option(help="Language (default: by the file's suffix).")] = None,
     inputs: Annotated[
-        list[Path] | None, typer.Option("--input", help="What it reads, a run each; by default one, and nothing.")
+        list[Path] | None, typer.Option("--input", help="Input files, one run each (default: one run without input).")
     ] = None,
-    time_limit: Annotated[float, typer.Option(help="Seconds of processor time.")] = 10.0,
-    memory_mb: Annotated[int, typer.Option(help="Memory of all its processes together.")] = 512,
+    time_limit: Annotated[float, typer.Option(help="CPU time in seconds.")] = 10.0,
+    memory_mb: Annotated[int, typer.Option(help="Memory of all its processes together, in MB.")] = 512,
     tier: Which = Tier.DEFAULT,
     url: Where = "",
     key_variable: Key = "",
@@ -76,14 +76,14 @@ def run_(
         source, read = program.read_text(), [file.read_bytes() for file in inputs or ()] or [b""]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{program} or an input cannot be read: {error}") from None
-    found = toolchains.named(language or program.suffix.lstrip("."))
-    if found is None:
-        came = language or program.suffix or "a file without a suffix"
-        raise UserError(f"--language must be one of {', '.join(toolchains.LANGUAGES)}, got {came}")
+    toolchain = toolchains.named(language or program.suffix.lstrip("."))
+    if toolchain is None:
+        given = language or program.suffix or "a file without a suffix"
+        raise UserError(f"--language must be one of {', '.join(toolchains.LANGUAGES)}, got {given}")
     limits = Limits(cpu_s=time_limit, wall_s=2 * time_limit + 1, memory_bytes=memory_mb << 20)
     rules = CodeRules(tier=tier, url=url, key_variable=key_variable)
     try:
-        succeeded = asyncio.run(_ran(rules, found.name, source, read, limits))
+        succeeded = asyncio.run(_ran(rules, toolchain.name, source, read, limits))
     except (SandboxLost, ContentMissing) as error:
         raise UserError(f"the program could not be run: {error}") from None
     if not succeeded:
@@ -107,7 +107,7 @@ async def _ran(rules: CodeRules, language: str, source: str, inputs: Sequence[by
         for each in runs:
             sys.stdout.write((await runner.read(each.output)).decode("utf-8", "replace"))
             sys.stderr.write(each.result.stderr.decode("utf-8", "replace"))
-            used = f"{each.result.cpu_s:.2f} s of processor time, {each.result.wall_s:.2f} s on the clock"
+            used = f"{each.result.cpu_s:.2f} s of CPU time, {each.result.wall_s:.2f} s of wall time"
             typer.echo(f"{each.result.describe()} ({used}, {runner.tier} sandbox)", err=True)
         return all(each.result.succeeded for each in runs)
     finally:
@@ -117,9 +117,11 @@ async def _ran(rules: CodeRules, language: str, source: str, inputs: Sequence[by
 @oubliette_app.command("upload")
 def upload_(
     files: Annotated[list[Path], typer.Argument(help="Problems with tests: JSON lines, JSON, CSV, Parquet.")],
-    out: Annotated[Path, typer.Option(help="The same rows, with links in place of tests, as JSON lines.")],
-    repository: Annotated[Path | None, typer.Option(help="A folder of this machine, instead of --url.")] = None,
-    answer_field: Annotated[str, typer.Option(help="Where tests are, if not in a field that is known.")] = "answer",
+    out: Annotated[Path, typer.Option(help="Output file: the rows with links instead of tests, as JSON lines.")],
+    repository: Annotated[Path | None, typer.Option(help="A local folder, instead of --url.")] = None,
+    answer_field: Annotated[
+        str, typer.Option(help="Field with the tests, if it is none of the known ones.")
+    ] = "answer",
     tier: Which = Tier.DEFAULT,
     url: Where = "",
     key_variable: Key = "",
@@ -148,12 +150,12 @@ def upload_(
 @oubliette_app.command("serve")
 def serve_(
     repository: Annotated[Path, typer.Option(help="The folder of inputs, answers and compiled checkers.")],
-    host: Annotated[str, typer.Option(help="Another than loopback needs a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8300,
+    host: Annotated[str, typer.Option(help="Address to serve on; any but loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8300,
     tier: Which = Tier.DEFAULT,
-    at_once: Annotated[int | None, typer.Option(min=1, help="Programs at once; by default one for each core.")] = None,
+    at_once: Annotated[int | None, typer.Option(min=1, help="Concurrent programs (default: one per core).")] = None,
     key_variable: Key = "",
-    transient_mb: Annotated[int, typer.Option(min=1, help="Outputs that are held, in memory.")] = 1024,
+    transient_mb: Annotated[int, typer.Option(min=1, help="Memory for outputs, in MB.")] = 1024,
 ) -> None:
     """Serve the sandbox over HTTP: compile, run and check programs; refuses to start below the requested tier."""
     from pipelinerl.commands.oubliette.serving import ServeOptions, serve_sandbox
@@ -171,11 +173,11 @@ def serve_(
     serve_sandbox(options)
 
 
-def _told(tier: Tier) -> str:
+def _availability(tier: Tier) -> str:
     from pipelinerl.verifiers.oubliette import probe
 
     try:
         probe.opened(tier, at_once=1).close()
     except SandboxMissing as error:
-        return f"not here: {error}"
-    return "holds off the attacks that are tried at each start"
+        return f"unavailable: {error}"
+    return "withstands the attacks that are tried at each start"

@@ -17,20 +17,22 @@ def simulate(
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: section.key=value …")] = None,
     from_runs: Annotated[
         list[Path] | None,
-        typer.Option("--from", help="A finished run to calibrate from, best a synchronous one; a second: contention."),
+        typer.Option(
+            "--from", help="A finished, ideally synchronous run to calibrate from; a second one for contention."
+        ),
     ] = None,
     hardware: Annotated[Path | None, typer.Option("--hardware", help="A hardware table instead of a run.")] = None,
     sweep: Annotated[
         list[str] | None, typer.Option("--sweep", help="section.key=value,value,…; several are combined.")
     ] = None,
     lengths: Annotated[
-        str | None, typer.Option(help="Law of answers' lengths: fixed:TOKENS or heavy:MEDIAN,SIGMA.")
+        str | None, typer.Option(help="Distribution of answer lengths: fixed:TOKENS or heavy:MEDIAN,SIGMA.")
     ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Steps of each simulated run.")] = 100,
-    engine_hour: Annotated[float | None, typer.Option(min=0, help="Price of an engine for an hour.")] = None,
-    trainer_hour: Annotated[float | None, typer.Option(min=0, help="Price of the trainer for an hour.")] = None,
+    engine_hour: Annotated[float | None, typer.Option(min=0, help="Price of an engine per hour.")] = None,
+    trainer_hour: Annotated[float | None, typer.Option(min=0, help="Price of the trainer per hour.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Every figure, for programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
 ) -> None:
     """Predict throughput, waits, staleness, discards and cost of a recipe on given hardware, and compare knobs."""
     from pipelinerl.commands.simulation.planning import basis_of_runs, basis_of_table, tried
@@ -38,7 +40,7 @@ def simulate(
     from pipelinerl.simulation.sweep import grid, recommended
 
     if bool(from_runs) == (hardware is not None):
-        raise UserError("say what takes how long: either --from RUN (a finished run) or --hardware FILE.toml")
+        raise UserError("timings are required: give either --from RUN (a finished run) or --hardware FILE.toml")
     basis = basis_of_runs(from_runs) if from_runs else basis_of_table(hardware or Path())
     prices = replace(
         basis.hardware.prices,
@@ -56,8 +58,8 @@ def simulate(
     for line in lines_of(trials):
         typer.echo(line)
     for run, errors in basis.checks.items():
-        said = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items())
-        typer.echo(f"simulated against measured, {run}: {said}")
+        listed = ", ".join(f"{name} {error:+.0%}" for name, error in errors.items())
+        typer.echo(f"simulated against measured, {run}: {listed}")
     for note in notes:
         typer.echo(note)
     if html is not None:

@@ -66,7 +66,7 @@ def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
     try:
         config, events = load_run(run_dir, changes), read_events(run_dir / "events.jsonl")
     except (OSError, ValueError, UserError) as error:
-        raise UserError(f"{run_dir} is no run that can be calibrated from: {error}") from None
+        raise UserError(f"{run_dir} cannot be used for calibration: {error}") from None
     setting = setting_of(
         config,
         lengths=lengths_of(run_dir),
@@ -95,7 +95,7 @@ def _prompt_tokens(run_dir: Path, events: Sequence[Event]) -> int:
         prompts = sum(float(step["tokens"]) - float(step["sampled_tokens"]) for step in steps)
         return round(prompts / sum(float(step["rollouts"]) for step in steps))
     except (KeyError, ZeroDivisionError):
-        raise UserError(f"{run_dir} has taken no step that says how many tokens it trained on") from None
+        raise UserError(f"{run_dir} has no step that records the tokens it trained on") from None
 
 
 def _filtered(events: Sequence[Event]) -> float:

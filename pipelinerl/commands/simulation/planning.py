@@ -1,26 +1,44 @@
-"""Trials of a recipe on given hardware, and the accuracy of the model against measured runs."""
+"""Trials of a recipe on given hardware, hardware tables, and the accuracy of the model against measured runs."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
+
+import msgspec
 
 from pipelinerl.commands.simulation.from_recipe import observed, setting_of
-from pipelinerl.commands.simulation.hardware_table import parse_lengths, read_table
 from pipelinerl.config.recipe import load
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.events import Event
 from pipelinerl.simulation.calibration import ObservedRun, calibrate
-from pipelinerl.simulation.hardware import Hardware
-from pipelinerl.simulation.lengths import LengthLaw
+from pipelinerl.simulation.hardware import (
+    Contention,
+    ControlTimes,
+    EngineTimes,
+    Hardware,
+    Prices,
+    TrainerTimes,
+    UpdateTimes,
+)
+from pipelinerl.simulation.lengths import FixedLengths, HeavyTailedLengths, LengthLaw
 from pipelinerl.simulation.measured import TRUSTED, measure, simulated_like
 from pipelinerl.simulation.simulator import simulate
 from pipelinerl.simulation.sweep import Trial
 
 #: Default number of steps of a simulated run.
 STEPS: Final = 100
+_SECTIONS: Final[Mapping[str, type[Any]]] = {
+    "engine": EngineTimes,
+    "trainer": TrainerTimes,
+    "update": UpdateTimes,
+    "control": ControlTimes,
+    "contention": Contention,
+    "prices": Prices,
+}
 
 
 @final
@@ -44,12 +62,12 @@ class Basis:
     def verdict(self) -> str:
         """A sentence on how far predictions can be trusted."""
         if not self.checks:
-            return "Nothing was measured here: the figures are as good as the hardware table."
+            return "Nothing was measured: the figures are only as good as the hardware table."
         if self.worst <= TRUSTED:
-            return f"The model is within {self.worst:.0%} of what was measured."
+            return f"The model is within {self.worst:.0%} of the measurements."
         return (
-            f"NOT TO BE TRUSTED: the model is {self.worst:.0%} off what was measured, at most {TRUSTED:.0%} may be; "
-            "measure on a quieter machine, or longer, or give a synchronous run first and an asynchronous one beside it"
+            f"NOT TO BE TRUSTED: the model is {self.worst:.0%} off the measurements, more than {TRUSTED:.0%}; "
+            "measure on a quieter machine, or longer, or give a synchronous run first and an asynchronous one second"
         )
 
 
@@ -119,3 +137,72 @@ def tried(recipe: str, overrides: Sequence[str], changes: tuple[str, ...], basis
         if not changes:
             raise
         return Trial(changes=changes, refusal=str(error))
+
+
+# --- hardware tables: TOML files with the time of each operation (docs/understand/simulation.md shows every key) ---
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HardwareTable:
+    """Times of a hardware; `lengths` has the format of `--lengths`, and is empty if the table has none."""
+
+    hardware: Hardware
+    lengths: str = ""
+    prompt_tokens: int = 0
+
+
+def read_table(path: Path) -> HardwareTable:
+    """Read a hardware table from a file.
+
+    Raises:
+        UserError: it cannot be read, or a key or value of it is wrong.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"the hardware table {path} cannot be read: {error}") from None
+    answers = table.pop("answers", {})
+    if unknown := sorted(set(table) - set(_SECTIONS)):
+        raise UserError(f"{path}: unknown section {unknown[0]}; there are {', '.join((*_SECTIONS, 'answers'))}")
+    if missing := [name for name in ("engine", "trainer") if name not in table]:
+        raise UserError(f"{path}: the section {missing[0]} must be given")
+    sections = {name: _section(path, name, table[name]) for name in table}
+    lengths, prompt_tokens = answers.get("lengths", ""), answers.get("prompt_tokens", 0)
+    if (
+        not isinstance(lengths, str)
+        or not isinstance(prompt_tokens, int)
+        or set(answers) - {"lengths", "prompt_tokens"}
+    ):
+        raise UserError(f"{path}: answers has lengths (text, as --lengths) and prompt_tokens (a whole number) only")
+    return HardwareTable(Hardware(**sections), lengths, prompt_tokens)
+
+
+def parse_lengths(text: str, *, most: int) -> LengthLaw:
+    """Parse `fixed:TOKENS` or `heavy:MEDIAN,SIGMA`; no answer has more than `most` tokens.
+
+    Raises:
+        UserError: it is neither.
+    """
+    kind, _, numbers = text.partition(":")
+    try:
+        match kind, [float(number) for number in numbers.split(",")]:
+            case "fixed", [tokens] if tokens >= 1:
+                return FixedLengths(min(int(tokens), most))
+            case "heavy", [median, sigma] if median > 0 and sigma >= 0:
+                return HeavyTailedLengths(median, sigma, most)
+    except ValueError:
+        pass
+    raise UserError(f"lengths are fixed:TOKENS or heavy:MEDIAN,SIGMA, such as heavy:400,0.9; got {text!r}")
+
+
+def _section(path: Path, name: str, values: Any) -> Any:
+    known = [field.name for field in fields(_SECTIONS[name])]
+    if not isinstance(values, dict) or set(values) - set(known):
+        raise UserError(f"{path}: {name} must be a table with {', '.join(known)} only, got {values!r}")
+    if negative := [key for key, value in values.items() if isinstance(value, int | float) and value < 0]:
+        raise UserError(f"{path}: {name}.{negative[0]} must not be negative, got {values[negative[0]]!r}")
+    try:
+        return msgspec.convert(values, _SECTIONS[name])
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}: {name}: {error}") from None

@@ -80,18 +80,18 @@ def page_of(title: str, trials: Sequence[Trial], notes: Sequence[str]) -> str:
     ran = [trial for trial in trials if trial.prediction is not None]
     figures = [_figure(heading, _over_trials(ran, attribute, form)) for heading, attribute, form in _COLUMNS]
     figures += [
-        _figure(f"Age of what trained: {_name(t)}", _ages(t.prediction)) for t in ran if t.prediction is not None
+        _figure(f"Age of trained rollouts: {_name(t)}", _ages(t.prediction)) for t in ran if t.prediction is not None
     ]
     head = "".join(f"<th>{escape(heading)}</th>" for heading in ("changed", *_headings(trials)))
     rows = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in (_name(trial), *_cells(trial, trials))) + "</tr>"
         for trial in trials
     )
-    said = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    paragraphs = "".join(f"<p>{escape(note)}</p>" for note in notes)
     numbered = "; ".join(f"{number}: {_name(trial)}" for number, trial in enumerate(ran, start=1))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-        f"<h1>{escape(title)}</h1>{said}<table><tr>{head}</tr>{rows}</table>"
+        f"<h1>{escape(title)}</h1>{paragraphs}<table><tr>{head}</tr>{rows}</table>"
         f'<p>Trials: {escape(numbered)}</p><div class="charts">{"".join(figures)}</div></html>\n'
     )
 
@@ -112,7 +112,7 @@ def _has_prices(trials: Sequence[Trial]) -> bool:
 
 
 def _name(trial: Trial) -> str:
-    return " ".join(trial.changes) or "the recipe as it is"
+    return " ".join(trial.changes) or "the unchanged recipe"
 
 
 def _figure(title: str, chart: Chart) -> str:

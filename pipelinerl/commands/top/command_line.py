@@ -12,9 +12,9 @@ from pipelinerl.errors import UserError
 def top(run: Run) -> None:
     """Show a run in the terminal and change its knobs while it is live; q quits."""
     if find_spec("textual") is None:
-        raise UserError("pipelinerl top draws with textual, which is not installed; pip install 'pipelinerl[top]'")
+        raise UserError("pipelinerl top needs textual, which is not installed; pip install 'pipelinerl[top]'")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UserError(f"pipelinerl top draws on a terminal, which this is not; try pipelinerl status {run}")
+        raise UserError(f"pipelinerl top needs a terminal; try pipelinerl status {run}")
     from pipelinerl.commands.top.run_follower import RunFollower, source_of
     from pipelinerl.commands.top.textual_app import show
 

@@ -24,10 +24,10 @@ _LOADS: Final = 42
 _MOST: Final = 12
 
 
-def figures(sight: RunSnapshot, width: int) -> Text:
+def figures(snapshot: RunSnapshot, width: int) -> Text:
     """Return all figures in lines of at most `width` columns; longer sentences wrap."""
-    lines = [*_head(sight, width), *_pairs(sight, width), *_domains(sight, width), *_engines(sight, width)]
-    return Text("\n").join([*lines, *_ledger(sight), *_waits(sight), *_wrong(sight)])
+    lines = [*_head(snapshot, width), *_pairs(snapshot, width), *_domains(snapshot, width), *_engines(snapshot, width)]
+    return Text("\n").join([*lines, *_ledger(snapshot), *_waits(snapshot), *_wrong(snapshot)])
 
 
 def knob_value(value: Any) -> str:
@@ -35,11 +35,13 @@ def knob_value(value: Any) -> str:
     return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
-def _head(sight: RunSnapshot, width: int) -> Iterator[Text]:
-    status = sight.status
-    name = Text.assemble((one_line(status.run), "bold"), " ", (sight.state, _STATE_STYLES.get(sight.state, "bold red")))
+def _head(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
+    status = snapshot.status
+    name = Text.assemble(
+        (one_line(status.run), "bold"), " ", (snapshot.state, _STATE_STYLES.get(snapshot.state, "bold red"))
+    )
     age = format_duration(status.elapsed_s)
-    left = "" if status.eta_s is None or sight.state != "live" else f", {format_duration(status.eta_s)} to go"
+    left = "" if status.eta_s is None or snapshot.state != "live" else f", {format_duration(status.eta_s)} to go"
     fits = name.cell_len + len(age + left) < width
     yield _ends(name, Text(age + left if fits else age, "dim"), width)
     count = f"{status.step:,}/{status.total_steps:,}" if status.total_steps else f"step {status.step:,}"
@@ -48,9 +50,9 @@ def _head(sight: RunSnapshot, width: int) -> Iterator[Text]:
     yield Text.assemble(("━" * done, "cyan"), ("─" * (room - done), "dim"), " ", (count, "bold"))
 
 
-def _pairs(sight: RunSnapshot, width: int) -> Iterator[Text]:
+def _pairs(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
     """Yield labels and values, two per line if there is room."""
-    status, step = sight.status, sight.status.last_step
+    status, step = snapshot.status, snapshot.status.last_step
     pairs = {
         "reward": _figure(step.reward, ".3f"),
         "held out": _held_out(status.held_out),
@@ -60,7 +62,7 @@ def _pairs(sight: RunSnapshot, width: int) -> Iterator[Text]:
         "engines": f"{status.fleet.occupancy:.0%} busy",
         "entropy": _figure(step.entropy, ".3f"),
         "length": _figure(step.length_mean, ",.1f"),
-        "cut off": _figure(step.truncated, ".0%"),
+        "truncated": _figure(step.truncated, ".0%"),
         "pause": f"{1e3 * status.fleet.update_pause_s:,.1f} ms",
     }
     if status.epoch > 1:
@@ -74,23 +76,23 @@ def _pairs(sight: RunSnapshot, width: int) -> Iterator[Text]:
         yield _cut(Text(" ").join(row), width)
 
 
-def _waits(sight: RunSnapshot) -> Iterator[Text]:
-    if sight.waits:
+def _waits(snapshot: RunSnapshot) -> Iterator[Text]:
+    if snapshot.waits:
         yield Text("time of the last steps", "dim")
-        yield from (Text(f"{share:>5.0%} {culprit}") for culprit, share in sight.waits)
+        yield from (Text(f"{share:>5.0%} {cause}") for cause, share in snapshot.waits)
 
 
-def _wrong(sight: RunSnapshot) -> Iterator[Text]:
+def _wrong(snapshot: RunSnapshot) -> Iterator[Text]:
     """Yield alarms, unreadable events, and what the run waits for."""
-    yield from (Text.assemble(("alarm ", "bold red"), one_line(alarm)) for alarm in sight.status.alarms)
-    if sight.unread:
-        yield Text(f"{sight.unread:,} events of the log could not be read", "red")
-    if sight.status.waiting_for:
-        yield Text.assemble(("waits for ", "yellow"), one_line(sight.status.waiting_for))
+    yield from (Text.assemble(("alarm ", "bold red"), one_line(alarm)) for alarm in snapshot.status.alarms)
+    if snapshot.unread:
+        yield Text(f"{snapshot.unread:,} events of the log could not be read", "red")
+    if snapshot.status.waiting_for:
+        yield Text.assemble(("waits for ", "yellow"), one_line(snapshot.status.waiting_for))
 
 
-def _domains(sight: RunSnapshot, width: int) -> Iterator[Text]:
-    by_domain = sorted(sight.status.last_step.by_domain.items())
+def _domains(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
+    by_domain = sorted(snapshot.status.last_step.by_domain.items())
     room = max(8, width - 24)
     if by_domain:
         yield Text(f"{'domain':<{room}}{'right':>7}{'reward':>8}{'stale':>8}", "dim")
@@ -100,8 +102,8 @@ def _domains(sight: RunSnapshot, width: int) -> Iterator[Text]:
     yield from _more(len(by_domain))
 
 
-def _engines(sight: RunSnapshot, width: int) -> Iterator[Text]:
-    engines = sight.status.fleet.engines
+def _engines(snapshot: RunSnapshot, width: int) -> Iterator[Text]:
+    engines = snapshot.status.fleet.engines
     loads = width >= _LOADS
     room = max(8, width - (31 if loads else 25))
     if engines:
@@ -113,7 +115,7 @@ def _engines(sight: RunSnapshot, width: int) -> Iterator[Text]:
         yield Text.assemble(name, (f"{each.state:>11}", "green" if each.serves else "red"), counts)
         yield from _last_error(each)
     yield from _more(len(engines))
-    yield from (Text(f"{one_line(each.name)} is asked for", "dim") for each in _awaited(sight.status))
+    yield from (Text(f"{one_line(each.name)} is requested", "dim") for each in _awaited(snapshot.status))
 
 
 def _awaited(status: RunStatus) -> Iterator[Any]:
@@ -126,13 +128,13 @@ def _last_error(engine: EngineStatus) -> Iterator[Text]:
         yield Text("  " + one_line(engine.last_error), "dim")
 
 
-def _ledger(sight: RunSnapshot) -> Iterator[Text]:
-    told = sight.ledger
-    if told is None:
+def _ledger(snapshot: RunSnapshot) -> Iterator[Text]:
+    ledger = snapshot.ledger
+    if ledger is None:
         return
     parts = ("trained", "filtered", "stale", "failed", "in_flight")
-    said = " + ".join(f"{getattr(told, part):,} {part.replace('_', ' ')}" for part in parts)
-    yield Text.assemble((f"{'prompts':<{_LABEL}}", "dim"), f"{told.issued:,} = {said}")
+    sum_of_parts = " + ".join(f"{getattr(ledger, part):,} {part.replace('_', ' ')}" for part in parts)
+    yield Text.assemble((f"{'prompts':<{_LABEL}}", "dim"), f"{ledger.issued:,} = {sum_of_parts}")
 
 
 def _more(count: int) -> Iterator[Text]:

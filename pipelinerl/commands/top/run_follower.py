@@ -1,7 +1,7 @@
 """`RunFollower`: the state of one run, from its controller if it answers, otherwise from the run's files.
 
 A thread polls and reads, so that drawing never blocks: it takes the newest `RunSnapshot`. The same thread changes knobs
-one by one through the controller's client; `said` is the result of the last change.
+one by one through the controller's client; `result` is that of the last change.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class RunSource:
                 piece = self._tail.read()
             except OSError:
                 return
-            if piece.anew:
+            if piece.is_new_file:
                 self._view, self._unread = RunView(), 0
             for event in piece.events:
                 self._take(event)
@@ -144,8 +144,8 @@ class RunSource:
             self._unread += 1
 
     def _waits(self) -> tuple[tuple[str, float], ...]:
-        told = overview(self._view, window=_WINDOW)["waits"] if self._view.recent else []
-        return tuple((each["culprit"], each["share"]) for each in told if each["share"])
+        waits = overview(self._view, window=_WINDOW)["waits"] if self._view.recent else []
+        return tuple((each["culprit"], each["share"]) for each in waits if each["share"])
 
     def _by_files(self, why: str, waits: tuple[tuple[str, float], ...]) -> RunSnapshot:
         view = self._view
@@ -162,7 +162,7 @@ class RunSource:
             knobs=flat(view.knobs),
             ledger=_ledger_of(view),
             waits=waits,
-            obstacle="the run is over: its knobs are as it left them" if view.state else without_secrets(why),
+            obstacle="the run is over: its knobs cannot be changed" if view.state else without_secrets(why),
             reading=self._share,
             unread=self._unread,
         )
@@ -173,15 +173,15 @@ class RunFollower:
     """Thread that follows a run from its creation until `close`."""
 
     def __init__(self, source: RunSource) -> None:
-        self.sight: RunSnapshot | None = None
-        self.said: ChangeResult | None = None
+        self.snapshot: RunSnapshot | None = None
+        self.result: ChangeResult | None = None
         self._source = source
         self._wanted: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._follow, name="follow-run", daemon=True)
         self._thread.start()
 
     def change(self, name: str, value: str) -> None:
-        """Queue a change of a knob; `said` has the result later."""
+        """Queue a change of a knob; `result` has the outcome later."""
         self._wanted.put((name, value))
 
     def close(self, *, timeout_s: float = 1.0) -> None:
@@ -192,16 +192,16 @@ class RunFollower:
     def _follow(self) -> None:
         while True:
             try:
-                self.sight = self._source.look()
+                self.snapshot = self._source.look()
             except UserError as error:
-                self.said = ChangeResult(without_secrets(str(error)), refused=True)
+                self.result = ChangeResult(without_secrets(str(error)), refused=True)
             try:
                 wanted = self._wanted.get(timeout=_EVERY_S)
             except queue.Empty:
                 continue
             if wanted is None:
                 return
-            self.said = self._source.change(*wanted)
+            self.result = self._source.change(*wanted)
 
 
 def source_of(run: str) -> RunSource:
@@ -211,7 +211,7 @@ def source_of(run: str) -> RunSource:
         UserError: there is no run in the directory.
     """
     if not is_url(run) and not any((Path(run) / name).exists() for name in ("events.jsonl", "recipe.toml")):
-        raise UserError(f"{run} is no run: it has neither events.jsonl nor recipe.toml; name the run's directory")
+        raise UserError(f"{run} is not a run: it has neither events.jsonl nor recipe.toml; name the run's directory")
     return RunSource(run)
 
 
@@ -272,9 +272,13 @@ def _ledger_of(view: RunView) -> LedgerStatus | None:
     return LedgerStatus(**known) if known else None
 
 
-def _silent(sight: RunSnapshot, why: str) -> RunSnapshot:
+def _silent(snapshot: RunSnapshot, why: str) -> RunSnapshot:
     return RunSnapshot(
-        status=sight.status, state="silent", knobs=sight.knobs, ledger=sight.ledger, obstacle=without_secrets(why)
+        status=snapshot.status,
+        state="silent",
+        knobs=snapshot.knobs,
+        ledger=snapshot.ledger,
+        obstacle=without_secrets(why),
     )
 
 

@@ -37,8 +37,8 @@ class KnobRow(Horizontal, can_focus=True):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "edit", "edit"),
-        Binding("up,k", "app.focus_previous", "the one above"),
-        Binding("down,j", "app.focus_next", "the one below"),
+        Binding("up,k", "app.focus_previous", "previous"),
+        Binding("down,j", "app.focus_next", "next"),
     ]
 
     def __init__(self, knob: str, value: str) -> None:
@@ -118,7 +118,7 @@ class TopApp(App[None]):
         super().__init__(ansi_color=True)
         self._follower = follower
         self._drawn: tuple[RunSnapshot | None, int] = (None, 0)
-        self._told: ChangeResult | None = None
+        self._shown: ChangeResult | None = None
 
     def compose(self) -> ComposeResult:
         """Compose figures, knobs, the last message and the keys."""
@@ -139,8 +139,8 @@ class TopApp(App[None]):
 
     def refuses(self) -> bool:
         """Return True, and show the reason, if knobs cannot be changed."""
-        sight = self._follower.sight
-        why = "the run is still being read" if sight is None else sight.obstacle
+        snapshot = self._follower.snapshot
+        why = "the run is still being read" if snapshot is None else snapshot.obstacle
         if why:
             self._say(ChangeResult(why, refused=True))
         return bool(why)
@@ -160,7 +160,7 @@ class TopApp(App[None]):
         row = submitted.input.parent
         assert isinstance(row, KnobRow)
         row.leave()
-        self._say(ChangeResult(f"{row.knob} = {submitted.value.strip()} is sent"))
+        self._say(ChangeResult(f"{row.knob} = {submitted.value.strip()} was sent"))
         self._follower.change(row.knob, submitted.value.strip())
 
     async def _look(self) -> None:
@@ -169,32 +169,32 @@ class TopApp(App[None]):
             await self._draw()
 
     async def _draw(self) -> None:
-        sight, said = self._follower.sight, self._follower.said
-        if said is not self._told and said is not None:
-            self._told = said
-            self._say(said)
+        snapshot, result = self._follower.snapshot, self._follower.result
+        if result is not self._shown and result is not None:
+            self._shown = result
+            self._say(result)
         width = max(20, self.query_one("#figures-text").content_size.width)
-        if sight is None or (sight, width) == self._drawn:
+        if snapshot is None or (snapshot, width) == self._drawn:
             return
-        if self._drawn[0] is None or sight.obstacle != self._drawn[0].obstacle:
-            self._say(ChangeResult(sight.obstacle, refused=True) if sight.obstacle else ChangeResult(""))
-        self._drawn = (sight, width)
-        await self._show_knobs(sight)
-        text = figures(sight, width)
-        if sight.reading < 1.0:
-            text = Text.assemble((f"{sight.reading:.0%} of the log is read\n", "yellow"), text)
+        if self._drawn[0] is None or snapshot.obstacle != self._drawn[0].obstacle:
+            self._say(ChangeResult(snapshot.obstacle, refused=True) if snapshot.obstacle else ChangeResult(""))
+        self._drawn = (snapshot, width)
+        await self._show_knobs(snapshot)
+        text = figures(snapshot, width)
+        if snapshot.reading < 1.0:
+            text = Text.assemble((f"{snapshot.reading:.0%} of the log has been read\n", "yellow"), text)
         self.query_one("#figures-text", Static).update(text)
 
-    async def _show_knobs(self, sight: RunSnapshot) -> None:
+    async def _show_knobs(self, snapshot: RunSnapshot) -> None:
         rows = {row.knob: row for row in self.query(KnobRow)}
-        values = {name: knob_value(value) for name, value in sight.knobs.items()}
+        values = {name: knob_value(value) for name, value in snapshot.knobs.items()}
         for name in values.keys() & rows.keys():
             rows[name].take(values[name])
         await self.query_one("#knobs").mount(*(KnobRow(name, values[name]) for name in values if name not in rows))
         if self.focused is None and values:
             self.query(KnobRow).first().focus()
 
-    def _say(self, said: ChangeResult) -> None:
+    def _say(self, result: ChangeResult) -> None:
         line = self.query_one("#said", Static)
-        line.update(Text(one_line(said.sentence)))
-        line.set_class(said.refused, "refused")
+        line.update(Text(one_line(result.sentence)))
+        line.set_class(result.refused, "refused")

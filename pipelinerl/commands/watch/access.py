@@ -48,7 +48,7 @@ _HEADERS: Final = (
 _OWN_SITE: Final = frozenset({b"none", b"same-origin"})
 _READS_ONLY: Final = frozenset({"GET", "HEAD"})
 _ASK_FOR_LINK: Final = "a key is required: open the newest link that `pipelinerl watch` has printed; each works once"
-_SHARED: Final = "this link is for looking only: to steer, open one that `pipelinerl watch` prints without --share"
+_SHARED: Final = "this link is read-only: to make changes, open one that `pipelinerl watch` prints without --share"
 #: The page that asks for a key. Its style is inlined because no files are served without a key.
 _KEY_PAGE: Final = (Path(page.__file__).parent / "static" / "key.html").read_text()
 _SHARE_FILE: Final = "share.json"
@@ -136,10 +136,10 @@ class _Door:
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = message.get("headers", ())
-                own_policy = any(name == b"content-security-policy" for name, _ in given)
+                headers = message.get("headers", ())
+                own_policy = any(name == b"content-security-policy" for name, _ in headers)
                 policy = () if own_policy else ((b"content-security-policy", POLICY.encode()),)
-                message["headers"] = [*given, *_HEADERS, *policy]
+                message["headers"] = [*headers, *_HEADERS, *policy]
             await send(message)
 
         steers = self._has_cookie(scope, self._cookie, self._token)

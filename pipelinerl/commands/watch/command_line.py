@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 def watch(
     runs: Annotated[list[Path], typer.Argument(help="Directories of runs, such as runs/tiny; several are compared.")],
     port: Annotated[int, typer.Option(help="Port to serve on; 0 takes a free one.")] = 0,
-    host: Annotated[str, typer.Option(help="Address to serve on; others than loopback let the network in.")] = (
+    host: Annotated[str, typer.Option(help="Address to serve on; any but loopback is open to the network.")] = (
         "127.0.0.1"
     ),
-    read_only: Annotated[bool, typer.Option("--read-only", help="No link can steer.")] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="No link can change the run.")] = False,
     share: Annotated[
-        bool, typer.Option("--share", help="Also print a read-only link that opens any number of browsers, and lasts.")
+        bool, typer.Option("--share", help="Also print a permanent read-only link for any number of browsers.")
     ] = False,
 ) -> None:
     """Show live, finished or crashed runs in the browser, and change live ones. Ctrl-C ends the server, not the run."""
@@ -71,8 +71,8 @@ def _about_share(run_dir: Path, share: SharedLink, *, is_local: bool) -> Iterato
     from pipelinerl.commands.watch.access import keep_link
 
     if keep_link(run_dir, share):
-        yield f"read-only, and the same the next time; remove {run_dir / 'share.json'} to make it void"
+        yield f"read-only, and the same next time; remove {run_dir / 'share.json'} to invalidate it"
     else:
         yield f"read-only, until Ctrl-C: {run_dir} cannot be written to"
     if is_local:
-        yield "this machine alone can open it; add --host 0.0.0.0 for your network, or lead a tunnel here"
+        yield "only this machine can open it; add --host 0.0.0.0 for your network, or use a tunnel"

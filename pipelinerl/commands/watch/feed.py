@@ -58,11 +58,11 @@ class Feed:
         """The place of a listener that starts now."""
         return f"{self._life}-{self._number}"
 
-    def put(self, name: str, told: Mapping[str, Any], *, step: int | None = None) -> None:
+    def put(self, name: str, fields: Mapping[str, Any], *, step: int | None = None) -> None:
         """Add an entry; listeners receive it after the next `ring`."""
-        data = as_json({**told, "run": self._run})
+        data = as_json({**fields, "run": self._run})
         if len(data) > _MOST_BYTES:
-            data = as_json({"kind": told.get("kind"), "time": told.get("time"), "run": self._run})
+            data = as_json({"kind": fields.get("kind"), "time": fields.get("time"), "run": self._run})
         with self._lock:
             self._number += 1
             self._entries.append(FeedEntry(self.place, _frame(name, data, self.place), step))
@@ -99,9 +99,9 @@ class Feed:
             return list(islice(self._entries, len(self._entries) - missed, None))
 
 
-def frame(name: str, told: Mapping[str, Any], place: str) -> bytes:
+def frame(name: str, data: Mapping[str, Any], place: str) -> bytes:
     """Return one server-sent event; a client that disconnects after it reconnects with `place`."""
-    return _frame(name, as_json(told), place)
+    return _frame(name, as_json(data), place)
 
 
 def _frame(name: str, data: bytes, place: str) -> bytes:
@@ -116,7 +116,7 @@ def as_json(value: Any) -> bytes:
         return json.dumps(msgspec.to_builtins(value, str_keys=True)).encode()
 
 
-def step_told(event: Event) -> dict[str, Any]:
+def step_figures(event: Event) -> dict[str, Any]:
     """Return a step's own figures, without those by domain."""
     return {name: value for name, value in event.items() if isinstance(value, int | float | str) or value is None}
 

@@ -54,7 +54,7 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         pages.note_states()
         runs = [{"run": each.run.number, "name": each.run.name, "state": each.run.state} for each in pages.all]
         with watched.run.lock:
-            return answer({"run": number, "runs": runs, **_told(watched, looks_only)})
+            return answer({"run": number, "runs": runs, **_run_facts(watched, looks_only)})
 
     @app.get("/api/steps")
     def steps(
@@ -76,10 +76,10 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         points: _Points = 500,
     ) -> Response:
         chosen = _chosen(pages, runs)
-        told = [_overlaid(watched, _names(metrics), x, points) for watched in chosen]
+        overlays = [_overlaid(watched, _names(metrics), x, points) for watched in chosen]
         recipes = [watched.run.recipe() for watched in chosen]
         made = [watched.run.settings_made() for watched in chosen]
-        return answer({"x": x, "runs": told, "differences": differences(recipes, made)})
+        return answer({"x": x, "runs": overlays, "differences": differences(recipes, made)})
 
 
 def _add_now(app: FastAPI, pages: Pages) -> None:
@@ -105,9 +105,9 @@ def _add_now(app: FastAPI, pages: Pages) -> None:
         if not run.view.state:
             known = steering.known(max_age_s=_STATUS_S)
             status = known[0] if known else await run_in_threadpool(steering.status)
-        asked = (window, names, points, since, marked, run.changes, status)
-        kept, told = latest.get(number, (None, b""))
-        if kept != asked:
+        key = (window, names, points, since, marked, run.changes, status)
+        kept, body = latest.get(number, (None, b""))
+        if kept != key:
 
             def work_out() -> bytes:
                 with run.lock:
@@ -117,26 +117,26 @@ def _add_now(app: FastAPI, pages: Pages) -> None:
             is_short = since is not None and run.view.step - since <= _FEW and window <= _FEW
             if is_short and run.lock.acquire(blocking=False):
                 try:
-                    told = work_out()
+                    body = work_out()
                 finally:
                     run.lock.release()
             else:
-                told = await run_in_threadpool(work_out)
-            latest[number] = (asked, told)
-        return Response(told, media_type="application/json")
+                body = await run_in_threadpool(work_out)
+            latest[number] = (key, body)
+        return Response(body, media_type="application/json")
 
 
 def _now(run: WatchedRun, status: RunStatus | None, window: int) -> dict[str, Any]:
     view = run.view
-    told = overview(view, window=window) | {"state": run.state, "waiting_for": ""}
+    state = overview(view, window=window) | {"state": run.state, "waiting_for": ""}
     if status is not None:
-        return told | {"waiting_for": status.waiting_for, "ledger": status.ledger, "fleet": status.fleet}
+        return state | {"waiting_for": status.waiting_for, "ledger": status.ledger, "fleet": status.fleet}
     fleet = {name: view.fleet.get(name) for name in ("tokens_per_s", "occupancy")}
     pause, engines = view.pauses_s[-1] if view.pauses_s else None, list(view.engines.values())
-    return told | {"fleet": fleet | {"update_pause_s": pause, "engines": engines}}
+    return state | {"fleet": fleet | {"update_pause_s": pause, "engines": engines}}
 
 
-def _told(watched: Watched, looks_only: bool) -> dict[str, Any]:
+def _run_facts(watched: Watched, looks_only: bool) -> dict[str, Any]:
     run, view = watched.run, watched.run.view
     recipe, names = run.recipe(), run.samples.names
     section, domains = recipe.get("run"), recipe.get("domains")
@@ -181,7 +181,7 @@ def _steps(
         view, table = run.view, run.view.steps
         rows = table.rows(names, points=points, first=first, last=last, since=-1 if since is None else since)
         bounds, known = table.bounds, len(table.figures)
-        told: dict[str, Any] = {
+        table_facts: dict[str, Any] = {
             "complete": "events" in run.loaded,
             "count": table.count,
             "first": bounds[0],
@@ -192,7 +192,7 @@ def _steps(
             "each": rows.each,
         }
     places = {name: plain(column, 12) for name, column in rows.places.items()}
-    return {**told, "x": places, "y": _columns(rows)}
+    return {**table_facts, "x": places, "y": _columns(rows)}
 
 
 def _names(metrics: str) -> list[str]:

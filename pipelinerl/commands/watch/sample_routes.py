@@ -25,8 +25,10 @@ _BRIEF: Final = 200
 _PART: Final = 60
 _WORD_AT_END: Final = re.compile(r"\w+\Z")
 _WORD_AT_START: Final = re.compile(r"\A\w+")
-_GONE: Final = "the log has no such sample, or no more: samples.max_bytes bounds it, and the oldest go"
-_NO_TOKENS: Final = "no tokens were recorded of this sample: it is an evaluation's, or of an older run"
+_GONE: Final = (
+    "the log does not hold this sample, or no longer: samples.max_bytes limits it, and the oldest are removed"
+)
+_NO_TOKENS: Final = "no tokens were recorded for this sample: it is from an evaluation or an older run"
 
 _Group = Annotated[str, Path(max_length=64)]
 
@@ -85,7 +87,7 @@ def add_samples(app: FastAPI, pages: Pages) -> None:
         limit: Annotated[int, Query(ge=1, le=200)] = 50,
         after: Annotated[str, Query(max_length=100)] = "",
     ) -> Response:
-        wanted = SampleFilter(
+        criteria = SampleFilter(
             kind=None if kind is WantedKind.ANY else SampleKind(kind),
             domain=domain or None,
             tag=tag or None,
@@ -102,12 +104,12 @@ def add_samples(app: FastAPI, pages: Pages) -> None:
         )
         run = pages.of(number).run
         with run.lock:
-            choice = run.samples.choose(wanted)
-            found = list(answers_of(choice, run.samples))
+            choice = run.samples.choose(criteria)
+            members = list(answers_of(choice, run.samples))
             complete = not run.samples.unread_bytes
         rest = None if choice.after is None else "{!r}:{:016x}:{}".format(*choice.after)
-        parts = _told_apart([group for _, group in found])
-        rows = [_row(place, group) | {"prompt_part": part} for (place, group), part in zip(found, parts, strict=True)]
+        parts = _differing_prompt_parts([group for _, group in members])
+        rows = [_row(place, group) | {"prompt_part": part} for (place, group), part in zip(members, parts, strict=True)]
         return answer({"complete": complete, "matched": choice.matched, "after": rest, "samples": rows})
 
 
@@ -116,29 +118,29 @@ def add_tokens(app: FastAPI, pages: Pages) -> None:
 
     @app.get("/api/samples/{group}")
     def side_by_side(group: _Group, number: RunNumber = 0) -> Response:
-        found, signal = _group(pages.of(number).run, group)
-        if found is None:
+        stored, signal = _group(pages.of(number).run, group)
+        if stored is None:
             return refusal(404, _GONE, code="sample_gone", param="group")
-        told = msgspec.to_builtins(msgspec.structs.replace(found, prompt_tokens=None, answers=()))
-        answers = [_answer(at, each) for at, each in enumerate(found.answers)]
+        fields = msgspec.to_builtins(msgspec.structs.replace(stored, prompt_tokens=None, answers=()))
+        answers = [_answer(at, each) for at, each in enumerate(stored.answers)]
         whole = {"tags": [], "problem_id": "", "ground_truth": "", "why": "", "evaluation": "", "filtered": {}}
-        return answer({**whole, **told, "group": group, "signal": signal, "answers": answers})
+        return answer({**whole, **fields, "group": group, "signal": signal, "answers": answers})
 
     @app.get("/api/tokens/{group}/{sample}")
     def tokens(group: _Group, sample: Annotated[int, Path(ge=0, le=2**20)], number: RunNumber = 0) -> Response:
-        found, _ = _group(pages.of(number).run, group)
-        if found is None or sample >= len(found.answers):
+        stored, _ = _group(pages.of(number).run, group)
+        if stored is None or sample >= len(stored.answers):
             return refusal(404, _GONE, code="sample_gone", param="group")
-        columns = found.answers[sample].tokens
+        columns = stored.answers[sample].tokens
         if columns is None:
             return refusal(404, _NO_TOKENS, code="no_tokens")
-        return answer({"group": group, "sample": sample, "step": found.step, **_columns(found, sample, columns)})
+        return answer({"group": group, "sample": sample, "step": stored.step, **_columns(stored, sample, columns)})
 
 
 def _group(run: WatchedRun, name: str) -> tuple[SampleGroup | None, bool]:
     with run.lock:
-        found = run.samples.group(name)
-        return found, found is not None and run.samples.has_signal(name)
+        stored = run.samples.group(name)
+        return stored, stored is not None and run.samples.has_signal(name)
 
 
 def _place(after: str) -> tuple[float, int, int] | None:
@@ -150,7 +152,7 @@ def _place(after: str) -> tuple[float, int, int] | None:
     except ValueError:
         place = math.nan, 0, 0
     if math.isnan(place[0]) or not 0 <= place[1] < 2**64 or not 0 <= place[2] < 2**31:
-        raise HTTPException(422, "after must be what an answer gave as `after`")
+        raise HTTPException(422, "after must be the `after` of an earlier response")
     return place
 
 
@@ -172,7 +174,7 @@ def _row(place: SamplePlace, group: SampleGroup) -> dict[str, Any]:
     }
 
 
-def _told_apart(groups: Sequence[SampleGroup]) -> list[str]:
+def _differing_prompt_parts(groups: Sequence[SampleGroup]) -> list[str]:
     """Return for each prompt the part in which it differs from the others of its domain."""
     prompts: dict[str, list[str]] = {}
     for group in groups:
@@ -202,8 +204,8 @@ def _shared_start(texts: Sequence[str]) -> str:
 
 def _answer(number: int, each: AnswerRecord) -> dict[str, Any]:
     """Return an answer without its tokens."""
-    told = {name: getattr(each, name) for name in each.__struct_fields__ if name != "tokens"}
-    return {"sample": number, **told, "has_tokens": each.tokens is not None}
+    fields = {name: getattr(each, name) for name in each.__struct_fields__ if name != "tokens"}
+    return {"sample": number, **fields, "has_tokens": each.tokens is not None}
 
 
 def _columns(group: SampleGroup, number: int, answer: AnswerTokens) -> dict[str, Any]:
@@ -248,14 +250,14 @@ def causes_of(versions: tuple[int | None, ...], *, held: int) -> tuple[Cause | N
 
     The cause follows from the token's version, the first version of its turn, and the version `held` by the trainer.
     """
-    told: list[Cause | None] = []
+    causes: list[Cause | None] = []
     first: int | None = None
     for version in versions:
         if version is None:
-            told.append(None)
+            causes.append(None)
             first = None
             continue
         first = version if first is None else first
         own = Cause.NUMERICS if first == held else Cause.CACHE
-        told.append(own if version == held else Cause.STALENESS)
-    return tuple(told)
+        causes.append(own if version == held else Cause.STALENESS)
+    return tuple(causes)

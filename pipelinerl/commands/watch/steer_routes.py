@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from pipelinerl import registry
 from pipelinerl.commands.watch.pages import LooksOnly, Pages, RunNumber, Watched, answer
-from pipelinerl.commands.watch.steering import GRACE_S, described, flat, fleet_told, sort_of
+from pipelinerl.commands.watch.steering import GRACE_S, described, flat, fleet_values, sort_of
 from pipelinerl.controller.routes import KnobChanges
 from pipelinerl.errors import UserError
 from pipelinerl.observability.status import RunStatus
@@ -85,9 +85,9 @@ def _add_knobs(app: FastAPI, pages: Pages) -> None:
 
     @app.post("/api/knobs/check")
     def check(changes: Annotated[KnobChanges, Body()], number: RunNumber = 0) -> Response:
-        found = pages.of(number).steering.refused(changes)
-        if found:
-            return answer({"ok": False, "refused": found})
+        refused = pages.of(number).steering.refused(changes)
+        if refused:
+            return answer({"ok": False, "refused": refused})
         return answer({"ok": True, "changes": changes, "effective": _EFFECTIVE})
 
 
@@ -97,17 +97,17 @@ def _add_engines(app: FastAPI, pages: Pages) -> None:
         watched = pages.of(number)
         steered, status = _steered(watched, looks_only)
         if status is not None:
-            told = fleet_told(status.fleet) | {"source": "controller"}
+            state = fleet_values(status.fleet) | {"source": "controller"}
         else:
             with watched.run.lock:
-                told = {"engines": [dict(each) for each in watched.run.view.engines.values()], "source": "events"}
-            told |= {"requested": [], "to_stop": [], "tokens_per_s": None, "occupancy": None, "update_pause_s": None}
-        return answer(told | {"types": sorted(registry.ENGINES), **steered})
+                state = {"engines": [dict(each) for each in watched.run.view.engines.values()], "source": "events"}
+            state |= {"requested": [], "to_stop": [], "tokens_per_s": None, "occupancy": None, "update_pause_s": None}
+        return answer(state | {"types": sorted(registry.ENGINES), **steered})
 
     @app.post("/api/engines/add")
     def add(wanted: EngineWanted, number: RunNumber = 0) -> Response:
         if bool(wanted.url) == bool(wanted.type):
-            message = "name the url of a running engine, or a type to start; one of the two"
+            message = "give either the url of a running engine or a type to start"
             return refusal(422, message, code="invalid_request_error", param="url")
         names = pages.of(number).steering.add(wanted.url, wanted.type, wanted.count)
         return answer({"state": "asked", "names": names})
@@ -145,5 +145,5 @@ def _knobs(watched: Watched, looks_only: bool = False) -> dict[str, Any]:
     else:
         with watched.run.lock:
             values, log, source = dict(watched.run.view.knobs), list(watched.run.view.knob_log), "events"
-    told = [described(name, value, watched.steering.steps_of(name)) for name, value in flat(values).items()]
-    return {"knobs": told, "presets": sorted(PRESETS), "log": log, "source": source, **steered}
+    knobs = [described(name, value, watched.steering.steps_of(name)) for name, value in flat(values).items()]
+    return {"knobs": knobs, "presets": sorted(PRESETS), "log": log, "source": source, **steered}

@@ -32,21 +32,21 @@ T = TypeVar("T")
 _TIMEOUT_S: Final = 5.0
 #: Minimum interval between status requests; pages ask more often.
 _STATUS_S: Final = 1.0
-_READ_ONLY: Final = "`pipelinerl watch` was started with --read-only, so no link of it can steer"
-_SHARED: Final = "this is the shared link, which only shows the run"
+_READ_ONLY: Final = "`pipelinerl watch` was started with --read-only, so its links cannot change the run"
+_SHARED: Final = "this is a shared link, which is read-only"
 
 #: Description, slider range and limits of each knob.
 _KNOBS: Final[dict[str, dict[str, Any]]] = {
-    "j": {"what": "how many steps ahead prompts are issued", "least": 0, "slider": [0, 16], "unit": "versions"},
+    "j": {"what": "steps that prompts are issued ahead", "least": 0, "slider": [0, 16], "unit": "versions"},
     "k": {
-        "what": "how many versions old a rollout may be at its step", "least": 0, "slider": [0, 16],
+        "what": "maximum age of a rollout at its step", "least": 0, "slider": [0, 16],
         "unit": "versions", "may_be_infinite": True, "whole": True,
     },
-    "temperature": {"what": "of sampling", "least": COLDEST, "most": HOTTEST, "slider": [0.1, 2.0]},
-    "learning_rate": {"what": "of the optimizer, before its schedule", "least": 0, "log": True},
-    "rollouts_per_step": {"what": "answers that make a step", "least": 1},
-    "evaluation_interval_steps": {"what": "steps from one evaluation to the next", "least": 1},
-    "groups_in_flight": {"what": "groups of each actor at a time", "least": 1},
+    "temperature": {"what": "sampling temperature", "least": COLDEST, "most": HOTTEST, "slider": [0.1, 2.0]},
+    "learning_rate": {"what": "learning rate before its schedule", "least": 0, "log": True},
+    "rollouts_per_step": {"what": "answers per step", "least": 1},
+    "evaluation_interval_steps": {"what": "steps between evaluations", "least": 1},
+    "groups_in_flight": {"what": "groups per actor at a time", "least": 1},
 }  # fmt: skip
 _WHOLE: Final = frozenset({"j", "rollouts_per_step", "evaluation_interval_steps", "groups_in_flight"})
 
@@ -63,41 +63,41 @@ class Steering:
     run_dir: Path
     read_only: bool = False
     _status: RunStatus | None = None
-    _asked_at: float = -math.inf
-    _asking: ControllerClient | None = None
+    _requested_at: float = -math.inf
+    _client: ControllerClient | None = None
     """Kept open while it answers; `_lock` gives it to one thread at a time."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def status(self, *, max_age_s: float = _STATUS_S) -> RunStatus | None:
         """Return the controller's status, at most `max_age_s` old; None if it does not answer."""
         with self._lock:
-            if time.monotonic() - self._asked_at >= max_age_s:
-                self._status = self._asked()
-                self._asked_at = time.monotonic()
+            if time.monotonic() - self._requested_at >= max_age_s:
+                self._status = self._request_status()
+                self._requested_at = time.monotonic()
             return self._status
 
     def known(self, *, max_age_s: float) -> tuple[RunStatus | None] | None:
         """Return the cached status in a tuple, or None if `status` would send a request. Never blocks."""
-        return (self._status,) if time.monotonic() - self._asked_at < max_age_s else None
+        return (self._status,) if time.monotonic() - self._requested_at < max_age_s else None
 
     def close(self) -> None:
         """Close the connection; a later request opens another."""
         with self._lock:
             self._hang_up()
 
-    def _asked(self) -> RunStatus | None:
+    def _request_status(self) -> RunStatus | None:
         try:
-            if self._asking is None:
-                self._asking = controller_of(self.run_dir, timeout_s=_TIMEOUT_S)
-            return self._asking.status()
+            if self._client is None:
+                self._client = controller_of(self.run_dir, timeout_s=_TIMEOUT_S)
+            return self._client.status()
         except UserError:
             self._hang_up()  # the controller may return at another address: the next request reads it again
             return None
 
     def _hang_up(self) -> None:
-        if self._asking is not None:
-            self._asking.close()
-            self._asking = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
     def obstacle(self, *, looks_only: bool = False) -> str:
         """Return the reason why the client cannot change the run; empty if it can."""
@@ -120,8 +120,8 @@ class Steering:
             now.patched(changes)
         except RecipeError as error:
             alone = [(name, _refusal(now, {name: value})) for name, value in changes.items()]
-            found = [{"knob": name, "message": why} for name, why in alone if why]
-            return found or [{"knob": "", "message": str(error)}]
+            messages = [{"knob": name, "message": why} for name, why in alone if why]
+            return messages or [{"knob": "", "message": str(error)}]
         return []
 
     def steps_of(self, name: str) -> dict[str, Any]:
@@ -168,13 +168,13 @@ class Steering:
             return self._reading(call)
         finally:
             with self._lock:
-                self._asked_at = -math.inf  # the cached status is outdated
+                self._requested_at = -math.inf  # the cached status is outdated
 
     def _recipe_knobs(self) -> Knobs:
         try:
             return knobs_of(recipes.load(str(self.run_dir / "recipe.toml")))
         except UserError as error:
-            raise CannotSteer(f"the run's recipe cannot be read, so nothing can be checked by it: {error}") from None
+            raise CannotSteer(f"the run's recipe cannot be read, so changes cannot be checked: {error}") from None
 
     def _knobs_now(self) -> Knobs:
         return self._recipe_knobs().patched(self.knobs().knobs)
@@ -182,18 +182,20 @@ class Steering:
 
 def described(name: str, value: Any, more: Mapping[str, Any]) -> dict[str, Any]:
     """Return a knob with its limits, as the page draws it."""
-    told: dict[str, Any] = {
+    description: dict[str, Any] = {
         "name": name, "value": value, "kind": "number", "least": None, "most": LARGEST, "whole": name in _WHOLE,
         "log": False, "may_be_infinite": False, "step": 1 if name in _WHOLE or name == "k" else None, "unit": "",
         "what": "",
     }  # fmt: skip
     if name.startswith("domain_weights."):
-        told |= {"least": 0, "slider": [0, 4], "what": "share of this domain; 0 switches it off"}
-    told |= {**_KNOBS.get(name, {}), **more}
-    if "slider" not in told:
+        description |= {"least": 0, "slider": [0, 4], "what": "weight of this domain; 0 disables it"}
+    description |= {**_KNOBS.get(name, {}), **more}
+    if "slider" not in description:
         known = float(value) if isinstance(value, int | float) and value > 0 else 1.0
-        told["slider"] = [known / 100, known * 10] if told["log"] else [told["step"] or 0, 4 * known]
-    return told
+        description["slider"] = (
+            [known / 100, known * 10] if description["log"] else [description["step"] or 0, 4 * known]
+        )
+    return description
 
 
 def sort_of(error: UserError) -> tuple[int, str]:
@@ -222,7 +224,7 @@ def flat(knobs: Mapping[str, Any]) -> dict[str, Any]:
     return values | {f"domain_weights.{name}": weight for name, weight in weights.items()}
 
 
-def fleet_told(fleet: FleetStatus) -> dict[str, Any]:
+def fleet_values(fleet: FleetStatus) -> dict[str, Any]:
     """Return the fleet as JSON values."""
     told: dict[str, Any] = msgspec.to_builtins(fleet)
     return told

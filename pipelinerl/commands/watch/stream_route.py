@@ -43,10 +43,10 @@ def add_stream(app: FastAPI, pages: Pages) -> None:
     @app.get("/api/stream", dependencies=[Depends(seat)])
     async def stream(number: RunNumber = 0, last_event_id: Annotated[str, Header(max_length=64)] = "") -> Response:
         # The header tells nginx not to buffer events.
-        return EventSourceResponse(_told(pages, number, last_event_id), headers={"x-accel-buffering": "no"})
+        return EventSourceResponse(_stream_frames(pages, number, last_event_id), headers={"x-accel-buffering": "no"})
 
 
-async def _told(pages: Pages, number: int, last_event_id: str) -> AsyncIterator[bytes]:
+async def _stream_frames(pages: Pages, number: int, last_event_id: str) -> AsyncIterator[bytes]:
     """Yield frames as they arrive, endlessly."""
     run = pages.of(number).run
     with run.feed.listener() as bell:
@@ -82,8 +82,8 @@ def _frames(entries: Sequence[FeedEntry], run: int) -> bytes:
     many = summarised(entries)
     if many is None:
         return b"".join(entry.frame for entry in entries)
-    told = [entry.frame for entry in entries if entry.step is None]
-    return b"".join([*told, _behind(*many, run, entries[-1].place)])
+    others = [entry.frame for entry in entries if entry.step is None]
+    return b"".join([*others, _behind(*many, run, entries[-1].place)])
 
 
 def _behind(first: int, last: int, run: int, place: str) -> bytes:

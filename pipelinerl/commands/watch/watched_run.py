@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
-from pipelinerl.commands.watch.feed import Feed, step_told
+from pipelinerl.commands.watch.feed import Feed, step_figures
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import Event
@@ -119,8 +119,8 @@ class WatchedRun:
 
     def _read_events(self) -> bool:
         piece = self._tail.read()
-        self.changes += piece.anew or bool(piece.events)
-        if piece.anew:
+        self.changes += piece.is_new_file or bool(piece.events)
+        if piece.is_new_file:
             self.view = RunView()
             self.feed.put("rewound", {"to": 0})
         live = "events" in self.loaded
@@ -128,7 +128,7 @@ class WatchedRun:
             try:
                 self._take(event, live=live)
             except Exception:  # untrusted input: one malformed event must not break the whole page
-                log.exception("%s has an event that cannot be told; it is left out", self.run_dir)
+                log.exception("%s has an event that cannot be processed; skipping it", self.run_dir)
         if not live and not self._tail.is_behind:
             self.loaded.add("events")
             self.changes += 1
@@ -136,13 +136,13 @@ class WatchedRun:
         return self._tail.is_behind
 
     def _read_samples(self) -> bool:
-        came = self.samples.read()
-        if came and "samples" in self.loaded:
-            self.feed.put("samples", {"step": self.view.step, "count": came})
+        count = self.samples.read()
+        if count and "samples" in self.loaded:
+            self.feed.put("samples", {"step": self.view.step, "count": count})
         if "samples" not in self.loaded and not self.samples.unread_bytes:
             self.loaded.add("samples")
             self.feed.put("loaded", {"what": "samples"})
-        return self.samples.unread_bytes > 0 and (came > 0 or "samples" not in self.loaded)
+        return self.samples.unread_bytes > 0 and (count > 0 or "samples" not in self.loaded)
 
     def _take(self, event: Event, *, live: bool) -> None:
         rewound = self.view.take(event)
@@ -152,7 +152,7 @@ class WatchedRun:
             self.feed.put("rewound", {"to": event["step"] - 1})
         step = whole(event, "step")
         if event["kind"] == "step" and step is not None:
-            self.feed.put("step", step_told(event), step=step)
+            self.feed.put("step", step_figures(event), step=step)
         else:
             self.feed.put("event", event)
 
@@ -166,7 +166,7 @@ def watched_runs(directories: Sequence[Path]) -> list[WatchedRun]:
     for directory in directories:
         there = ("events.jsonl", "recipe.toml", FOLDER)
         if not any((directory / name).exists() for name in there):
-            raise UserError(f"{directory} is no run: it has none of {', '.join(there)}; name the run's directory")
+            raise UserError(f"{directory} is not a run: it has none of {', '.join(there)}; name the run's directory")
     return [WatchedRun(number, directory) for number, directory in enumerate(directories)]
 
 

@@ -102,8 +102,8 @@ def _entropy(
     if entropy < at.entropy * slack * begun and (right is None or right < at.right):
         yield Alarm(
             kind=AlarmKind.ENTROPY,
-            what=f"entropy collapse: {entropy:.3g} nats a token, {begun:.3g} when the run began, and "
-            f"{'nobody knows how many' if right is None else f'only {right:.0%}'} of the answers are right; lower the "
+            what=f"entropy collapse: {entropy:.3g} nats per token, {begun:.3g} at the start of the run, and "
+            f"{'an unknown share' if right is None else f'only {right:.0%}'} of the answers is correct; lower the "
             "learning rate, raise epsilon_high, or add an entropy term",
         )
 
@@ -118,7 +118,7 @@ def _length(steps: Sequence[WatchedStep], raised: Mapping[str, str], at: Thresho
         yield Alarm(
             kind=AlarmKind.LENGTH,
             what=f"length explosion: answers of {recent:,.0f} tokens, {before:,.0f} in the {at.length_steps} steps "
-            "before; look at `pipelinerl samples --worst`, or punish length: domains.reward.overlong_tokens",
+            "before; look at `pipelinerl samples --worst`, or penalise length: domains.reward.overlong_tokens",
         )
 
 
@@ -134,7 +134,7 @@ def _shares(steps: Sequence[WatchedStep], raised: Mapping[str, str], at: Thresho
             yield Alarm(
                 kind=AlarmKind.TRUNCATED,
                 domain=domain,
-                what=f"{truncated / rollouts:.0%} of the answers of {domain} end for want of tokens; raise "
+                what=f"{truncated / rollouts:.0%} of the answers of {domain} hit the token limit; raise "
                 'max_tokens, or keep them out of the loss: training.truncated = "mask"',
             )
         if groups >= at.enough and stale / groups > _limit(at.stale, AlarmKind.STALE, domain, raised, at):

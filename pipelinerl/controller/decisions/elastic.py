@@ -39,7 +39,7 @@ class Want(Enum):
 #: The reason for scaling, for events.
 _WHY: Final = {
     Want.MORE: "the engines are {occupancy:.0%} busy, the trainer waits {waiting:.0%} of its time, and {stale:.0%} of "
-    "groups come too late",
+    "groups arrive too late",
     Want.FEWER: "the engines are {occupancy:.0%} busy, and the trainer waits {waiting:.0%} of its time",
 }
 

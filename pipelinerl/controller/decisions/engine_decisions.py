@@ -115,7 +115,7 @@ def canary_checked(state: RunState, report: CanaryChecked, *, now: float) -> lis
 def overdue(state: RunState, *, now: float) -> list[Effect]:
     """Expel engines whose drain deadline has passed; their remaining work is handed over."""
     late = [r.url for r in state.fleet.records() if state.fleet.is_draining(r.url) and r.drain_by < now]
-    return [effect for url in late for effect in _expel(state, url, "drained; what it still had is handed over")]
+    return [effect for url in late for effect in _expel(state, url, "drained; its remaining work is handed over")]
 
 
 def awaited(state: RunState, *, engines_expected: int) -> list[str]:

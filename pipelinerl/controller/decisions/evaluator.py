@@ -150,7 +150,7 @@ class Evaluator:
 
     def _restart(self, state: RunState, evaluation: Evaluation, reason: str) -> list[Effect]:
         if evaluation.restarts >= self.plan.restarts:
-            evaluation.given_up = f"its pin broke {evaluation.restarts + 1} times, the last time since {reason}"
+            evaluation.given_up = f"its pin broke {evaluation.restarts + 1} times, most recently because {reason}"
             return []
         release(state)
         state.evaluations.current = None
@@ -165,7 +165,7 @@ class Evaluator:
 
     def _lose_patience(self, state: RunState, evaluation: Evaluation, *, now: float) -> None:
         if now - evaluation.heard_at > self.plan.grace_s:
-            evaluation.given_up = f"no answer came for {self.plan.grace_s:g} s"
+            evaluation.given_up = f"no answer arrived for {self.plan.grace_s:g} s"
         elif holds_updates(state):
             evaluation.held_since = now if evaluation.held_since is None else evaluation.held_since
             if now - evaluation.held_since > self.plan.hold_s:

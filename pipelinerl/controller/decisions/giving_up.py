@@ -106,7 +106,7 @@ def _reasons(state: RunState, settings: ControllerSettings, now: float) -> Itera
     yield from _all_refuse(state, settings)
     if state.failing.engineless_since and now - state.failing.engineless_since > settings.engine_timeout_s:
         yield (
-            f"no engine has been there for {settings.engine_timeout_s:g} s (run.engine_timeout_s)"
+            f"no engine has been alive for {settings.engine_timeout_s:g} s (run.engine_timeout_s)"
             f"{lost_engines(state)}; start one, or see the engines' logs"
         )
     yield from _no_verdicts(state, now)
@@ -127,8 +127,8 @@ def _all_refuse(state: RunState, settings: ControllerSettings) -> Iterator[str]:
         return
     refusals = [record for record in records if record.refuses]
     if refusals and all(record.lifecycle is EngineLifecycle.EXPELLED for record in records):
-        said = "; ".join(f"{record.url} {record.last_error}" for record in refusals[:3])
-        yield f"no engine can serve this run: {said}"
+        reasons = "; ".join(f"{record.url} {record.last_error}" for record in refusals[:3])
+        yield f"no engine can serve this run: {reasons}"
 
 
 def _all_too_long(state: RunState) -> Iterator[str]:
@@ -145,7 +145,7 @@ def _all_too_long(state: RunState) -> Iterator[str]:
     if failing.too_long_groups >= most and not _some_ended_well(state):
         yield (
             f"{failing.too_long_groups} prompts since the last step were too long, and no group was made: "
-            f"{failing.too_long_reason}; raise engine.context_length, or leave such problems out"
+            f"{failing.too_long_reason}; raise engine.context_length, or remove such problems"
         )
 
 
@@ -168,7 +168,7 @@ def _no_verdicts(state: RunState, now: float) -> Iterator[str]:
         enough = errors >= _VERDICTS_THAT_END or count >= max(_VERDICTS_THAT_END, state.knobs.rollouts_per_step)
         if failing and len(failing) == len(asked) and enough:
             of = "groups" if judge == THE_FILTER else "answers"
-            yield f"{judge} has given {count} {of} in a row no verdict; the last: {failing[-1].reason}"
+            yield f"{judge} has failed on {count} {of} in a row; the last error: {failing[-1].reason}"
 
 
 def _some_ended_well(state: RunState) -> bool:

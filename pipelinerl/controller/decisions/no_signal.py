@@ -89,7 +89,7 @@ def _sum(state: RunState) -> NoSignalGroups:
     )
 
 
-def _told(counts: NoSignalGroups) -> str:
+def _counts(counts: NoSignalGroups) -> str:
     words = {
         "all right": counts.right,
         "all wrong": counts.wrong,
@@ -102,15 +102,15 @@ def _told(counts: NoSignalGroups) -> str:
 def _alarm_sentence(state: RunState) -> str:
     counts = _sum(state)
     return (
-        f"no signal: the last {counts.total} groups have nothing to teach ({_told(counts)}); change the problems, or "
+        f"no signal: the last {counts.total} groups have nothing to teach ({_counts(counts)}); change the problems, or "
         "check the reward with `pipelinerl check`"
     )
 
 
 def _solved_sentence(counts: NoSignalGroups) -> str:
     return (
-        f"solved: the last {counts.total} groups have nothing left to teach ({_told(counts)}); take harder problems to "
-        "go on, or check the reward with `pipelinerl check` if this comes too soon"
+        f"solved: the last {counts.total} groups have nothing left to teach ({_counts(counts)}); use harder problems "
+        "to continue, or check the reward with `pipelinerl check` if this is too early"
     )
 
 
@@ -124,7 +124,7 @@ def _hopeless_sentence(state: RunState, counts: NoSignalGroups) -> str:
         )
     else:
         advice = (
-            "check with `pipelinerl check` that the reward tells answers apart, or raise sampling.temperature or "
+            "check with `pipelinerl check` that the reward distinguishes answers, or raise sampling.temperature or "
             "sampling.group_size"
         )
-    return f"hopeless: the last {counts.total} groups have nothing to teach ({_told(counts)}); {advice}"
+    return f"hopeless: the last {counts.total} groups have nothing to teach ({_counts(counts)}); {advice}"

@@ -44,11 +44,11 @@ def _faults(state: RunState, report: Report) -> Iterator[str]:
     version = getattr(report, "model_version", 0)
     most = MOST_VERSION if isinstance(report, TrainerReady) else state.version + MOST_VERSION_STEP
     if version >= most:
-        yield f"it is of version {version}, and the run at {state.version}"
+        yield f"it is of version {version}, but the run is at {state.version}"
     if isinstance(report, TrainerReady):
         most = min(state.epoch + MOST_EPOCH_STEP, MOST_EPOCH - 2)
         if report.claimed > most:
-            yield f"it says that epoch {report.claimed} was claimed, and the run is in {state.epoch}"
+            yield f"it claims epoch {report.claimed}, but the run is in epoch {state.epoch}"
     consumed: ConsumedReport | None = getattr(report, "consumed", None)
     if consumed is not None:
         yield from _unbalanced(state, consumed)
@@ -57,7 +57,7 @@ def _faults(state: RunState, report: Report) -> Iterator[str]:
     ):
         yield from _unasked(state, report)
     if isinstance(report, ActorAlive) and report.name not in state.actors and len(state.actors) >= _MOST_ACTORS:
-        yield f"it is of one actor more than {_MOST_ACTORS}"
+        yield f"it is from a new actor, beyond the limit of {_MOST_ACTORS}"
 
 
 def _unrecordable(value: Any, name: str = "it") -> Iterator[str]:
@@ -91,7 +91,7 @@ def _unbalanced(state: RunState, consumed: ConsumedReport) -> Iterator[str]:
         yield "its account counts orders twice"
     ended = consumed.trained + consumed.filtered + consumed.stale + consumed.failed
     if ended != consumed.frontier + len(beyond):
-        yield f"its account does not balance: {ended} orders have a fate, {consumed.frontier + len(beyond)} have ended"
+        yield f"its account does not balance: {ended} orders have outcomes, {consumed.frontier + len(beyond)} ended"
 
 
 def _unasked(state: RunState, report: EvaluationDone | GroupFailed) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _unasked(state: RunState, report: EvaluationDone | GroupFailed) -> Iterator[
     if evaluation is None or not evaluation.concerns(report.order_id):
         return
     if report.index >= evaluation.next_index:
-        yield f"it answers question {report.index}, and {evaluation.next_index} were asked"
+        yield f"it answers question {report.index}, but only {evaluation.next_index} were issued"
         return
     samples = evaluation.plan.question(report.index)[0].samples
     if isinstance(report, EvaluationDone) and not report.correct <= report.judged <= samples:

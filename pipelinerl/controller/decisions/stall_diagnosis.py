@@ -84,7 +84,7 @@ def _actors(state: RunState, now: float) -> str:
     late = {name: now - heard for name, (_, heard) in state.actors.items() if now - heard > SILENT_S}
     if not state.actors:
         return "; no actor has reported"
-    return "".join(f"; actor {name} last heard {silent:.0f} s ago" for name, silent in sorted(late.items()))
+    return "".join(f"; actor {name} has been silent for {silent:.0f} s" for name, silent in sorted(late.items()))
 
 
 def _untrained(state: RunState) -> str:
@@ -93,8 +93,8 @@ def _untrained(state: RunState) -> str:
     ended = {fate: ledger[fate] - getattr(before, fate) for fate in _WHY}
     if sum(ended.values()) < state.knobs.groups_per_step:
         return ""
-    told = ", ".join(f"{number} {fate} ({_WHY[fate]})" for fate, number in ended.items() if number)
-    return f"; since the last step {sum(ended.values())} groups ended untrained: {told}"
+    causes = ", ".join(f"{number} {fate} ({_WHY[fate]})" for fate, number in ended.items() if number)
+    return f"; since the last step {sum(ended.values())} groups ended untrained: {causes}"
 
 
 def _outdated(state: RunState) -> str:
@@ -115,7 +115,7 @@ def _trainer(state: RunState, now: float) -> str:
     if state.trainer.heard is None:
         return ""
     report, heard = state.trainer.heard
-    return f"; the trainer's last word, {report}, came {now - heard:.0f} s ago" if now - heard > SILENT_S else ""
+    return f"; the trainer's last report, {report}, came {now - heard:.0f} s ago" if now - heard > SILENT_S else ""
 
 
 def lost_engines(state: RunState) -> str:

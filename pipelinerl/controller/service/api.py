@@ -52,14 +52,14 @@ from pipelinerl.verifiers.service.wire import VerifierLease
 
 _LOCALHOST: Final = "localhost"
 _ELSEWHERE: Final = (
-    "url: a loopback address leads everybody to their own machine, and this came from {asker}: start the {what} with "
-    "--host, an address at which the others reach it"
+    "url: a loopback address only works on its own machine, but this came from {asker}: start the {what} with "
+    "--host and an address at which other machines reach it"
 )
 _SILENT: Final = "url: no engine answers there: {}"
 _UNREACHABLE: Final = "unreachable_engine"
 #: An engine that offers itself answers a poll within this time; its own request times out after five seconds.
 _PROBE_S: Final = 3.0
-_GOING: Final = "{url} is to go already: {why}; to have one engine more, request one that replaces none"
+_GOING: Final = "{url} is leaving already: {why}; to add an engine, request one that replaces none"
 
 _Who = Annotated[str, Header(alias=routes.WHO, max_length=128)]
 

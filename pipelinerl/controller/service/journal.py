@@ -122,7 +122,7 @@ class Journal:
         try:
             _ENCODER.encode(given)
         except (OverflowError, UnicodeEncodeError, TypeError, RecursionError) as error:
-            raise RecipeError(f"what is asked cannot be recorded: {error}") from None
+            raise RecipeError(f"the request cannot be recorded: {error}") from None
 
     @property
     def snapshot_due(self) -> bool:
@@ -170,7 +170,7 @@ class Journal:
             _check_layout([entry.payload for entry in entries])
             records = [_DECODER.decode(entry.payload) for entry in entries]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            log.error("the journal cannot be read (%s): the run goes on from its checkpoint", error)
+            log.error("the journal cannot be read (%s): the run continues from its checkpoint", error)
             return None
         numbers = [parse_id(entry.entry_id)[0] for entry in entries]
         begin = max((i for i, record in enumerate(records) if isinstance(record, JournalSnapshot)), default=None)

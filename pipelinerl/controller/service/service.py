@@ -219,7 +219,7 @@ class ControllerService:
         except _UNDECIDABLE as error:
             if not isinstance(given, ReportReceived) or not await self._as_journaled():
                 raise
-            raise RecordError(f"nothing can be decided on it: {type(error).__name__}: {error}") from error
+            raise RecordError(f"it cannot be processed: {type(error).__name__}: {error}") from error
 
     async def _put_into_effect(self, given: AnyInput, effects: list[Effect]) -> None:
         number = await self._journal.record(Decision(given, self._next_entry, self._next_directive))
@@ -306,14 +306,16 @@ class ControllerService:
             self._next_directive = fresh_number(await self._stream.last_id(DIRECTIVES))
         written = self._events.count_recent(decision=found.number)
         for effect in effects:
-            told = isinstance(effect, Record | Finish) and written > 0
-            written -= told
-            await self._carry_out(effect, found.number, told=told)
+            recorded = isinstance(effect, Record | Finish) and written > 0
+            written -= recorded
+            await self._carry_out(effect, found.number, recorded=recorded)
         if self.controller.state.phase is RunPhase.FINISHED:  # the run ended earlier, perhaps without its last event
-            told = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
-            await self._carry_out(last_word(self.controller.state, self.controller.settings), found.number, told=told)
+            recorded = any(self._events.count_recent(kind=kind) for kind in _LAST_WORDS.values())
+            await self._carry_out(
+                last_word(self.controller.state, self.controller.settings), found.number, recorded=recorded
+            )
             return
-        log.warning("the controller is back and goes on at version %d", self.controller.state.version)
+        log.warning("the controller has restarted and continues at version %d", self.controller.state.version)
         self._record("controller_returned", {"model_version": self.controller.state.version})
 
     # --- loops -----------------------------------------------------------------------------------------------------
@@ -350,8 +352,8 @@ class ControllerService:
 
     async def _refuse(self, entry: Entry, report: Report, reason: str) -> None:
         """Ignore an implausible report, and make it visible in the log and the events."""
-        log.error("a report (%s) is refused: %s", type(report).__name__, reason)
-        await self._dead_letters.bury(entry, RecordError(f"a {type(report).__name__} is refused: {reason}"))
+        log.error("a report (%s) is rejected: %s", type(report).__name__, reason)
+        await self._dead_letters.bury(entry, RecordError(f"a {type(report).__name__} is rejected: {reason}"))
         self._record("report_refused", {"report": type(report).__name__, "reason": reason})
 
     async def _as_journaled(self) -> bool:
@@ -457,8 +459,8 @@ class ControllerService:
 
     # --- effects ---------------------------------------------------------------------------------------------------
 
-    async def _carry_out(self, effect: Effect, decision: int, *, told: bool = False) -> None:
-        """Carry out one effect; `told` means that its event is already in the log."""
+    async def _carry_out(self, effect: Effect, decision: int, *, recorded: bool = False) -> None:
+        """Carry out one effect; `recorded` means that its event is already in the log."""
         match effect:
             case IssuePrompts(orders):
                 await self._issue(orders)
@@ -469,14 +471,14 @@ class ControllerService:
                 await self._stream.trim(DIRECTIVES, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
             case Record(kind, fields):
                 if kind == "stalled":
-                    log.warning("nothing has got on for %.0f s: waiting for %s", fields["still_s"], fields["waits_for"])
+                    log.warning("no progress for %.0f s: waiting for %s", fields["still_s"], fields["waits_for"])
                 if kind == "alarm":
                     log.warning("step %d: %s", fields["step"], fields["what"])
-                if not told:
+                if not recorded:
                     self._record(kind, {**fields, "decision": decision})
             case Finish(reason, end):
                 ledger = self.controller.state.account.ledger()
-                if not told:
+                if not recorded:
                     self._record(_LAST_WORDS[end], {"reason": reason, "ledger": ledger, "decision": decision})
                 self.finished.set()
                 self._over.set()

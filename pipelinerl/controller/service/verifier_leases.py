@@ -45,5 +45,5 @@ class VerifierLeases:
         now = self._clock()
         for url in [url for url, (_, until) in self._leases.items() if now >= until]:
             del self._leases[url]
-            log.warning("the verifier service at %s has not been heard of for %g s", url, LEASE_S)
+            log.warning("the verifier service at %s has been silent for %g s", url, LEASE_S)
         return tuple(lease for lease, _ in self._leases.values())

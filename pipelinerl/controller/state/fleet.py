@@ -249,7 +249,7 @@ class Fleet:
                 return False
             if known.lifecycle is EngineLifecycle.DRAINING:
                 self._change(url, incarnation=incarnation)
-                return self.expel(url, "it restarted while it was drained", to_stop=True)
+                return self.expel(url, "it restarted while draining", to_stop=True)
             if incarnation and not known.proven:
                 unproven_lives = known.unproven_lives + 1
         self.membership += 1

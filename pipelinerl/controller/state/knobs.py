@@ -103,7 +103,7 @@ class Knobs:
             )
         if self.rollouts_per_step > self.max_groups * smallest:
             raise RecipeError(
-                f"rollouts_per_step must be at most {self.max_groups * smallest}, the room of the streams "
+                f"rollouts_per_step must be at most {self.max_groups * smallest}, the capacity of the streams "
                 f"(streams.max_groups), got {self.rollouts_per_step}"
             )
 

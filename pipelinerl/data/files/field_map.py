@@ -14,7 +14,7 @@ import orjson
 
 from pipelinerl.data.drafts import Draft, text_of, to_problem
 from pipelinerl.data.files.rows import Row
-from pipelinerl.data.prompts import asked_by, asks_nothing, question
+from pipelinerl.data.prompts import apply_template, has_no_question, question
 from pipelinerl.data.templates import Template
 from pipelinerl.errors import MissingFieldError, RecipeError
 from pipelinerl.types import Message, Problem
@@ -64,23 +64,23 @@ class FieldMap:
         for key in _LISTS:
             value = parameters.pop(key, None)
             if value is not None and not (isinstance(value, list | tuple) and all(isinstance(i, str) for i in value)):
-                raise RecipeError(f"{where}.parameters.{key} must be a list of names of fields, got {value!r}")
+                raise RecipeError(f"{where}.parameters.{key} must be a list of field names, got {value!r}")
             named |= {key: tuple(value)} if value is not None else {}
         return cls(**named, template=template)
 
     @property
     def fields(self) -> frozenset[str]:
         """The columns from which problems are made."""
-        asked = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
-        asked.add(self.rate_field)
+        names = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
+        names.add(self.rate_field)
         more = {*(self.metadata_fields or (_METADATA,)), *self.tag_fields}
-        return frozenset(name.partition(".")[0] for name in asked | more if name) | self._of_template
+        return frozenset(name.partition(".")[0] for name in names | more if name) | self._of_template
 
     @property
     def fields_of_text(self) -> frozenset[str]:
         """The columns that `text` and `check` read."""
-        asked = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
-        return frozenset(name.partition(".")[0] for name in asked if name) | self._of_template
+        names = {self.prompt_field or _PROMPT, self.messages_field or _MESSAGES, self.answer_field, self.id_field}
+        return frozenset(name.partition(".")[0] for name in names if name) | self._of_template
 
     @property
     def _of_template(self) -> frozenset[str]:
@@ -95,7 +95,7 @@ class FieldMap:
     def check(self, row: Row) -> None:
         """Raise `RecipeError` if the row lacks an answer, or an id where ids are required."""
         for field in filter(None, (self.answer_field, self.id_field)):
-            if _found(row, field) is None:
+            if _value_of(row, field) is None:
                 raise _missing(field, row)
 
     def text(self, row: Row) -> str:
@@ -108,10 +108,10 @@ class FieldMap:
 
     def rate(self, row: Row) -> float:
         """Return the row's pass rate. Raises `RecipeError` if there is none."""
-        value = _found(row, self.rate_field)
+        value = _value_of(row, self.rate_field)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise RecipeError(
-                f"field {self.rate_field!r} must be a pass rate from 0 to 1, by which parameters.order orders, got "
+                f"field {self.rate_field!r} must be a pass rate from 0 to 1, for parameters.order, got "
                 f"{value!r:.80}; pipelinerl prefilter writes it"
             )
         return float(value)
@@ -121,19 +121,19 @@ class FieldMap:
         self.check(row)
         messages = self._messages(row)
         if self.template is not None:
-            messages = asked_by(messages, self.template, {_PROMPT: question(messages), **row})
-            if asks_nothing(messages):
+            messages = apply_template(messages, self.template, {_PROMPT: question(messages), **row})
+            if has_no_question(messages):
                 raise RecipeError(f"prompt_template makes an empty prompt of {', '.join(sorted(self._of_template))}")
         return Draft(
             messages=messages,
-            ground_truth=_as_text(_found(row, self.answer_field)),
+            ground_truth=_as_text(_value_of(row, self.answer_field)),
             metadata=self._metadata(row),
             tags=self._tags(row),
         )
 
     def problem(self, row: Row, digest: bytes, *, domain: str) -> Problem:
         """Convert the row to a problem of the domain; `digest` is that of its text."""
-        name = _as_text(_found(row, self.id_field)) if self.id_field else digest.hex()
+        name = _as_text(_value_of(row, self.id_field)) if self.id_field else digest.hex()
         return to_problem(self.draft(row), domain, name=name)
 
     def _messages(self, row: Row) -> tuple[Message, ...]:
@@ -142,27 +142,27 @@ class FieldMap:
                               (self.prompt_field or _PROMPT, self.prompt_field)):  # fmt: skip
             if not chosen and (self.messages_field or self.prompt_field):
                 continue  # the recipe names the other one
-            value = _found(row, field)
+            value = _value_of(row, field)
             if value is not None:
                 messages = _conversation(value, field)
-                if self.template is None and asks_nothing(messages):
-                    raise RecipeError(f'field "{field}" is empty: it, or its last message, is nothing but white space')
+                if self.template is None and has_no_question(messages):
+                    raise RecipeError(f'field "{field}" is empty: it, or its last message, has only white space')
                 return messages
         if self.template is not None and not (self.messages_field or self.prompt_field):
             return ()
         raise _missing(self.messages_field or self.prompt_field or _PROMPT, row)
 
     def _tags(self, row: Row) -> tuple[str, ...]:
-        found = [(field, _found(row, field)) for field in self.tag_fields]
+        values = [(field, _value_of(row, field)) for field in self.tag_fields]
         own = row.get(self.tags_field) or ()
         if not (isinstance(own, list | tuple) and all(isinstance(tag, str) for tag in own)):
             raise RecipeError(f"field {self.tags_field!r} must be a list of texts, got {own!r:.80}")
-        return (*own, *(f"{field}={_as_text(value)}" for field, value in found if value is not None))
+        return (*own, *(f"{field}={_as_text(value)}" for field, value in values if value is not None))
 
     def _metadata(self, row: Row) -> Mapping[str, Any]:
         if self.metadata_fields is not None:
-            found = {field: _found(row, field) for field in self.metadata_fields}
-            return {field: value for field, value in found.items() if value is not None}
+            values = {field: _value_of(row, field) for field in self.metadata_fields}
+            return {field: value for field, value in values.items() if value is not None}
         own = row.get(_METADATA)
         if own is None:
             return {}
@@ -171,7 +171,7 @@ class FieldMap:
         return own
 
 
-def _found(row: Row, field: str) -> Any:
+def _value_of(row: Row, field: str) -> Any:
     """Return the field's value, or None if it is missing."""
     if field in row or "." not in field:
         return row.get(field)

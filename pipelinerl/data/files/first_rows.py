@@ -11,12 +11,12 @@ from itertools import chain
 from pipelinerl.data.drafts import Split, digest_of
 from pipelinerl.data.files.curriculum import ProblemOrder
 from pipelinerl.data.files.rows import FirstRows
-from pipelinerl.data.files.source import asked_files, placed, prompts_of_rows, read_rows
+from pipelinerl.data.files.source import parse_files_request, placed, prompts_of_rows, read_rows
 from pipelinerl.data.source import SourceRequest
 from pipelinerl.types import Problem
 
 
-def look_at_files(asked: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
+def look_at_files(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
     """Make and check the first problems of each file; return the first problem, if there is any.
 
     Args:
@@ -25,15 +25,15 @@ def look_at_files(asked: SourceRequest, head: FirstRows, check: Callable[[Proble
     Raises:
         RecipeError: naming file, row and problem.
     """
-    files, field_map, curriculum = asked_files(asked)
-    prompts, first = prompts_of_rows(asked), None
+    files, field_map, curriculum = parse_files_request(request)
+    prompts, first = prompts_of_rows(request), None
     ranked = files[Split.TRAIN] if curriculum.order is not ProblemOrder.SHUFFLED else ()
     for path in dict.fromkeys(chain.from_iterable(files.values())):
         rows = read_rows(path, field_map, head)
         for number in range(len(rows)):
             with placed(rows, number):
                 row = rows.row(number)
-                problem = prompts.dress(field_map.problem(row, digest_of(field_map.text(row)), domain=asked.domain))
+                problem = prompts.dress(field_map.problem(row, digest_of(field_map.text(row)), domain=request.domain))
                 check(problem)
                 if path in ranked:
                     field_map.rate(row)

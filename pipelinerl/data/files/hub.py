@@ -22,37 +22,37 @@ from pipelinerl.types import Problem
 _ANSWER_S: Final = 10.0
 
 
-def open_hub(asked: SourceRequest) -> RowSource:
+def open_hub(request: SourceRequest) -> RowSource:
     """Open the data set that `asked.argument` names. `parameters` are those of `files` without `path`, plus `revision`.
 
     Raises:
         RecipeError: it cannot be fetched; or as `open_files` does.
     """
-    revision, parameters = _asked_of(asked)
-    folder = _fetched(asked.argument, revision, where=asked.where)
-    return open_files(replace(asked, argument="", parameters={**parameters, "path": folder}))
+    revision, parameters = _parsed(request)
+    folder = _fetched(request.argument, revision, where=request.where)
+    return open_files(replace(request, argument="", parameters={**parameters, "path": folder}))
 
 
-def look_at_hub(asked: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
+def look_at_hub(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
     """Check the first rows like `look_at_files`, but only of what is in the cache; nothing is fetched."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    revision, parameters = _asked_of(asked)
+    revision, parameters = _parsed(request)
     try:
-        folder = _snapshot(asked.argument, revision, local=True)
+        folder = _snapshot(request.argument, revision, local=True)
     except (LocalEntryNotFoundError, ValueError):  # an invalid name is reported when the data set is fetched
         return None
-    return look_at_files(replace(asked, argument="", parameters={**parameters, "path": folder}), head, check)
+    return look_at_files(replace(request, argument="", parameters={**parameters, "path": folder}), head, check)
 
 
-def _asked_of(asked: SourceRequest) -> tuple[str | None, dict[str, Any]]:
+def _parsed(request: SourceRequest) -> tuple[str | None, dict[str, Any]]:
     """Return (revision, parameters for `files`)."""
-    if not asked.argument or "path" in asked.parameters:
-        raise RecipeError(f"{asked.where}.source must be hub:<id of a data set>, without parameters.path")
-    parameters = dict(asked.parameters)
+    if not request.argument or "path" in request.parameters:
+        raise RecipeError(f"{request.where}.source must be hub:<id of a data set>, without parameters.path")
+    parameters = dict(request.parameters)
     revision = parameters.pop("revision", None)
     if not (revision is None or isinstance(revision, str)):
-        raise RecipeError(f"{asked.where}.parameters.revision must be a branch, tag or commit, got {revision!r}")
+        raise RecipeError(f"{request.where}.parameters.revision must be a branch, tag or commit, got {revision!r}")
     return revision, parameters
 
 
@@ -79,8 +79,8 @@ def _fetched(name: str, revision: str | None, *, where: str) -> str:
     except HFValidationError as error:
         raise RecipeError(f"{where}.source: {error}") from None
     except (OSError, HTTPError, RuntimeError) as error:  # the client raises one of these
-        said = str(error).strip().splitlines() or [type(error).__name__]
+        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise RecipeError(
-            f"{where}.source: hub:{name} cannot be fetched from here, and is not in the cache ({said[0]}); where there "
-            'is no way to the hub, bring the folder of the data set here and say source = "files" with its path'
+            f"{where}.source: hub:{name} cannot be fetched from here, and is not in the cache ({reason[0]}); without "
+            'access to the hub, copy the folder of the data set here and set source = "files" with its path'
         ) from None

@@ -52,7 +52,7 @@ def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
             raise RecipeError(f"{where}: {folder} holds no data file; known are {', '.join(SUFFIXES)}")
         return {split: files for split, files in layout.items() if files}
     if config:
-        raise RecipeError(f"{where}: config is of a folder in the hub's layout, got {', '.join(paths)}")
+        raise RecipeError(f"{where}: config applies only to a folder in the hub's layout, got {', '.join(paths)}")
     files = [file for path in paths for file in _named(path, where)]
     return {"": tuple(files)}
 
@@ -60,13 +60,13 @@ def layout_of(paths: Sequence[str], *, config: str, where: str) -> Layout:
 def _named(path: str, where: str) -> list[Path]:
     """Return the file at `path`, or those that match it."""
     text = str(from_home(path))
-    found = [Path(text)] if Path(text).is_file() else [Path(name) for name in sorted(glob.glob(text, recursive=True))]
-    files = [file for file in found if file.is_file()]
+    paths = [Path(text)] if Path(text).is_file() else [Path(name) for name in sorted(glob.glob(text, recursive=True))]
+    files = [file for file in paths if file.is_file()]
     if not files:
-        raise RecipeError(f"{where} must be the path of a file or folder, got {path!r}; there is none")
+        raise RecipeError(f"{where} must be the path of a file or folder, got {path!r}, which does not exist")
     for file in files:
         if suffix_of(file) not in SUFFIXES:
-            raise RecipeError(f"{where}: {file} is of no known format; known are {', '.join(SUFFIXES)}")
+            raise RecipeError(f"{where}: {file} has an unknown format; known are {', '.join(SUFFIXES)}")
     return files
 
 
@@ -133,21 +133,21 @@ def _configs(readme: Path) -> dict[str, Any]:
     """Return the configurations that have `data_files`, by name, from the front matter of a README."""
     if not readme.is_file():
         return {}
-    found = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
-    if found is None:
+    match = re.match(r"---\s*\n(.*?\n)---\s*(\n|$)", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    if match is None:
         return {}
     import yaml
 
     try:
-        said = yaml.safe_load(found[1])
-        configs = said.get("configs") or []
+        front_matter = yaml.safe_load(match[1])
+        configs = front_matter.get("configs") or []
         return {str(config["config_name"]): config for config in configs if config.get("data_files")}
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         raise RecipeError(f"{readme}: its front matter is not the hub's: {type(error).__name__}: {error}") from None
 
 
 def _of_config(folder: Path, configs: Mapping[str, Any], config: str) -> Layout:
-    default = next((name for name, said in configs.items() if said.get("default")), "")
+    default = next((name for name, settings in configs.items() if settings.get("default")), "")
     chosen = config or default or ("default" if "default" in configs else "")
     if not chosen and len(configs) == 1:
         (chosen,) = configs
@@ -169,8 +169,8 @@ def _matching(base: Path, patterns: Any, folder: Path) -> tuple[Path, ...]:
     for pattern in listed:
         if not isinstance(pattern, str) or ".." in Path(pattern).parts or Path(pattern).is_absolute():
             raise RecipeError(f"{folder / 'README.md'}: data_files must name files of the folder, got {pattern!r}")
-        found = sorted(path for path in base.glob(pattern) if _is_data(path, folder))
-        if not found:
+        matching = sorted(path for path in base.glob(pattern) if _is_data(path, folder))
+        if not matching:
             raise RecipeError(f"{folder / 'README.md'}: data_files names {pattern!r}, and there is no such file")
-        files += found
+        files += matching
     return tuple(dict.fromkeys(files))

@@ -88,7 +88,7 @@ class JsonRows:
             try:
                 return cls.of(orjson.loads(_unpacked(path))[:most], str(path))
             except orjson.JSONDecodeError as error:
-                raise RecipeError(f"{path} is no JSON: {error}") from None
+                raise RecipeError(f"{path} is not valid JSON: {error}") from None
         text = _unpacked(path, None if head is None else head.bytes)
         if head is not None and len(text) == head.bytes:
             text = text[: text.rfind(b"\n") + 1]  # the last line may be cut off
@@ -114,7 +114,7 @@ class JsonRows:
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise RecipeError(f"{self.place(index)}: expected a JSON object, got no JSON: {error}") from None
+            raise RecipeError(f"{self.place(index)}: expected a JSON object, got invalid JSON: {error}") from None
         if not isinstance(row, dict):
             raise RecipeError(f"{self.place(index)}: expected an object with fields, got {line[:80].decode()!r}")
         return row
@@ -179,7 +179,7 @@ class ChainedRows:
 
     def row(self, index: int) -> Row:
         """Return one row."""
-        part, within = self._found(index)
+        part, within = self._locate(index)
         return part.row(within)
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
@@ -188,15 +188,15 @@ class ChainedRows:
 
     def unread(self, index: int) -> tuple[str, ...]:
         """Return the unread fields of the row in its own file."""
-        part, within = self._found(index)
+        part, within = self._locate(index)
         return part.unread(within)
 
     def place(self, index: int) -> str:
         """Return the row's name within its own file."""
-        part, within = self._found(index)
+        part, within = self._locate(index)
         return part.place(within)
 
-    def _found(self, index: int) -> tuple[DataRows, int]:
+    def _locate(self, index: int) -> tuple[DataRows, int]:
         number = bisect.bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
@@ -209,11 +209,11 @@ def suffix_of(path: Path) -> str:
 def _lines(text: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return the start and end offset of each non-blank line, i64 [N] each."""
     view = np.frombuffer(text, np.uint8)
-    found = [
+    newlines = [
         np.flatnonzero(view[at : at + _CHUNK_BYTES] == _NEWLINE).astype(np.int64) + at
         for at in range(0, len(view), _CHUNK_BYTES)
     ]
-    ends = np.concatenate([*found, np.array([len(text)], np.int64)])
+    ends = np.concatenate([*newlines, np.array([len(text)], np.int64)])
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
     # Only lines of a few bytes are checked for being blank; a longer blank line fails later, as an invalid object.
     short = np.flatnonzero(ends - starts < 3)
@@ -241,4 +241,4 @@ def _csv_rows(text: bytes, path: Path) -> Iterator[Row]:
                 )
             yield dict(row)
     except (csv.Error, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is no CSV: {error}") from None
+        raise RecipeError(f"{path} is not valid CSV: {error}") from None

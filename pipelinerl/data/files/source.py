@@ -64,7 +64,7 @@ class RowSource:
         chosen: NDArray[np.int64],
         field_map: FieldMap,
         prompts: Prompts,
-        asked: SourceRequest,
+        request: SourceRequest,
         *,
         sweep: NDArray[np.int64] = _NO_SWEEP,
     ) -> None:
@@ -72,7 +72,7 @@ class RowSource:
         self._chosen = chosen
         self._columns = field_map
         self._prompts = prompts
-        self._asked = asked
+        self._request = request
         self._sweep = sweep
         self._order: tuple[int, NDArray[np.int64]] = (-1, chosen)  # the last requested epoch and its permutation
 
@@ -83,8 +83,8 @@ class RowSource:
         """Return problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
         row = self._row(index)
         with placed(self._rows, row):
-            found, digest = self._rows.row(row), self._digests[row].tobytes()
-            return self._prompts.dress(self._columns.problem(found, digest, domain=self._asked.domain))
+            fields, digest = self._rows.row(row), self._digests[row].tobytes()
+            return self._prompts.dress(self._columns.problem(fields, digest, domain=self._request.domain))
 
     def place(self, index: int) -> str:
         """Return the name of the row of problem `index`, for messages."""
@@ -92,17 +92,17 @@ class RowSource:
 
     def _row(self, index: int) -> int:
         """Return the number of the row that is problem `index`."""
-        asked = self._asked
+        request = self._request
         if index < len(self._sweep):
             return int(self._sweep[index])
         epoch, place = divmod(index - len(self._sweep), len(self._chosen))
-        if epoch and asked.split is not Split.TRAIN:
+        if epoch and request.split is not Split.TRAIN:
             raise RecipeError(
-                f"{asked.where}: the {asked.split} split holds {len(self._chosen)} problems; ask for fewer by "
-                f"evaluation.problems, or name more rows by {asked.split}_path"
+                f"{request.where}: the {request.split} split holds {len(self._chosen)} problems; ask for fewer by "
+                f"evaluation.problems, or name more rows by {request.split}_path"
             )
         if self._order[0] != epoch:
-            noise = rng.generator(asked.seed, "rows", asked.split, epoch)
+            noise = rng.generator(request.seed, "rows", request.split, epoch)
             self._order = (epoch, noise.permutation(self._chosen))
         return int(self._order[1][place])
 
@@ -115,41 +115,43 @@ class FilesRequest(NamedTuple):
     curriculum: Curriculum
 
 
-def open_files(asked: SourceRequest) -> RowSource:
+def open_files(request: SourceRequest) -> RowSource:
     """Open the source `files`. Raises `RecipeError` naming file, row and field."""
-    files, field_map, curriculum = asked_files(asked)
+    files, field_map, curriculum = parse_files_request(request)
     indexed = {split: _indexed(_stamped(paths), field_map) for split, paths in files.items()}
-    return source_of_rows(indexed, field_map, asked, curriculum)
+    return source_of_rows(indexed, field_map, request, curriculum)
 
 
-def asked_files(asked: SourceRequest) -> FilesRequest:
+def parse_files_request(request: SourceRequest) -> FilesRequest:
     """Parse the parameters without opening files. Raises `RecipeError` for a missing file or an invalid parameter."""
-    if asked.argument:
-        raise RecipeError(f"{asked.where}.source must be files alone, with parameters.path, got files:{asked.argument}")
-    parameters = dict(asked.parameters)
-    curriculum = Curriculum.taken_from(parameters, where=asked.where)
+    if request.argument:
+        raise RecipeError(
+            f"{request.where}.source must be files alone, with parameters.path, got files:{request.argument}"
+        )
+    parameters = dict(request.parameters)
+    curriculum = Curriculum.taken_from(parameters, where=request.where)
     if curriculum.order is not ProblemOrder.SHUFFLED:
         parameters.setdefault("rate_field", PASS_RATE)
-    field_map = FieldMap.taken_from(parameters, asked.prompts.template, where=asked.where)
-    layouts = {split: _layout(parameters, split, asked.where) for split in Split if _PATHS[split] in parameters}
+    field_map = FieldMap.taken_from(parameters, request.prompts.template, where=request.where)
+    layouts = {split: _layout(parameters, split, request.where) for split in Split if _PATHS[split] in parameters}
     named = {split: parameters.pop(key, "") for split, key in _SPLITS.items()}
     if wrong := [key for split, key in _SPLITS.items() if not isinstance(named[split], str)]:
         raise RecipeError(
-            f"{asked.where}.parameters.{wrong[0]} must be the name of a split, got a value of another type"
+            f"{request.where}.parameters.{wrong[0]} must be the name of a split, got a value of another type"
         )
     unknown = set(parameters) - {*_PATHS.values(), "config"}
     if unknown:
         known = ", ".join((*_PATHS.values(), *_SPLITS.values(), "config", *FieldMap.__dataclass_fields__, *ORDER))
-        raise RecipeError(f"{asked.where}.parameters: unknown {', '.join(sorted(unknown))}; known: {known}")
+        raise RecipeError(f"{request.where}.parameters: unknown {', '.join(sorted(unknown))}; known: {known}")
     if Split.TRAIN not in layouts:
-        raise RecipeError(f"{asked.where}.parameters.path must be the path of a file or folder, got None")
-    return FilesRequest(files_of_splits(layouts, named, where=asked.where), field_map, curriculum)
+        raise RecipeError(f"{request.where}.parameters.path must be the path of a file or folder, got None")
+    return FilesRequest(files_of_splits(layouts, named, where=request.where), field_map, curriculum)
 
 
 def source_of_rows(
     indexed: Mapping[Split, Indexed],
     field_map: FieldMap,
-    asked: SourceRequest,
+    request: SourceRequest,
     curriculum: Curriculum = _NO_CURRICULUM,
 ) -> RowSource:
     """Build the source of the requested split; splits without rows of their own are taken from `Split.TRAIN`.
@@ -159,7 +161,7 @@ def source_of_rows(
     Raises:
         RecipeError: the split is empty.
     """
-    split = asked.split
+    split = request.split
     apart = [own.digests for other, own in indexed.items() if other not in (split, Split.TRAIN)]
     if split is Split.HELD_OUT and split in indexed:
         apart = []  # held-out rows have priority: the other splits drop duplicates of them
@@ -173,18 +175,18 @@ def source_of_rows(
         wanted = {split} if split is not Split.TRAIN else {split, *indexed}
         chosen = chosen[are_of(own.digests[chosen], wanted)]
     if not len(chosen):
-        raise RecipeError(f"{asked.where}: the {split} split of its files is empty; add rows or name files for it")
-    prompts = prompts_of_rows(asked)
+        raise RecipeError(f"{request.where}: the {split} split of its files is empty; add rows or name files for it")
+    prompts = prompts_of_rows(request)
     sweep = _NO_SWEEP
     if split is Split.TRAIN and curriculum.order is not ProblemOrder.SHUFFLED:
         rates = _rates(own.rows, field_map)
-        sweep = chosen[curriculum.sweep(rates[chosen], seed=asked.seed)]
-    return RowSource(own, chosen, field_map, prompts, asked, sweep=sweep)
+        sweep = chosen[curriculum.sweep(rates[chosen], seed=request.seed)]
+    return RowSource(own, chosen, field_map, prompts, request, sweep=sweep)
 
 
-def prompts_of_rows(asked: SourceRequest) -> Prompts:
+def prompts_of_rows(request: SourceRequest) -> Prompts:
     """Return the domain's prompts without the template, which the field map applies."""
-    return Prompts(system=asked.prompts.system, few_shot=asked.prompts.few_shot)
+    return Prompts(system=request.prompts.system, few_shot=request.prompts.few_shot)
 
 
 def _rates(rows: DataRows, field_map: FieldMap) -> NDArray[np.float64]:
@@ -201,11 +203,11 @@ def index_of(rows: DataRows, field_map: FieldMap) -> Indexed:
     digests = bytearray()
     plain, answer = field_map.plain_prompt, field_map.answer_field
     for number, row in enumerate(rows.scan(field_map.fields_of_text)):
-        asked = row.get(plain)
+        question = row.get(plain)
         try:
-            if type(asked) is str and not (asked == "" or asked.isspace()) and row.get(answer) is not None:
+            if type(question) is str and not (question == "" or question.isspace()) and row.get(answer) is not None:
                 # Fast path for nearly all rows, in a third of the time.
-                digests += digest_of(f"user\x1f{asked}")
+                digests += digest_of(f"user\x1f{question}")
             else:
                 field_map.check(row)
                 digests += digest_of(field_map.text(row))
@@ -222,10 +224,10 @@ def placed(rows: DataRows, number: int) -> Iterator[None]:
     """Prefix errors raised within the `with` block with the row's name."""
     try:
         yield
-    except RecipeError as found:
-        place, error = rows.place(number), found
-        if isinstance(found, MissingFieldError):
-            error = MissingFieldError(found.field, {*found.present, *rows.unread(number)})
+    except RecipeError as cause:
+        place, error = rows.place(number), cause
+        if isinstance(cause, MissingFieldError):
+            error = MissingFieldError(cause.field, {*cause.present, *rows.unread(number)})
         raise RecipeError(str(error) if str(error).startswith(place) else f"{place}: {error}") from None
 
 
@@ -256,7 +258,7 @@ def _chosen(layout: Layout, split: Split, name: str, where: str) -> str:
     if name:
         if name not in layout:
             known = ", ".join(filter(None, layout)) or "none with a name"
-            raise RecipeError(f"{where}.parameters.{_SPLITS[split]}: there is no split {name!r}; there is {known}")
+            raise RecipeError(f"{where}.parameters.{_SPLITS[split]}: there is no split {name!r}; available: {known}")
         return name
     known_as = [known for known in NAMES[split] if known in layout]
     if known_as or len(layout) == 1:

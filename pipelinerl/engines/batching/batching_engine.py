@@ -64,9 +64,9 @@ from pipelinerl.weights.layout import converted_by
 
 #: The longest that `close` waits for the loop's thread to finish its step.
 _STOP_S: Final = 30.0
-_TELLS_NO_ROUTING: Final = (
-    "return_routed_experts must be false: this engine does not tell which experts compute a token of this model; the "
-    "torch engine tells it of mixtures of experts"
+_NO_ROUTING: Final = (
+    "return_routed_experts must be false: this engine cannot report the experts of this model; serve a mixture of "
+    "experts with the torch engine"
 )
 _CLOSING: Final = "the engine is closing; send the request to another one"
 
@@ -247,7 +247,7 @@ class BatchingEngine:
         if request.stream_options is not None and request.stream_options.include_usage:
             yield responses.usage_chunk(request, work, model, version)
 
-    async def _work(self, asked: ChatCompletionRequest, *, streams: bool) -> Request:
+    async def _work(self, chat: ChatCompletionRequest, *, streams: bool) -> Request:
         """Convert a chat request to the decode loop's `Request`.
 
         Raises:
@@ -259,55 +259,55 @@ class BatchingEngine:
             raise EngineStopped(_CLOSING)
         if self._receiver.dirty is not None:
             raise Dirty(f"{self._receiver.dirty}; the engine serves again after a full update")
-        check_model(asked, self._options.model_id)
-        if asked.return_routed_experts and model.route_log is None:
-            raise InvalidRequest(_TELLS_NO_ROUTING, param="return_routed_experts")
-        prompt = asked.prompt_token_ids or await self._encoded(asked, model)
-        param = next(name for name in ("prompt_token_ids", "prompt", "messages") if getattr(asked, name))
+        check_model(chat, self._options.model_id)
+        if chat.return_routed_experts and model.route_log is None:
+            raise InvalidRequest(_NO_ROUTING, param="return_routed_experts")
+        prompt = chat.prompt_token_ids or await self._encoded(chat, model)
+        param = next(name for name in ("prompt_token_ids", "prompt", "messages") if getattr(chat, name))
         room = room_after(prompt, model, param)
         number = next(self._numbers)
         work = Request(
             request_id=f"chatcmpl-{number}",
             prompt_token_ids=prompt,
-            token_limit=room if asked.token_limit is None else min(asked.token_limit, room),
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k if asked.top_k < model.vocab_size else 0,
+            token_limit=room if chat.token_limit is None else min(chat.token_limit, room),
+            temperature=chat.temperature,
+            top_p=chat.top_p,
+            top_k=chat.top_k if chat.top_k < model.vocab_size else 0,
             streams=streams,
-            stop_ids=frozenset() if asked.ignore_eos else self._tokenizer.eos_token_ids,
-            priority=asked.priority,
-            min_p=asked.min_p,
-            num_top=asked.top_logprobs or 0,
-            change=logit_change(asked, model.vocab_size),
-            response_format=asked.response_format,
-            tells_routing=asked.return_routed_experts,
+            stop_ids=frozenset() if chat.ignore_eos else self._tokenizer.eos_token_ids,
+            priority=chat.priority,
+            min_p=chat.min_p,
+            num_top=chat.top_logprobs or 0,
+            change=logit_change(chat, model.vocab_size),
+            response_format=chat.response_format,
+            tells_routing=chat.return_routed_experts,
         )
-        seed = asked.seed if asked.seed is not None else rng.key(self._options.seed, "request", number)
-        stops = asked.stop_strings
+        seed = chat.seed if chat.seed is not None else rng.key(self._options.seed, "request", number)
+        stops = chat.stop_strings
         add_samples(
             work,
-            asked,
+            chat,
             seed=seed,
             new_text=lambda: TextWindow(self._tokenizer.detokenizer(), stops) if stops or streams else None,
             vocab_size=model.vocab_size,
         )
         return work
 
-    async def _encoded(self, asked: ChatCompletionRequest, model: ServedModel) -> list[int]:
+    async def _encoded(self, chat: ChatCompletionRequest, model: ServedModel) -> list[int]:
         """Tokenise the prompt on a separate thread, because a long text takes seconds and would block the event
         loop.
         """
-        messages, tools, text = asked.messages or [], offered_tools(asked), asked.prompt
+        messages, tools, text = chat.messages or [], offered_tools(chat), chat.prompt
         refuse_oversized(messages, tools, text or "", model)
         if text:
             encode = partial(self._tokenizer.encode_prompt, text)
-        elif asked.continue_token_ids and asked.continue_from:
-            known, first_new = asked.continue_token_ids, asked.continue_from
+        elif chat.continue_token_ids and chat.continue_from:
+            known, first_new = chat.continue_token_ids, chat.continue_from
             check_token_ids(known, model, "continue_token_ids")
-            kwargs = asked.chat_template_kwargs
+            kwargs = chat.chat_template_kwargs
             encode = partial(self._tokenizer.encode_continuation, messages, first_new, known, kwargs, tools)
         else:
-            encode = partial(self._tokenizer.encode_chat, messages, asked.chat_template_kwargs, tools)
+            encode = partial(self._tokenizer.encode_chat, messages, chat.chat_template_kwargs, tools)
         try:
             return await self._events.run_in_executor(self._encoder, encode)
         except asyncio.CancelledError:

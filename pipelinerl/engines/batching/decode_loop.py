@@ -84,7 +84,7 @@ class DecodeLoop:
         self._cancelled: list[Request] = []
         self._commit: _Commit | None = None
         self._streams = 0
-        self._told = 0  # requests that return their routing
+        self._routing_requests = 0  # requests that return their routing
         self._cache_is_finite = True  # True while the cache of every row is known to be finite
         self._stopping = False
         self._scheduler: Scheduler
@@ -229,7 +229,7 @@ class DecodeLoop:
         with self._changed:
             admissions = self._scheduler.admit()
             if routes is not None:
-                routes.is_on = self._told > 0
+                routes.is_on = self._routing_requests > 0
         if not admissions:
             return
         computed = [each for each in admissions if each.sibling is None]
@@ -276,7 +276,7 @@ class DecodeLoop:
     def _count(self, request: Request, change: int) -> None:
         """Count a request that arrived (1) or ended (-1). Needs the lock."""
         self._streams += change * request.streams
-        self._told += change * request.tells_routing
+        self._routing_requests += change * request.tells_routing
 
     def _refuse(self, token_ids: list[int], logprobs: list[float]) -> None:
         """End the requests of rows without a finite log-prob, and remove those rows from both lists in place."""

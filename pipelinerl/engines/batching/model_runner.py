@@ -127,9 +127,9 @@ class RowTable:
         self.changes = LogitChanges()
         self._has_extras = False
         self.any_change = False
-        """Whether any row may change a logit, as of the last `place`."""
+        """True if any row may change a logit, as of the last `place`."""
         self.any_min_p = False
-        """Whether any row has a `min_p`, as of the last `place`."""
+        """True if any row has a `min_p`, as of the last `place`."""
         self.most_top = 0
         """The largest `num_top`, as of the last `place`."""
         self._num_sampled = np.zeros(rows, dtype=np.int64)

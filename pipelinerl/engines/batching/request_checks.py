@@ -22,34 +22,34 @@ from pipelinerl.engines.batching.sequence import Request, TextWindow
 _LONGEST_TOKEN: Final = 128
 
 
-def check_model(asked: ChatCompletionRequest, model_id: str) -> None:
+def check_model(chat: ChatCompletionRequest, model_id: str) -> None:
     """Raise `UnknownModel` unless the request names this model, the last part of its directory, or none."""
-    if asked.model is None or asked.model == model_id:
+    if chat.model is None or chat.model == model_id:
         return
     short = model_id.rstrip("/").rpartition("/")[2]
-    if asked.model != short:
+    if chat.model != short:
         also = "" if short == model_id else f", {short!r} in short"
-        raise UnknownModel(f"this engine serves {model_id!r}{also}, got {asked.model!r}", param="model")
+        raise UnknownModel(f"this engine serves {model_id!r}{also}, got {chat.model!r}", param="model")
 
 
-def logit_change(asked: ChatCompletionRequest, vocab_size: int) -> LogitChange | None:
+def logit_change(chat: ChatCompletionRequest, vocab_size: int) -> LogitChange | None:
     """Return the request's change to logits, or None without one.
 
     Raises:
         InvalidRequest: a token of the bias is outside the vocabulary.
     """
-    bias = asked.logit_bias or {}
-    if not bias and asked.frequency_penalty == 0 and asked.presence_penalty == 0:
+    bias = chat.logit_bias or {}
+    if not bias and chat.frequency_penalty == 0 and chat.presence_penalty == 0:
         return None
     if bias and (min(bias) < 0 or max(bias) >= vocab_size):
         wrong = min(bias) if min(bias) < 0 else max(bias)
         raise InvalidRequest(f"logit_bias: token ids must be in [0, {vocab_size}), got {wrong}", param="logit_bias")
-    return LogitChange(bias, asked.frequency_penalty, asked.presence_penalty)
+    return LogitChange(bias, chat.frequency_penalty, chat.presence_penalty)
 
 
-def offered_tools(asked: ChatCompletionRequest) -> Sequence[ToolDefinition]:
+def offered_tools(chat: ChatCompletionRequest) -> Sequence[ToolDefinition]:
     """Return the tools that the prompt describes: none if the request forbids tool calls."""
-    return () if asked.tools is None or asked.tool_choice == "none" else asked.tools
+    return () if chat.tools is None or chat.tool_choice == "none" else chat.tools
 
 
 def refuse_oversized(
@@ -109,7 +109,7 @@ def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) ->
 
 def add_samples(
     work: Request,
-    asked: ChatCompletionRequest,
+    chat: ChatCompletionRequest,
     *,
     seed: int,
     new_text: Callable[[], TextWindow | None],
@@ -120,17 +120,17 @@ def add_samples(
     Raises:
         InvalidRequest: a prefix has already ended, or has tokens outside the vocabulary.
     """
-    if asked.prefixes is None:
-        for key in rng.sample_keys(seed, asked.n).tolist():
+    if chat.prefixes is None:
+        for key in rng.sample_keys(seed, chat.n).tolist():
             work.add_sequence(key, new_text())
         return
-    keys = rng.sample_keys(seed, asked.prefixes[-1].index + 1).tolist()
-    for place, prefix in enumerate(asked.prefixes):
+    keys = rng.sample_keys(seed, chat.prefixes[-1].index + 1).tolist()
+    for place, prefix in enumerate(chat.prefixes):
         text = new_text()
         ended = _end_of(prefix, work, text=text, vocab_size=vocab_size)
         if ended:
             raise InvalidRequest(
-                f"the prefix of sample {prefix.index} must be one that a token can follow, it {ended}",
+                f"the prefix of sample {prefix.index} must be unfinished, it {ended}",
                 param=f"prefixes.{place}.token_ids",
             )
         work.add_sequence(keys[prefix.index], text, prefix=prefix)

@@ -52,15 +52,15 @@ class Decoder(Protocol):
         ...
 
 
-def completion(asked: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> ChatCompletion:
+def completion(chat: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> ChatCompletion:
     """Return the whole response; `model_version` is the newest weights that sampled any of it."""
     return ChatCompletion(
         id=request.request_id,
         created=int(time.time()),
         model=model,
-        choices=[_choice(asked, sequence, decoder) for sequence in request.sequences],
+        choices=[_choice(chat, sequence, decoder) for sequence in request.sequences],
         usage=usage(request),
-        prompt_token_ids=request.prompt_token_ids if asked.return_token_ids else None,
+        prompt_token_ids=request.prompt_token_ids if chat.return_token_ids else None,
         prompt_routed_experts=_prompt_routed(request),
         model_version=max(sequence.newest_version for sequence in request.sequences),
         epoch=request.epoch,
@@ -73,13 +73,13 @@ def usage(request: Request) -> Usage:
     return Usage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
 
 
-def _choice(asked: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> Choice:
-    returned, answer = asked.return_token_ids, _answer(asked, sequence, decoder)
+def _choice(chat: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> Choice:
+    returned, answer = chat.return_token_ids, _answer(chat, sequence, decoder)
     return Choice(
         index=sequence.index,
         message=AssistantMessage(content=answer.content, tool_calls=list(answer.calls) or None),
         finish_reason=_reason(sequence.finish_reason or FinishReason.ABORT, answer),
-        logprobs=_logprobs(sequence.token_ids, sequence.logprobs, sequence.top, decoder) if asked.logprobs else None,
+        logprobs=_logprobs(sequence.token_ids, sequence.logprobs, sequence.top, decoder) if chat.logprobs else None,
         token_ids=sequence.token_ids if returned else None,
         token_logprobs=sequence.logprobs if returned else None,
         version_spans=sequence.spans() if returned else None,
@@ -98,12 +98,12 @@ def _prompt_routed(request: Request) -> RoutedExperts | None:
     return None if request.prompt_routed is None else on_the_wire(request.prompt_routed)
 
 
-def _answer(asked: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> ParsedAnswer:
+def _answer(chat: ChatCompletionRequest, sequence: Sequence, decoder: Decoder) -> ParsedAnswer:
     """Return the whole text of a sample and, if tools are offered, the calls in it.
 
     The ids of calls are a function of the sampled tokens and of the prompt's length.
     """
-    text, tools = _text(sequence, decoder), offered_tools(asked)
+    text, tools = _text(sequence, decoder), offered_tools(chat)
     if not tools:
         return ParsedAnswer(text)
     token_ids = [len(sequence.request.prompt_token_ids), *sequence.prefix, *sequence.token_ids]
@@ -153,40 +153,40 @@ def _top_logprob(token_id: int, logprob: float, decoder: Decoder) -> TopLogprob:
     return TopLogprob(token=token, logprob=logprob, bytes=list(token.encode()))
 
 
-def first_chunk(asked: ChatCompletionRequest, request: Request, model: str, version: int) -> ChatCompletionChunk:
+def first_chunk(chat: ChatCompletionRequest, request: Request, model: str, version: int) -> ChatCompletionChunk:
     """Return the chunk that opens a stream: the role of every choice, and the prompt's tokens."""
     choices = [
         ChunkChoice(index=sequence.index, delta=Delta(role="assistant", content="")) for sequence in request.sequences
     ]
-    return _chunk(asked, request, model, version, choices, opens=True)
+    return _chunk(chat, request, model, version, choices, opens=True)
 
 
 def chunk(
-    asked: ChatCompletionRequest, request: Request, model: str, token: SampledToken, decoder: Decoder
+    chat: ChatCompletionRequest, request: Request, model: str, token: SampledToken, decoder: Decoder
 ) -> ChatCompletionChunk:
     """Return the chunk for one token of one choice."""
     token_ids = [] if token.token_id is None else [token.token_id]
     logprobs = [token.logprob] * len(token_ids)
     top = [] if token.top is None else [token.top]
-    returned, reason = asked.return_token_ids, token.finish_reason
+    returned, reason = chat.return_token_ids, token.finish_reason
     delta = Delta(content=token.text or None)
-    if offered_tools(asked):  # the text may turn out to be part of a call, so it is sent only at the end
+    if offered_tools(chat):  # the text may turn out to be part of a call, so it is sent only at the end
         delta = Delta()
         if reason is not None:
             sequence = next(each for each in request.sequences if each.index == token.index)
-            answer = _answer(asked, sequence, decoder)
+            answer = _answer(chat, sequence, decoder)
             delta, reason = _delta(answer), _reason(reason, answer)
     choice = ChunkChoice(
         index=token.index,
         delta=delta,
         finish_reason=reason,
-        logprobs=_logprobs(token_ids, logprobs, top, decoder) if asked.logprobs else None,
+        logprobs=_logprobs(token_ids, logprobs, top, decoder) if chat.logprobs else None,
         token_ids=token_ids if returned else None,
         token_logprobs=logprobs if returned else None,
         version_spans=[(token.version, len(token_ids))] * len(token_ids) if returned else None,
         routed_experts=_routed([] if token.routed is None else [token.routed], request),
     )
-    return _chunk(asked, request, model, token.version, [choice])
+    return _chunk(chat, request, model, token.version, [choice])
 
 
 @final
@@ -196,9 +196,9 @@ class NewTokens:
     The text of a choice is sent when the choice ends.
     """
 
-    def __init__(self, asked: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> None:
+    def __init__(self, chat: ChatCompletionRequest, request: Request, model: str, decoder: Decoder) -> None:
         self.version = 0
-        self._asked = asked
+        self._chat = chat
         self._request = request
         self._model = model
         self._decoder = decoder
@@ -225,22 +225,22 @@ class NewTokens:
         if not choices:
             return None
         opens, self._opened = not self._opened, True
-        return _chunk(self._asked, self._request, self._model, self.version, choices, opens=opens)
+        return _chunk(self._chat, self._request, self._model, self.version, choices, opens=opens)
 
     def _part(self, sequence: Sequence, start: int, end: int, reason: FinishReason | None) -> ChunkChoice:
         token_ids, logprobs = sequence.token_ids[start:end], sequence.logprobs[start:end]
-        returned = self._asked.return_token_ids
+        returned = self._chat.return_token_ids
         role: Literal["assistant"] | None = "assistant" if start == 0 else None
         delta = Delta(role=role)
         if reason is not None:
-            answer = _answer(self._asked, sequence, self._decoder)
+            answer = _answer(self._chat, sequence, self._decoder)
             delta, reason = _delta(answer, role=role), _reason(reason, answer)
         return ChunkChoice.model_construct(  # skips the slow validation: values are trusted
             index=sequence.index,
             delta=delta,
             finish_reason=reason,
             logprobs=_logprobs(token_ids, logprobs, sequence.top[start:end], self._decoder)
-            if self._asked.logprobs
+            if self._chat.logprobs
             else None,
             token_ids=token_ids if returned else None,
             token_logprobs=logprobs if returned else None,
@@ -249,13 +249,13 @@ class NewTokens:
         )
 
 
-def usage_chunk(asked: ChatCompletionRequest, request: Request, model: str, version: int) -> ChatCompletionChunk:
+def usage_chunk(chat: ChatCompletionRequest, request: Request, model: str, version: int) -> ChatCompletionChunk:
     """Return the chunk that ends a stream whose `stream_options` ask for usage."""
-    return _chunk(asked, request, model, version, [], used=usage(request))
+    return _chunk(chat, request, model, version, [], used=usage(request))
 
 
 def _chunk(
-    asked: ChatCompletionRequest,
+    chat: ChatCompletionRequest,
     request: Request,
     model: str,
     version: int,
@@ -270,7 +270,7 @@ def _chunk(
         model=model,
         choices=choices,
         usage=used,
-        prompt_token_ids=request.prompt_token_ids if opens and asked.return_token_ids else None,
+        prompt_token_ids=request.prompt_token_ids if opens and chat.return_token_ids else None,
         prompt_routed_experts=_prompt_routed(request) if opens else None,
         model_version=version,
         epoch=request.epoch,

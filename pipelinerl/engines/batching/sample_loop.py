@@ -41,9 +41,9 @@ class SampledToken:
     version: int
     finish_reason: FinishReason | None
     routed: Experts | None = None
-    """Of the token before it [layers, top_k], where the request asks for it."""
+    """The routing of the token before it [layers, top_k], if the request asks for it."""
     top: TopTokens | None = None
-    """The likeliest tokens in its place, where the request asks for them."""
+    """The likeliest tokens in its place, if the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class LoopTotals:
     decode_steps: int = 0
     occupied_slot_steps: int = 0
     busy_s: float = 0.0
-    """Seconds in which it had work: prompts, decode steps, commits."""
+    """Seconds with work: prompts, decode steps, commits."""
 
 
 class RouteLog(Protocol):
@@ -241,7 +241,7 @@ def refused(sequence: Sequence, serving: tuple[int, int]) -> Delivery:
     error = NotFinite(
         f"the model's logits must be finite, got NaN or infinity for token {len(sequence.token_ids)} of choice "
         f"{sequence.index} after a prompt of {len(request.prompt_token_ids)} tokens, with weights {epoch}.{version}; "
-        "serve a model that overflows float16 in bfloat16 or float32, or look at the weights"
+        "serve a model that overflows float16 in bfloat16 or float32, or check the weights"
     )
     return Delivery(request, is_last=True, error=error)
 

@@ -64,7 +64,7 @@ class Capacity:
         if running + waiting + samples > most:
             raise Overloaded(
                 f"the waiting queue holds at most {self.waiting} samples, {waiting} wait and {samples} more were "
-                "asked for; retry later or at another engine"
+                "requested; retry later or at another engine"
             )
 
 

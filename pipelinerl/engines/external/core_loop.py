@@ -234,7 +234,7 @@ class CoreLoop:
             try:
                 await self._core.add(begun, salt=salt)
             except ValueError as error:  # for a value that `check` accepts
-                self._refuse(request, InvalidRequest(f"the engine's core refuses the request: {error}"))
+                self._refuse(request, InvalidRequest(f"the engine's core rejects the request: {error}"))
 
     def _refuse(self, request: Request, error: ContractError) -> None:
         self._withdraw(request)
@@ -362,7 +362,7 @@ class CoreLoop:
             raise EngineStopped("the engine closed before the swap; the old weights served") from None
         finally:
             if not served and not self._stopping:
-                self._fail(Dirty(f"the swap to {epoch}.{version} broke off; publish a full update to mend it"))
+                self._fail(Dirty(f"the swap to {epoch}.{version} broke off; publish a full update to repair it"))
         return time.perf_counter() - began
 
     def _fail(self, error: ContractError) -> None:

@@ -60,7 +60,7 @@ class EngineClient:
         self._chat_timeout_s = chat_timeout_s
         self._state_timeout_s = state_timeout_s
         self._last: tuple[object, bytes] = None, b""
-        self._heard: tuple[object, bytes, Any] = None, b"", None
+        self._last_answer: tuple[object, bytes, Any] = None, b"", None
 
     async def __aenter__(self) -> Self:
         return self
@@ -140,11 +140,11 @@ class EngineClient:
         timeout_s = request.timeout_s + _GRACE_S
         answer = self._control().post(url, path, self._encoded(request), timeout_s=timeout_s)
         content = await _accepted(f"POST {url}{path}", answer, timeout_s)
-        known, same, found = self._heard
+        known, same, answered = self._last_answer
         if known is not schema or same != content:  # a fleet's engines mostly send equal answers
-            found = _validated(url + path, schema, content)
-            self._heard = schema, content, found
-        return found
+            answered = _validated(url + path, schema, content)
+            self._last_answer = schema, content, answered
+        return answered
 
     async def _whole(self, url: str, path: str, body: bytes) -> tuple[int, bytes]:
         """Post a request without automatic resending, and return status and body."""
@@ -181,14 +181,14 @@ async def _accepted(call: str, answer: Awaitable[tuple[int, bytes]], timeout_s: 
     return content
 
 
-def _validated(asked: str, schema: type[Answer], content: bytes) -> Answer:
+def _validated(call: str, schema: type[Answer], content: bytes) -> Answer:
     try:
         return schema.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise EngineUnreachable(
-            f"{asked} must answer with a {schema.__name__}; {where}: {first['msg']}. Is it an engine of this contract?"
+            f"{call} must answer with a {schema.__name__}; {where}: {first['msg']}. Is it an engine of this contract?"
         ) from None
 
 

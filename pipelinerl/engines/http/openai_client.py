@@ -133,13 +133,13 @@ def _answer_of(answer: Any, url: str) -> TextAnswer:
     try:
         choice = answer["choices"][0]
         usage = answer.get("usage") or {}
-        tokens, asked = (usage.get(name) for name in ("completion_tokens", "prompt_tokens"))
+        tokens, prompt_tokens = (usage.get(name) for name in ("completion_tokens", "prompt_tokens"))
         reason = choice.get("finish_reason") or FinishReason.STOP
         return TextAnswer(
             choice["message"]["content"] or "",
             str(reason),
             None if tokens is None else int(tokens),
-            None if asked is None else int(asked),
+            None if prompt_tokens is None else int(prompt_tokens),
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise EngineUnreachable(
@@ -150,7 +150,7 @@ def _answer_of(answer: Any, url: str) -> TextAnswer:
 def _quoted(response: httpx.Response) -> str:
     """Return the server's error message, in OpenAI's shape or as plain text."""
     try:
-        said = response.json()["error"]["message"]
+        message = response.json()["error"]["message"]
     except (json.JSONDecodeError, LookupError, TypeError):
-        said = response.text
-    return " ".join(str(said).split())[:_QUOTED_CHARS]
+        message = response.text
+    return " ".join(str(message).split())[:_QUOTED_CHARS]

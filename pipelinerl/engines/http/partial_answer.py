@@ -110,9 +110,9 @@ class PartialAnswer:
         self._samples: dict[int, _Sample] = {index: _Sample() for index in range(request.n)}
         self._handed_over = 0  # tokens of engines that no longer work on it
         self.tokens_kept = 0
-        """Of an answer's tokens, those of engines that did not end it."""
+        """Tokens of the answer from engines that did not finish it."""
         self.tokens_resampled = 0
-        """Tokens that came, and were given up."""
+        """Tokens that arrived and were dropped."""
 
     @property
     def num_tokens(self) -> int:
@@ -154,7 +154,7 @@ class PartialAnswer:
             self._prompt, self._prompt_routed = chunk.prompt_token_ids, chunk.prompt_routed_experts
         for part in chunk.choices:
             if part.index not in self._samples:
-                raise EngineUnreachable(f"{url} was not asked for choice {part.index}, of which it streams")
+                raise EngineUnreachable(f"{url} streams choice {part.index}, which was not requested")
             self._samples[part.index].take(part, url=url, routed=self._request.return_routed_experts)
         self._last = chunk
         return True

@@ -154,18 +154,18 @@ class EnginePool:
             DeadlineError: no engine answered in time; the message names the last failure.
         """
         deadline = time.monotonic() + self._deadline_s
-        pause_s, last, asked = _FIRST_PAUSE_S, "no engine is known", ""
+        pause_s, last, engine_used = _FIRST_PAUSE_S, "no engine is known", ""
         refused, faults = dict[str, ContractError](), Counter[str]()
         answer = PartialAnswer(request, interval_s=self._interval_s)
         while (remaining := deadline - time.monotonic()) > 0:
             if answer.is_whole:  # the stream broke off after the last choice had ended
-                return Answered(answer.completion(), asked, answer.tokens_kept, answer.tokens_resampled)
+                return Answered(answer.completion(), engine_used, answer.tokens_kept, answer.tokens_resampled)
             url = self._choice(engine, refused, near)
             if url is None:
                 await self._change(min(pause_s, remaining))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            continued, asked = answer.num_tokens > 0, url
+            continued, engine_used = answer.num_tokens > 0, url
             try:
                 self._named[engine] += 1
                 async with asyncio.timeout(remaining) as scope:
@@ -188,7 +188,7 @@ class EnginePool:
                     last = f"{url} had not answered after {remaining:.1f} s"
                     self._suspect_until[url] = time.monotonic() + self._suspect_s
                 else:
-                    last = f"{url} was taken out while it worked"
+                    last = f"{url} was removed while it worked"
             finally:
                 self._named[engine] -= 1
                 answer.hand_over()
@@ -207,7 +207,7 @@ class EnginePool:
         `complete`, except `DeadlineError`.
         """
         if engine and self._known and engine not in self._known:
-            raise EngineUnreachable(f"{engine}, which alone may answer, is not part of the run any more")
+            raise EngineUnreachable(f"{engine}, the only engine for this request, is no longer part of the run")
         able = self._known & {engine} if engine else self._serving
         if able and able <= refused.keys():
             url, error = list(refused.items())[-1]

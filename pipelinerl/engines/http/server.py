@@ -5,7 +5,7 @@ A client that disconnects cancels its request.
 
 All routes are plain ASGI on bytes, because every engine of a fleet is called often: one validation of the body, one
 serialisation of the answer, and no layers between. With FastAPI's layers, a phase of an update takes 71 µs of the
-engine's CPU instead of 45, in addition to the sockets, and a poll takes 127 instead of 55. Requests for served paths
+engine's CPU instead of 45, in addition to the sockets. A poll takes 127 µs instead of 55. Requests for served paths
 bypass Starlette's router, which answers all others.
 """
 
@@ -130,7 +130,7 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
     reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        reason = "this engine does not know it, or not with this value, and would ignore it; leave it out"
+        reason = "this engine does not support it, or not with this value; leave it out"
     return InvalidRequest(f"{param or 'body'}: {reason}{more}", param=param)
 
 
@@ -256,7 +256,7 @@ class _Refusals:
     """Middleware that converts contract errors to responses; paths that are not `served` go to `app`.
 
     A disconnected client gets no response. A request is cancelled only at the server's shutdown, after its grace
-    period: the client is then told to use another engine, unless a response has begun.
+    period. The response then directs the client to another engine, unless a response has begun.
     """
 
     def __init__(self, app: ASGIApp, served: Mapping[tuple[str, str], ASGIApp]) -> None:

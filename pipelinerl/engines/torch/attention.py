@@ -40,12 +40,13 @@ def attend(
     Raises:
         ModelError: the architecture needs a term that is not implemented here.
     """
-    asked = [name for name in _REFUSED if kwargs.get(name) is not None]
+    unsupported = [name for name in _REFUSED if kwargs.get(name) is not None]
     if sliding_window is None and getattr(module, "layer_type", None) == "sliding_attention":
-        asked.append("a sliding window given by its mask alone")
-    if asked or attention_mask is not None:
+        unsupported.append("a sliding window given by its mask alone")
+    if unsupported or attention_mask is not None:
         raise ModelError(
-            f"{type(module).__name__} needs {', '.join(asked) or 'a mask of its own'}, which this engine does not have"
+            f"{type(module).__name__} needs {', '.join(unsupported) or 'a mask of its own'}, which this engine does "
+            "not support"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(plan, DecodePlan):

@@ -109,7 +109,7 @@ class QuantizedWeights:
         if unknown:
             raise ModelError(
                 f"{', '.join(sorted(unknown))} share their weights with other linear layers, which weights {weights} "
-                "would part; serve the model with weights native"
+                "would separate; serve the model with weights native"
             )
         self._device = next(iter(self._served.values())).device
         self._staged: Tensor | None = None
@@ -155,7 +155,7 @@ def _linears(model: Any, names: list[str]) -> Iterator[tuple[str, nn.Linear]]:
 def _check_sizes(name: str, module: nn.Linear) -> None:
     if module.weight.is_cuda and any(size % _CUDA_MULTIPLE for size in module.weight.shape):
         raise ModelError(
-            f"{name} has shape {tuple(module.weight.shape)}; CUDA multiplies whole numbers in multiples of "
+            f"{name} has shape {tuple(module.weight.shape)}; CUDA multiplies integers in multiples of "
             f"{_CUDA_MULTIPLE} only; serve the model with weights native"
         )
 

@@ -71,7 +71,7 @@ class AnnouncedUpdates:
                 announced = decode_announcement(entry.payload)
                 prepare = WeightUpdateRequest.model_validate_json(announced.prepare)
             except (msgspec.DecodeError, ValidationError):
-                log.error("an announcement of weights cannot be read, and is passed over: %s", entry.entry_id)
+                log.error("skipping an unreadable announcement of weights: %s", entry.entry_id)
                 continue
             return None if self._url in announced.left_out else prepare
         return None
@@ -91,11 +91,11 @@ class AnnouncedUpdates:
             if answer.status is not UpdateStatus.ALREADY_SERVING:
                 answer = await self._engine.request_weight_update(commit)
         except ContractError as error:
-            status, said, told = error.status, b"", json.dumps(error.to_wire()).encode()
+            status, answered, failed = error.status, b"", json.dumps(error.to_wire()).encode()
         else:
-            status, said, told = 200, answer.model_dump_json().encode(), b""
+            status, answered, failed = 200, answer.model_dump_json().encode(), b""
         return WeightsTaken(
-            url=self._url, epoch=prepare.epoch, version=prepare.version, answer=said, error=told, status=status
+            url=self._url, epoch=prepare.epoch, version=prepare.version, answer=answered, error=failed, status=status
         )
 
     def _turned(self, prepare: WeightUpdateRequest) -> WeightUpdateRequest:

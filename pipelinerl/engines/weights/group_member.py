@@ -101,7 +101,7 @@ class GroupMember:
         if generation > last + MOST_GENERATION_STEP:
             raise InvalidRequest(
                 f"generation must be at most {MOST_GENERATION_STEP} above {last}, the last one joined, got "
-                f"{generation}; if it is right, start the engine again",
+                f"{generation}; if it is right, restart the engine",
                 param="generation",
             )
         return await self._joined(self._begun(request), request.timeout_s)
@@ -110,7 +110,7 @@ class GroupMember:
         generation, begun = request.generation, self._joining.get(request.generation)
         if generation in self._spent or (begun is not None and not _same(begun.request, request)):
             raise StaleGeneration(
-                f"generation must be another than {generation}, which was tried and is spent; take a higher one",
+                f"generation {generation} was already used; choose a higher one",
                 param="generation",
             )
         if begun is not None:
@@ -143,7 +143,7 @@ class GroupMember:
         request = membership.request
         name = f"group {request.group!r} generation {request.generation}"
         if not await settled(membership.joining, timeout_s=timeout_s + 1.0):
-            raise DeadlineExceeded(f"{name} did not form within {timeout_s:g} s: not every rank came")
+            raise DeadlineExceeded(f"{name} did not form within {timeout_s:g} s: not every rank joined")
         self._promote()
         error = membership.joining.exception()
         if error is not None:

@@ -175,7 +175,7 @@ def _agree(endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: Weight
     if announced != (ours := layout.agreement(request.bucket_bytes)):
         raise UpdateError(
             f"update {request.epoch}.{request.version}: rank 0 is about to send pieces of (layout, bytes) "
-            f"{announced[:80]!r}, and PREPARE said {ours!r}; nothing was received"
+            f"{announced[:80]!r}, but PREPARE announced {ours!r}; nothing was received"
         )
 
 

@@ -240,7 +240,7 @@ class WeightReceiver:
         if request.epoch < self._epoch:
             raise StaleVersion(
                 f"epoch {self._epoch} has taken over from the epoch of {_named(request)}; its trainer must stop. If no "
-                "other was started, this engine was told wrong: start it again",
+                "other trainer was started, this engine received a wrong epoch; restart it",
                 param="epoch",
                 known={"epoch": self._epoch},
             )
@@ -249,7 +249,7 @@ class WeightReceiver:
         if request.epoch > known + MOST_EPOCH_STEP or request.version > version + MOST_VERSION_STEP:
             raise InvalidRequest(
                 f"epoch and version must be at most {MOST_EPOCH_STEP} and {MOST_VERSION_STEP} above {known}.{version}, "
-                f"which is known here, got {_named(request)}; if they are right, start the engine again",
+                f"which is known here, got {_named(request)}; if they are right, restart the engine",
                 param="version",
             )
         if self._update is not None and self._update.request.epoch < request.epoch:
@@ -301,15 +301,15 @@ class WeightReceiver:
         Raises:
             StaleVersion: a later version serves.
         """
-        serving, asked = self._target.serving(), (request.epoch, request.version)
-        if asked < serving:
+        serving, wanted = self._target.serving(), (request.epoch, request.version)
+        if wanted < serving:
             raise StaleVersion(
                 f"epoch and version must come after {serving[0]}.{serving[1]}, which serves, got {_named(request)}; if "
-                "those are nobody's, this engine was given wrong ones: start it again",
+                "no trainer has published those, restart the engine",
                 param="version",
                 known={"epoch": serving[0], "version": serving[1]},
             )
-        return asked == serving and self._dirty is None
+        return wanted == serving and self._dirty is None
 
     async def _end_of_receive(self, update: _Update, timeout_s: float) -> None:
         """Wait until a dropped receive has ended, because the staging buffer may have only one writer."""
@@ -346,7 +346,7 @@ class WeightReceiver:
         if not update.committing.done():
             raise DeadlineExceeded(
                 f"the swap to {_named(request)} with on_update {update.request.on_update} has not happened within "
-                f"{request.timeout_s:g} s and will still; ask again"
+                f"{request.timeout_s:g} s but still will; commit again"
             )
         return self._answer(UpdateStatus.COMMITTED, pause_s=update.committing.result())
 
@@ -364,8 +364,8 @@ class WeightReceiver:
         incoming = update.incoming
         if not await settled(incoming.received, timeout_s=timeout_s):
             raise DeadlineExceeded(
-                f"update {_named(update.request)}: {incoming.sender} has not sent all within {timeout_s:g} s, came so "
-                f"far: {incoming.progress}"
+                f"update {_named(update.request)}: {incoming.sender} has not sent all within {timeout_s:g} s, "
+                f"received so far: {incoming.progress}"
             )
         error = incoming.received.exception()
         if error is None:
@@ -389,7 +389,7 @@ class WeightReceiver:
         finally:
             if not known:
                 self._fail(update)
-                self._dirty = f"the swap to {_named(request)} broke off; publish a full update to mend it"
+                self._dirty = f"the swap to {_named(request)} broke off; publish a full update to repair it"
                 raise Dirty(self._dirty)
         self._update, self._dirty, self._digest = None, None, received.digest
         self._totals = ReceiverTotals(self._totals.updates + 1, self._totals.failures, pause_s, received.seconds)

@@ -23,10 +23,10 @@ _DECODER: Final = msgspec.json.Decoder(dict)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventPiece:
-    """Events in log order; `anew` is True if they start a file that replaced another."""
+    """Events in log order; `is_new_file` is True if they start a file that replaced another."""
 
     events: list[Event]
-    anew: bool = False
+    is_new_file: bool = False
 
 
 @final
@@ -59,17 +59,17 @@ class EventTail:
             OSError: the log exists and cannot be read.
         """
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except FileNotFoundError:
             return EventPiece(events=[])
-        file = (found.st_dev, found.st_ino)
-        anew = self._file is not None and (file != self._file or found.st_size < self.offset)
-        if anew:
+        file = (status.st_dev, status.st_ino)
+        is_new_file = self._file is not None and (file != self._file or status.st_size < self.offset)
+        if is_new_file:
             self.offset = 0
-        self._file, self.size = file, found.st_size
+        self._file, self.size = file, status.st_size
         if not self.is_behind:
-            return EventPiece(events=[], anew=anew)
-        return EventPiece(events=self._next(), anew=anew)
+            return EventPiece(events=[], is_new_file=is_new_file)
+        return EventPiece(events=self._next(), is_new_file=is_new_file)
 
     def _next(self) -> list[Event]:
         with self._path.open("rb") as file:

@@ -83,17 +83,17 @@ def _each(steps: Sequence[Event], field: str) -> list[dict[str, Any]]:
 
 def _group(name: str, figures: Sequence[Figures]) -> dict[str, Any]:
     stale = sum(number(each, "stale_groups") or 0.0 for each in figures)
-    came = stale + sum(number(each, "groups") or 0.0 for each in figures)
-    told = {figure: _mean(figures, figure) for figure in _MEANS}
-    told |= {figure: _sum(figures, figure) for figure in _SUMS}
+    arrived = stale + sum(number(each, "groups") or 0.0 for each in figures)
+    row = {figure: _mean(figures, figure) for figure in _MEANS}
+    row |= {figure: _sum(figures, figure) for figure in _SUMS}
     return {
         "name": name,
         "rollouts": sum(number(each, "rollouts") or 0.0 for each in figures),
         "reward": estimate(figures, "reward"),
         "accuracy": estimate(figures, "accuracy", share=True),
-        "stale": stale / came if came else None,
+        "stale": stale / arrived if arrived else None,
         "verifier_s": _mean(figures, "verifier_s", weight="verified"),
-        **told,
+        **row,
     }
 
 
@@ -112,30 +112,30 @@ def _ages(steps: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _of_cause(steps: Sequence[Event], cause: str) -> dict[str, Any]:
-    told: dict[str, Any] = {"cause": cause}
+    row: dict[str, Any] = {"cause": cause}
     for figure in _OF_CAUSE:
         name = f"mismatch_{cause}_{figure}"
         if figure == "share":  # a step without this figure has a share of zero
             weights = [number(step, "sampled_tokens") or 0.0 for step in steps]
             total = sum(weights)
             parts = zip(steps, weights, strict=True)
-            told[figure] = sum((number(s, name) or 0.0) * w for s, w in parts) / total if total else None
+            row[figure] = sum((number(s, name) or 0.0) * w for s, w in parts) / total if total else None
         elif figure == "max":
-            told[figure] = max((v for step in steps if (v := number(step, name)) is not None), default=None)
+            row[figure] = max((v for step in steps if (v := number(step, name)) is not None), default=None)
         else:
-            told[figure] = _mean(steps, name, weight="sampled_tokens")
-    return told
+            row[figure] = _mean(steps, name, weight="sampled_tokens")
+    return row
 
 
 def _stale(steps: Sequence[Event], ended: Counter[str]) -> dict[str, Any]:
     domains = [figures for step in steps for figures in _by(step, "by_domain").values()]
     stale = sum(number(each, "stale_groups") or 0.0 for each in domains)
-    came = stale + sum(number(each, "groups") or 0.0 for each in domains)
+    arrived = stale + sum(number(each, "groups") or 0.0 for each in domains)
     given_up = float(ended["given up by an actor"])
     by_cause = {"dropped by the trainer": max(0.0, stale - given_up), "given up by an actor": given_up}
     return {
         "groups": stale,
-        "share": stale / came if came else None,
+        "share": stale / arrived if arrived else None,
         "by_cause": [{"cause": cause, "groups": groups} for cause, groups in by_cause.items()],
     }
 
@@ -155,21 +155,21 @@ def _waits(steps: Sequence[Event], view: RunView) -> list[dict[str, Any]]:
         for each in _by(step, "by_domain").values()
     )
     pauses = sum(islice(reversed(view.pauses_s), len(steps)))
-    told = {
+    seconds_by_cause = {
         "engines: sampling the next batch": waited,
         "trainer: the step itself": stepping,
-        "verifiers, beside sampling": verified,
+        "verifiers, during sampling": verified,
         "engines: paused by weight updates": pauses,
     }
     return [
         {"culprit": culprit, "seconds": seconds, "share": seconds / wall if wall else None}
-        for culprit, seconds in told.items()
+        for culprit, seconds in seconds_by_cause.items()
     ]
 
 
 def _held_out(name: str, event: Event) -> dict[str, Any]:
-    told = {field: event.get(field) for field in ("accuracy", "low", "high", "problems")}
-    return {"name": name, "version": event.get("model_version"), **told}
+    fields = {field: event.get(field) for field in ("accuracy", "low", "high", "problems")}
+    return {"name": name, "version": event.get("model_version"), **fields}
 
 
 def estimate(figures: Sequence[Figures], name: str, *, share: bool = False) -> dict[str, float | None] | None:
@@ -223,5 +223,5 @@ def _median(steps: Sequence[Event], name: str) -> float | None:
 
 
 def _by(step: Event, field: str) -> Mapping[str, Figures]:
-    found = step.get(field)
-    return {name: each for name, each in found.items() if isinstance(each, dict)} if isinstance(found, dict) else {}
+    figures = step.get(field)
+    return {name: each for name, each in figures.items() if isinstance(each, dict)} if isinstance(figures, dict) else {}

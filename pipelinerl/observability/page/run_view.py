@@ -234,18 +234,18 @@ def sentence(event: Event) -> str:
     changes = event.get("changes")
     if isinstance(changes, Mapping):
         made = ", ".join(f"{name} = {value}" for name, value in changes.items())
-        return cut(f"{made} by {event.get('who', 'somebody')}")
+        return cut(f"{made} by {event.get('who', 'unknown')}")
     for name in ("what", "reason", "waits_for", "path"):
         if event.get(name):
             return cut(f"{event['url']}: {event[name]}" if event.get("url") else event[name])
     names = event.get("names")
     themselves = [*(names if isinstance(names, list) else []), *map(event.get, ("url", "alarm", "domain"))]
     labelled = [(name.replace("_", " "), event.get(name)) for name in ("epoch", "model_version", "orders", "accuracy")]
-    told = [*themselves, *(f"{name} {value}" for name, value in labelled if value not in (None, "", []))]
-    return cut(", ".join(str(each) for each in told if each not in (None, "")))
+    parts = [*themselves, *(f"{name} {value}" for name, value in labelled if value not in (None, "", []))]
+    return cut(", ".join(str(each) for each in parts if each not in (None, "")))
 
 
 def cut(text: object) -> str:
     """Return the value as text of bounded length."""
-    told = str(text)
-    return told if len(told) <= _MOST_TEXT else told[: _MOST_TEXT - 1] + "…"
+    shown = str(text)
+    return shown if len(shown) <= _MOST_TEXT else shown[: _MOST_TEXT - 1] + "…"

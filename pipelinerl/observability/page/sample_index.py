@@ -206,30 +206,30 @@ class SampleIndex:
         Raises:
             OSError: the log exists and cannot be read.
         """
-        self.unread_bytes = self.total_bytes = came = 0
+        self.unread_bytes = self.total_bytes = count = 0
         there = set()
         for path in reversed(sample_files(self.run_dir)):
             try:
-                found = path.stat()
+                status = path.stat()
             except FileNotFoundError:
                 continue
             there.add(path.name)
-            inode, offset = self._offsets.get(path.name, (found.st_ino, 0))
-            if inode != found.st_ino or found.st_size < offset:
+            inode, offset = self._offsets.get(path.name, (status.st_ino, 0))
+            if inode != status.st_ino or status.st_size < offset:
                 self._forget(path.name)
                 offset = 0
-            size = found.st_size
-            if size > offset and not came:
-                offset, came, torn = self._read_piece(path, offset, size)
+            size = status.st_size
+            if size > offset and not count:
+                offset, count, torn = self._read_piece(path, offset, size)
                 size -= torn
-            self._offsets[path.name] = (found.st_ino, offset)
+            self._offsets[path.name] = (status.st_ino, offset)
             self.total_bytes += size
             self.unread_bytes += max(0, size - offset)
         for name in self._offsets.keys() - there:
             self._forget(name)
             del self._offsets[name]
         self._make_room()
-        return came
+        return count
 
     def choose(self, wanted: SampleFilter) -> SampleChoice:
         """Return the matching samples in order; those without a value to sort by come last."""
@@ -268,10 +268,10 @@ class SampleIndex:
         try:
             with path.open("rb") as file:
                 file.seek(int(row["offset"]))
-                found = decode(file.read(int(row["size"])))
+                stored = decode(file.read(int(row["size"])))
         except FileNotFoundError:
             return None
-        return found if found is not None and _key(found) == int(row["key"]) else None
+        return stored if stored is not None and _key(stored) == int(row["key"]) else None
 
     def has_signal(self, name: str) -> bool:
         """Return True if the rewards in the named group differ."""
@@ -317,14 +317,14 @@ class SampleIndex:
                     break
                 piece *= 4
         whole = data.rfind(b"\n") + 1
-        came, at, number = 0, offset, self._files.number(path.name)
+        count, at, number = 0, offset, self._files.number(path.name)
         for line in data[:whole].split(b"\n")[:-1]:
-            came += self._add(line, number, at)
+            count += self._add(line, number, at)
             at += len(line) + 1
         if not whole and piece > _MOST_LINE:  # too long for one of our lines
             return size, 0, 0
         rest = len(data) - whole
-        return at, came, rest if offset + len(data) >= size else 0
+        return at, count, rest if offset + len(data) >= size else 0
 
     def _add(self, line: bytes, file: int, offset: int) -> int:
         try:
@@ -385,8 +385,8 @@ _KINDS: Final = tuple(SampleKind)
 
 
 def _key(group: SampleGroup | _GroupPart) -> int:
-    told = f"{group.kind}\x1f{group.step}\x1f{group.evaluation}\x1f{group.group_id}"
-    return int.from_bytes(hashlib.blake2b(told.encode(errors="replace"), digest_size=8).digest(), "big")
+    identity = f"{group.kind}\x1f{group.step}\x1f{group.evaluation}\x1f{group.group_id}"
+    return int.from_bytes(hashlib.blake2b(identity.encode(errors="replace"), digest_size=8).digest(), "big")
 
 
 def _values(sort: str, groups: NDArray[Any], samples: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -147,14 +147,14 @@ class StepTable:
         starts = np.arange(0, count, each)
         places = np.concatenate([np.zeros((len(_PLACE), 0)), *(part.places for part in parts)], axis=1)
         ends = np.minimum(starts + each, count) - 1
-        told = {name: places[number][ends] for number, name in enumerate(_PLACE)}
+        positions = {name: places[number][ends] for number, name in enumerate(_PLACE)}
         known = {name: index for name in figures if (index := self._columns.get(name)) is not None}
         if each == 1:  # few rows: all figures at once
             means = dict(zip(known, _columns_of(parts, list(known.values())), strict=True))
-            return StepRows(each=each, places=told, means=means, lows=means, highs=means)
+            return StepRows(each=each, places=positions, means=means, lows=means, highs=means)
         merged = {name: _merged(_columns_of(parts, [index])[0], starts) for name, index in known.items()}
         means, lows, highs = ({name: column[part] for name, column in merged.items()} for part in range(3))
-        return StepRows(each=each, places=told, means=means, lows=lows, highs=highs)
+        return StepRows(each=each, places=positions, means=means, lows=lows, highs=highs)
 
     def _row(self, event: Event) -> tuple[list[int], list[float]]:
         indexes, numbers = [], []

@@ -53,7 +53,7 @@ class SampleQuery:
 
     def choose(self, groups: Iterable[SampleGroup]) -> list[ChosenSample]:
         """Return matching samples: by rank if a ranking is set, else in the order of writing."""
-        found = [
+        matching = [
             ChosenSample(group, answer)
             for group in groups
             if self._wants(group)
@@ -61,10 +61,10 @@ class SampleQuery:
             if self.finish_reason in (None, answer.finish_reason)
         ]
         if self.ranking is Ranking.NEWEST:
-            return found if self.limit is None else found[len(found) - min(self.limit, len(found)) :]
+            return matching if self.limit is None else matching[len(matching) - min(self.limit, len(matching)) :]
         sign = 1 if self.ranking is Ranking.WORST else -1
         judged = [
-            (sign * each.answer.reward, -each.group.step, each) for each in found if each.answer.reward is not None
+            (sign * each.answer.reward, -each.group.step, each) for each in matching if each.answer.reward is not None
         ]
         return [each for _, _, each in sorted(judged, key=itemgetter(0, 1))][: self.limit]
 

@@ -32,7 +32,7 @@ _FILES: Final = 8
 _WAITING: Final = 256
 
 #: Exceptions that tokenizers raise, including pyo3's "already borrowed".
-_CANNOT_BE_TOLD: Final = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+_BUILD_ERRORS: Final = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 #: Builds the groups to write; called on the log's thread.
 Make = Callable[[], Iterable[SampleGroup]]
@@ -75,15 +75,15 @@ class SampleLog:
                 for group in make():
                     self._write(group)
             except OSError as error:
-                self._leave_out("samples cannot be written to %s: %s; the run goes on", self._directory, error)
-            except _CANNOT_BE_TOLD as error:
-                self._leave_out("a sample cannot be told: %s: %s; the run goes on", type(error).__name__, error)
+                self._leave_out("samples cannot be written to %s: %s; the run continues", self._directory, error)
+            except _BUILD_ERRORS as error:
+                self._leave_out("a sample cannot be built: %s: %s; the run continues", type(error).__name__, error)
         self._close_file()
 
-    def _leave_out(self, why: str, *told: object) -> None:
+    def _leave_out(self, why: str, *arguments: object) -> None:
         self.left_out += 1
         if not self._warned:
-            log.warning(why, *told, exc_info=log.isEnabledFor(logging.DEBUG))
+            log.warning(why, *arguments, exc_info=log.isEnabledFor(logging.DEBUG))
         self._warned = True
 
     def _write(self, group: SampleGroup) -> None:

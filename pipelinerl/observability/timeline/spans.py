@@ -167,7 +167,7 @@ class SpanReader:
             self._engineless = _Begun(self.now, -1)
 
     def _suspect(self, event: Event) -> Iterator[Drawn]:
-        self._away.setdefault(str(event.get("url")), _Begun(self.now, -1, "it did not answer"))
+        self._away.setdefault(str(event.get("url")), _Begun(self.now, -1, "no answer"))
         return iter(())
 
     def _back(self, event: Event) -> Iterator[Drawn]:
@@ -229,17 +229,17 @@ class SpanReader:
 _WORDS: Final[Mapping[str, str]] = {
     "alarm": "{what}",
     "alarm_cleared": "alarm over: {alarm} {domain}",
-    "stalled": "nothing gets on: it waits for {waits_for}",
-    "run_started": "the run began, or was gone on with",
+    "stalled": "no progress: waiting for {waits_for}",
+    "run_started": "the run started or resumed",
     "controller_returned": "the controller came back at v{model_version}",
-    "trainer_ready": "a trainer began at v{model_version}, epoch {epoch}",
+    "trainer_ready": "a trainer started at v{model_version}, epoch {epoch}",
     "trainer_left": "the trainer left at v{model_version}",
     "engine_joined": "{url} joined",
-    "engine_lost": "{url} is lost: {reason}",
+    "engine_lost": "{url} was lost: {reason}",
     "engine_left": "{url} left: {reason}",
-    "engine_draining": "{url} is drained",
+    "engine_draining": "{url} is draining",
     "engines_scaled": "{from} → {to} {type} engines: {why}",
-    "engines_would_scale": "{from} → {to} {type} engines, were it no dry run: {why}",
+    "engines_would_scale": "{from} → {to} {type} engines, but for the dry run: {why}",
     "step_skipped": "step {step} was skipped: {what} not finite",
     "checkpoint_delayed": "no checkpoint of step {model_version} yet: {reason}",
     "run_finished": "{reason}",
@@ -252,7 +252,7 @@ def _marks(kind: str, event: Event, now: float) -> Iterator[RunMark]:
     if kind == "knobs":
         changes = event.get("changes")
         made = ", ".join(f"{name} = {value}" for name, value in changes.items()) if isinstance(changes, dict) else ""
-        yield RunMark(now, kind, f"{made} by {event.get('who', 'somebody')}")
+        yield RunMark(now, kind, f"{made} by {event.get('who', 'unknown')}")
     elif kind in _WORDS:
         yield RunMark(now, kind, _WORDS[kind].format_map(defaultdict(str, event)))
 

@@ -102,4 +102,4 @@ def _read(place: Path) -> FeedPosition:
     except FileNotFoundError:
         return FeedPosition()
     except msgspec.DecodeError as error:
-        raise ValueError(f"{place} must hold how far the tracker was fed: {error}; remove it to begin anew") from None
+        raise ValueError(f"{place} must hold the tracker's position: {error}; remove it to start over") from None

@@ -120,9 +120,9 @@ class BigramTrainer:
         return [self._backward(number, each, objective) for number, each in enumerate(micro_batches)]
 
     def _backward(self, number: int, micro_batch: MicroBatch, objective: Objective) -> LossStats:
-        """Add d loss/d logits[previous] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t, with g = d loss/d
-        predictions.
+        """Accumulate the closed-form gradient of one micro-batch.
 
+        With g = d loss/d predictions, d loss/d logits[previous] = Σ_t g_t·(onehot(token_t) − softmax)/temperature_t.
         Each measure m of the distribution adds Σ_t d loss/d m_t · dm_t/dz_t / temperature_t. With a value head, d
         loss/d values[previous] = Σ_t g_t.
         """
@@ -225,8 +225,8 @@ def _measures(objective: Objective, distributions: Float64 | None) -> dict[str, 
     """Return the measures that the objective needs, from log-probs [N, V]; empty for a value head."""
     if distributions is None:
         return {}
-    asked = measures_of(objective)
-    return {str(measure): measured(measure, distributions).astype(np.float64, copy=False) for measure in asked}
+    measures = measures_of(objective)
+    return {str(measure): measured(measure, distributions).astype(np.float64, copy=False) for measure in measures}
 
 
 def _restored(fresh: BigramWorker, path: Path) -> BigramWorker:

@@ -44,9 +44,7 @@ class PackedAttention(StrEnum):
         return 128 if self is PackedAttention.FLASH else 64
 
     def within(self, segment_ids: Array, mesh: Mesh) -> Attend:
-        """Return the `attend` argument of `hidden_states` for rows [R, C] with these segments, sharded over the
-        mesh.
-        """
+        """Return the `attend` argument of `hidden_states` for sharded rows [R, C] with these segments."""
         return _dense(segment_ids) if self is PackedAttention.DENSE else _flash(segment_ids, mesh)
 
 

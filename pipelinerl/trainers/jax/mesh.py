@@ -48,13 +48,13 @@ def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
     Raises:
         SpecError: there are too few devices, or the mesh does not divide their number.
     """
-    wanted = shape.num_devices
-    if len(devices) % wanted or (jax.process_count() > 1 and wanted != len(devices)):
+    needed = shape.num_devices
+    if len(devices) % needed or (jax.process_count() > 1 and needed != len(devices)):
         raise SpecError(
-            f"options.mesh ({shape}) makes {wanted} devices, which must divide the {len(devices)} that jax finds "
+            f"options.mesh ({shape}) makes {needed} devices, which must divide the {len(devices)} that jax finds "
             "(and be all of them with several processes); change the mesh"
         )
-    chosen = np.array(devices[:wanted]).reshape(shape.data, shape.fsdp, shape.tensor)
+    chosen = np.array(devices[:needed]).reshape(shape.data, shape.fsdp, shape.tensor)
     return Mesh(chosen, ("data", "fsdp", "tensor"))
 
 

@@ -100,8 +100,9 @@ class TrainerProgram:
 
 @partial(jax.jit, static_argnums=0)
 def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Array:
-    """Return log-probs f32 [R, C] of the tokens at their temperatures, or values; 0 at segment starts and on
-    padding.
+    """Return log-probs f32 [R, C] of the tokens at their temperatures, or values.
+
+    They are 0 at segment starts and on padding.
     """
     return predictions(program, (), weights, columns)[0]
 

@@ -46,23 +46,23 @@ class JaxSavedState:
         """
         return {kind: {name: self._array(kind, name, wanted) for name, wanted in like.items()} for kind in KINDS}
 
-    def _array(self, kind: str, name: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        sharding = wanted.sharding
+    def _array(self, kind: str, name: str, expected: jax.ShapeDtypeStruct) -> jax.Array:
+        sharding = expected.sharding
         assert isinstance(sharding, NamedSharding)
-        parts = sharding.addressable_devices_indices_map(wanted.shape)
+        parts = sharding.addressable_devices_indices_map(expected.shape)
         try:
             store = tensorstore.open(_spec(self.path, kind, name), open=True).result()
-            if tuple(store.shape) != wanted.shape:
-                raise ValueError(f"its shape is {list(store.shape)}, expected {list(wanted.shape)}")
+            if tuple(store.shape) != expected.shape:
+                raise ValueError(f"its shape is {list(store.shape)}, expected {list(expected.shape)}")
             reading = [(device, store[index].read()) for device, index in parts.items() if index is not None]
-            placed = [jax.device_put(np.asarray(part.result(), wanted.dtype), device) for device, part in reading]
+            placed = [jax.device_put(np.asarray(part.result(), expected.dtype), device) for device, part in reading]
         except (ValueError, OSError) as error:
             reason = str(error).partition("\n")[0][:300]
             raise StateError(
                 f"the array {kind}/{name} of the trainer state in {self.path} is missing or damaged: {reason}; restore "
                 "another checkpoint"
             ) from error
-        return jax.make_array_from_single_device_arrays(wanted.shape, sharding, placed)
+        return jax.make_array_from_single_device_arrays(expected.shape, sharding, placed)
 
 
 def save_parts(path: Path, arrays: Kinds) -> None:
@@ -118,10 +118,10 @@ def _raise_if_parts_lack(path: Path, kind: str, name: str, array: jax.Array) -> 
     if array.is_fully_addressable:
         return  # this process wrote all parts itself
     expected = prod(array.shape) // prod(array.sharding.shard_shape(array.shape))
-    found = sum(1 for file in (_folder(path, kind, name) / "c").rglob("*") if file.is_file())
-    if found != expected:
+    count = sum(1 for file in (_folder(path, kind, name) / "c").rglob("*") if file.is_file())
+    if count != expected:
         raise StateError(
-            f"the trainer state in {path} must have {expected} parts of {kind}/{name}, and rank 0 sees {found}; "
+            f"the trainer state in {path} must have {expected} parts of {kind}/{name}, and rank 0 sees {count}; "
             "put the run's directory on a file system that every host mounts at the same path"
         )
 

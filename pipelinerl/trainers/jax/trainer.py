@@ -5,7 +5,7 @@ into rows of a few fixed shapes and never attend to each other. On CPU and TPU, 
 mesh.
 
 With several processes (`options.distributed`) this class runs on rank 0. Only rank 0 calls the verbs, on any thread;
-the other ranks follow (`following`). Each verb checks its arguments here before it is sent to the other ranks.
+the other ranks follow (`JaxFollower`). Each verb checks its arguments here before it is sent to the other ranks.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ from pipelinerl.trainers.ranks.commands import (
     ForwardCommand,
     Gather,
     Lane,
+    RankResult,
     Save,
     StartCommand,
     StepCommand,
+    decode_batch,
+    decode_objective,
     encode_batch,
     encode_objective,
     encode_spec,
 )
 from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, lead
 from trainer_contract.batch import check, check_measures
-from trainer_contract.errors import ProtocolError, RankError, SpecError, TrainerError
+from trainer_contract.errors import ProtocolError, RankError, SpecError, StateError, TrainerError
 from trainer_contract.host_weights import check_weights
 from trainer_contract.trainer import started
 from trainer_contract.types import (
@@ -121,8 +124,9 @@ class JaxTrainer:
         )
 
     def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        """Evaluate the objective and accumulate gradients; with several processes, `commands` must be able to encode
-        it.
+        """Evaluate the objective and accumulate gradients.
+
+        With several processes, `commands` must be able to encode the objective.
         """
         worker = self._worker
         check_measures(objective, Head.VALUE if worker.config.scalar_head else Head.POLICY)
@@ -169,8 +173,9 @@ class JaxTrainer:
             yield info.name, value
 
     def save_state(self, path: Path) -> None:
-        """Write weights and moments into the directory `path`; each process writes its parts, so all must see
-        `path`.
+        """Write weights and moments into the directory `path`.
+
+        Each process writes its parts, so all must see `path`.
         """
         worker = self._worker
         self._together(Save(self._number, str(path.absolute())), lambda: worker.save_parts(path))
@@ -187,9 +192,48 @@ class JaxTrainer:
         """Run `own` here and `command` on every other rank; with one process, no command is created."""
         if self._ranks is None:
             return own()
-        told = command() if callable(command) else command
-        lane = Lane.READS if isinstance(told, Save) else Lane.PASSES  # gathering runs device programs
-        return self._ranks.together(lambda _: told, own, lane=lane).own
+        message = command() if callable(command) else command
+        lane = Lane.READS if isinstance(message, Save) else Lane.PASSES  # gathering runs device programs
+        return self._ranks.together(lambda _: message, own, lane=lane).own
+
+
+@final
+class JaxFollower:
+    """Implements `ranks.follower.RankWorker`. Its results are not used: rank 0 computes every result itself."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        options, config = read_spec(spec)
+        self._worker = JaxWorker.started(spec, options, config)
+
+    def execute(self, command: Command) -> list[RankResult]:
+        """Run the same worker method as rank 0."""
+        worker = self._worker
+        match command:
+            case ForwardCommand():
+                worker.forward([decode_batch(batch) for batch in command.batches])
+            case ForwardAt():
+                worker.forward_at([decode_batch(batch) for batch in command.batches], None)
+            case Backward():
+                batches = [decode_batch(batch) for batch in command.batches]
+                worker.backward(batches, decode_objective(command.objective))
+            case StepCommand():
+                worker.optimizer_step(command.learning_rate)
+            case Discard():
+                worker.gradient = None
+            case Gather():
+                worker.gathered(command.place)
+            case Save():
+                _save(worker, Path(command.path))
+        return []
+
+
+def _save(worker: JaxWorker, path: Path) -> None:
+    if not path.is_dir():
+        raise StateError(
+            f"{path} does not exist on this host; put the run's directory on a file system that every host mounts at "
+            "the same path"
+        )
+    worker.save_parts(path)
 
 
 def read_spec(spec: TrainerSpec) -> tuple[JaxOptions, DecoderConfig]:

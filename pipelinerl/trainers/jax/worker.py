@@ -211,13 +211,15 @@ def _devices(spec: TrainerSpec) -> list[Any]:
         raise SpecError(f"device is {spec.device}, but jax finds none: {error}; set device to auto or cpu") from error
 
 
-def _attention(asked: PackedAttention | None, platform: str, compute: Any) -> PackedAttention:
-    """Return the requested attention, or the default for the platform. Raises SpecError if the kernel is
-    unavailable.
+def _attention(requested: PackedAttention | None, platform: str, compute: Any) -> PackedAttention:
+    """Return the requested attention, or the default for the platform.
+
+    Raises:
+        SpecError: the requested kernel is unavailable.
     """
-    if asked is PackedAttention.FLASH and platform != "tpu":
+    if requested is PackedAttention.FLASH and platform != "tpu":
         raise SpecError(f'options.attention = "flash" is a kernel for TPUs, got {platform}; leave it out')
-    return PackedAttention.on(platform, compute=compute) if asked is None else asked
+    return PackedAttention.on(platform, compute=compute) if requested is None else requested
 
 
 def _loaded(program: TrainerProgram, spec: TrainerSpec) -> JaxWorker:

@@ -55,21 +55,21 @@ def read_distributed(value: Any, *, trainer: str, processes: int | None = None) 
     Raises:
         SpecError: an unknown key, a value of the wrong type, or a number of processes that contradicts `processes`.
     """
-    said: Mapping[str, Any] = table(value, Distributed, _WHERE, trainer=trainer)
+    options: Mapping[str, Any] = table(value, Distributed, _WHERE, trainer=trainer)
     if processes is not None:
-        said = {"processes": processes, **said}
-    if missing := [name for name in ("coordinator", "processes") if name not in said]:
+        options = {"processes": processes, **options}
+    if missing := [name for name in ("coordinator", "processes") if name not in options]:
         raise SpecError(
             f'{_WHERE} must have {" and ".join(missing)}, as in {{ coordinator = "10.0.0.1:8476", processes = 2 }}'
         )
-    coordinator, token_file = said["coordinator"], said.get("token_file")
+    coordinator, token_file = options["coordinator"], options.get("token_file")
     host, _, port = coordinator.rpartition(":") if isinstance(coordinator, str) else ("", "", "")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise SpecError(f"{_WHERE}.coordinator must be host:port, got {coordinator!r}")
     if token_file is not None and not isinstance(token_file, str):
         raise SpecError(f"{_WHERE}.token_file must be a path, got {token_file!r}")
     least = {"processes": 2, "process": 0, "timeout_s": 1, "silence_s": 1}
-    numbers = {name: whole(said[name], f"{_WHERE}.{name}", least=least[name]) for name in least if name in said}
+    numbers = {name: whole(options[name], f"{_WHERE}.{name}", least=least[name]) for name in least if name in options}
     distributed = Distributed(coordinator=coordinator, token_file=token_file, **numbers)
     if distributed.process >= distributed.processes:
         raise SpecError(f"{_WHERE}.process must be below processes={distributed.processes}, got {distributed.process}")

@@ -102,8 +102,8 @@ class _Rank:
             except BaseException:  # a bug: close the channel so that both ranks end at once
                 self._channel.close()
                 raise
-            said = (type(error).__name__, str(error)) if error else ("", "")
-            answer = RankAnswer(numbered.number, results, *said)
+            failure = (type(error).__name__, str(error)) if error else ("", "")
+            answer = RankAnswer(numbered.number, results, *failure)
             try:
                 self._channel.send(encode(answer))
             except RankError:

@@ -198,8 +198,8 @@ class Ranks:
         return pending.result.result()
 
     def _has_ended(self, pending: _Pending) -> bool:
-        everybody = pending.result.done() and len(pending.answers) == len(self._channels)
-        return self._lost is not None or pending.has_failed or everybody
+        all_done = pending.result.done() and len(pending.answers) == len(self._channels)
+        return self._lost is not None or pending.has_failed or all_done
 
     def _late(self, pending: _Pending) -> str:
         missing = [rank for rank in self._channels if rank not in pending.answers]

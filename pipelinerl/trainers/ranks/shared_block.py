@@ -37,10 +37,10 @@ def shared_block(size: int) -> tuple[NDArray[np.uint8], Place]:
         given_up.callback(os.close, file)
         os.ftruncate(file, size)
         block = np.frombuffer(mmap(file, size), np.uint8)
-        found = os.fstat(file)
+        stat = os.fstat(file)
         given_up.pop_all()
     weakref.finalize(block, os.close, file)
-    return block, Place(os.getpid(), file, found.st_dev, found.st_ino)
+    return block, Place(os.getpid(), file, stat.st_dev, stat.st_ino)
 
 
 @contextmanager
@@ -49,8 +49,8 @@ def opened(place: Place) -> Iterator[int]:
     path = Path("/proc") / str(place.process) / "fd" / str(place.number)
     file = os.open(path, os.O_RDWR)
     try:
-        found = os.fstat(file)
-        if (found.st_dev, found.st_ino) != (place.device, place.inode):
+        stat = os.fstat(file)
+        if (stat.st_dev, stat.st_ino) != (place.device, place.inode):
             raise OSError(f"{path} is not the block that was shared")
         yield file
     finally:

@@ -43,12 +43,12 @@ _CONTENT: Final = struct.Struct("<q")
 class TorchWorld:
     """This process among the others; `reads` is the process group for reads that run concurrently with the passes.
 
-    The ranks in `beside` share rank 0's host and can write into its shared memory.
+    The ranks in `on_same_host` share rank 0's host and can write into its shared memory.
     """
 
     rank: int
     reads: Any
-    beside: frozenset[int]
+    on_same_host: frozenset[int]
 
 
 _world: TorchWorld | None = None
@@ -65,46 +65,48 @@ def join(distributed: Distributed, port: int) -> None:
     global _world
     if dist.is_initialized():
         raise SpecError("options.distributed: this process is one of several already; start another process")
-    host, patience = distributed.address[0], timedelta(seconds=distributed.timeout_s)
+    host, timeout = distributed.address[0], timedelta(seconds=distributed.timeout_s)
     if distributed.is_on_one_machine:
         _bind_gloo_to_loopback()
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=_store(host, port, distributed, patience),
+            store=_store(host, port, distributed, timeout),
             rank=distributed.process,
             world_size=distributed.processes,
-            timeout=patience,
+            timeout=timeout,
         )
-        reads = dist.new_group(backend="gloo", timeout=patience)
-        _world = TorchWorld(distributed.process, reads, _beside_rank0(distributed.process, distributed.processes))
+        reads = dist.new_group(backend="gloo", timeout=timeout)
+        _world = TorchWorld(
+            distributed.process, reads, _ranks_sharing_memory(distributed.process, distributed.processes)
+        )
     except (RuntimeError, ValueError, OSError) as error:
         raise SpecError(f"options.distributed: the other processes cannot be joined: {error}") from error
 
 
-def _store(host: str, port: int, distributed: Distributed, patience: timedelta) -> Any:
+def _store(host: str, port: int, distributed: Distributed, timeout: timedelta) -> Any:
     if distributed.process:
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     listener = socket.create_server((host, port), family=family_of(host))  # a TCPStore listens on every address
     return dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=patience, master_listen_fd=listener.detach()
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
 
 
-def _beside_rank0(rank: int, processes: int) -> frozenset[int]:
+def _ranks_sharing_memory(rank: int, processes: int) -> frozenset[int]:
     """Return the ranks that can write into rank 0's memory; each rank tries, and all learn the results."""
-    now, said = time.time_ns(), torch.zeros(5, dtype=torch.int64)  # unique to this host and call
+    now, offer = time.time_ns(), torch.zeros(5, dtype=torch.int64)  # unique to this host and call
     with suppress(OSError):  # shared memory is not supported here
         if rank == 0:
             block, place = shared_block(_CONTENT.size)
             block[:] = np.frombuffer(_CONTENT.pack(now), np.uint8)
-            said = torch.tensor([*msgspec.structs.astuple(place), now])
-    dist.broadcast(said, 0)
-    *place_of, content = said.tolist()
+            offer = torch.tensor([*msgspec.structs.astuple(place), now])
+    dist.broadcast(offer, 0)
+    *place_of, content = offer.tolist()
     can = torch.tensor(is_here(Place(*place_of), _CONTENT.pack(content)), dtype=torch.int32)
-    heard = [torch.empty_like(can) for _ in range(processes)]
-    dist.all_gather(heard, can)
-    return frozenset(number for number, each in enumerate(heard) if number and each)
+    answers = [torch.empty_like(can) for _ in range(processes)]
+    dist.all_gather(answers, can)
+    return frozenset(number for number, each in enumerate(answers) if number and each)
 
 
 def _bind_gloo_to_loopback() -> None:
@@ -126,15 +128,15 @@ def in_agreement() -> Iterator[None]:
         yield
     except _KINDS as error:
         own = error
-    said = torch.zeros(1 + _SENTENCE_BYTES, dtype=torch.uint8)
+    message = torch.zeros(1 + _SENTENCE_BYTES, dtype=torch.uint8)
     if own is not None:
         sentence = str(own).encode()[:_SENTENCE_BYTES]
-        said[0] = 1 + _KINDS.index(SpecError if isinstance(own, SpecError) else StateError)
-        said[1 : 1 + len(sentence)] = torch.tensor(list(sentence), dtype=torch.uint8)
-    heard = [torch.empty_like(said) for _ in range(dist.get_world_size())]
-    dist.all_gather(heard, said)
+        message[0] = 1 + _KINDS.index(SpecError if isinstance(own, SpecError) else StateError)
+        message[1 : 1 + len(sentence)] = torch.tensor(list(sentence), dtype=torch.uint8)
+    messages = [torch.empty_like(message) for _ in range(dist.get_world_size())]
+    dist.all_gather(messages, message)
     if own is not None:
         raise own
-    for rank, (kind, *text) in enumerate(each.tolist() for each in heard):
+    for rank, (kind, *text) in enumerate(each.tolist() for each in messages):
         if kind:
             raise _KINDS[kind - 1](f"rank {rank}: {bytes(text).rstrip(bytes(1)).decode(errors='replace')}")

@@ -128,12 +128,12 @@ class MeshLeader:
         """Accumulate gradients; ranks reduce them in the backward pass of the last round."""
         losses = [LossStats(0.0, np.zeros(batch.num_tokens, np.float32)) for batch in batches]
         numbers = [number for number, batch in enumerate(batches) if batch.loss_mask.any()]
-        told = encode_objective(objective)
+        encoded = encode_objective(objective)
         if numbers:
             try:
-                own, others = self._dealt(
+                own, others = self._distribute(
                     [batches[number] for number in numbers],
-                    lambda mine, rounds: Backward(self._number, mine, rounds, told),
+                    lambda mine, rounds: Backward(self._number, mine, rounds, encoded),
                     lambda mine, rounds: self._worker.backward(mine, rounds, objective),
                 )
             except NonFiniteError as error:
@@ -169,7 +169,7 @@ class MeshLeader:
             return
         most = self._worker.model.at_once
         memory = RecycledMemory(most * self._worker.loaded.gather_dtype.itemsize)
-        bunches = [[info.name for info in bunch] for bunch in bunches_of(layout, most)]
+        bunches = [[info.name for info in bunch] for bunch in grouped_parameters(layout, most)]
         begun = (self._begun(names, GatheredKind.WEIGHTS, memory) for names in bunches)
         with closing(one_ahead(begun)) as gathered:
             for names, found in zip(bunches, gathered, strict=True):
@@ -232,14 +232,14 @@ class MeshLeader:
         predictions = [np.zeros(batch.num_tokens, np.float32) for batch in batches]
         numbers = [number for number, batch in enumerate(batches) if (batch.position_ids > 0).any()]
         if numbers:
-            mine, others = self._dealt([batches[number] for number in numbers], command, own)
+            mine, others = self._distribute([batches[number] for number in numbers], command, own)
             for part, its in self._by_part(mine, others, _predicted):
                 for number, each in zip(numbers[part :: self.width], its, strict=True):
                     require_finite(each)
                     predictions[number] = each
         return predictions
 
-    def _dealt(
+    def _distribute(
         self,
         batches: Sequence[MicroBatch],
         command: Callable[[list[Columns], int], Command],
@@ -289,7 +289,7 @@ class MeshLeader:
         return lambda: ended().own
 
 
-def bunches_of(layout: Sequence[ParameterInfo], most: int) -> Iterator[list[ParameterInfo]]:
+def grouped_parameters(layout: Sequence[ParameterInfo], most: int) -> Iterator[list[ParameterInfo]]:
     """Group adjacent parameters up to `most` elements in total, so that few commands gather many small ones."""
     bunch: list[ParameterInfo] = []
     held = 0

@@ -5,6 +5,8 @@ micro-batch in a round computes two dummy tokens. Before each backward the ranks
 no loss is broken. A rank that skipped the round alone would leave the others waiting.
 
 `received` and `deliver` belong to the thread of reads, all other methods to the thread of passes.
+
+`MeshLeader` calls the worker on rank 0. On the other ranks `MeshFollower` executes rank 0's commands with it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,20 @@ import torch.distributed
 from torch import Tensor
 
 from pipelinerl.numerics.dither_torch import rounded
-from pipelinerl.trainers.ranks.commands import GatheredKind
+from pipelinerl.trainers.ranks.commands import (
+    Backward,
+    Command,
+    Discard,
+    ForwardAt,
+    ForwardCommand,
+    Gather,
+    GatheredKind,
+    RankResult,
+    Save,
+    StepCommand,
+    decode_batch,
+    decode_objective,
+)
 from pipelinerl.trainers.ranks.recycled import Block
 from pipelinerl.trainers.ranks.shared_block import Place, opened, write_at
 from pipelinerl.trainers.torch import state as torch_state
@@ -33,9 +48,9 @@ from pipelinerl.trainers.torch.joining import in_agreement, world
 from pipelinerl.trainers.torch.loading import LoadedModel, load, refuse_device, seed_dropout
 from pipelinerl.trainers.torch.lora.lora_options import share_of
 from pipelinerl.trainers.torch.mesh import GradientSum, ProcessMesh, refuse_heads
-from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, dtype_of, taken_up
+from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, dtype_of, restored_state
 from pipelinerl.trainers.torch.optimizer.optimizer_options import OptimizerOptions, optimizer_of
-from pipelinerl.trainers.torch.options import attention_of, experts_of, gradients_of
+from pipelinerl.trainers.torch.options import attention_of, experts_of, gradients_of, mesh_of
 from pipelinerl.trainers.torch.packed.planner import Planning, planning
 from pipelinerl.trainers.torch.passes import PassSetting, broken_loss, evaluate, predict, predicted
 from pipelinerl.trainers.torch.shard_files import VALUE, key_of, write_shard
@@ -91,7 +106,7 @@ class MeshWorker:
             refuse_heads(text.num_attention_heads, mesh.cp)
             attention = planning(attention_of(spec.options), spec.precision, device, text.to_dict())
         if rank == 0:
-            _tell(loaded, attention)
+            _log_start(loaded, attention)
         with in_agreement():
             experts = experts_of(spec.options)
             model = loaded.divided(mesh, rank=rank, device=device, compute=compute, experts=experts)
@@ -109,12 +124,12 @@ class MeshWorker:
     def forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
         """Return the predictions of this rank's micro-batches, finite or not; ranks that share one return the same."""
         try:
-            found = [predicted(self.model, self.setting, batch) for batch in batches]
+            predictions = [predicted(self.model, self.setting, batch) for batch in batches]
             for _ in range(rounds - len(batches)):
-                predicted(self.model, self.setting, _idle())
+                predicted(self.model, self.setting, _dummy_batch())
         finally:
             self.model.end_forward()
-        return found
+        return predictions
 
     def forward_at(self, batches: Sequence[MicroBatch], rounds: int, weights: HostWeights | None) -> list[Float32]:
         """Run `forward` with these weights, which rank 0 sends to the other ranks; they pass None."""
@@ -136,25 +151,25 @@ class MeshWorker:
             return self._backward(batches, rounds, objective)
 
     def _backward(self, batches: Sequence[MicroBatch], rounds: int, objective: Objective) -> list[LossStats]:
-        found = []
+        results = []
         for turn in range(rounds):
             self.model.begin_backward(is_last=self.gradients is GradientSum.DIVIDED or turn == rounds - 1)
-            number, said = turn * self.mesh.width + self.rank // self.mesh.cp, 0
+            number, vote = turn * self.mesh.width + self.rank // self.mesh.cp, 0
             try:
                 if turn < len(batches):
                     loss, stats = evaluate(self.model, self.setting, batches[turn], objective)
-                    found.append(stats)
+                    results.append(stats)
                 else:
-                    loss, stats = _nothing(self.model, self.setting), LossStats(0.0, np.zeros(0, np.float32))
-                said = _SOUND if math.isfinite(stats.loss) else number
+                    loss, stats = _zero_loss(self.model, self.setting), LossStats(0.0, np.zeros(0, np.float32))
+                vote = _SOUND if math.isfinite(stats.loss) else number
             finally:  # the other ranks wait for this all-reduce, whatever was raised
-                broken = self._least(said)
+                broken = self._least(vote)
                 if broken != _SOUND:
-                    self._forget(is_first=turn == 0)
+                    self._abandon_sequence(is_first=turn == 0)
             if broken != _SOUND:
                 raise broken_loss(stats.loss if broken == number else math.nan, broken)
             loss.backward()
-        return found
+        return results
 
     def optimizer_step(self, learning_rate: float) -> StepStats:
         """Clip by the norm of all shards, then apply and clear the gradient; the norm is the same on every rank."""
@@ -215,7 +230,7 @@ class MeshWorker:
         flat = torch.from_numpy(block.memory).view(dtype)
         parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
         wholes = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
-        far = [rank for rank in range(1, self.mesh.shards) if block.place is None or rank not in world().beside]
+        far = [rank for rank in range(1, self.mesh.shards) if block.place is None or rank not in world().on_same_host]
         with _gathering(shapes):
             coming = [
                 dist.irecv(_bytes(part), rank, group=world().reads)
@@ -223,7 +238,7 @@ class MeshWorker:
                 for rank in far
                 if (part := whole[self.mesh.rows_of(rank, len(whole))]).numel()
             ]
-            with self.model.at_rest() as shards:
+            with self.model.last_step_shards() as shards:
                 for name, whole in wholes.items():
                     self._copy(shards, name, kind, whole[self.mesh.rows_of(0, len(whole))])
             for each in coming:
@@ -239,14 +254,14 @@ class MeshWorker:
             return
         shapes = self._shapes(places)
         with _gathering(shapes):
-            if into is None or self.rank not in world().beside:
+            if into is None or self.rank not in world().on_same_host:
                 self._send(shapes, kind)
             else:
                 self._write(shapes, kind, into)
 
     def _send(self, shapes: Mapping[str, torch.Size], kind: GatheredKind) -> None:
         going: deque[tuple[Any, Tensor]] = deque()
-        with self.model.at_rest() as shards:
+        with self.model.last_step_shards() as shards:
             for name in shapes:
                 rows = self._source(shards, name, kind).detach().to("cpu", self._dtype_of(kind))
                 if len(going) == _SENT_AT_ONCE:
@@ -258,7 +273,7 @@ class MeshWorker:
 
     def _write(self, shapes: Mapping[str, torch.Size], kind: GatheredKind, into: Place) -> None:
         begin, dtype = 0, self._dtype_of(kind)
-        with opened(into) as file, self.model.at_rest() as shards:
+        with opened(into) as file, self.model.last_step_shards() as shards:
             for name, shape in shapes.items():
                 rows, size = self._source(shards, name, kind).detach().to("cpu", dtype), shape.numel() * dtype.itemsize
                 if rows.numel():
@@ -270,8 +285,9 @@ class MeshWorker:
         return dict(list(self.model.shapes.items())[places.start : places.stop])
 
     def save_shard(self, path: Path) -> None:
-        """Write this rank's rows of weights and moments into a state's directory; only the first copy of the model
-        writes.
+        """Write this rank's rows of weights and moments into a state's directory.
+
+        Only the first copy of the model writes.
         """
         if self.rank >= self.mesh.shards:
             return
@@ -285,7 +301,7 @@ class MeshWorker:
     def _rows(self, name: str, kind: GatheredKind) -> Tensor:
         """Copy this rank's rows to the host."""
         rows = torch.empty(self.model.shards[name].shape, dtype=self._dtype_of(kind))
-        with self.model.at_rest() as shards:
+        with self.model.last_step_shards() as shards:
             self._copy(shards, name, kind, rows)
         return rows
 
@@ -309,8 +325,9 @@ class MeshWorker:
         return self.loaded.gather_dtype if kind is GatheredKind.WEIGHTS else torch.float32
 
     def _sent(self, weights: HostWeights | None) -> Callable[[str], Tensor]:
-        """Return a function that gives this rank's rows of each parameter; rank 0 holds the whole and sends them
-        out.
+        """Return a function that gives this rank's rows of each parameter.
+
+        Rank 0 holds the whole parameters and sends the rows.
         """
 
         def rows_of(name: str) -> Tensor:
@@ -335,29 +352,69 @@ class MeshWorker:
         for name, moments in saved.moments(shapes, rows_of).items():
             shard = self.model.shards[name]
             if shard.numel():
-                self.optimizer.state[shard] = taken_up(moments, shard, self.options)
+                self.optimizer.state[shard] = restored_state(moments, shard, self.options)
         self.model_version, self.random = saved.model_version, saved.random
         saved.random.restore()
 
-    def _forget(self, *, is_first: bool) -> None:
-        """End a sequence whose last backward was skipped; reduce and discard the gradients that earlier ones
-        accumulated.
+    def _abandon_sequence(self, *, is_first: bool) -> None:
+        """End a sequence whose last backward was skipped.
+
+        Gradients that earlier passes accumulated are reduced and discarded.
         """
         self.model.abandon()
         if not is_first:
             self.model.begin_backward(is_last=True)
-            _nothing(self.model, self.setting).backward()
+            _zero_loss(self.model, self.setting).backward()
             self.model.discard_gradient()
 
-    def _least(self, said: int) -> int:
-        numbers = torch.tensor(said, dtype=torch.int32)
+    def _least(self, number: int) -> int:
+        numbers = torch.tensor(number, dtype=torch.int32)
         dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
         return int(numbers)
 
 
-def _tell(loaded: LoadedModel, attention: Planning) -> None:
+@final
+class MeshFollower:
+    """Implements `ranks.follower.RankWorker`; it returns the results of its own micro-batches to rank 0."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._worker = MeshWorker.started(spec, mesh_of(spec.options))
+
+    def execute(self, command: Command) -> list[RankResult]:
+        """Run the same worker method as rank 0."""
+        worker = self._worker
+        match command:
+            case ForwardCommand():
+                return [_result(each) for each in worker.forward(_batches(command), command.rounds)]
+            case ForwardAt():
+                return [_result(each) for each in worker.forward_at(_batches(command), command.rounds, None)]
+            case Backward():
+                objective = decode_objective(command.objective)
+                return [_result(each) for each in worker.backward(_batches(command), command.rounds, objective)]
+            case StepCommand():
+                worker.optimizer_step(command.learning_rate)
+            case Discard():
+                worker.model.discard_gradient()
+            case Gather():
+                worker.deliver(range(command.place, command.place + command.count), command.kind, command.into)
+            case Save():
+                worker.save_shard(Path(command.path))
+        return []
+
+
+def _batches(command: ForwardCommand | ForwardAt | Backward) -> list[MicroBatch]:
+    return [decode_batch(columns) for columns in command.batches]
+
+
+def _result(result: Float32 | LossStats) -> RankResult:
+    if isinstance(result, LossStats):
+        return RankResult(result.predictions.tobytes(), result.loss)
+    return RankResult(result.tobytes())
+
+
+def _log_start(loaded: LoadedModel, attention: Planning) -> None:
     """Log the trainer's attention and adapters at startup."""
-    log.info("attention: %s", attention.said)
+    log.info("attention: %s", attention.description)
     if loaded.adapters is not None:
         log.info("LoRA: %s", share_of(*loaded.adapters.counts))
 
@@ -378,7 +435,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _idle() -> MicroBatch:
+def _dummy_batch() -> MicroBatch:
     """Return a micro-batch of two dummy tokens, for a rank without one."""
     nothing = np.zeros(2, np.float32)
     return MicroBatch(
@@ -394,9 +451,9 @@ def _idle() -> MicroBatch:
     )
 
 
-def _nothing(model: ShardedModel, setting: PassSetting) -> Tensor:
+def _zero_loss(model: ShardedModel, setting: PassSetting) -> Tensor:
     """Return a loss whose gradients are all 0."""
-    batch = _idle()
+    batch = _dummy_batch()
     return predict(model, setting, batch, batch.loss_mask).sum() * 0.0
 
 

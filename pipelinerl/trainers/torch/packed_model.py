@@ -21,7 +21,7 @@ from pipelinerl.models import torch_routers
 from pipelinerl.models.checkpoint import Part, load_model, load_structure
 from pipelinerl.models.weight_reader import WeightReader
 from pipelinerl.numerics.torch_logprobs import LOGITS_AT_ONCE, token_predictions
-from pipelinerl.trainers.torch.experts.autocast import follow_autocast
+from pipelinerl.trainers.torch.experts import follow_autocast
 from pipelinerl.trainers.torch.packed.attention import IMPLEMENTATION, AttentionPlan
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Reading

@@ -50,11 +50,16 @@ def predict(
 
     With a group, each process computes its part and receives all N.
     """
-    asked, distinct, positions, group = np.flatnonzero(inside), Distinct.of(batch), batch.position_ids, setting.group
+    requested, distinct, positions, group = (
+        np.flatnonzero(inside),
+        Distinct.of(batch),
+        batch.position_ids,
+        setting.group,
+    )
     if group is None:
-        return _computed(model, setting, batch, distinct, positions, asked, measures)
-    part = SequencePart.of(group, distinct, positions, asked)
-    mine = asked[part.readers[group.place]]
+        return _computed(model, setting, batch, distinct, positions, requested, measures)
+    part = SequencePart.of(group, distinct, positions, requested)
+    mine = requested[part.readers[group.place]]
     own = _computed(model, setting, batch, part.distinct, part.position_ids, mine, measures, own=part.own)
     return group.together(own, part.readers)
 
@@ -65,7 +70,7 @@ def _computed(
     batch: MicroBatch,
     distinct: Distinct,
     positions: NDArray[np.int32],
-    asked: NDArray[np.int64],
+    requested: NDArray[np.int64],
     measures: tuple[HeadMeasure, ...],
     *,
     own: slice | None = None,
@@ -75,7 +80,7 @@ def _computed(
     tokens = np.append(batch.token_ids, np.zeros(len(positions) - batch.num_tokens, np.int32))
     kept = distinct.kept if own is None else distinct.kept[own]
     computed = np.stack((tokens, positions))[:, kept].astype(np.int64)
-    chosen, which = _choices(batch, distinct, asked)
+    chosen, which = _choices(batch, distinct, requested)
     temperatures = batch.temperatures[chosen]
     predictions: Tensor = model(
         torch.from_numpy(computed).to(device),
@@ -86,27 +91,27 @@ def _computed(
         measures,
         None if batch.routed_experts is None else torch.from_numpy(_routed(batch, kept)).to(device),
     )
-    if len(chosen) == len(asked):
+    if len(chosen) == len(requested):
         return predictions
     return Reading.of(which, len(chosen), device)(predictions.T).T
 
 
 def _choices(
-    batch: MicroBatch, distinct: Distinct, asked: NDArray[np.int64]
+    batch: MicroBatch, distinct: Distinct, requested: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return one representative of equal predictions, and for each requested token the index of its representative.
 
     Predictions are equal if token and prefix are shared and both were sampled at the same temperature.
     """
-    place, temperatures = distinct.place[asked], batch.temperatures[asked]
+    place, temperatures = distinct.place[requested], batch.temperatures[requested]
     if (temperatures == temperatures[:1]).all():
         _, first, which = np.unique(place, return_index=True, return_inverse=True)
     else:
         pairs = np.stack((place.astype(np.float64), temperatures))
         _, first, which = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
-    if len(first) == len(asked):
-        return asked, np.arange(len(asked))
-    return asked[first], which.reshape(-1)
+    if len(first) == len(requested):
+        return requested, np.arange(len(requested))
+    return requested[first], which.reshape(-1)
 
 
 def _routed(batch: MicroBatch, kept: NDArray[np.int64]) -> NDArray[np.int32]:

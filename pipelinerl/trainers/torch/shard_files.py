@@ -83,10 +83,10 @@ class ShardFiles:
         length, *inner = self.shapes[name]
         parts = []
         for rank in range(self.mesh.size):
-            there = self.mesh.rows_of(rank, length)
-            start, stop = max(there.start, wanted.start), min(there.stop, wanted.stop)
+            stored = self.mesh.rows_of(rank, length)
+            start, stop = max(stored.start, wanted.start), min(stored.stop, wanted.stop)
             if start < stop:
-                parts.append(self._read(rank, key_of(name, kind), slice(start - there.start, stop - there.start)))
+                parts.append(self._read(rank, key_of(name, kind), slice(start - stored.start, stop - stored.start)))
         if not parts:
             return torch.empty((0, *inner))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

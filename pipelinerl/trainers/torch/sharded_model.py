@@ -7,6 +7,11 @@ computed on the whole batch.
 The shards are kept as plain tensors that share memory with the passes. During a pass, `named_parameters` shows whole
 parameters, and `state_dict` would remove them. Other threads therefore read the shards from here. They see the result
 of the last optimizer step even while other weights are lent to the passes.
+
+With expert parallelism, tokens are sent to the process that holds their expert, instead of gathering experts. Experts
+are divided over processes by rows, as `fully_shard` would do, so reading, gathering and saving need no changes. The
+exchange is transformers' own (`AllToAllEP`): two all-to-alls per layer, which autograd follows. After the backward pass
+of every process, an expert's gradient covers the tokens of all processes that share its copy of the model.
 """
 
 from __future__ import annotations
@@ -23,9 +28,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from transformers.distributed.expert_parallel import AllToAllEP
 
-from pipelinerl.trainers.torch.experts.parallel import keep_own_experts
-from pipelinerl.trainers.torch.mesh import ExpertWeights, ProcessMesh
+from pipelinerl.trainers.torch.experts import fused_experts
+from pipelinerl.trainers.torch.mesh import ExpertWeights, ProcessMesh, refuse_uneven_experts
 from pipelinerl.trainers.torch.packed.sequence_parallel import SequenceGroup
 from pipelinerl.trainers.torch.packed_model import PackedModel, computing_in, hold
 from pipelinerl.trainers.torch.value_model import PackedValueModel
@@ -153,7 +159,7 @@ class ShardedModel:
         return float(total)
 
     @contextmanager
-    def at_rest(self) -> Iterator[Mapping[str, Tensor]]:
+    def last_step_shards(self) -> Iterator[Mapping[str, Tensor]]:
         """Provide this process's rows as the last optimizer step left them, unchanged within the block; any thread."""
         with self._reading:
             yield self._lasting
@@ -206,3 +212,50 @@ def _layers(model: PackedModel | PackedValueModel) -> list[nn.Module]:
     """Return the modules that transformers marks as unsplittable: a decoder's layers."""
     names: Mapping[str, Any] | Any = model.model._no_split_modules or ()
     return [module for module in model.model.modules() if type(module).__name__ in names]
+
+
+def keep_own_experts(model: nn.Module, mesh: ProcessMesh, device: torch.device) -> set[nn.Parameter]:
+    """Reduce every layer's experts to this process's rows, and make them process the tokens of all processes.
+
+    Returns:
+        The experts' parameters: this process's rows on the device, without values if they were on the meta device.
+
+    Raises:
+        SpecError: there are no experts, or they cannot be divided evenly; raised on every process.
+    """
+    modules, kept = fused_experts(model), set[nn.Parameter]()
+    refuse_uneven_experts(modules[0].num_experts if modules else 0, mesh.shards)
+    meshes = _expert_meshes(device.type, mesh.dp_replicate, mesh.shards)
+    for module in modules:
+        rows = mesh.rows_of(meshes["experts"].get_local_rank(), module.num_experts)
+        module.num_experts = rows.stop - rows.start
+        for whole in module.parameters(recurse=False):
+            own = torch.empty((module.num_experts, *whole.shape[1:]), dtype=whole.dtype, device=device)
+            if not whole.is_meta:
+                own.copy_(whole.detach()[rows])
+            hold(whole, own)
+            kept.add(whole)
+        module.forward = _TravellingTokens(AllToAllEP(module, meshes["experts"], meshes["alone"]))
+    return kept
+
+
+@final
+class _TravellingTokens:
+    """Forward of an experts module that sends each token to the processes that hold its experts, and back.
+
+    Under autocast, tokens are sent in autocast's dtype, which the experts would cast them to anyway.
+    """
+
+    def __init__(self, exchange: Callable[..., Tensor]) -> None:
+        self._exchange = exchange
+
+    def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        device = hidden.device.type
+        sent = hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
+        return self._exchange(sent, chosen, weights).to(hidden.dtype)
+
+
+@cache
+def _expert_meshes(device_type: str, copies: int, shards: int) -> DeviceMesh:
+    """Return a mesh of all processes: `experts` share a copy of the model, `alone` is a single process."""
+    return init_device_mesh(device_type, (copies, shards, 1), mesh_dim_names=("copy", "experts", "alone"))

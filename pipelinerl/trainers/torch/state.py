@@ -152,7 +152,7 @@ class TorchSavedState:
         """
         if self.shards is not None:
             self.shards.check(shapes)
-        found: dict[str, dict[str, Tensor]] = {}
+        restored: dict[str, dict[str, Tensor]] = {}
         for name, shape in shapes.items():
             rows = rows_of(shape[0])
             moments = {kind: self.tensors[f"{name}.{kind}"] for kind in MOMENTS if f"{name}.{kind}" in self.tensors}
@@ -164,10 +164,10 @@ class TorchSavedState:
                 raise StateError(f"the optimizer state of {name!r} in {self.path} is incomplete")
             else:
                 moments = {kind: each[rows] if each.ndim else each for kind, each in moments.items()}
-            found[name] = moments
-        if len(found) not in (0, len(shapes)):
-            raise StateError(f"{self.path} has optimizer state for {len(found)} of {len(shapes)} parameters")
-        return found
+            restored[name] = moments
+        if len(restored) not in (0, len(shapes)):
+            raise StateError(f"{self.path} has optimizer state for {len(restored)} of {len(shapes)} parameters")
+        return restored
 
 
 def save(

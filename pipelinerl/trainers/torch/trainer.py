@@ -99,7 +99,9 @@ class TorchTrainer:
         return self._worker.weight_layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield detached tensors: with one process and an fp32 model its own memory; with several, gathered on
+        """Yield detached tensors.
+
+        With one process and an fp32 model they share the trainer's memory; with several processes they are gathered on
         demand.
         """
         yield from self._worker.gather_weights()

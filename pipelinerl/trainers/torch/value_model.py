@@ -86,8 +86,10 @@ class PackedValueModel(nn.Module):
             return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)[None].clone()  # as in `PackedModel`
 
     def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
-        """Run the packing probe, see `PackedModel.probe`. Raises SpecError if the architecture does not support
-        packing.
+        """Run the packing probe, see `PackedModel.probe`.
+
+        Raises:
+            SpecError: the architecture does not support packing.
         """
         with computing_in(products, device):
             probe_packing(self.model, device, products)

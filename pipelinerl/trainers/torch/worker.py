@@ -22,7 +22,7 @@ from pipelinerl.trainers.torch import state as torch_state
 from pipelinerl.trainers.torch.loading import load, refuse_device
 from pipelinerl.trainers.torch.lora.adapters import Adapters
 from pipelinerl.trainers.torch.lora.lora_options import share_of
-from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, taken_up
+from pipelinerl.trainers.torch.optimizer.adamw import ParameterOptimizer, adamw, restored_state
 from pipelinerl.trainers.torch.optimizer.optimizer_options import StatePlace, optimizer_of
 from pipelinerl.trainers.torch.options import attention_of
 from pipelinerl.trainers.torch.packed.planner import planning
@@ -82,7 +82,7 @@ class TorchWorker:
         loaded, options = load(spec), optimizer_of(spec.options)
         text = loaded.config.get_text_config()
         attention = planning(attention_of(spec.options), spec.precision, accelerator.device, text.to_dict())
-        log.info("attention: %s", attention.said)
+        log.info("attention: %s", attention.description)
         is_half = spec.precision is Precision.BF16
         masters = loaded.move_to(accelerator.device, masters=options.place if is_half else StatePlace.DEVICE)
         trained, weights = loaded.trained, loaded.weights
@@ -111,7 +111,7 @@ class TorchWorker:
         if loaded.saved is not None:
             moments = loaded.saved.moments({name: parameter.shape for name, parameter in trained.items()})
             for name, its in moments.items():
-                optimizer.state[trained[name]] = taken_up(its, trained[name], options)
+                optimizer.state[trained[name]] = restored_state(its, trained[name], options)
             worker.model_version, worker.random = loaded.saved.model_version, loaded.saved.random
             worker.random.restore()
         return worker
@@ -137,11 +137,11 @@ class TorchWorker:
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
         """See `Trainer.forward`."""
-        found = []
+        predictions = []
         for batch in batches:
-            found.append(predicted(self.model, self.setting, batch))
-            require_finite(found[-1])
-        return found
+            predictions.append(predicted(self.model, self.setting, batch))
+            require_finite(predictions[-1])
+        return predictions
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """Run `forward` through the same modules, whose parameters temporarily hold the given weights."""
@@ -155,19 +155,19 @@ class TorchWorker:
             return self._backward(batches, objective)
 
     def _backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
-        found = []
+        results = []
         for number, batch in enumerate(batches):
             if not batch.loss_mask.any():
-                found.append(LossStats(0.0, batch.loss_mask.astype("float32")))
+                results.append(LossStats(0.0, batch.loss_mask.astype("float32")))
                 continue
             loss, stats = evaluate(self.model, self.setting, batch, objective)
             if not math.isfinite(stats.loss):
                 self.discard_gradient()
                 raise broken_loss(stats.loss, number)
             self.accelerator.backward(loss)
-            found.append(stats)
+            results.append(stats)
         self.has_gradient = True
-        return found
+        return results
 
     def optimizer_step(self, learning_rate: float) -> StepStats:
         """Clip, apply and clear the gradient; reject one that is not finite."""

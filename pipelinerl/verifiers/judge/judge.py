@@ -198,15 +198,15 @@ class Judge:
             return failed(reason if len(votes) == 1 else f"{len(good)} of {len(votes)} votes were given: {reason}")
         shares = [settings.format.share(vote.score) for vote in good]
         reward, agreement = sum(shares) / len(shares), 1.0 - (max(shares) - min(shares))
-        said = ", ".join(f"{vote.score:g}" for vote in good)
+        listed = ", ".join(f"{vote.score:g}" for vote in good)
         if agreement < settings.least_agreement - ROUNDING:
-            return failed(f"the judge disagrees with itself: it said {said}")
+            return failed(f"the judge disagrees with itself: it said {listed}")
         parts = [RewardPart("judge", reward)]
         parts += [RewardPart("agreement", agreement)] if settings.votes > 1 else []
         return Verdict(
             outcome=graded(reward, settings.correct_at),
             reward=reward,
-            reason=shown(f"the judge said {said}: {good[0].reason}"),
+            reason=shown(f"the judge said {listed}: {good[0].reason}"),
             parts=tuple(parts),
         )
 
@@ -231,8 +231,8 @@ def prompt_of(settings: JudgeSettings, problem: Problem, text: str) -> tuple[Mes
     Raises:
         PipelineError: the rubric needs a field that the problem does not have.
     """
-    asked = problem.messages
-    question = asked[0].content if len(asked) == 1 else "\n\n".join(f"{each.role}: {each.content}" for each in asked)
+    turns = problem.messages
+    question = turns[0].content if len(turns) == 1 else "\n\n".join(f"{each.role}: {each.content}" for each in turns)
     own = {"question": question, "answer": text, "reference": problem.ground_truth}
     metadata = {
         name: str(value)
@@ -249,6 +249,6 @@ def prompt_of(settings: JudgeSettings, problem: Problem, text: str) -> tuple[Mes
 
 def _tokens_of(messages: tuple[Message, ...], reply: Reply) -> int:
     """Return the number of tokens of a call, as reported by the server or estimated from characters."""
-    asked = sum(len(message.content) for message in messages)
-    prompt = asked // _CHARS_OF_A_TOKEN if reply.prompt_tokens is None else reply.prompt_tokens
+    num_chars = sum(len(message.content) for message in messages)
+    prompt = num_chars // _CHARS_OF_A_TOKEN if reply.prompt_tokens is None else reply.prompt_tokens
     return prompt + (len(reply.text) // _CHARS_OF_A_TOKEN if reply.num_tokens is None else reply.num_tokens)

@@ -45,13 +45,13 @@ class ScoreFormat:
         Raises:
             Unreadable: there is not exactly one score within the range.
         """
-        found = self._by_pattern(reply) if self.pattern is not None else _in_json(reply[:_MOST_READ])
-        if not found:
+        scores = self._by_pattern(reply) if self.pattern is not None else _in_json(reply[:_MOST_READ])
+        if not scores:
             raise Unreadable(f"the judge said no score: {reply[:200]!r}")
-        if len({score for score, _ in found}) > 1:
-            said = ", ".join(f"{score:g}" for score, _ in found[:5])
-            raise Unreadable(f"the judge said more than one score: {said}")
-        score, reason = found[-1]
+        if len({score for score, _ in scores}) > 1:
+            listed = ", ".join(f"{score:g}" for score, _ in scores[:5])
+            raise Unreadable(f"the judge said more than one score: {listed}")
+        score, reason = scores[-1]
         if not self.low <= score <= self.high:
             raise Unreadable(f"the judge said the score {score:g}, which is not from {self.low:g} to {self.high:g}")
         return score, reason
@@ -62,23 +62,23 @@ class ScoreFormat:
 
     def _by_pattern(self, reply: str) -> list[tuple[float, str]]:
         assert self.pattern is not None
-        found = []
+        scores = []
         for match in self.pattern.finditer(reply[:_MOST_READ]):
             try:
-                found.append((float(match[1]), ""))
+                scores.append((float(match[1]), ""))
             except (TypeError, ValueError):
                 raise Unreadable(f"the judge said {match[1]!r} for a score, which is no number") from None
-        return [each for each in found if math.isfinite(each[0])]
+        return [each for each in scores if math.isfinite(each[0])]
 
 
 def _in_json(reply: str) -> list[tuple[float, str]]:
     """Return score and reason of every JSON object with a score, anywhere in the reply."""
     decoder, place = json.JSONDecoder(), 0
-    found: list[tuple[float, str]] = []
+    scores: list[tuple[float, str]] = []
     for _ in range(_MOST_OBJECTS):
         place = reply.find("{", place)
         if place < 0:
-            return found
+            return scores
         try:
             value, place = decoder.raw_decode(reply, place)
         except (ValueError, RecursionError):
@@ -87,7 +87,7 @@ def _in_json(reply: str) -> list[tuple[float, str]]:
         score = _number(value.get("score"))
         if score is not None:
             reason = value.get("reason")
-            found.append((score, reason if isinstance(reason, str) else ""))
+            scores.append((score, reason if isinstance(reason, str) else ""))
     raise Unreadable(f"the judge said more than {_MOST_OBJECTS} braces and no end of them")
 
 

@@ -38,7 +38,7 @@ class Spending:
         self._most_calls = most_calls
         self._most_tokens = most_tokens
         self._file = file
-        self._said = False
+        self._logged = False
         self.calls, self.tokens = (0, 0) if file is None else _read(file)
 
     def begin_call(self) -> None:
@@ -53,9 +53,9 @@ class Spending:
                     f"{self._where}.judge: this process has spent its share of {most} {name}, so answers are masked; "
                     f"raise judge.most_{name} or lower judge.votes"
                 )
-                if not self._said:
+                if not self._logged:
                     log.error("%s", sentence)
-                    self._said = True
+                    self._logged = True
                 raise Spent(sentence)
         self.calls += 1
         self._write()
@@ -73,9 +73,7 @@ class Spending:
             draft.write_text(json.dumps({"calls": self.calls, "tokens": self.tokens}))
             draft.replace(self._file)
         except OSError as error:
-            raise Spent(
-                f"{self._where}.judge: {draft} cannot be written, so no more is spent: {error.strerror}"
-            ) from None
+            raise Spent(f"{self._where}.judge: {draft} cannot be written, so judging stops: {error.strerror}") from None
 
 
 def _read(file: Path) -> tuple[int, int]:
@@ -86,4 +84,4 @@ def _read(file: Path) -> tuple[int, int]:
         file.parent.mkdir(parents=True, exist_ok=True)
         return 0, 0
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise RecipeError(f"{file} must hold what judging has taken so far, and is damaged: {error}") from None
+        raise RecipeError(f"{file} must hold the budget spent so far, and is damaged: {error}") from None

@@ -1,4 +1,4 @@
-"""Outer isolation of the default tier: the bubblewrap command that starts a slot's guest around `box/server.py`.
+"""Outer isolation of the default tier: the bubblewrap command that starts a slot's guest around `guest/server.py`.
 
 The guest sees the host's programs and libraries, read-only, and nothing else: no home, and of /etc only what linking
 and toolchains need. Its only devices are null, random and urandom; mapping zero would be uncounted memory. It has its
@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
-SERVER: Final = Path(__file__).with_name("box") / "server.py"
-_FOLDER_INSIDE: Final = "/run/box"
+SERVER: Final = Path(__file__).with_name("guest") / "server.py"
+_FOLDER_INSIDE: Final = "/run/guest"
 #: Links the interpreter's libraries before the first run, instead of in each run.
 _LINKED_AT_ONCE: Final = ("LD_BIND_NOW", "1")
 #: Folders in the host's root with programs and libraries; symbolic links among them are kept.
@@ -31,7 +31,7 @@ _DEVICES: Final = ("null", "random", "urandom")
 _RIGHTS: Final = ("CAP_SETUID", "CAP_SETGID", "CAP_SYS_ADMIN")
 
 
-def found() -> str | None:
+def executable() -> str | None:
     """Return the path of bubblewrap, if it is installed."""
     return shutil.which("bwrap")
 
@@ -55,8 +55,8 @@ def shown(python: Path, toolchains: tuple[Path, ...]) -> list[Path]:
 
 def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str, ...] = ()) -> list[str]:
     """Return the whole command; the server's socket is its standard input."""
-    program = found()
-    assert program is not None, "asked for where bubblewrap has been found"
+    program = executable()
+    assert program is not None, "callers check that bubblewrap is installed"
     shown = ["--dir", "/etc", *(item for name in _PROGRAMS for item in _shown(Path("/", name)))]
     for path in (python.parent.parent, *toolchains):
         if not path.is_relative_to("/usr"):
@@ -72,7 +72,7 @@ def command(*, python: Path, toolchains: tuple[Path, ...] = (), extra: tuple[str
     else:
         who = ["--unshare-user"]
     return [
-        program, *namespaces, *who, "--die-with-parent", "--new-session", "--hostname", "box",
+        program, *namespaces, *who, "--die-with-parent", "--new-session", "--hostname", "guest",
         *shown, "--dir", "/run", "--ro-bind", str(SERVER.parent), _FOLDER_INSIDE, "--proc", "/proc",
         "--tmpfs", "/dev", *(item for name in _DEVICES for item in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
         "--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/proc/self/fd/0", "/dev/stdin",

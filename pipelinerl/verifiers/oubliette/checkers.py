@@ -90,13 +90,13 @@ class CustomChecker:
             raise CheckerFailed(f"the problem's checker {result.describe()}")
         if self.protocol is Protocol.TESTLIB:
             return _of_testlib(result, in_python=self.language == "python")
-        found = _NUMBER.fullmatch(result.stdout.decode("utf-8", "replace").strip())
-        if result.code != 0 or found is None or not 0 <= float(found[0]) <= 1:
+        match = _NUMBER.fullmatch(result.stdout.decode("utf-8", "replace").strip())
+        if result.code != 0 or match is None or not 0 <= float(match[0]) <= 1:
             raise CheckerFailed(
                 f"the problem's checker must print a number from 0 to 1, it printed {result.stdout[:80]!r} "
                 f"and ended: {result.describe()}"
             )
-        return float(found[0])
+        return float(match[0])
 
 
 _LIMITS: Final = Limits(cpu_s=10.0, wall_s=30.0, output_bytes=64 << 10, disk_bytes=256 << 20)
@@ -115,9 +115,9 @@ def _of_testlib(result: ProgramResult, *, in_python: bool) -> float:
         return 1.0
     if result.code in _WRONG_BY_TESTLIB:
         return 0.0
-    found = _POINTS.search(result.stderr)
-    if result.code == _POINTS_BY_TESTLIB and found is not None:
-        return min(1.0, float(found[1]))
+    match = _POINTS.search(result.stderr)
+    if result.code == _POINTS_BY_TESTLIB and match is not None:
+        return min(1.0, float(match[1]))
     raise CheckerFailed(f"the problem's checker failed: {result.describe()}")
 
 

@@ -84,7 +84,7 @@ _LONGEST_CODE: Final = 1 << 20
 
 def last_block(text: str) -> tuple[str, str] | None:
     """Return (language or "", code) of the last closed fenced block, in one pass; None if there is none."""
-    found: tuple[str, str] | None = None
+    last: tuple[str, str] | None = None
     fence, name, lines = "", "", list[str]()
     for line in text.splitlines(keepends=True):
         match = _FENCE.fullmatch(line.rstrip("\r\n"))
@@ -92,10 +92,10 @@ def last_block(text: str) -> tuple[str, str] | None:
             if match is not None:
                 fence, name, lines = match[1], match[2], []
         elif match is not None and match[1].startswith(fence) and not match[2]:
-            found, fence = (name, "".join(lines)), ""
+            last, fence = (name, "".join(lines)), ""
         else:
             lines.append(line)
-    return None if found is None or len(found[1]) > _LONGEST_CODE else found
+    return None if last is None or len(last[1]) > _LONGEST_CODE else last
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -126,10 +126,10 @@ def _parsed(field: str, value: Any) -> Any:
 
 def _pairs(field: str, value: Any) -> Iterator[CodeTest]:
     if not isinstance(value, list | tuple):
-        raise TestsMalformed(f"{field} must be a list of objects with input and output, got {_told(value)}")
+        raise TestsMalformed(f"{field} must be a list of objects with input and output, got {_shown(value)}")
     for number, each in enumerate(value):
         if not isinstance(each, Mapping) or not {"input", "output"} <= each.keys():
-            raise TestsMalformed(f"{field}[{number}] must have input and output, got {_told(each)}")
+            raise TestsMalformed(f"{field}[{number}] must have input and output, got {_shown(each)}")
         if each.get("testtype", "stdin") != "stdin":
             raise TestsMalformed(f"{field}[{number}] calls a function; only standard input and output can be tested")
         yield CodeTest(
@@ -139,14 +139,14 @@ def _pairs(field: str, value: Any) -> Iterator[CodeTest]:
 
 def _columns(field: str, value: Any) -> Iterator[CodeTest]:
     if not isinstance(value, Mapping):
-        raise TestsMalformed(f"{field} must be an object of two lists, got {_told(value)}")
+        raise TestsMalformed(f"{field} must be an object of two lists, got {_shown(value)}")
     if value.get("fn_name"):
         raise TestsMalformed(
             f"{field} calls the function {value['fn_name']}; only standard input and output can be tested"
         )
     inputs, outputs = (value.get(name, value.get(f"{name}s")) for name in ("input", "output"))
     if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple) or len(inputs) != len(outputs):
-        raise TestsMalformed(f"{field} must have as many inputs as outputs, in two lists, got {_told(value)}")
+        raise TestsMalformed(f"{field} must have as many inputs as outputs, in two lists, got {_shown(value)}")
     for number, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
         yield CodeTest(_content(f"{field}.input[{number}]", given), _content(f"{field}.output[{number}]", wanted))
 
@@ -172,7 +172,7 @@ def _content(where: str, value: Any) -> Content:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         value = "\n".join(value)
     if not isinstance(value, str):
-        raise TestsMalformed(f"{where} must be a text, got {_told(value)}")
+        raise TestsMalformed(f"{where} must be a text, got {_shown(value)}")
     return value.encode("utf-8", "surrogatepass")
 
 
@@ -191,7 +191,7 @@ def _seconds(value: Any) -> float | None:
         if isinstance(seconds, int | float) and isinstance(nanos, int | float):
             value = seconds + nanos / 1e9
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 600:
-        raise TestsMalformed(f"time_limit must be seconds, above 0 and up to 600, got {_told(value)}")
+        raise TestsMalformed(f"time_limit must be seconds, above 0 and up to 600, got {_shown(value)}")
     return float(value)
 
 
@@ -201,7 +201,7 @@ def _memory(metadata: Mapping[str, Any]) -> int | None:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 1 << 20 <= value * unit <= 1 << 36:
-            raise TestsMalformed(f"{field} must be from 1 MB to 64 GB, got {_told(value)}")
+            raise TestsMalformed(f"{field} must be from 1 MB to 64 GB, got {_shown(value)}")
         return int(value * unit)
     return None
 
@@ -217,17 +217,17 @@ def _checker(metadata: Mapping[str, Any]) -> Checker | CustomChecker | None:
     if not isinstance(value, Mapping) or not isinstance(value.get("source", value.get(PROGRAM)), str):
         raise TestsMalformed(
             f"checker must be one of {', '.join(Checker)}, or an object with language, source and protocol, got "
-            f"{_told(value)}"
+            f"{_shown(value)}"
         )
     language, protocol, files = value.get("language", "cpp"), value.get("protocol", "testlib"), value.get("files") or {}
     if toolchains.named(str(language)) is None:
         raise TestsMalformed(f"checker.language must be one of {', '.join(toolchains.LANGUAGES)}, got {language!r:.40}")
     if protocol not in set(Protocol):
-        raise TestsMalformed(f"checker.protocol must be one of {', '.join(Protocol)}, got {_told(protocol)}")
+        raise TestsMalformed(f"checker.protocol must be one of {', '.join(Protocol)}, got {_shown(protocol)}")
     if not isinstance(files, Mapping) or not all(
         isinstance(text, str) and _is_name(name) for name, text in files.items()
     ):
-        raise TestsMalformed(f"checker.files must be texts by the names of files, got {_told(files)}")
+        raise TestsMalformed(f"checker.files must be texts by the names of files, got {_shown(files)}")
     return CustomChecker(
         language=str(language),
         source=value.get("source", ""),
@@ -242,12 +242,12 @@ def _refuse_other_ways(metadata: Mapping[str, Any]) -> None:
     if metadata.get("interaction_format"):
         raise TestsMalformed("the problem is interactive; only standard input and output can be tested")
     if metadata.get("input_mode", "stdio") not in (None, "stdio"):
-        raise TestsMalformed(f"input_mode must be stdio, got {_told(metadata['input_mode'])}")
+        raise TestsMalformed(f"input_mode must be stdio, got {_shown(metadata['input_mode'])}")
 
 
 def _is_name(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name) is not None
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.80}"

@@ -97,23 +97,23 @@ def find(mounts: str, own: str) -> Hierarchies | None:
 def available() -> Hierarchies | str:
     """Return where groups can be created, tried once; or the reason why not."""
     try:
-        found = find(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+        hierarchies = find(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     except OSError as error:
         return str(error)
-    if found is None:
+    if hierarchies is None:
         return "no hierarchy with memory and cpuacct, nor a unified one, is mounted"
-    if found.version == 2:
+    if hierarchies.version == 2:
         for name in ("memory", "cpu"):
             with contextlib.suppress(OSError):  # without permission to delegate, it may be done already
-                (found.memory / "cgroup.subtree_control").write_text(f"+{name}")
+                (hierarchies.memory / "cgroup.subtree_control").write_text(f"+{name}")
     try:
-        with contextlib.closing(ControlGroup(found)) as group:
+        with contextlib.closing(ControlGroup(hierarchies)) as group:
             group.limit(1 << 30)
             group.oom_kills()
             group.cpu_s()
     except OSError as error:
-        return f"control groups of version {found.version}: {error}"
-    return found
+        return f"control groups of version {hierarchies.version}: {error}"
+    return hierarchies
 
 
 @final

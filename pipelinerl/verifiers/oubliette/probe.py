@@ -24,7 +24,7 @@ from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.attacks import files, kernel, memory, processes
 from pipelinerl.verifiers.oubliette.attacks.attack import PRELUDE, QUICK, Attack
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.sandbox import Sandbox, default_slots, walls_of
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, default_slots, isolation_of
 from pipelinerl.verifiers.oubliette.slot import Isolation
 
 ATTACKS: Final = (*processes.ATTACKS, *memory.ATTACKS, *files.ATTACKS, *kernel.ATTACKS)
@@ -53,48 +53,48 @@ class Finding:
 
     name: str
     defence: Defence
-    told: str
+    detail: str
 
 
-def opened(tier: Tier, *, at_once: int | None = None, walls: Callable[[int], Isolation] | None = None) -> Sandbox:
+def opened(tier: Tier, *, at_once: int | None = None, isolation: Callable[[int], Isolation] | None = None) -> Sandbox:
     """Return a sandbox that has just held off a selection of attacks. The caller must close it.
 
     Raises:
         SandboxMissing: the tier is not available here, or does not hold; the message names the cause.
     """
-    around = walls or (lambda number: walls_of(tier, number))
+    around = isolation or (lambda number: isolation_of(tier, number))
     sandbox = Sandbox(around, at_once=at_once or default_slots())
     try:
         honest = sandbox.run(_python("print(6 * int(input()))", b"7\n", QUICK))
         if not honest.succeeded or honest.stdout != b"42\n":
-            raise SandboxMissing(f"the {tier} sandbox runs no program here: {honest.describe()}")
+            raise SandboxMissing(f"the {tier} sandbox cannot run programs here: {honest.describe()}")
         wanted = [attack for attack in ATTACKS if attack.at_start]
         broken = [
             finding for finding in attacked(around, wanted, sandbox=sandbox) if finding.defence is not Defence.HELD
         ]
     except SandboxLost as error:
         sandbox.close()
-        raise SandboxMissing(f"the {tier} sandbox cannot be had here: {error}{_cause()}") from None
+        raise SandboxMissing(f"the {tier} sandbox is not available here: {error}{_cause()}") from None
     except BaseException:
         sandbox.close()
         raise
     if broken:
         sandbox.close()
-        told = "; ".join(f"{finding.name}: {finding.told}" for finding in broken)
-        raise SandboxMissing(f"the {tier} sandbox does not hold here: {told}")
+        findings = "; ".join(f"{finding.name}: {finding.detail}" for finding in broken)
+        raise SandboxMissing(f"the {tier} sandbox does not hold here: {findings}")
     return sandbox
 
 
 def attacked(
-    walls: Callable[[int], Isolation], attacks: Sequence[Attack], *, sandbox: Sandbox | None = None
+    isolation: Callable[[int], Isolation], attacks: Sequence[Attack], *, sandbox: Sandbox | None = None
 ) -> list[Finding]:
     """Try each attack, in order; those that need a preceding run get a slot of their own."""
     with contextlib.ExitStack() as held:
         baits = held.enter_context(_baits())
-        alone = Sandbox(walls, at_once=1, slots_each=1)
+        alone = Sandbox(isolation, at_once=1, slots_each=1)
         held.callback(alone.close)
         if sandbox is None:
-            sandbox = Sandbox(walls, at_once=default_slots())
+            sandbox = Sandbox(isolation, at_once=default_slots())
             held.callback(sandbox.close)
         pending = [(attack, _begun(attack, baits, alone if attack.before else sandbox)) for attack in attacks]
         return [_finding(attack, baits, rest) for attack, rest in pending] + _left_behind(baits)
@@ -146,24 +146,22 @@ def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
         return Finding(attack.name, Defence.LEFT_OUT, results)
     last = results[-1]
     if last.tier is Tier.STRONG and attack.own_kernel:
-        return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox answers it with a kernel of its own")
+        return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox handles it in its own kernel")
     if last.tier is Tier.WEAK and attack.needs_namespaces:
         return Finding(attack.name, Defence.LEFT_OUT, f"the {last.tier} sandbox has no namespaces")
     if last.tier is Tier.WEAK and last.code == 1 and _REFUSED.search(last.stderr):
         return Finding(attack.name, Defence.HELD, last.describe())
     is_program = attack.language != "python" and len(results) == 1  # the compiler's output, not its own
     if b"ESCAPED" in last.stdout and not is_program:
-        told = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
-        return Finding(attack.name, Defence.ESCAPED, told[:200])
+        claim = last.stdout[last.stdout.index(b"ESCAPED") :].splitlines()[0].decode("utf-8", "replace")
+        return Finding(attack.name, Defence.ESCAPED, claim[:200])
     for result in results:
-        said = result.stdout + result.stderr
-        if baits["WORD"].encode() in said or (attack.language != "python" and _PASSWORDS in said):
-            return Finding(attack.name, Defence.ESCAPED, "what must not be seen is in its output")
+        output = result.stdout + result.stderr
+        if baits["WORD"].encode() in output or (attack.language != "python" and _PASSWORDS in output):
+            return Finding(attack.name, Defence.ESCAPED, "secret data is in its output")
     if b"held\n" in last.stdout or last.ending in attack.ends:
         return Finding(attack.name, Defence.HELD, last.describe())
-    return Finding(
-        attack.name, Defence.ESCAPED, f"it ended as nobody expected: {last.describe()}, {last.stdout[:200]!r}"
-    )
+    return Finding(attack.name, Defence.ESCAPED, f"it ended unexpectedly: {last.describe()}, {last.stdout[:200]!r}")
 
 
 def _python(source: str, stdin: bytes, limits: Limits) -> Run:
@@ -214,11 +212,11 @@ def _left_behind(baits: dict[str, str]) -> list[Finding]:
     """Return a finding if processes that attacks started are still on the host."""
     until = time.monotonic() + _LEFT_BEHIND_S
     mine = f"oub-{baits['NAME']}"[:15]
-    while found := [
+    while pids := [
         pid for pid in os.listdir("/proc") if pid.isdigit() and _content(Path("/proc", pid, "comm")) == mine
     ]:
         if time.monotonic() > until:
-            return [Finding("processes left behind", Defence.ESCAPED, ", ".join(found))]
+            return [Finding("processes left behind", Defence.ESCAPED, ", ".join(pids))]
         time.sleep(0.05)
     return []
 
@@ -249,7 +247,7 @@ _SWITCHES: Final = (
 
 def _cause() -> str:
     """Return known settings of this host that forbid the sandbox."""
-    causes = [told for path, value, told in _SWITCHES if _content(Path(path)) == value]
+    causes = [cause for path, value, cause in _SWITCHES if _content(Path(path)) == value]
     status = _content(Path("/proc/self/status"))
     if "Seccomp:\t2" in status:
         causes.append("this process is in a container whose seccomp profile may forbid namespaces")

@@ -53,10 +53,10 @@ class Link:
     @classmethod
     def parsed(cls, text: str) -> Self:
         """Parse the `str` form of a link. Raises `ValueError` for other text."""
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        match = _TEXT.fullmatch(text)
+        if match is None:
             raise ValueError(f"a link must be {_PREFIX}:<64 hexadecimal digits>:<bytes>, got {text!r:.100}")
-        return cls(found[1], int(found[2]))
+        return cls(match[1], int(match[2]))
 
     def __str__(self) -> str:
         return f"{_PREFIX}:{self.digest}:{self.size}"
@@ -96,9 +96,7 @@ class PersistentRepository:
             for name in ("content", "compiled"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"the repository must be a folder that can be written to, {folder} is none: {error}"
-            ) from None
+            raise UserError(f"the repository must be a writable folder, and {folder} is not: {error}") from None
 
     def put(self, data: bytes) -> Link:
         """Store a content; an existing one is left unchanged."""
@@ -120,7 +118,7 @@ class PersistentRepository:
                 async for part in parts:
                     size += len(part)
                     if size > most_bytes:
-                        raise ContentTooLarge(f"a content must have at most {most_bytes} bytes")
+                        raise ContentTooLarge(f"content must have at most {most_bytes} bytes")
                     hashed.update(part)
                     file.write(part)
                 file.flush()
@@ -139,7 +137,7 @@ class PersistentRepository:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            raise ContentMissing(f"{link} does not lie in {self._folder}; upload it") from None
+            raise ContentMissing(f"{link} is not in {self._folder}; upload it") from None
         if Link.of(data) != link:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
@@ -208,7 +206,7 @@ class TransientRepository:
         with self._lock:
             data = self._contents.get(link)
             if data is None:
-                raise ContentMissing(f"{link} is not held any more")
+                raise ContentMissing(f"{link} is no longer stored")
             self._contents.move_to_end(link)
             return data
 

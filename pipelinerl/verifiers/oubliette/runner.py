@@ -228,7 +228,7 @@ class LocalRunner:
             if place is not None and content in place:
                 return place.get(content) if size_of(content) < _LARGE else await asyncio.to_thread(place.get, content)
         if self._repository is None:
-            raise ContentMissing(f"{content} leads to no repository: name its folder as oubliette.repository")
+            raise ContentMissing(f"{content} cannot be resolved: set oubliette.repository to its folder")
         raise ContentMissing(f"{content} is not in the repository: upload it")
 
     async def _ran(self, run: Run) -> ProgramResult:

@@ -145,11 +145,11 @@ class ProgramResult:
 
 
 _ENDINGS: Final = {
-    Ending.CPU_TIME: "took more processor time than it may: {cpu:.2f} s",
-    Ending.DEADLINE: "was not done after {wall:.1f} s on the clock",
-    Ending.MEMORY: "took more memory than it may",
-    Ending.OUTPUT: "wrote more than it may",
-    Ending.STARVED: "waited for a processor for most of {wall:.1f} s; that says nothing of the program",
+    Ending.CPU_TIME: "exceeded its processor time: {cpu:.2f} s",
+    Ending.DEADLINE: "did not finish within {wall:.1f} s of elapsed time",
+    Ending.MEMORY: "exceeded its memory limit",
+    Ending.OUTPUT: "exceeded its output limit",
+    Ending.STARVED: "waited for a processor for most of {wall:.1f} s; this says nothing about the program",
 }
 
 

@@ -42,7 +42,7 @@ def default_slots() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
-def walls_of(tier: Tier, number: int) -> Isolation:
+def isolation_of(tier: Tier, number: int) -> Isolation:
     """Return the isolation of the runs of slot `number`.
 
     Raises:
@@ -57,7 +57,7 @@ def walls_of(tier: Tier, number: int) -> Isolation:
     outer_id = _FIRST_ID + (os.getpid() * 7 + number) % _IDS if os.geteuid() == 0 else os.geteuid()
     if tier is Tier.WEAK:
         return _weak(outer_id)
-    if bubblewrap.found() is None:
+    if bubblewrap.executable() is None:
         raise SandboxMissing(
             f"the {tier} sandbox needs bubblewrap, which is not installed; on Debian and Ubuntu: apt install bubblewrap"
         )
@@ -67,19 +67,19 @@ def walls_of(tier: Tier, number: int) -> Isolation:
         command=tuple(command),
         namespaces=True,
         outer_id=outer_id,
-        filter=syscall_filter.boxed(),
+        filter=syscall_filter.of_runs(),
         servers_filter=syscall_filter.of_servers(),
     )
 
 
 def _strong() -> Isolation:
     """Return gVisor's isolation; its slot builds the command itself."""
-    if bundle.found() is None:
+    if bundle.executable() is None:
         raise SandboxMissing(
             f"the {Tier.STRONG} sandbox needs gVisor's runsc, which is not installed; on Debian: apt install runsc"
         )
     if isinstance(why := control_groups.available(), str):
-        raise SandboxMissing(f"the {Tier.STRONG} sandbox needs control groups, which cannot be made here: {why}")
+        raise SandboxMissing(f"the {Tier.STRONG} sandbox needs control groups, which cannot be created here: {why}")
     return Isolation(tier=Tier.STRONG, command=(), namespaces=True, outer_id=0, filter=b"")
 
 
@@ -87,7 +87,7 @@ def _weak(outer_id: int) -> Isolation:
     """Isolate a single host process: no children, no signals to others, no sockets, only libraries to read."""
     python = _SYSTEMS if os.geteuid() == 0 else bubblewrap.interpreter()  # others may be unable to read root's
     if not python.exists():
-        raise SandboxMissing(f"the {Tier.WEAK} sandbox needs {python} where it is root's; there is none")
+        raise SandboxMissing(f"the {Tier.WEAK} sandbox needs {python} when run as root, which does not exist")
     shown = [
         "/usr/lib",
         "/usr/share/zoneinfo",
@@ -132,8 +132,8 @@ class Sandbox:
     processor time gets a lower share than the others, where control groups support it.
     """
 
-    def __init__(self, walls: Callable[[int], Isolation], *, at_once: int, slots_each: int = _SLOTS_EACH) -> None:
-        self._walls = [walls(number) for number in range(slots_each * at_once)]
+    def __init__(self, isolation: Callable[[int], Isolation], *, at_once: int, slots_each: int = _SLOTS_EACH) -> None:
+        self._isolation = [isolation(number) for number in range(slots_each * at_once)]
         self._at_once = at_once
         self._waiting: deque[tuple[Run, Future[ProgramResult]]] = deque()
         self._places: list[_Place] = []
@@ -148,8 +148,10 @@ class Sandbox:
     def submit(self, run: Run) -> Future[ProgramResult]:
         """Queue a run; the future holds its result or `SandboxLost`."""
         future: Future[ProgramResult] = Future()
-        if run.argv and not self._walls[0].namespaces:
-            raise toolchains.ToolchainMissing(f"the {self._walls[0].tier} sandbox runs Python alone, not {run.argv[0]}")
+        if run.argv and not self._isolation[0].namespaces:
+            raise toolchains.ToolchainMissing(
+                f"the {self._isolation[0].tier} sandbox runs only Python, not {run.argv[0]}"
+            )
         with self._changed:
             if self._closed:
                 raise SandboxLost("the sandbox is closed")
@@ -184,10 +186,10 @@ class Sandbox:
             return
         if self._idle:
             self._changed.notify()
-        elif len(self._places) < len(self._walls) and self._fresh + self._starting < self._at_once:
+        elif len(self._places) < len(self._isolation) and self._fresh + self._starting < self._at_once:
             self._starting += 1
-            walls = self._walls[len(self._places)]
-            place = _Place(GvisorSlot() if walls.tier is Tier.STRONG else Slot(walls))
+            isolation = self._isolation[len(self._places)]
+            place = _Place(GvisorSlot() if isolation.tier is Tier.STRONG else Slot(isolation))
             place.thread = threading.Thread(target=self._work, args=(place,), name="oubliette", daemon=True)
             self._places.append(place)
             place.thread.start()

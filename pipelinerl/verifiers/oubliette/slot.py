@@ -44,7 +44,7 @@ _F_ADD_SEALS: Final = 1033
 _ALL_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x8
 #: Time spent waiting for a processor does not count, up to this multiple of the deadline.
 _STARVED_TIMES: Final = 5.0
-#: Must equal the format in `box/server.py`.
+#: Must equal the format in `guest/server.py`.
 _ANSWER: Final = struct.Struct("=iddd")
 _ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 
@@ -74,9 +74,9 @@ class Isolation:
 class Slot:
     """A guest, started at the first run and again after a loss; its control group, if any, is reused."""
 
-    def __init__(self, walls: Isolation) -> None:
-        self._walls = walls
-        self._box: _Box | None = None
+    def __init__(self, isolation: Isolation) -> None:
+        self._isolation = isolation
+        self._guest: _Guest | None = None
         self._group: ControlGroup | None = None
         self._cpu_began_s = 0.0
         self.began: float | None = None
@@ -86,7 +86,7 @@ class Slot:
         """Start the guest in advance. A failure is reported by the first run instead."""
         with contextlib.suppress(SandboxLost, OSError):
             self._make_group()
-            self._box = _Box.start(self._walls, self._group)
+            self._guest = _Guest.start(self._isolation, self._group)
 
     def run(self, run: Run) -> ProgramResult:
         """Run a program.
@@ -98,15 +98,15 @@ class Slot:
         kills = self._begin(run.limits)
         began = time.monotonic()
         try:
-            if self._box is None:
-                self._box = _Box.start(self._walls, self._group)
+            if self._guest is None:
+                self._guest = _Guest.start(self._isolation, self._group)
             self._cpu_began_s = 0.0 if self._group is None else self._group.cpu_s()
             self.began = time.monotonic()
-            result = self._box.run(run, self._walls)
+            result = self._guest.run(run, self._isolation)
         except SandboxLost:
             self._lose()
             if self._killed_since(kills):  # the run filled the slot's memory, and the kernel killed the server with it
-                return _out_of_memory(time.monotonic() - began, self._walls.tier)
+                return _out_of_memory(time.monotonic() - began, self._isolation.tier)
             raise
         except BaseException:
             self._lose()
@@ -149,8 +149,8 @@ class Slot:
 
     def interrupt(self) -> None:
         """End the guest now, so that its run is lost. For other threads."""
-        if self._box is not None:
-            self._box.interrupt()
+        if self._guest is not None:
+            self._guest.interrupt()
 
     def close(self) -> None:
         """Close the guest, and end its run."""
@@ -160,38 +160,38 @@ class Slot:
             self._group = None
 
     def _lose(self) -> None:
-        if self._box is not None:
-            self._box.kill()
-            self._box = None
+        if self._guest is not None:
+            self._guest.kill()
+            self._guest = None
 
 
 @final
-class _Box:
+class _Guest:
     """A started guest."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, words: Any) -> None:
         self._process = process
         self._control = control
         self._words = words
-        self._said = ""
+        self._last_words = ""
 
     @classmethod
-    def start(cls, walls: Isolation, group: ControlGroup | None) -> _Box:
+    def start(cls, isolation: Isolation, group: ControlGroup | None) -> _Guest:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = tempfile.TemporaryFile()  # noqa: SIM115 - the guest keeps it open
         with theirs:
             # empty, since /proc/1/environ of the guest shows bubblewrap's own environment
-            command = walls.command if group is None else group.entering(walls.command)
+            command = isolation.command if group is None else group.entering(isolation.command)
             end = theirs.fileno()
             process = subprocess.Popen(command, stdin=end, stdout=words, stderr=words, env={}, cwd="/")
-        box = cls(process, ours, words)
+        guest = cls(process, ours, words)
         try:
             settings = {
-                "namespaces": walls.namespaces,
-                "outer_id": walls.outer_id,
-                "filter": walls.filter.hex(),
-                "servers_filter": walls.servers_filter.hex(),
-                "shown": walls.shown,
+                "namespaces": isolation.namespaces,
+                "outer_id": isolation.outer_id,
+                "filter": isolation.filter.hex(),
+                "servers_filter": isolation.servers_filter.hex(),
+                "shown": isolation.shown,
             }
             ours.settimeout(_STARTUP_S)
             files = [] if group is None else [group.open_cpu()]
@@ -202,28 +202,30 @@ class _Box:
                     os.close(file)
             first = ours.recv(_MOST_PACKET)
         except OSError as error:
-            box.kill()
-            raise SandboxLost(f"the box did not start: {type(error).__name__}; it said: {box.last_words()}") from None
+            guest.kill()
+            raise SandboxLost(
+                f"the guest did not start: {type(error).__name__}; its output: {guest.last_words()}"
+            ) from None
         if not first:
-            box.kill()
-            raise SandboxLost(f"the box did not start; it said: {box.last_words()}")
-        return box
+            guest.kill()
+            raise SandboxLost(f"the guest did not start; its output: {guest.last_words()}")
+        return guest
 
-    def run(self, run: Run, walls: Isolation) -> ProgramResult:
+    def run(self, run: Run, isolation: Isolation) -> ProgramResult:
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         theirs = [out_write, err_write]
         try:
-            if walls.outer_id != os.geteuid():  # otherwise the run could not open /dev/stdout
-                os.fchown(out_write, walls.outer_id, -1)
-                os.fchown(err_write, walls.outer_id, -1)
+            if isolation.outer_id != os.geteuid():  # otherwise the run could not open /dev/stdout
+                os.fchown(out_write, isolation.outer_id, -1)
+                os.fchown(err_write, isolation.outer_id, -1)
             theirs[0:0] = [_sealed(run.stdin)]
             theirs += [_sealed(data) for _, data in run.files]
             try:
                 self._control.settimeout(_GRACE_S)
                 socket.send_fds(self._control, [_request(run)], theirs)
             except OSError as error:
-                raise SandboxLost(f"the box is gone: {error}; it said: {self.last_words()}") from None
+                raise SandboxLost(f"the guest is gone: {error}; its output: {self.last_words()}") from None
             while theirs:
                 os.close(theirs.pop())
             reader = _Reader(self._control, out_read, err_read, run.limits)
@@ -232,9 +234,9 @@ class _Box:
             for file in (*theirs, out_read, err_read):
                 os.close(file)
         if answer is None:
-            raise SandboxLost(f"the box did not answer; it said: {self.last_words()}")
+            raise SandboxLost(f"the guest did not answer; its output: {self.last_words()}")
         if answer.trouble:
-            raise SandboxLost(f"a run could not be let into its box: {answer.trouble}")
+            raise SandboxLost(f"a run could not start in its guest: {answer.trouble}")
         return ProgramResult(
             ending=_ending(answer, run.limits),
             code=answer.code,
@@ -242,7 +244,7 @@ class _Box:
             stderr=bytes(reader.stderr),
             cpu_s=answer.cpu_s,
             wall_s=answer.wall_s,
-            tier=walls.tier,
+            tier=isolation.tier,
         )
 
     def kill(self) -> None:
@@ -254,7 +256,7 @@ class _Box:
         self.interrupt()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE_S)
-        self._said = self.last_words()
+        self._last_words = self.last_words()
         self._words.close()
 
     def interrupt(self) -> None:
@@ -263,7 +265,7 @@ class _Box:
 
     def last_words(self) -> str:
         if self._words.closed:
-            return self._said
+            return self._last_words
         self._words.seek(0)
         return self._words.read(4096).decode("utf-8", "replace").strip() or "nothing"
 
@@ -356,12 +358,12 @@ def _requested(
             "arguments": arguments,
             "files": files,
             "environment": _ENVIRONMENT,
-            "limits": _told(limits),
+            "limits": _limits_of(limits),
         }
     ).encode()
 
 
-def _told(limits: Limits) -> dict[str, Any]:
+def _limits_of(limits: Limits) -> dict[str, Any]:
     """Return the limits in the form that the server takes."""
     rlimits = of_rlimits(limits.rlimits())
     return {
@@ -387,7 +389,7 @@ def _ending(answer: _Answer, limits: Limits) -> Ending:
         had_s = answer.wall_s - answer.delayed_s
         return Ending.STARVED if had_s < limits.wall_s / 2 else Ending.DEADLINE
     if ended:
-        raise SandboxLost(f"a run could not be let into its box: {ended}")
+        raise SandboxLost(f"a run could not start in its guest: {ended}")
     return Ending.SIGNALLED if answer.code < 0 else Ending.EXITED
 
 

@@ -62,7 +62,7 @@ _MMAP, _CLONE, _CLONE3, _SOCKETPAIR, _FORK, _VFORK, _EXECVE, _EXECVEAT, _PRLIMIT
 _ALONE: Final = (434, 203, 62, 200, 234, 424, 129, 297, 109, 112, 141, _FORK, _VFORK, _EXECVE, _EXECVEAT)
 
 #: Calls other than `clone` with which the server creates a guest.
-_TO_MAKE_A_BOX: Final = frozenset({_REFUSED["mount"]})
+_TO_MAKE_GUESTS: Final = frozenset({_REFUSED["mount"]})
 
 #: Commands that make a file send signals to a process: F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
 _OWNERS: Final = {72: (8, 15), 16: (0x8901, 0x8902)}
@@ -78,14 +78,14 @@ def of_servers() -> bytes:
 
     It denies everything that the server, which creates namespaces, does not need.
     """
-    return _program(set(_REFUSED.values()) - _TO_MAKE_A_BOX)
+    return _program(set(_REFUSED.values()) - _TO_MAKE_GUESTS)
 
 
-def boxed() -> bytes:
+def of_runs() -> bytes:
     """Return the additional filter of each run; short, since the kernel checks each number when a filter is set."""
     steps = [_step(_LOAD, _ARCHITECTURE), _step(_JUMP_EQUAL, _X86_64, 1, 0), _step(_RETURN, _KILL)]
     steps.append(_step(_LOAD, _NUMBER))
-    for number in sorted(_TO_MAKE_A_BOX):
+    for number in sorted(_TO_MAKE_GUESTS):
         steps += [_step(_JUMP_EQUAL, number, 0, 1), _step(_RETURN, _ERRNO | errno.EPERM)]
     return b"".join([*steps, *_no_clone_with(_NEW_NAMESPACES), _step(_RETURN, _ALLOW)])
 
@@ -96,7 +96,7 @@ def alone() -> bytes:
 
 
 def as_oci() -> dict[str, Any]:
-    """Return what `boxed` denies, in gVisor's format; gVisor does not have calls whose names it does not know.
+    """Return what `of_runs` denies, in gVisor's format; gVisor does not have calls whose names it does not know.
 
     `clone3` is left out: this format has one error for all denied calls, but C libraries fall back to `clone` only on
     ENOSYS.

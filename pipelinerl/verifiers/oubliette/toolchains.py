@@ -154,21 +154,21 @@ def folders() -> tuple[Path, ...]:
 @cache
 def _place(tool: str) -> Path | None:
     """Return the path of a tool that any user's run may execute; a link in /usr keeps its own name."""
-    found = shutil.which(tool, path="/usr/local/bin:/usr/bin:/bin") or shutil.which(tool)
-    if found is None:
+    path = shutil.which(tool, path="/usr/local/bin:/usr/bin:/bin") or shutil.which(tool)
+    if path is None:
         return None
-    real = Path(os.path.realpath(found))
+    real = Path(os.path.realpath(path))
     if real.name == "rustup":  # rustup's shim stands for the compiler of the selected toolchain
-        return _of_rustup(found, tool)
+        return _of_rustup(path, tool)
     if real.is_relative_to("/usr"):
-        return Path(found)
+        return Path(path)
     return real if real.parent.name == "bin" else None
 
 
 def _of_rustup(shim: str, tool: str) -> Path | None:
     try:
-        told = subprocess.run([shim, "--print", "sysroot"], capture_output=True, text=True, timeout=60, check=True)
+        completed = subprocess.run([shim, "--print", "sysroot"], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    place = Path(told.stdout.strip(), "bin", tool)
+    place = Path(completed.stdout.strip(), "bin", tool)
     return place if place.exists() else None

@@ -109,16 +109,16 @@ class Oubliette:
 
     async def _opened(self, grace_s: float) -> CodeRunner:
         """Return the runner. Callers that waited for a failed attempt share its error."""
-        asked = time.monotonic()
+        began = time.monotonic()
         async with self._opening:
             if self._runner is not None:
                 return self._runner
             if self._missing:
                 raise SandboxMissing(self._missing)
-            if self._unreachable is not None and self._unreachable[0] >= asked:
+            if self._unreachable is not None and self._unreachable[0] >= began:
                 raise SandboxLost(self._unreachable[1])
             try:
-                self._runner = await self._reached(asked + grace_s)
+                self._runner = await self._reached(began + grace_s)
             except SandboxMissing as error:
                 self._missing = str(error)
                 raise
@@ -181,7 +181,7 @@ class _Judged:
             return wrong("the answer has no closed fenced block of code")
         named = toolchains.named(block[0] or self._rules.language)
         if named is None or named.name not in self._rules.languages:
-            return wrong(f"the code is in {block[0]!r}; judged are {', '.join(self._rules.languages)}")
+            return wrong(f"the code is in {block[0]!r}; accepted are {', '.join(self._rules.languages)}")
         program = await self._runner.compile(named.name, block[1], wall_s=self._left_s)
         if not isinstance(program, Program):
             if program.ending is Ending.DEADLINE and self._left_s < COMPILING.wall_s:
@@ -193,10 +193,10 @@ class _Judged:
         tests = self._problem.tests
         at_once = self._runner.at_once
         for begin in range(0, len(tests), at_once):
-            found = await asyncio.gather(*(self._tested(program, test) for test in tests[begin : begin + at_once]))
-            for number, (share, told) in enumerate(found, begin + 1):
+            results = await asyncio.gather(*(self._tested(program, test) for test in tests[begin : begin + at_once]))
+            for number, (share, failure) in enumerate(results, begin + 1):
                 shares.append(share)
-                reason = reason or (told and f"test {number} of {len(tests)}: {told}")
+                reason = reason or (failure and f"test {number} of {len(tests)}: {failure}")
             if reason and self._rules.scoring is Scoring.ALL:
                 return wrong(reason)
         return _scored(shares, reason, self._rules.scoring)
@@ -225,7 +225,7 @@ class _Judged:
             )
         )
         if custom:
-            return share, "" if share == 1.0 else "the problem's checker refuses the output"
+            return share, "" if share == 1.0 else "the problem's checker rejects the output"
         return share, "" if share == 1.0 else f"wrote {executed.result.stdout[:60]!r}"
 
     async def _run(self, program: Program, stdin: Content, limits: Limits) -> Executed:

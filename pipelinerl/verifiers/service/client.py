@@ -32,7 +32,7 @@ import msgspec
 from pipelinerl.system.http_client import hot_session
 from pipelinerl.types import Problem, Verdict
 from pipelinerl.verifiers.service import wire
-from pipelinerl.verifiers.service.asking import KEEP_ALIVE_S, ServiceFailed, ServicePatience, error_of, post
+from pipelinerl.verifiers.service.calls import KEEP_ALIVE_S, ServiceFailed, ServicePatience, error_of, post
 from pipelinerl.verifiers.service.wire import VerifierLease, VerifyAnswer, VerifyRequest
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, failed
 
@@ -121,7 +121,7 @@ class VerifierServices:
             service.lease = lease
             self._services[lease.url] = service
         for url in known.keys() - self._services.keys():
-            log.info("the verifier service at %s gets nothing new", url)
+            log.info("the verifier service at %s gets no new requests", url)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -140,12 +140,12 @@ class VerifierServices:
         while True:
             service = self._chosen(request, body, tried, clock())
             if service is None:
-                tried.failed(self._nobody(request, tried), clock(), self._patience.grace_s)
+                tried.failed(self._reason_for_none(request, tried), clock(), self._patience.grace_s)
                 await self._wait(tried, clock())
             else:
                 service.load += len(answers)
                 try:
-                    judgements = await self._asked(service, body, len(answers), tried)
+                    judgements = await self._verdicts_of(service, body, len(answers), tried)
                     service.answered()
                     return judgements
                 except _CannotBeAsked as error:
@@ -184,14 +184,14 @@ class VerifierServices:
             key=lambda each: hashlib.blake2b(key, key=each.lease.url.encode()[:64]).digest(),
         )
 
-    def _nobody(self, request: VerifyRequest, tried: _Try) -> str:
+    def _reason_for_none(self, request: VerifyRequest, tried: _Try) -> str:
         """Return the reason why no service can be used."""
         if tried.until < math.inf:
             return tried.reason
         judging = [each.lease for each in self._services.values() if request.domain in each.lease.domains]
         if judging and all(lease.domains[request.domain] != request.rules for lease in judging):
             urls = ", ".join(lease.url for lease in judging)
-            return f"{urls} judge {request.domain} by another recipe than this actor's; start both from one"
+            return f"{urls} judge {request.domain} by another recipe than this actor's; start both from the same one"
         return f"no verifier service of this run judges {request.domain} now"
 
     async def _wait(self, tried: _Try, now: float) -> None:
@@ -202,7 +202,7 @@ class VerifierServices:
             async with asyncio.timeout_at(min(*wakes, tried.until)):
                 await self._changed.wait()
 
-    async def _asked(self, service: _Service, body: bytes, count: int, tried: _Try) -> list[Judgement]:
+    async def _verdicts_of(self, service: _Service, body: bytes, count: int, tried: _Try) -> list[Judgement]:
         """Return a service's verdicts.
 
         Raises:
@@ -218,8 +218,8 @@ class VerifierServices:
         return _judgements(content, count, url)
 
     def _refusal(self, service: _Service, url: str, status: int, content: bytes, tried: _Try) -> Exception:
-        said, code = error_of(content)
-        words = f"{url} refuses ({status}): {said}"
+        message, code = error_of(content)
+        words = f"{url} refuses ({status}): {message}"
         if status == 503 and code == wire.IS_FULL:
             return _ServiceFull(words)
         if status in (404, 409):
@@ -249,13 +249,13 @@ def _judgements(content: bytes, count: int, url: str) -> list[Judgement]:
     try:
         judgements = msgspec.json.decode(content, type=VerifyAnswer).judgements
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ServiceFailed(f"what answers at {url} is no verifier service: {error}") from None
+        raise ServiceFailed(f"{url} is not a verifier service: {error}") from None
     if len(judgements) != count:
         raise ServiceFailed(f"{url} gave {len(judgements)} verdicts on {count} answers")
     for verdict, _ in judgements:
         rewards = (verdict.reward, *(part.reward for part in verdict.parts))
         if not all(math.isfinite(reward) and abs(reward) <= _MOST_REWARD for reward in rewards):
-            raise ServiceFailed(f"{url} gave a reward that is no number within ±{_MOST_REWARD:g}")
+            raise ServiceFailed(f"{url} gave a reward that is not a number within ±{_MOST_REWARD:g}")
     return judgements
 
 

@@ -27,7 +27,7 @@ from starlette.routing import Route
 from pipelinerl.system.http_service import guard, refuse_in_one_shape
 from pipelinerl.types import Problem
 from pipelinerl.verifiers.service import wire
-from pipelinerl.verifiers.service.beating import HeartbeatRoute, RequestRefused
+from pipelinerl.verifiers.service.heartbeat_route import HeartbeatRoute, RequestRefused
 from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.service.verdict_cache import VerdictCache, keys_of
 from pipelinerl.verifiers.service.wire import (
@@ -100,9 +100,7 @@ class VerifierService:
         domain = self._domains.get(request.domain)
         if domain is None:
             known = ", ".join(self._domains) or "none"
-            raise RequestRefused(
-                404, wire.UNKNOWN_DOMAIN, f"domain must be one of those judged here, which are {known}"
-            )
+            raise RequestRefused(404, wire.UNKNOWN_DOMAIN, f"domain must be one of {known}, which are judged here")
         if request.rules != domain.rules:
             raise RequestRefused(
                 409,
@@ -110,11 +108,9 @@ class VerifierService:
                 f"rules: this service judges {request.domain} by another recipe; start it with the run's",
             )
         if self.closing.is_set():
-            raise RequestRefused(503, wire.IS_DRAINING, "this service takes nothing new; ask another")
+            raise RequestRefused(503, wire.IS_DRAINING, "this service accepts no new requests; use another")
         if self._queue and self._queue + len(request.answers) > self._most_waiting:
-            raise RequestRefused(
-                503, wire.IS_FULL, f"this service holds {self._queue} answers already; ask again later"
-            )
+            raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} answers already; retry later")
         return domain
 
     async def judge(self, domain: ServedDomain, request: VerifyRequest) -> VerifyAnswer:
@@ -123,7 +119,7 @@ class VerifierService:
         self._queue += count
         try:
             if domain.kept:
-                judgements = await self._found_or_reached(domain, request.problem, request.answers)
+                judgements = await self._cached_or_judged(domain, request.problem, request.answers)
             else:
                 judgements = await domain.verifier.judge(request.problem, request.answers)
             if len(judgements) != count:
@@ -152,20 +148,20 @@ class VerifierService:
             cache_bytes=self._cache.num_bytes,
         )
 
-    async def _found_or_reached(
+    async def _cached_or_judged(
         self, domain: ServedDomain, problem: Problem, answers: Sequence[SampledAnswer]
     ) -> list[Judgement]:
         """Return cached verdicts, and judge each distinct remaining answer once."""
         keys = keys_of(domain.rules, problem, (answer.text for answer in answers))
-        found = {key: Judgement(verdict, 0.0) for key in keys if (verdict := self._cache.find(key)) is not None}
-        missing = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in found}
+        judgements = {key: Judgement(verdict, 0.0) for key in keys if (verdict := self._cache.find(key)) is not None}
+        missing = {key: answer for key, answer in zip(keys, answers, strict=True) if key not in judgements}
         self._hits += len(answers) - len(missing)
         if missing:
             reached = await domain.verifier.judge(problem, list(missing.values()))
             for key, judgement in zip(missing, reached, strict=True):
                 self._cache.keep(key, judgement.verdict)
-                found[key] = judgement
-        return [found[key] for key in keys]
+                judgements[key] = judgement
+        return [judgements[key] for key in keys]
 
 
 # --- HTTP --------------------------------------------------------------------------------------------------------

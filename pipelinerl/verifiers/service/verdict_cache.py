@@ -26,8 +26,8 @@ def keys_of(rules: str, problem: Problem, texts: Iterable[str]) -> list[bytes]:
     The part before the text is one JSON array, so that the encoding is unambiguous. It is hashed once, not once per
     answer: a problem may have megabytes, and four thousand answers.
     """
-    asked = [rules, problem.domain, problem.messages, problem.ground_truth, problem.metadata]
-    of_all = hashlib.blake2b(msgspec.json.encode(asked, order="sorted"), digest_size=32)
+    inputs = [rules, problem.domain, problem.messages, problem.ground_truth, problem.metadata]
+    of_all = hashlib.blake2b(msgspec.json.encode(inputs, order="sorted"), digest_size=32)
     keys = []
     for text in texts:
         of_one = of_all.copy()

@@ -204,14 +204,14 @@ class BroadcastPublisher:
         A later trainer cannot be the cause: engines would report its epoch. The higher generation was therefore
         invalid. This is tried once per publication; an engine that reports yet another generation is dropped.
         """
-        told = [error.known for error in failures.values() if isinstance(error, StaleGeneration)]
-        if progress.raised or not told or len(told) < len(failures):
+        reported = [error.known for error in failures.values() if isinstance(error, StaleGeneration)]
+        if progress.raised or not reported or len(reported) < len(failures):
             return False
-        epoch, generation = (max(known.get(name, 0) for known in told) for name in ("epoch", "generation"))
+        epoch, generation = (max(known.get(name, 0) for known in reported) for name in ("epoch", "generation"))
         if epoch > progress.publication.epoch or not self._generation <= generation < MOST_GENERATION - 1:
             return False
         log.warning(
-            "engines have joined generation %d of the weight group, which was not ours: going above", generation
+            "engines have joined generation %d of the weight group, which is not ours: using a higher one", generation
         )
         progress.raised, self._generation = True, generation
         return True

@@ -88,7 +88,7 @@ class ServerClient:
                 while at < len(into):
                     count = response.readinto(into[at:])
                     if not count:
-                        raise ServerLost(f"{self.url} broke off after {start + at} bytes")
+                        raise ServerLost(f"{self.url} closed the connection after {start + at} bytes")
                     at += count
                 response.read()  # reads the end of the body, so that the connection can be reused
         except _FAILURES as error:
@@ -134,7 +134,7 @@ class ServerClient:
             body = None
         if response.status < 400:
             self.close()
-            raise UpdateError(f"{self.url}{path} must answer with exactly the range asked for, got {response.status}")
+            raise UpdateError(f"{self.url}{path} must answer with exactly the requested range, got {response.status}")
         raise from_wire(response.status, body)
 
     def _failed(self, doing: str, error: Exception, deadline: float) -> ServerLost | DeadlineError:

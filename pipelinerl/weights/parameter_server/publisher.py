@@ -134,7 +134,7 @@ class PullPublisher:
             if not isinstance(answer, Exception):
                 progress.pauses_s[url] = answer.pause_s
             elif isinstance(answer, _SERVER_FAILED) and not is_last and time.monotonic() < progress.deadline:
-                log.warning("engine %s is tried again: %s", url, answer)
+                log.warning("retrying engine %s: %s", url, answer)
                 again.append(url)
             else:
                 progress.failed[url] = str(answer)
@@ -201,7 +201,7 @@ class PullPublisher:
             "confirm", lambda: self._placement.confirm(publication.epoch, members, deadline=deadline)
         )
         if await settled(telling, timeout_s=_CONFIRM_S + 1.0) and isinstance(telling.exception(), PipelineError):
-            log.warning("the parameter servers were not told who serves %s: %s", key, telling.exception())
+            log.warning("the parameter servers were not notified which engines serve %s: %s", key, telling.exception())
 
 
 def _turned(uploaded: Uploaded, number: int) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class ParameterServer:
                 continue
             self.table.seal(snapshot.key, snapshot.digest, snapshot.whole)
             self._saved = snapshot.key
-            log.info("begins with the weights %s, read from %s", named(snapshot.key), self._store.place)
+            log.info("starting with weights %s, loaded from %s", named(snapshot.key), self._store.place)
             return
 
     async def close(self) -> None:
@@ -293,17 +293,19 @@ class _Read:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = _key(scope)
         whole = self._table.whole(key)
-        size, asked = whole.layout.num_bytes, _header(scope, b"range")
-        start, end = _range("bytes=0-" if asked is None else asked, r"bytes=(\d{1,18})-(\d{0,18})", whole)
+        size, requested = whole.layout.num_bytes, _header(scope, b"range")
+        start, end = _range("bytes=0-" if requested is None else requested, r"bytes=(\d{1,18})-(\d{0,18})", whole)
         with self._table.using(key) as version:
             headers = [(b"content-length", str(end - start).encode()), (b"content-type", b"application/octet-stream")]
-            if asked is not None:
+            if requested is not None:
                 headers.append((b"content-range", f"bytes {start}-{end - 1}/{size}".encode()))
-            await send({"type": "http.response.start", "status": 200 if asked is None else 206, "headers": headers})
+            await send({"type": "http.response.start", "status": 200 if requested is None else 206, "headers": headers})
             try:
                 await _give(version.segment.bytes.data, start, end, send)
             except TimeoutError:  # an incomplete answer closes the connection
-                log.warning("a reader of %s has taken nothing for %g s: cut off", named(key), BODY_TIMEOUT_S)
+                log.warning(
+                    "a reader of %s has read nothing for %g s: closing its connection", named(key), BODY_TIMEOUT_S
+                )
 
 
 async def _give(view: memoryview, start: int, end: int, send: Send) -> None:
@@ -327,7 +329,7 @@ class _Write:
         key = _key(scope)
         with self._table.using(key) as version:
             if version.digest is not None:
-                raise InvalidRequest(f"version {named(key)} is complete and cannot be written any more")
+                raise InvalidRequest(f"version {named(key)} is complete and can no longer be written")
             size = version.layout.num_bytes
             named_range = _header(scope, b"content-range") or f"bytes 0-{size - 1}/{size}"
             at, end = _range(named_range, rf"bytes (\d{{1,18}})-(\d{{1,18}})/{size}", version)
@@ -338,11 +340,11 @@ class _Write:
                     return
                 chunk, more = message.get("body", b""), message.get("more_body", False)
                 if at + len(chunk) > end:
-                    raise InvalidRequest(f"more bytes came than the range up to {end} has room for")
+                    raise InvalidRequest(f"received more bytes than fit the range up to {end}")
                 version.segment.bytes[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
                 at += len(chunk)
             if at != end:
-                raise InvalidRequest(f"{end - at} bytes of the range up to {end} did not come")
+                raise InvalidRequest(f"{end - at} bytes of the range up to {end} did not arrive")
         await Response(status_code=204)(scope, receive, send)
 
 
@@ -357,7 +359,7 @@ async def _in_time(receive: Receive, deadline: float) -> Message:
             return await receive()
     except TimeoutError:
         raise DeadlineExceeded(
-            f"no byte of the body has come for {BODY_TIMEOUT_S:g} s, or fewer than {LEAST_BYTES_PER_S} in a second"
+            f"no byte of the body arrived for {BODY_TIMEOUT_S:g} s, or fewer than {LEAST_BYTES_PER_S} per second"
         ) from None
 
 

@@ -85,7 +85,7 @@ class SnapshotStore:
                     whole=str(manifest["whole"]),
                 )
             except (OSError, ValueError, KeyError, TypeError) as error:
-                log.error("skipping the snapshot %s in %s, which is not whole: %s", named(key), self.place, error)
+                log.error("skipping the snapshot %s in %s, which is incomplete: %s", named(key), self.place, error)
 
     def read(self, snapshot: VersionSnapshot, into: NDArray[Any]) -> None:
         """Fill the shard's ranges of `into` [num_bytes of the whole version].

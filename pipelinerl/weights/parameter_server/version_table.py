@@ -77,7 +77,7 @@ class VersionTable:
     def __init__(self, *, room: int) -> None:
         """Create a table of `room` versions: at least one that is complete and one that is being written."""
         if room < 2:
-            raise ValueError(f"room must be at least 2, for a version that serves and one that comes, got {room}")
+            raise ValueError(f"room must be at least 2, for a version being served and one being written, got {room}")
         self.room = room
         self.epoch = 0
         self.progress: dict[str, Key | None] = {}
@@ -136,7 +136,7 @@ class VersionTable:
             del self._held[unfinished]
         if len(self._held) >= self.room:
             reasons = holders(self._whole(), self.progress, epoch=self.epoch, in_use=set(self._uses))
-            raise Overloaded(f"all {self.room} versions are needed still: {'; '.join(reasons)}")
+            raise Overloaded(f"all {self.room} versions are still needed: {'; '.join(reasons)}")
         layout, shard = announcement.layout, announcement.shard
         self._held[key] = _Held(layout, shard, shard.ranges(layout), self._segment(layout.num_bytes))
         return self._lent(key)
@@ -168,14 +168,14 @@ class VersionTable:
         if epoch < self.epoch:
             raise StaleVersion(
                 f"epoch {self.epoch} has taken over from epoch {epoch}: another trainer is running; stop this one. If "
-                "none is, this server was told wrong: start it again",
+                "none is, this server received a wrong epoch: restart it",
                 param="epoch",
                 known={"epoch": self.epoch},
             )
         if epoch > self.epoch + MOST_EPOCH_STEP:
             raise InvalidRequest(
                 f"epoch must be at most {MOST_EPOCH_STEP} above {self.epoch}, the last one known here, got {epoch}; if "
-                "it is right, start this server again",
+                "it is correct, restart this server",
                 param="epoch",
             )
         self.epoch, self.progress = epoch, dict(progress)

@@ -112,7 +112,10 @@ def test_failed_problem_is_counted_and_the_others_continue(recipe: Path) -> None
 
 def test_server_that_refuses_everything_is_abandoned_with_its_reason(recipe: Path) -> None:
     fake = OpenAIFake(lambda body: "1", failures=(400,) * 1000)
-    with in_thread(fake.app) as url, pytest.raises(UserError, match=r"have no answer and none has one; .*not now"):
+    with (
+        in_thread(fake.app) as url,
+        pytest.raises(UserError, match=r"problems failed and none was answered; .*not now"),
+    ):
         evaluated(url, load(recipe, ["evaluation.samples=1", "evaluation.pass_at=[]", "actor.groups_in_flight=1"]))
     assert len(fake.bodies) == MOST_FAILURES
 
@@ -139,15 +142,15 @@ def test_run_is_evaluated_by_its_own_recipe_at_a_checkpoint(tmp_path: Path, mode
 def test_unusable_target_is_refused_before_any_request(tmp_path: Path, model: Path, recipe: Path) -> None:
     with pytest.raises(UserError, match="nothing is neither a run's directory, nor a model's, nor a URL"):
         target_of(str(tmp_path / "nothing"))
-    with pytest.raises(UserError, match="--checkpoint names one of a run's"):
+    with pytest.raises(UserError, match="--checkpoint needs a run's directory"):
         target_of(str(model), checkpoint="step-000001")
-    with pytest.raises(UserError, match="--recipe must say what"):
+    with pytest.raises(UserError, match="--recipe is required"):
         recipe_of(target_of(str(model)), None)
     base = shutil.copytree(model, tmp_path / "base")
     (base / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match=f"{base} has no chat template, as a base model may"):
         target_of(str(base))
-    with pytest.raises(UserError, match="stands for a server that runs already"):
+    with pytest.raises(UserError, match="is an external server, which cannot load"):
         served = ["engine.type=vllm_server", 'engine.servers=["http://127.0.0.1:9"]']
         evaluated(str(model), load(recipe, served))
     with pytest.raises(RecipeError, match=r"evaluation.problems is 0"):
@@ -200,7 +203,7 @@ def test_evaluation_set_is_chosen_by_name_and_overridden(model: Path, recipe: Pa
     assert [each.name for each in first.evaluation_sets] == ["both"]
     report = evaluated(str(model), named)
     assert (report.name, report.problems, report.samples, list(report.by_domain)) == ("ones", 4, 2, ["says_1"])
-    with pytest.raises(RecipeError, match="--evaluation 'twos' is none of the recipe's evaluation sets: both, ones"):
+    with pytest.raises(RecipeError, match="--evaluation 'twos' is not one of the recipe's evaluation sets: both, ones"):
         asking(config, "twos", {})
     with pytest.raises(RecipeError, match=r"evaluations\.ones\.pass_at names 2"):
         asking(config, "ones", {"samples": 1})

@@ -28,7 +28,7 @@ SEVERAL = ("training.epochs=2", "training.mini_batches=4")
         (
             SEVERAL,
             "epochs: 2, mini-batches in each: 4, of about 8 whole groups; 8 optimizer steps for each version; with "
-            "k = 2, tokens train at most 16 of them after sampling",
+            "k = 2, tokens train at most 16 optimizer steps after sampling",
         ),
         (
             ("training.epochs=3", "training.target_kl=0.05", "staleness.k=inf"),

@@ -47,7 +47,7 @@ def test_routing_replay_states_its_cost_and_reaches_the_loop(mixture: Path) -> N
     (finding,) = expert_findings(config)
     assert finding == (
         "experts",
-        "48 layers of 128 experts, 8 for each token; their choice is replayed, 384 bytes of a token beside its 8",
+        "48 layers of 128 experts, 8 for each token; their choice is replayed: 384 more bytes per token",
     )
     assert loop_settings(config).routing == RoutingShape(48, 128, 8)
     assert loop_settings(recipe(mixture, [])).routing is None
@@ -56,7 +56,7 @@ def test_routing_replay_states_its_cost_and_reaches_the_loop(mixture: Path) -> N
 def test_independent_routers_are_a_warning(mixture: Path) -> None:
     (part, said), (kind, warned) = expert_findings(recipe(mixture, []))
     assert (part, kind) == ("experts", "warning")
-    assert said.endswith("the trainer's routers choose by themselves") and '"rollout" replays' in warned
+    assert said.endswith("the trainer's routers choose independently") and '"rollout" replays' in warned
     assert list(expert_findings(recipe(None, []))) == []
 
 
@@ -93,7 +93,7 @@ def test_canary_tolerates_expert_choices_that_differ_by_rounding(mixture: Path) 
     [
         (["trainer.device=cpu"], "buckets of segments of similar length (the device is cpu, and the kernel is CUDA's)"),
         (["trainer.device=cuda"], "buckets of segments of similar length (the precision is fp32, and the kernel"),
-        ([*ON_GPU], "varlen, one kernel over all segments of a row, if its trial on that GPU holds"),
+        ([*ON_GPU], "varlen, one kernel over all segments of a row, if its trial on that GPU succeeds"),
         ([*ON_GPU, "trainer.options.attention=varlen"], "varlen, one kernel over all segments of a row, if its trial"),
         (
             [*ON_GPU, "trainer.options.attention=buckets"],

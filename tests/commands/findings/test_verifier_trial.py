@@ -57,5 +57,5 @@ def test_unusual_names_of_positional_arguments_are_a_warning(tmp_path: Path) -> 
         return list(called_by_place(parse(to_table(load("tiny")) | {"domains": domains}).domains[0]))
 
     (sentence,) = told("by_place")
-    assert "verifier: response is given the problem and label the text of the answer, by place" in sentence
+    assert "verifier: response receives the problem and label the text of the answer, by position" in sentence
     assert told("as_shown") == told("by_name") == []

@@ -115,7 +115,7 @@ def test_lengths_and_prompts_are_those_of_the_run(tmp_path: Path) -> None:
     [
         ((), "either --from RUN"),
         (("--hardware", "nowhere.toml"), "cannot be read"),
-        (("--from", "nowhere"), "is no run"),
+        (("--from", "nowhere"), "cannot be used for calibration"),
     ],
     ids=["neither", "no table", "no run"],
 )
@@ -148,7 +148,7 @@ def test_error_in_a_table_names_its_place(table: str, said: str, tmp_path: Path)
 
 def test_sweep_without_a_valid_trial_fails(table: str) -> None:
     result = simulate("tiny", "--hardware", table, "--sweep", "engine.slot=1,2")
-    assert result.exit_code == 2 and "engine.slot: unknown key; is slots meant?" in result.output
+    assert result.exit_code == 2 and "engine.slot: unknown key; did you mean slots?" in result.output
 
 
 @pytest.mark.parametrize("axis", ["engines=1,2", "engine.count", "engine.count=1,,2"])

@@ -48,32 +48,32 @@ STATUS = RunStatus(
     elapsed_s=312.0,
     eta_s=60.0,
 )  # fmt: skip
-SIGHT = RunSnapshot(
+SNAPSHOT = RunSnapshot(
     status=STATUS, state="live", knobs={}, ledger=LEDGER, waits=(("engines: sampling the next batch", 0.31),)
 )
 
 
 @pytest.mark.parametrize("width", [40, 44, 61, 80, 200])
 def test_lines_fit_and_show_all_figures(width: int) -> None:
-    told = figures(SIGHT, width).plain
+    told = figures(SNAPSHOT, width).plain
     rows = told.splitlines()
     told_long = ("prompts", "alarm", "waits for", "  ")  # sentences that wrap
     assert all(cell_len(row) <= width for row in rows if not row.startswith(told_long)), rows
     for wanted in ("speller live", "1,180/40,000", "0.412", "41.2% ±3.0%", "2 so far", "1.2, max 3", "812", "70% busy",
-                   "1.2 ms", "51%", "healthy", "expelled", "engine-7 is asked for", " 31% engines: sampling",
+                   "1.2 ms", "51%", "healthy", "expelled", "engine-7 is requested", " 31% engines: sampling",
                    "112 = 96 trained + 8 filtered + 0 stale + 0 failed + 8 in flight", "step 1181"):  # fmt: skip
         assert wanted in told, wanted
 
 
 def test_names_from_a_run_are_escaped() -> None:
-    told = figures(SIGHT, 80)
+    told = figures(SNAPSHOT, 80)
     assert "\x1b" not in told.plain and "\u202e" not in told.plain and "\\x1b[2J\\u202e" in told.plain
     assert "[red]" in told.plain, "markup is text"
 
 
 def test_unreadable_events_are_counted() -> None:
-    assert "1,200 events of the log could not be read" in figures(replace(SIGHT, unread=1200), 80).plain
-    assert "could not be read" not in figures(SIGHT, 80).plain
+    assert "1,200 events of the log could not be read" in figures(replace(SNAPSHOT, unread=1200), 80).plain
+    assert "could not be read" not in figures(SNAPSHOT, 80).plain
 
 
 def test_unknown_figures_are_left_out() -> None:

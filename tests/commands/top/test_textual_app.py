@@ -179,5 +179,5 @@ def read_until(terminal: int, wanted: bytes | None) -> bytes:
 def test_non_terminal_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="try pipelinerl status"):
         top(str(written_run(tmp_path / "run", steps=3)))
-    with pytest.raises(UserError, match="is no run"):
+    with pytest.raises(UserError, match="is not a run"):
         source_of(str(tmp_path))

@@ -186,7 +186,7 @@ def test_token_cause_follows_from_its_version_and_its_turns_first() -> None:
 
 
 def test_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no run"):
+    with pytest.raises(UserError, match="is not a run"):
         watched_runs([tmp_path])
 
 

@@ -197,7 +197,7 @@ def test_dry_run_only_records_its_decisions() -> None:
     assert set(site.pass_time(60)) == {1}
     assert set(site.scaled("engines_would_scale")) == {(1, 2)} and not site.state.engine_requests
     why = next(fields["why"] for kind, fields in site.said if kind == "engines_would_scale")
-    assert why == "the engines are 100% busy, the trainer waits 67% of its time, and 0% of groups come too late"
+    assert why == "the engines are 100% busy, the trainer waits 67% of its time, and 0% of groups arrive too late"
 
 
 def test_late_groups_favour_more_engines() -> None:

@@ -117,7 +117,7 @@ def test_swap_drains_the_old_engine_once_the_new_one_is_proven(run: World) -> No
     assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([NEW], [ENGINE])
     assert told(made, Ticked(now=13.0)) == [], "it has 9 s from 5 on"
     ((kind, fields),) = told(made, Ticked(now=14.1))
-    assert (kind, fields["reason"]) == ("engine_lost", "drained; what it still had is handed over")
+    assert (kind, fields["reason"]) == ("engine_lost", "drained; its remaining work is handed over")
     assert lifecycle(made, ENGINE) is EngineLifecycle.EXPELLED
     assert made.state.fleet.by_url[ENGINE].to_stop
 

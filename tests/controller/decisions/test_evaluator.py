@@ -147,7 +147,7 @@ def test_one_engine_answers_alone_while_training_continues_with_the_other() -> N
     run.give(Ticked(now=121.0))
     (result,) = results(run)[1:]
     assert (result.pin, result.engine, result.model_version) == (Pin.ENGINE, OTHER, at)
-    assert result.incomplete == "no answer came for 120 s" and result.steps_meanwhile >= 20
+    assert result.incomplete == "no answer arrived for 120 s" and result.steps_meanwhile >= 20
     assert run.directive is not None and run.directive.to_verify == [OTHER], "it catches up at once, and proves it"
     while run.publications:
         run.publish()
@@ -211,7 +211,9 @@ def test_evaluation_restarts_if_its_engine_is_lost_and_ends_after_the_limit() ->
             while run.publications:
                 run.publish()
             until_evaluation(run, evaluation.model_version)
-    assert results(run)[-1].incomplete.startswith(f"its pin broke 4 times, the last time since {evaluation.engine} is")
+    assert results(run)[-1].incomplete.startswith(
+        f"its pin broke 4 times, most recently because {evaluation.engine} is"
+    )
 
 
 def test_drained_engine_and_new_trainer_break_the_pin() -> None:

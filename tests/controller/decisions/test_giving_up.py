@@ -156,7 +156,7 @@ def test_run_ends_without_an_engine_within_the_time_limit() -> None:
     assert ends(made, Ticked(now=309.0)) == (None, None)
     _, finish = ends(made, Ticked(now=311.0))
     assert finish is not None and finish.end is End.FAILED
-    assert finish.reason.startswith("no engine has been there for 300 s (run.engine_timeout_s)")
+    assert finish.reason.startswith("no engine has been alive for 300 s (run.engine_timeout_s)")
 
 
 def test_engineless_time_counts_from_the_last_loss_and_stops_at_a_join() -> None:
@@ -191,7 +191,7 @@ def test_verifier_failing_twenty_times_in_a_row_ends_the_run() -> None:
     stop, _ = ends(made, heard(beat("a", math=well, code=failing(20, judged=70))))
     assert stop is not None
     assert made.state.failing.reason == (
-        "the verifier of domain code has given 20 answers in a row no verdict; the last: verifier_error: "
+        "the verifier of domain code has failed on 20 answers in a row; the last error: verifier_error: "
         "r.py:3: KeyError"
     )
 
@@ -203,7 +203,7 @@ def test_filter_failing_twenty_times_in_a_row_ends_the_run() -> None:
     stop, _ = ends(made, heard(msgspec.structs.replace(beat("a", math=well), filtering=failing(20))))
     assert stop is not None
     assert made.state.failing.reason == (
-        "curation.filter has given 20 groups in a row no verdict; the last: verifier_error: r.py:3: KeyError"
+        "curation.filter has failed on 20 groups in a row; the last error: verifier_error: r.py:3: KeyError"
     )
 
 
@@ -281,7 +281,7 @@ def test_run_whose_prompts_are_all_too_long_ends() -> None:
     assert any(stop is not None for stop, _ in found)
     assert made.state.failing.reason == (
         "64 prompts since the last step were too long, and no group was made: problem d:1: it has 90 tokens; raise "
-        "engine.context_length, or leave such problems out"
+        "engine.context_length, or remove such problems"
     )
 
 
@@ -324,7 +324,7 @@ def test_solved_run_raises_an_alarm_and_ends_well_after_a_last_evaluation() -> N
     ("each", "advice"),
     [
         (NoSignalGroups(wrong=40), "take easier problems or a warm start"),
-        (NoSignalGroups(other=40), "tells answers apart"),
+        (NoSignalGroups(other=40), "distinguishes answers"),
         (NoSignalGroups(refused=40), "loosen curation.filter"),
     ],
 )

@@ -45,14 +45,14 @@ def test_blocker_is_named() -> None:
     run = World(controller(evaluation_problems=0), random.Random(0))
     run.begin()
     state = run.controller.state
-    assert "the trainer's last word, TrainerReady, came 60 s ago" in waiting_for(state, now=60.0)
+    assert "the trainer's last report, TrainerReady, came 60 s ago" in waiting_for(state, now=60.0)
     run.publish()
     assert waiting_for(state, now=60.0) == "an actor to report"
     alive = ActorAlive(name="actor-7", groups_in_flight=3, groups_done=0, retries=0)
     run.give(ReportReceived(now=20.0, report=alive, entry_id="1-0"))
-    assert waiting_for(state, now=60.0) == "step 1: 4 groups in flight; actor actor-7 last heard 40 s ago"
+    assert waiting_for(state, now=60.0) == "step 1: 4 groups in flight; actor actor-7 has been silent for 40 s"
     run.give(ReportReceived(now=59.0, report=alive, entry_id="1-0"))
-    assert "the trainer's last word, CanaryChecked, came 60 s ago" in waiting_for(state, now=60.0)
+    assert "the trainer's last report, CanaryChecked, came 60 s ago" in waiting_for(state, now=60.0)
     run.give(EngineTimedOut(now=61.0, url=ENGINE, reason="no answer within 5 s"))
     assert waiting_for(state, now=62.0) == f"an engine to join; {ENGINE} is dead: no answer within 5 s"
 

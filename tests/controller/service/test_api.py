@@ -200,7 +200,7 @@ async def test_loopback_engine_may_only_join_from_the_controllers_machine(run: R
         refused = await away.post("/engines", json=offer)
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
     assert refused.json()["error"]["message"].endswith(
-        "start the engine with --host, an address at which the others reach it"
+        "start the engine with --host and an address at which other machines reach it"
     )
     assert run.controller.state.fleet.records() == []
     for here in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
@@ -339,8 +339,8 @@ async def test_engine_is_replaced_only_once(run: Running, http: httpx.AsyncClien
     assert (again.status_code, again.json()["error"]) == (
         409,
         {
-            "message": f"{ENGINE} is to go already: engine-1, which can be removed, was requested to replace it; "
-            "to have one engine more, request one that replaces none",
+            "message": f"{ENGINE} is leaving already: engine-1, which can be removed, was requested to replace it; "
+            "to add an engine, request one that replaces none",
             "type": "invalid_request_error",
             "param": "replaces",
             "code": "engine_going",

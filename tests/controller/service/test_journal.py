@@ -503,7 +503,9 @@ async def test_journal_of_another_layout_is_rejected_before_reading_its_state(ol
     snapshot = {"type": "JournalSnapshot", "state": {"launch": "", "trainer_heard": None}, "reports_offset": "0-0"}
     await stream.append(JOURNAL, [msgspec.msgpack.encode(snapshot | older)], first_id=1)
     found = older.get("layout", 1)
-    with pytest.raises(UserError, match=rf"must be of layout {LAYOUT}, got layout {found}: another version"):
+    with pytest.raises(
+        UserError, match=rf"must be of layout {LAYOUT}, got layout {found}: it was begun by another version"
+    ):
         await Journal.recover(stream)
 
 

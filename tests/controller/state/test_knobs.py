@@ -99,7 +99,7 @@ def test_numbers_that_journal_or_engines_cannot_represent_are_rejected(change: d
 
 
 def test_step_must_fit_the_streams() -> None:
-    with pytest.raises(RecipeError, match="rollouts_per_step must be at most 100, the room of the streams"):
+    with pytest.raises(RecipeError, match="rollouts_per_step must be at most 100, the capacity of the streams"):
         knobs(max_groups=50).patched({"rollouts_per_step": 102})
     assert knobs(max_groups=50).patched({"rollouts_per_step": 100}).groups_per_step == 50
 
@@ -132,7 +132,7 @@ def test_step_of_mixed_group_sizes_must_hold_the_largest_group() -> None:
     assert mixed.patched({"domain_weights.a": 0}).groups_per_step == 3, "weights are live, and so is what follows"
     with pytest.raises(RecipeError, match="rollouts_per_step must be at least the largest group size, 16, got 15"):
         mixed.patched({"rollouts_per_step": 15})
-    with pytest.raises(RecipeError, match=r"rollouts_per_step must be at most 18, the room of the streams"):
+    with pytest.raises(RecipeError, match=r"rollouts_per_step must be at most 18, the capacity of the streams"):
         knobs(group_sizes={"a": 16, "b": 6}, rollouts_per_step=19, max_groups=3)
     with pytest.raises(RecipeError, match="rollouts_per_step must be a multiple of the group size 6, got 17"):
         knobs(group_sizes={"a": 6, "b": 6}, rollouts_per_step=17)

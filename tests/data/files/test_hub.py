@@ -66,7 +66,7 @@ def test_check_before_a_run_fetches_nothing(tmp_path: Path) -> None:
 def test_failed_fetch_is_reported_in_one_sentence(tmp_path: Path) -> None:
     said = asked(tmp_path)
     assert said.startswith("domains.d.source: hub:some/thing cannot be fetched from here, and is not in the cache (")
-    assert 'say source = "files" with its path' in said and "\n" not in said
+    assert 'set source = "files" with its path' in said and "\n" not in said
 
 
 @pytest.mark.parametrize(

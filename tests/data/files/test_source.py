@@ -192,7 +192,7 @@ def test_split_names_are_configurable_and_own_paths_take_precedence(tmp_path: Pa
     with pytest.raises(RecipeError, match=r"parameters\.split must name one of the splits train_sft, test_sft, train_"):
         opened(folder)
     with pytest.raises(
-        RecipeError, match=r"parameters\.split: there is no split 'train'; there is train_sft, test_sft"
+        RecipeError, match=r"parameters\.split: there is no split 'train'; available: train_sft, test_sft"
     ):
         opened(folder, split="train")
     found = by_split(folder, split="train_sft", held_out_split="test_sft")
@@ -354,14 +354,14 @@ def test_invalid_field_error_names_row_and_field(
         (
             "a.jsonl",
             '{"prompt": "a", "answer": "b"}\n{"prompt"',
-            r"a\.jsonl line 2: expected a JSON object, got no JSON",
+            r"a\.jsonl line 2: expected a JSON object, got invalid JSON",
         ),
         ("a.jsonl", "\n[1, 2]\n", r"a\.jsonl line 2: expected an object with fields, got '\[1, 2\]'"),
-        ("a.json", '[{"prompt": ', r"a\.json is no JSON"),
+        ("a.json", '[{"prompt": ', r"a\.json is not valid JSON"),
         ("a.csv", "prompt,answer\na,b\nc\n", r"a\.csv row 1: expected the 2 fields of the first line"),
         ("a.parquet", "PAR1 not", r"a\.parquet cannot be read"),
         ("a.arrow", "not", r"a\.arrow cannot be read"),
-        ("a.txt", "x", r"a\.txt is of no known format; known are \.jsonl"),
+        ("a.txt", "x", r"a\.txt has an unknown format; known are \.jsonl"),
         ("a.jsonl.gz", "x", r"a\.jsonl\.gz cannot be read"),
         ("a.jsonl", "\n\n", "the train split of its files is empty"),
     ],
@@ -376,11 +376,11 @@ def test_damaged_file_error_names_the_file(name: str, text: str, sentence: str, 
     ("parameters", "sentence"),
     [
         ({"path": 3}, "parameters.path must be the path of a file or folder, or a list, got 3"),
-        ({"path": "/no/such/*.parquet"}, "got '/no/such/\\*.parquet'; there is none"),
+        ({"path": "/no/such/*.parquet"}, "got '/no/such/\\*.parquet', which does not exist"),
         ({"path": "a.jsonl", "zzz": 1}, "unknown zzz; known: path, validation_path"),
         ({"path": "a.jsonl", "answer_field": 1}, "parameters.answer_field must be the name of a field, got 1"),
-        ({"path": "a.jsonl", "tag_fields": "level"}, "parameters.tag_fields must be a list of names of fields"),
-        ({"path": "a.jsonl", "config": "main"}, "config is of a folder in the hub's layout"),
+        ({"path": "a.jsonl", "tag_fields": "level"}, "parameters.tag_fields must be a list of field names"),
+        ({"path": "a.jsonl", "config": "main"}, "config applies only to a folder in the hub's layout"),
         ({}, "parameters.path must be the path of a file or folder, got None"),
     ],
 )

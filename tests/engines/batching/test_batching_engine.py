@@ -298,10 +298,10 @@ async def test_queue_is_bounded(engine: BatchingEngine, gate: GatedRunner) -> No
 
 async def test_stream_equals_whole_answer(engine: BatchingEngine, gate: GatedRunner) -> None:
     gate.open()
-    asked = {"n": 2, "max_tokens": 12, "stop": ["a"], "stream_options": StreamOptions(include_usage=True)}
-    whole = await engine.complete(_ask(7, 8, **asked))
+    options = {"n": 2, "max_tokens": 12, "stop": ["a"], "stream_options": StreamOptions(include_usage=True)}
+    whole = await engine.complete(_ask(7, 8, **options))
     texts, ids, logprobs = ["", ""], [[], []], [[], []]
-    chunks = [chunk async for chunk in engine.stream(_ask(7, 8, stream=True, **asked))]
+    chunks = [chunk async for chunk in engine.stream(_ask(7, 8, stream=True, **options))]
     for chunk in chunks:
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
@@ -509,7 +509,7 @@ async def test_closing_answers_requests_before_and_during_tokenisation(
     engine: BatchingEngine, endless: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a request belongs to another engine. If it counted as a failure, a group would be lost."""
-    asked = ChatCompletionRequest(messages=[ChatMessage(role="user", content="hi")], max_tokens=2, seed=0)
+    request = ChatCompletionRequest(messages=[ChatMessage(role="user", content="hi")], max_tokens=2, seed=0)
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(*_: object) -> list[int]:
@@ -518,12 +518,12 @@ async def test_closing_answers_requests_before_and_during_tokenisation(
         return [7]
 
     monkeypatch.setattr(endless, "encode_chat", slow)
-    tokenised = asyncio.create_task(engine.complete(asked))
+    tokenised = asyncio.create_task(engine.complete(request))
     await _until(begun.is_set)
-    queued = await _submitted(engine, asked)
+    queued = await _submitted(engine, request)
     await engine.close()
     go_on.set()
-    for late in (tokenised, queued, asyncio.create_task(engine.complete(asked))):
+    for late in (tokenised, queued, asyncio.create_task(engine.complete(request))):
         with pytest.raises(EngineStopped, match="another one"):
             await asyncio.wait_for(late, DEADLINE_S)
 

@@ -105,11 +105,11 @@ async def test_interval_streaming_sends_all_but_the_newest_token(engine: Batchin
         coming = asyncio.ensure_future(anext(stream))  # type: ignore[call-overload]
         await asyncio.to_thread(gate.allow, 4)
         chunk: ChatCompletionChunk = await coming
-        told = [len(part.token_ids or ()) for part in chunk.choices]
-        while min(told) < 3:
+        counts = [len(part.token_ids or ()) for part in chunk.choices]
+        while min(counts) < 3:
             chunk = await anext(stream)  # type: ignore[call-overload]
-            told = [a + len(part.token_ids or ()) for a, part in zip(told, chunk.choices, strict=True)]
-        assert told == [3, 3], "the fourth may be the last"
+            counts = [a + len(part.token_ids or ()) for a, part in zip(counts, chunk.choices, strict=True)]
+        assert counts == [3, 3], "the fourth may be the last"
         gate.open()
         rest = [part async for later in stream for part in later.choices]
     assert sum(len(part.token_ids or ()) for part in rest) == 2 * 17

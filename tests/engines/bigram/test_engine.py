@@ -48,7 +48,7 @@ async def test_engine_serves_its_directory(options: EngineOptions) -> None:
     [
         ({"dtype": "bfloat16"}, "float32 on the cpu"),
         ({"device": "cuda"}, "float32 on the cpu"),
-        ({"weights": WeightFormat.INT8}, r"native weights, .*engine\.weights=int8; leave it out"),
+        ({"weights": WeightFormat.INT8}, r"native weights only, .*engine\.weights=int8; leave it out"),
     ],
 )
 def test_unsupported_options_are_rejected(options: EngineOptions, wrong: dict[str, Any], says: str) -> None:
@@ -56,9 +56,9 @@ def test_unsupported_options_are_rejected(options: EngineOptions, wrong: dict[st
 
     with pytest.raises(ModelError, match=says):
         from_options(replace(options, **wrong))
-    with pytest.raises(ModelError, match=r"the bigram engine knows no options, got engine\.options block_size; remove"):
+    with pytest.raises(ModelError, match=r"the bigram engine has no options, got engine\.options block_size; remove"):
         from_options(replace(options, options={"block_size": 1}))
-    with pytest.raises(ModelError, match=r"the bigram engine takes no GPU's memory, got engine\.memory_share=0\.5"):
+    with pytest.raises(ModelError, match=r"the bigram engine uses no GPU memory, got engine\.memory_share=0\.5"):
         from_options(replace(options, memory_share=0.5))
 
 

@@ -121,7 +121,7 @@ class World:
         )
         return self.loop
 
-    async def asked(self, n: int = 1) -> asyncio.Task[ChatCompletion]:
+    async def submitted(self, n: int = 1) -> asyncio.Task[ChatCompletion]:
         """Submit a request; returns when the core has begun its samples."""
         task = asyncio.create_task(self.engine.complete(ChatCompletionRequest(prompt_token_ids=[1, 2], n=n)))
         while len(self.core.begun) < n:
@@ -145,13 +145,13 @@ async def world() -> AsyncIterator[World]:
 async def test_core_rejection_is_answered_and_the_engine_continues() -> None:
     async with world() as made:
         made.core.refusal = ValueError("temperature must be in [0, 2], got 2.5.")
-        with pytest.raises(InvalidRequest, match="core refuses the request: temperature must be in"):
+        with pytest.raises(InvalidRequest, match="core rejects the request: temperature must be in"):
             await asyncio.wait_for(made.engine.complete(ChatCompletionRequest(prompt_token_ids=[1], n=3)), PATIENCE_S)
         assert (made.loop.num_running, made.loop.num_waiting) == (0, 0), "their places are free again"
         made.core.refusal = None
-        asked = await made.asked()
+        pending = await made.submitted()
         made.tell(Step((1, 57), [Sampled(sample_id(made.core.begun[0]), [STOP], [-1.0], 1, True)]))
-        assert (await asyncio.wait_for(asked, PATIENCE_S)).epoch == 1
+        assert (await asyncio.wait_for(pending, PATIENCE_S)).epoch == 1
 
 
 async def test_request_epoch_is_that_of_its_first_token() -> None:
@@ -159,17 +159,17 @@ async def test_request_epoch_is_that_of_its_first_token() -> None:
     epoch.
     """
     async with world() as made:
-        asked = await made.asked(2)
+        pending = await made.submitted(2)
         first, second = (sample_id(sequence) for sequence in made.core.begun)
         made.tell(Step((1, 57), [Sampled(second, [5, STOP], [-1.0, -1.0], 2, True)]))
         made.tell(Step((2, 50), [Sampled(first, [5, STOP], [-1.0, -1.0], 2, True)]))
-        assert (await asyncio.wait_for(asked, PATIENCE_S)).epoch == 1
+        assert (await asyncio.wait_for(pending, PATIENCE_S)).epoch == 1
 
 
 async def test_busy_time_counts_only_while_the_core_has_samples() -> None:
     async with world() as made:
         for number in (1, 2):
-            task = await made.asked(number)
+            task = await made.submitted(number)
             await asyncio.sleep(0.02)
             made.tell(Step((1, 57), [Sampled(sample_id(each), [STOP], [-1.0], 1, True) for each in made.core.begun]))
             await task
@@ -184,10 +184,10 @@ async def test_busy_time_counts_only_while_the_core_has_samples() -> None:
 async def test_core_death_is_noticed_before_the_core_is_closed() -> None:
     async with world() as made:
         made.core.may_close.clear()
-        asked = await made.asked()
+        pending = await made.submitted()
         made.tell(RuntimeError("the core has died"))
         with pytest.raises(EngineStopped):
-            await asyncio.wait_for(asked, PATIENCE_S)
+            await asyncio.wait_for(pending, PATIENCE_S)
         with pytest.raises(EngineStopped):
             await made.engine.complete(ChatCompletionRequest(prompt_token_ids=[1]))
         assert made.engine.health().state is EngineState.STOPPED
@@ -199,10 +199,10 @@ async def test_repeated_stop_does_not_interrupt_closing_the_core() -> None:
     """An interrupted close would leak its resources, such as connections."""
     async with world() as made:
         made.core.may_close.clear()
-        asked = await made.asked()
+        pending = await made.submitted()
         made.tell(RuntimeError("the core has died"))
         with pytest.raises(EngineStopped):
-            await asyncio.wait_for(asked, PATIENCE_S)  # the core is being closed from here on
+            await asyncio.wait_for(pending, PATIENCE_S)  # the core is being closed from here on
         for _ in range(2):
             assert not await asyncio.to_thread(made.loop.stop, 0.05)
         assert not made.core.is_closed
@@ -228,7 +228,7 @@ async def test_commit_queued_as_the_core_dies_is_answered() -> None:
 async def test_abandoned_commit_is_cancelled() -> None:
     """Running samples are ended, because the weights that would continue them are unknown; the next commit works."""
     async with world() as made:
-        asked = await made.asked()
+        pending = await made.submitted()
         made.core.may_pause.clear()
         commit = asyncio.create_task(made.engine.commit(version=58, epoch=1, digest="d", on_update=OnUpdate.CONTINUE))
         while made.loop._commit is None or not made.loop._turn.locked():
@@ -237,7 +237,7 @@ async def test_abandoned_commit_is_cancelled() -> None:
         with pytest.raises(asyncio.CancelledError):
             await commit
         with pytest.raises(Dirty):
-            await asyncio.wait_for(asked, PATIENCE_S)
+            await asyncio.wait_for(pending, PATIENCE_S)
         made.core.may_pause.set()
         await asyncio.wait_for(
             made.engine.commit(version=58, epoch=1, digest="d", on_update=OnUpdate.CONTINUE), PATIENCE_S

@@ -162,8 +162,8 @@ def test_experts_follow_their_tokens_and_the_prompts_are_the_first_engines() -> 
     request = ASKED.model_copy(update={"n": 1, "stop": None, "return_routed_experts": True})
     made = PartialAnswer(request, interval_s=0.5)
     prompt = [RoutedExperts.of("uint8", (1, 2, 1), bytes([number, number])) for number in (3, 4)]
-    for told, each in zip(prompt, (routed(0, [5, 6]), routed(0, [9], end="stop")), strict=True):
-        came = chunk(each, prompt=[1, 2]).model_copy(update={"prompt_routed_experts": told})
+    for experts, each in zip(prompt, (routed(0, [5, 6]), routed(0, [9], end="stop")), strict=True):
+        came = chunk(each, prompt=[1, 2]).model_copy(update={"prompt_routed_experts": experts})
         assert made.take(came, url="a")
     assert made.rest().return_routed_experts
     whole = made.completion()

@@ -51,10 +51,10 @@ class Script:
 
     def __init__(self, **engines: Callable[[], Any]) -> None:
         self._engines = engines
-        self.asked: list[tuple[str, int | None]] = []
+        self.calls: list[tuple[str, int | None]] = []
 
     async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
-        self.asked.append((url, request.seed))
+        self.calls.append((url, request.seed))
         outcome = self._engines[url]()
         if isinstance(outcome, Exception):
             raise outcome
@@ -107,7 +107,7 @@ async def test_failing_engine_is_replaced_with_the_same_seed(error: Exception) -
     client = Script(a=lambda: error, b=lambda: None)
     pool = EnginePool(client, ["a", "b"])
     assert (await pool.complete(ask())).url == "b"
-    assert client.asked == [("a", 4), ("b", 4)]
+    assert client.calls == [("a", 4), ("b", 4)]
     assert (await pool.complete(ask(n=1))).url == "b", "the one that failed is suspect for a while"
     assert pool.outstanding["a"] == 0
 
@@ -117,7 +117,7 @@ async def test_request_rejected_by_one_engine_is_sent_to_another(error: Contract
     client = Script(a=lambda: error, b=lambda: None)
     pool = EnginePool(client, ["a", "b"])
     assert [(await pool.complete(ask())).url for _ in range(2)] == ["b", "b"]
-    assert client.asked == [("a", 4), ("b", 4)] * 2, "the refusal says nothing of the next request"
+    assert client.calls == [("a", 4), ("b", 4)] * 2, "the refusal says nothing of the next request"
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), NotFinite("a fault")])
@@ -126,7 +126,7 @@ async def test_request_rejected_by_every_engine_raises_promptly(error: ContractE
     with pytest.raises(type(error), match=f"^b: {error}$") as raised:
         await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask()), SOON_S)
     assert raised.value.param == error.param
-    assert client.asked == [("a", 4), ("b", 4)]
+    assert client.calls == [("a", 4), ("b", 4)]
 
 
 async def test_unspecific_fault_counts_as_rejection_after_three_times() -> None:
@@ -136,26 +136,26 @@ async def test_unspecific_fault_counts_as_rejection_after_three_times() -> None:
     client = Script(a=lambda: ContractError("a fault"))
     with pytest.raises(ContractError, match=r"^a: a fault$"):
         await asyncio.wait_for(EnginePool(client, ["a"], suspect_s=0.01).complete(ask()), SOON_S)
-    assert len(client.asked) == 3
+    assert len(client.calls) == 3
 
 
 async def test_full_engine_is_awaited_and_a_rejecting_one_not_retried() -> None:
     outcomes: list[Any] = [Overloaded("full"), Overloaded("full"), None]
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: outcomes.pop(0))
     assert (await EnginePool(client, ["a", "b"]).complete(ask())).url == "b"
-    assert [url for url, _ in client.asked] == ["a", "b", "b", "b"]
+    assert [url for url, _ in client.calls] == ["a", "b", "b", "b"]
 
 
 async def test_rejection_is_final_once_no_other_engine_serves_but_not_while_none_does() -> None:
     pool = EnginePool(Script(a=lambda: InvalidRequest("too long"), b=lambda: Dirty("half received")), ["a", "b"])
-    asked = asyncio.create_task(pool.complete(ask()))
+    pending = asyncio.create_task(pool.complete(ask()))
     await asyncio.sleep(0.01)
     pool.update([], finishing=["a", "b"])
     await asyncio.sleep(0.01)
-    assert not asked.done()
+    assert not pending.done()
     pool.update(["a"], finishing=["b"])
     with pytest.raises(InvalidRequest, match="a: too long"):
-        await asyncio.wait_for(asked, SOON_S)
+        await asyncio.wait_for(pending, SOON_S)
 
 
 async def test_prompt_too_long_for_one_engine_is_answered_by_a_larger_one(tokenizer: ChatTokenizer) -> None:
@@ -214,7 +214,7 @@ async def test_prompt_without_finite_logits_is_tried_once_per_engine_without_sus
     pool = EnginePool(client, ["a", "b"])
     with pytest.raises(NotFinite, match="b: NaN"):
         await pool.complete(ask())
-    assert client.asked == [("a", 4), ("b", 4)] and not pool._suspect_until
+    assert client.calls == [("a", 4), ("b", 4)] and not pool._suspect_until
 
 
 async def test_joining_engine_is_used_at_once() -> None:
@@ -251,11 +251,11 @@ async def test_requests_of_an_engine_that_misses_a_poll_still_count() -> None:
 async def test_requests_of_a_removed_engine_move_with_their_seed() -> None:
     client, begun = Script(a=lambda: 30.0, b=lambda: None), []
     pool = EnginePool(client, ["a"])
-    running = asyncio.create_task(pool.complete(ask(), begun=lambda: begun.append(len(client.asked))))
+    running = asyncio.create_task(pool.complete(ask(), begun=lambda: begun.append(len(client.calls))))
     await asyncio.sleep(0.01)
     pool.update(["b"])
     pool.update(["b"])
-    assert (await running).url == "b" and client.asked == [("a", 4), ("b", 4)]
+    assert (await running).url == "b" and client.calls == [("a", 4), ("b", 4)]
     assert begun == [0, 1], "each try is a new beginning"
     assert pool.outstanding == {"b": 0}
 
@@ -315,7 +315,7 @@ async def test_rejection_by_a_named_engine_is_final() -> None:
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: None)
     with pytest.raises(InvalidRequest, match="a: too long"):
         await asyncio.wait_for(EnginePool(client, ["a", "b"]).complete(ask(), engine="a"), SOON_S)
-    assert client.asked == [("a", 4)]
+    assert client.calls == [("a", 4)]
 
 
 async def test_named_engine_may_be_finishing_but_not_gone() -> None:
@@ -329,5 +329,5 @@ async def test_named_engine_may_be_finishing_but_not_gone() -> None:
     running = asyncio.create_task(pool.complete(ask(), engine="a"))
     await asyncio.sleep(0)
     pool.update(["b"])
-    with pytest.raises(EngineUnreachable, match="a, which alone may answer, is not part of the run any more"):
+    with pytest.raises(EngineUnreachable, match="a, the only engine for this request, is no longer part of the run"):
         await running

@@ -399,9 +399,9 @@ def test_unsupported_models_give_a_clear_error(options: EngineOptions, tmp_path:
         torch_engine.from_options(replace(options, devices=2))
     for engine, name in ((torch_engine, "torch"), (jax_engine, "JAX")):
         with pytest.raises(
-            ModelError, match=rf"the {name} engine knows no options, got engine\.options zzz; remove them"
+            ModelError, match=rf"the {name} engine has no options, got engine\.options zzz; remove them"
         ):
             engine.from_options(replace(options, options={"zzz": 1}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ModelError, match="'gpt2' is not known"):
+    with pytest.raises(ModelError, match="'gpt2' is not supported"):
         jax_engine.load_runner(replace(options, model_path=tmp_path))

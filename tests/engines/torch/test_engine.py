@@ -117,7 +117,7 @@ async def test_engine_recovers_from_non_finite_weights_with_the_next_update(
     few = replace(options, slots=2)
     engine = BatchingEngine(few, load=lambda: load_runner(few), tokenizer=endless)
     await engine.start()
-    asked = [ChatCompletionRequest(prompt_token_ids=[7, token], max_tokens=6, seed=1) for token in (8, 9, 10, 11)]
+    requests = [ChatCompletionRequest(prompt_token_ids=[7, token], max_tokens=6, seed=1) for token in (8, 9, 10, 11)]
     for version, factor, answered in ((1, torch.nan, NotFinite), (2, 1.0, ChatCompletion)):
         model = AutoModelForCausalLM.from_pretrained(options.model_path)
         with torch.no_grad():
@@ -126,7 +126,7 @@ async def test_engine_recovers_from_non_finite_weights_with_the_next_update(
         engine.staging()[:] = _bytes(model)
         await asyncio.to_thread(engine.finish_staging)
         await engine.commit(version=version, epoch=0, digest="d", on_update=OnUpdate.CONTINUE)
-        answers = await asyncio.gather(*map(engine.complete, asked), return_exceptions=True)
+        answers = await asyncio.gather(*map(engine.complete, requests), return_exceptions=True)
         assert [type(answer) for answer in answers] == [answered] * 4
     await engine.close()
 

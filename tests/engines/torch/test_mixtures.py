@@ -34,7 +34,7 @@ from trainer_contract.types import Device
 
 PROMPT = [7, 8, 9, 10, 11]
 #: Checks of the conformance kit that depend on expert weights or their names.
-OF_EXPERTS = ["routed_experts_come_or_are_refused", "update_is_served"]
+OF_EXPERTS = ["routed_experts_are_returned_or_refused", "update_is_served"]
 
 
 @pytest.fixture(scope="session")
@@ -158,7 +158,7 @@ async def test_engine_without_experts_rejects_routing(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     engine = from_options(engine_options(model_path=tmp_path, device=Device.CPU, threads=1))
     await engine.start()
-    with pytest.raises(InvalidRequest, match="does not tell which experts compute a token of this model") as refusal:
+    with pytest.raises(InvalidRequest, match="cannot report the experts of this model") as refusal:
         await engine.complete(asked())
     assert refusal.value.param == "return_routed_experts"
     await engine.close()

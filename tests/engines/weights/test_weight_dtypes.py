@@ -95,5 +95,5 @@ def test_worker_receives_other_dtypes_through_shared_memory_reserved_on_demand()
         endpoints.lend(shared)
         endpoints.buffer(shared.tensor, 64)[:] = 7
         assert mapped[100:].tolist() == [7] * 64 and mapped[:100].tolist() == shared.tensor.tolist()
-        with pytest.raises(InvalidRequest, match=r"need \d+ bytes of shared memory beside"):
+        with pytest.raises(InvalidRequest, match=r"need \d+ more bytes of shared memory"):
             endpoints.buffer(shared.tensor, 2**40)

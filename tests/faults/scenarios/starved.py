@@ -42,8 +42,8 @@ class Situation(Enum):
     NO_SIGNAL = "filtered (their rewards do not differ"
     ALL_FAIL = "failed (their actor gave up"
     ALL_STALE = "stale (sampled by weights older than k allows"
-    DEAD_ACTOR = "actor actor-0 last heard"
-    DEAD_TRAINER = "the trainer's last word"
+    DEAD_ACTOR = "actor actor-0 has been silent"
+    DEAD_TRAINER = "the trainer's last report"
     NO_PUBLICATION = "the trainer"
     NO_ROOM = "streams.max_groups"
 

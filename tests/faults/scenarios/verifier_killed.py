@@ -167,4 +167,4 @@ def _groups(lives: Sequence[int]) -> list[str]:
 def _mounts() -> list[str]:
     """Return bubblewrap mounts that this process sees; only guests should see them."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    return [line for line in lines if any(place in line for place in ("/newroot", "/oldroot", "oubliette/box"))]
+    return [line for line in lines if any(place in line for place in ("/newroot", "/oldroot", "oubliette/guest"))]

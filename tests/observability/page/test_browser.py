@@ -131,7 +131,7 @@ def shown(page: Page, screen: str) -> None:
         "samples": lambda: main.get_by_role("link", name=re.compile("^Group of the answer")).first,
         "group": lambda: main.get_by_role("article", name="Answer 1"),
         "tokens": lambda: main.get_by_role("button", pressed=True).first,
-        "compare": lambda: main.get_by_role("heading", name="Where the recipes differ"),
+        "compare": lambda: main.get_by_role("heading", name="Recipe differences"),
     }
     try:
         wanted[screen]().wait_for()
@@ -158,7 +158,7 @@ def test_each_screen_shows_the_files_of_a_killed_run(browser: Browser, server: S
     with opened(browser, server.url) as page:
         for screen in every_screen(server):
             go(page, server.url, screen)
-            expect(page.locator("main")).to_contain_text("ended without a word")
+            expect(page.locator("main")).to_contain_text("ended unexpectedly")
         go(page, server.url, "now")
         expect(page.locator("main")).to_contain_text("short_words")
         assert page.locator(".chart canvas").first.evaluate(DRAWN)
@@ -387,7 +387,7 @@ def test_charts_are_smoothed_and_show_the_value_at_the_pointer(browser: Browser,
         go(page, server.url, "now")
         figure = page.locator("figure").filter(has_text="Gradient norm")
         newest = figure.locator("b").inner_text()
-        page.get_by_label("smoothed over").select_option("5")
+        page.get_by_label("smoothing").select_option("5")
         expect(figure.locator("b")).not_to_have_text(newest)
         assert "smooth=5" in page.url
         figure.locator("canvas").hover()
@@ -443,7 +443,7 @@ def test_slider_changes_k_while_the_controller_is_live(browser: Browser, tmp_pat
             page.wait_for_function(f"() => {STEP} === 2")  # pushed by the stream
     with served_page(long_silent(run.directory)) as server, opened(browser, server.url) as page:
         go(page, server.url, "steer")
-        expect(page.locator("main")).to_contain_text("ended without a word")
+        expect(page.locator("main")).to_contain_text("ended unexpectedly")
         slider = page.get_by_role("slider", name="k, slider", exact=True)
         expect(slider).to_have_attribute("aria-valuetext", "6 versions")
 
@@ -486,7 +486,7 @@ def test_slider_changes_k_while_the_run_is_live(browser: Browser, tmp_path: Path
             run.until(lambda live: list(live.directory.glob("samples/training-*.jsonl")), "a sample, after a tokenizer")
     with served_page(directory) as server, opened(browser, server.url) as page:
         go(page, server.url, "now")
-        expect(page.locator("main")).to_contain_text("ended without a word")
+        expect(page.locator("main")).to_contain_text("ended unexpectedly")
         go(page, server.url, "samples")
 
 
@@ -504,12 +504,12 @@ def test_engines_can_be_added_swapped_drained_and_removed_in_a_live_run(browser:
             starting = page.get_by_role("form", name="Start engines")
             starting.get_by_role("combobox").select_option("bigram")
             starting.get_by_role("button", name="Add").click()
-            expect(page.locator("main")).to_contain_text("Asked for: engine-1")
+            expect(page.locator("main")).to_contain_text("Requested: engine-1")
             expect(rows.filter(has_text="engine-1").locator(".pill")).to_have_text("healthy")
             rows.filter(has_text="engine-1").get_by_role("button", name="Swap").click()
             rows.filter(has_text="engine-1").get_by_role("combobox").select_option("bigram")
             page.get_by_role("button", name="Yes, swap").click()
-            expect(page.locator("main")).to_contain_text("engine-1 is replaced: engine-2")
+            expect(page.locator("main")).to_contain_text("Replacing engine-1: engine-2")
             expect(rows.filter(has_text="engine-2").locator(".pill")).to_have_text("healthy")
             expect(rows.filter(has_text="engine-1").locator(".pill")).to_have_text("left")
             expect(rows.filter(has_text="engine-1").get_by_role("button")).to_have_count(0)

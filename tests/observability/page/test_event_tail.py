@@ -64,7 +64,7 @@ def test_replaced_file_is_read_from_its_beginning(tmp_path: Path) -> None:
     other.write_bytes(lines(7, 8, 9))
     other.rename(path)
     piece = tail.read()
-    assert piece.anew and [event["n"] for event in piece.events] == [7, 8, 9]
+    assert piece.is_new_file and [event["n"] for event in piece.events] == [7, 8, 9]
     path.write_bytes(lines(5))
     piece = tail.read()
-    assert piece.anew and [event["n"] for event in piece.events] == [5]
+    assert piece.is_new_file and [event["n"] for event in piece.events] == [5]

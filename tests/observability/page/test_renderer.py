@@ -155,4 +155,4 @@ def test_typed_text_survives_a_redraw_and_select_follows_its_value(page: Page) -
 
 def test_malformed_template_raises_an_error_with_its_position(page: Page) -> None:
     said = run(page, 'try { html`<p class="a ${1}">x</p>`; } catch (error) { return error.message; }')
-    assert said.startswith("a template cannot be read from here on")
+    assert said.startswith("cannot parse the template from here on")

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.observability.timeline.run_timeline import MOST_GROUPS, RunTimeline
+from pipelinerl.observability.timeline.run_timeline import MOST_GROUPS, RunTimeline, Track
 from pipelinerl.observability.timeline.spans import Span
-from pipelinerl.observability.timeline.tracks import Track
 from tests.observability.timeline.events_of_a_run import STEP_S, A, B, event, publish, run, step
 
 STEPS = 5_000

@@ -129,7 +129,7 @@ def test_marks_describe_events_in_words() -> None:
     marks = [drawn for drawn in _drawn(run(2))[1] if isinstance(drawn, RunMark)]
     assert RunMark(11.6, "knobs", "k = 4 by ann") in marks
     assert RunMark(12.0, "run_finished", "all steps are done") in marks
-    assert RunMark(3.0, "trainer_ready", "a trainer began at v0, epoch 1") in marks
+    assert RunMark(3.0, "trainer_ready", "a trainer started at v0, epoch 1") in marks
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,9 @@ def test_damaged_position_is_an_error_and_not_a_restart(tmp_path: Path) -> None:
     _leave(tmp_path, _steps(1, 2))
     _fed(tmp_path)
     (tmp_path / "trackers" / "tensorboard.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tensorboard.json must hold how far .* remove it to begin anew"):
+    with pytest.raises(
+        ValueError, match=r"tensorboard.json must hold the tracker's position: .* remove it to start over"
+    ):
         _feed(tmp_path)
 
 

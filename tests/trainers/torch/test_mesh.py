@@ -47,7 +47,12 @@ PARALLEL = {"experts": "parallel"}
 #: Tied and untied embeddings, a Conv1D, and a value head.
 BEGUN = {"qwen2": "policy", "gpt2": "policy", "llama": "value"}
 #: Checks of the kit in which the ranks must agree; slow tests run the whole kit.
-AGREED = ["forward_at_leaves_no_trace", "parts_equal_the_whole", "non_finite_is_refused", "reads_are_of_the_last_step"]
+AGREED = [
+    "forward_at_has_no_side_effect",
+    "parts_equal_the_whole",
+    "non_finite_is_refused",
+    "concurrent_reads_see_the_last_step",
+]
 #: The models and heads that run the kit on every mesh.
 KIT = [("qwen3", "policy"), ("gpt2", "policy"), ("llama", "value"), ("qwen3_moe", "policy")]
 #: The number of steps with shared tokens; the slow tests take 20.
@@ -465,7 +470,7 @@ def test_20_steps_on_other_meshes_match_one_process(mesh, one, model, tmp_path):
 @pytest.mark.timeout(900)
 def test_reads_concurrent_with_passes_twenty_times(model, tmp_path):
     (reasons,) = succeed([(tmp_path, "reads", {"model": model, "times": 20})])
-    assert reasons == {str(number): {"reads_are_of_the_last_step": ""} for number in range(20)}
+    assert reasons == {str(number): {"concurrent_reads_see_the_last_step": ""} for number in range(20)}
 
 
 @pytest.mark.parametrize(

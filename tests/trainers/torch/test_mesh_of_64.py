@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipelinerl.trainers.torch import sharded_model
-from pipelinerl.trainers.torch.leader import bunches_of
+from pipelinerl.trainers.torch.leader import grouped_parameters
 from pipelinerl.trainers.torch.loading import load
 from pipelinerl.trainers.torch.mesh import ProcessMesh
 from pipelinerl.trainers.torch.passes import PassSetting, evaluate
@@ -70,7 +70,7 @@ def test_plans_of_64_processes_cover_everything_once(model: Path) -> None:
     layout = [ParameterInfo(name, tuple(each.shape), "float32") for name, each in weights.items()]
     sizes = {name: each.numel() for name, each in weights.items()}
     for most in (max(sizes.values()), 1000):
-        bunches = list(bunches_of(layout, most))
+        bunches = list(grouped_parameters(layout, most))
         assert [info for bunch in bunches for info in bunch] == layout and len(bunches) < len(layout)
         assert all(len(bunch) == 1 or sum(sizes[info.name] for info in bunch) <= most for bunch in bunches)
     for info in layout:

@@ -78,7 +78,7 @@ def in_one_batch(groups: Sequence[RolloutGroup], *, budget: int = 1000, producin
     return build(groups, objective=OBJECTIVE, token_budget=budget, producing=producing)
 
 
-def practised(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, list[Float32]]]:
+def warmed_up(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, list[Float32]]]:
     """A step whose history holds versions 0 to `steps`, and what each version predicts of each rollout of `mixed`."""
     history = WeightHistory(trainer.weight_layout())
     step = TrainStep(
@@ -98,7 +98,7 @@ def practised(trainer: Trainer, *, steps: int) -> tuple[TrainStep, dict[int, lis
 
 @pytest.mark.parametrize("budget", [1, 20, 1000])
 def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(trainer: Trainer, budget: int) -> None:
-    step, predicted = practised(trainer, steps=2)
+    step, predicted = warmed_up(trainer, steps=2)
     batch = in_one_batch(mixed(), budget=budget)
     found = step.accumulate(batch, OBJECTIVE)
     compared = 0
@@ -118,7 +118,7 @@ def test_each_token_has_the_log_prob_of_the_weights_that_sampled_it(trainer: Tra
 @pytest.mark.parametrize("trainer", ["torch"], indirect=True)  # the bigram's masters are finer than what is served
 def test_in_lockstep_they_are_the_gradient_passs_own_predictions_to_the_bit(trainer: Trainer) -> None:
     """The forward graph of the recomputation is that of the gradient: nothing between them but the weights."""
-    step, _ = practised(trainer, steps=2)
+    step, _ = warmed_up(trainer, steps=2)
     fresh = [replace(group(0), rollouts=tuple(sampled(seed, [(2, 3 + seed)], reward=seed % 2) for seed in range(6)))]
     found = step.accumulate(in_one_batch(fresh), OBJECTIVE)
     for made, loss in zip(found.micro_batches, found.first.losses, strict=True):
@@ -143,7 +143,7 @@ class Counting:
 
 def test_a_version_costs_what_it_needs(trainer: Trainer) -> None:
     """Of each rollout the tokens up to the version's last, and nothing of the rollouts that it did not touch."""
-    step, _ = practised(trainer, steps=2)
+    step, _ = warmed_up(trainer, steps=2)
     counting = Counting(trainer)
     plan = replace(step.passes, policy=counting).plan(["old_logprobs"])
     plan["old_logprobs"](in_one_batch(mixed(), budget=20).micro_batches)

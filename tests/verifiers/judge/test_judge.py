@@ -176,7 +176,7 @@ async def test_tokens_are_counted_as_reported_by_the_server(tmp_path: Path) -> N
 
 def test_damaged_budget_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text("{")
-    with pytest.raises(RecipeError, match=r"c.json must hold what judging has taken so far, and is damaged"):
+    with pytest.raises(RecipeError, match=r"c.json must hold the budget spent so far, and is damaged"):
         Spending(where="d", most_calls=1, most_tokens=None, file=tmp_path / "c.json")
 
 

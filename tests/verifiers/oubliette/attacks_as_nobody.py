@@ -8,7 +8,7 @@ import sys
 
 from pipelinerl.verifiers.oubliette import probe
 from pipelinerl.verifiers.oubliette.runs import SandboxLost, SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.sandbox import walls_of
+from pipelinerl.verifiers.oubliette.sandbox import isolation_of
 
 NOBODY = 65534
 
@@ -19,14 +19,14 @@ def main() -> None:
     os.setuid(NOBODY)
     try:
         probe.opened(Tier.DEFAULT, at_once=1).close()
-        found = probe.attacked(lambda number: walls_of(Tier.DEFAULT, number), probe.ATTACKS)
+        found = probe.attacked(lambda number: isolation_of(Tier.DEFAULT, number), probe.ATTACKS)
         quick = [attack for attack in probe.ATTACKS if not attack.ends and attack.language == "python"]
-        weak = probe.attacked(lambda number: walls_of(Tier.WEAK, number), quick)
+        weak = probe.attacked(lambda number: isolation_of(Tier.WEAK, number), quick)
     except (SandboxMissing, SandboxLost) as error:
         print(json.dumps({"missing": str(error)}))
         return
     told, told_weak = (
-        [[each.name, each.told] for each in tier if each.defence is probe.Defence.ESCAPED] for tier in (found, weak)
+        [[each.name, each.detail] for each in tier if each.defence is probe.Defence.ESCAPED] for tier in (found, weak)
     )
     print(json.dumps({"tried": len(found), "escaped": told, "escaped_weak": told_weak}))
 

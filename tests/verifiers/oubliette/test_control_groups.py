@@ -16,7 +16,7 @@ import pytest
 from pipelinerl.verifiers.oubliette import control_groups, toolchains
 from pipelinerl.verifiers.oubliette.control_groups import ControlGroup, Hierarchies, Weight, available, find
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, SandboxLost, Tier
-from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
 from pipelinerl.verifiers.oubliette.slot import Slot
 from tests.patience import PATIENCE_S
 
@@ -109,7 +109,7 @@ def where() -> Hierarchies:
 
 @pytest.fixture
 def slot(where: Hierarchies, sandbox: Sandbox) -> Iterator[Sandbox]:
-    alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=1)
+    alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
     yield alone
     alone.close()
 
@@ -123,7 +123,7 @@ def test_slot_has_a_group_until_it_is_closed(where: Hierarchies, slot: Sandbox) 
     assert slot.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
     mine = groups_of(os.getpid(), where) - before
     assert len(mine) == len(where.places)
-    assert all((group / "cgroup.procs").read_text().split() for group in mine), "the box is in it"
+    assert all((group / "cgroup.procs").read_text().split() for group in mine), "the guest is in it"
     slot.close()
     assert not groups_of(os.getpid(), where) & mine
 
@@ -162,7 +162,7 @@ def weighed(where: Hierarchies, sandbox: Sandbox) -> Iterator[Callable[[ControlG
 
 
 def test_heavy_run_gets_a_lower_share(weighed: Callable[[ControlGroup | None], int]) -> None:
-    alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=1, slots_each=1)
+    alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1, slots_each=1)
     try:
         assert alone.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
         (place,) = alone._places
@@ -183,7 +183,7 @@ def test_next_run_of_a_slot_gets_the_full_share_again(
     weighed: Callable[[ControlGroup | None], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelinerl.verifiers.oubliette.slot._GREEDY_CPU_S", 0.0)
-    slot, python = Slot(walls_of(Tier.DEFAULT, 0)), toolchains.find("python")
+    slot, python = Slot(isolation_of(Tier.DEFAULT, 0)), toolchains.find("python")
     with ThreadPoolExecutor(1) as thread:  # a guest lives as long as the thread that started it
         try:
             asleep = thread.submit(slot.run, python.running(b"import time\ntime.sleep(3600)", b"", Limits(wall_s=3600)))
@@ -211,7 +211,7 @@ def test_kernel_out_of_memory_kill_is_reported_as_memory(slot: Sandbox, monkeypa
     monkeypatch.setattr("pipelinerl.verifiers.oubliette.slot._SERVER_BYTES", -(110 << 20))
     assert slot.run(run).ending is Ending.MEMORY
     monkeypatch.undo()
-    assert slot.run(run).succeeded, "and the next run finds its box"
+    assert slot.run(run).succeeded, "and the next run finds its guest"
 
 
 _SERVICE = """

@@ -14,7 +14,7 @@ import pytest
 from pipelinerl.verifiers.oubliette import bubblewrap, probe
 from pipelinerl.verifiers.oubliette.probe import ATTACKS, Defence
 from pipelinerl.verifiers.oubliette.runs import SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
 from pipelinerl.verifiers.oubliette.slot import Isolation
 from tests.patience import PATIENCE_S
 
@@ -22,7 +22,7 @@ BY_NAME = {attack.name: attack for attack in ATTACKS}
 
 
 def _default(number: int) -> Isolation:
-    return walls_of(Tier.DEFAULT, number)
+    return isolation_of(Tier.DEFAULT, number)
 
 
 def test_attacks_are_many_and_have_distinct_names() -> None:
@@ -43,7 +43,7 @@ def test_weak_tier_holds_off_what_it_can() -> None:
         probe.opened(Tier.WEAK, at_once=1).close()
     except SandboxMissing as error:
         pytest.skip(f"left out: attacks on the weak sandbox, since {error}")
-    found = probe.attacked(lambda number: walls_of(Tier.WEAK, number), tried)
+    found = probe.attacked(lambda number: isolation_of(Tier.WEAK, number), tried)
     assert [finding for finding in found if finding.defence is Defence.ESCAPED] == []
     assert {finding.name for finding in found if finding.defence is Defence.LEFT_OUT} == {"the parent"}
 
@@ -71,24 +71,24 @@ def test_all_attacks_are_held_without_privileges(sandbox: Sandbox) -> None:
 
 HOLES = {
     "no filter": (
-        lambda walls: replace(walls, filter=b"", servers_filter=b""),
+        lambda isolation: replace(isolation, filter=b"", servers_filter=b""),
         ["System V shared memory", "files in memory", "shared memory that nobody's pages show", "a user namespace"],
     ),
     "a folder of the host": (
-        lambda walls: replace(walls, command=_with(walls.command, "--ro-bind", "/var", "/var")),
+        lambda isolation: replace(isolation, command=_with(isolation.command, "--ro-bind", "/var", "/var")),
         ["keys"],
     ),
     "the host's network": (
-        lambda walls: replace(
-            walls,
+        lambda isolation: replace(
+            isolation,
             filter=b"",
             servers_filter=b"",
-            command=tuple(each for each in walls.command if each != "--unshare-net"),
+            command=tuple(each for each in isolation.command if each != "--unshare-net"),
         ),
         ["TCP to the host", "a socket of the host, without a name"],
     ),
     "a folder that every run may write": (
-        lambda walls: replace(walls, command=_with(walls.command, "--perms", "0777", "--tmpfs", "/x")),
+        lambda isolation: replace(isolation, command=_with(isolation.command, "--perms", "0777", "--tmpfs", "/x")),
         ["writing outside the folder: /x"],
     ),
 }
@@ -112,7 +112,7 @@ def test_sandbox_that_does_not_hold_is_not_opened(sandbox: Sandbox) -> None:
         return replace(_default(number), filter=b"", servers_filter=b"")
 
     with pytest.raises(SandboxMissing, match=r"the default sandbox does not hold here: .*System V shared memory"):
-        probe.opened(Tier.DEFAULT, at_once=1, walls=unfiltered)
+        probe.opened(Tier.DEFAULT, at_once=1, isolation=unfiltered)
 
 
 def test_failed_guest_start_reports_its_output(tmp_path: Path) -> None:
@@ -120,12 +120,12 @@ def test_failed_guest_start_reports_its_output(tmp_path: Path) -> None:
         command = ("/bin/sh", "-c", "echo 'No permissions to create a new namespace' >&2; exit 1")
         return Isolation(tier=Tier.DEFAULT, command=command, namespaces=True, outer_id=0, filter=b"")
 
-    with pytest.raises(SandboxMissing, match=r"cannot be had here: .*No permissions to create a new namespace"):
-        probe.opened(Tier.DEFAULT, at_once=1, walls=broken)
+    with pytest.raises(SandboxMissing, match=r"is not available here: .*No permissions to create a new namespace"):
+        probe.opened(Tier.DEFAULT, at_once=1, isolation=broken)
 
 
 def test_missing_bubblewrap_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert bubblewrap.found() is None
+    assert bubblewrap.executable() is None
     with pytest.raises(SandboxMissing, match="apt install bubblewrap"):
         probe.opened(Tier.DEFAULT)

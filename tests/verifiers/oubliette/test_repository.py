@@ -51,7 +51,7 @@ def test_damaged_content_is_missing_and_can_be_stored_again(tmp_path: Path) -> N
             repository.get(link)
         assert repository.put(b"an answer") == link
         assert repository.get(link) == b"an answer"
-    with pytest.raises(ContentMissing, match="does not lie in"):
+    with pytest.raises(ContentMissing, match="is not in"):
         repository.get(Link.of(b"never"))
 
 
@@ -68,7 +68,7 @@ def test_compiled_program_is_found_by_its_inputs_digest(tmp_path: Path) -> None:
 
 def test_unusable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"the repository must be a folder that can be written to, .*file/in"):
+    with pytest.raises(UserError, match=r"the repository must be a writable folder, .*file/in"):
         PersistentRepository(tmp_path / "file" / "in")
 
 
@@ -79,7 +79,7 @@ def test_memory_is_bounded_and_least_recently_used_is_evicted() -> None:
     third = repository.put(b"cccc")
     assert (first in repository, second in repository, third in repository) == (True, False, True)
     assert repository.num_bytes == 8
-    with pytest.raises(ContentMissing, match="is not held any more"):
+    with pytest.raises(ContentMissing, match="is no longer stored"):
         repository.get(second)
     large = repository.put(b"x" * 11)
     assert repository.get(large) == b"x" * 11, "what has just come is there, however large"

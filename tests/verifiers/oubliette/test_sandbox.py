@@ -16,7 +16,7 @@ import pytest
 
 from pipelinerl.verifiers.oubliette import probe, toolchains
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
 from tests.patience import PATIENCE_S
 
 TWICE = {
@@ -71,7 +71,7 @@ def test_program_reads_and_writes(sandbox: Sandbox, name: str) -> None:
         ("import threading\nthreading.Thread(target=print, args=('thread',)).start()", b"thread\n", 0),
         ("print(__name__, __file__)\nimport sys\nprint(sys.argv)", b"__main__ /tmp/main.py\n['/tmp/main.py']\n", 0),
         ("import subprocess\nprint(subprocess.run(['echo', 'x'], capture_output=True).stdout)", b"b'x\\n'\n", 0),
-        ("try: import walls, program\nexcept ImportError: print([n for n in dir() if n[0] != '_'])", b"[]\n", 0),
+        ("try: import isolation, program\nexcept ImportError: print([n for n in dir() if n[0] != '_'])", b"[]\n", 0),
         ("import os\nprint('LD_BIND_NOW' in os.environ)", b"False\n", 0),
         ("class A: pass\nimport __main__\nprint(__main__.A is A)", b"True\n", 0),
         ("print('é', '\\udcff'.encode('utf-8', 'surrogateescape'))", "é b'\\xff'\n".encode(), 0),
@@ -111,7 +111,7 @@ def test_output_is_kept_up_to_its_limit_plus_one_byte(sandbox: Sandbox) -> None:
 
 def test_program_status_and_output_are_not_mistaken_for_the_guests(sandbox: Sandbox) -> None:
     for code in (1, 2, 125, 126, 127, 255):
-        assert ended(sandbox, f"import sys\nsys.stderr.write('OSError: box')\nsys.exit({code})").code == code
+        assert ended(sandbox, f"import sys\nsys.stderr.write('OSError: guest')\nsys.exit({code})").code == code
 
 
 def test_invalid_executable_is_the_programs_failure(sandbox: Sandbox) -> None:
@@ -125,7 +125,7 @@ def test_weak_tier_runs_only_python() -> None:
     except SandboxMissing as error:
         pytest.skip(f"left out: programs in the weak sandbox, since {error}")
     try:
-        with pytest.raises(toolchains.ToolchainMissing, match="the weak sandbox runs Python alone, not /bin/true"):
+        with pytest.raises(toolchains.ToolchainMissing, match="the weak sandbox runs only Python, not /bin/true"):
             weak.submit(Run(argv=("/bin/true",)))
         result = weak.run(python("import sys, heapq\nprint(2 * int(input()), file=sys.stdout)", stdin=b"4"))
         assert (result.stdout, result.ending, result.tier) == (b"8\n", Ending.EXITED, Tier.WEAK)
@@ -163,13 +163,13 @@ def test_killed_guest_is_replaced_and_its_run_retried(sandbox: Sandbox) -> None:
     """The guest's processes are looked up before the run starts, so that the kill hits it at any time."""
     before = set(_of_this_process("bwrap"))
     for _ in range(3):
-        alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=1)
+        alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
         try:
             assert alone.run(python("print(1)")).stdout == b"1\n"
-            box = set(_of_this_process("bwrap")) - before
-            assert box
+            guest = set(_of_this_process("bwrap")) - before
+            assert guest
             future = alone.submit(python("import time\ntime.sleep(0.5)\nprint(2)"))
-            for pid in box:
+            for pid in guest:
                 with contextlib.suppress(ProcessLookupError):  # it has ended with the others
                     os.kill(pid, signal.SIGKILL)
             assert future.result(PATIENCE_S).stdout == b"2\n"
@@ -179,7 +179,7 @@ def test_killed_guest_is_replaced_and_its_run_retried(sandbox: Sandbox) -> None:
 
 def test_closing_ends_running_programs_and_fails_queued_ones(sandbox: Sandbox) -> None:
     before = set(_of_this_process("bwrap"))
-    alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=1)
+    alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
     assert alone.run(python("print(1)")).stdout == b"1\n"
     runs = [alone.submit(python("import time\ntime.sleep(3600)")) for _ in range(3)]
     alone.close()
@@ -204,8 +204,8 @@ _SERVICE = """
 import sys, time
 from pipelinerl.verifiers.oubliette import toolchains
 from pipelinerl.verifiers.oubliette.runs import Limits, Tier
-from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
-sandbox = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=2)
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
+sandbox = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=2)
 print(sandbox.run(toolchains.find("python").running(b"print(1)", b"", Limits())).code, flush=True)
 source = b"import os\\nname = input()\\nos.fork()\\nopen('/proc/self/comm', 'w').write(name)\\nwhile True: pass"
 run = toolchains.find("python").running(source, sys.argv[1].encode(), Limits(cpu_s=3600, wall_s=3600))
@@ -247,7 +247,7 @@ def _until(holds: Callable[[], bool], what: str) -> None:
 
 def test_long_runs_make_room_for_others(sandbox: Sandbox) -> None:
     """With one at a time, three endless runs would otherwise delay the fourth forever."""
-    alone = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=1)
+    alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
     try:
         endless = [alone.submit(python("while True: pass")) for _ in range(3)]
         assert alone.submit(python("print(1)")).result(PATIENCE_S).stdout == b"1\n"

@@ -32,28 +32,28 @@ def verdict(program: bytes, number: int, *arguments: int, architecture: int = X8
             at += if_true if holds else if_false
 
 
-def in_a_box(number: int, *arguments: int, architecture: int = X86_64) -> int:
+def in_a_guest(number: int, *arguments: int, architecture: int = X86_64) -> int:
     """Return the verdict for a run in a guest, which also has its server's filter: the stricter one applies."""
-    programs = syscall_filter.of_servers(), syscall_filter.boxed()
+    programs = syscall_filter.of_servers(), syscall_filter.of_runs()
     found = [verdict(program, number, *arguments, architecture=architecture) for program in programs]
     return min(found, key=[KILLED, REFUSED, UNKNOWN, ALLOWED].index)
 
 
 def test_allowed_and_denied_calls() -> None:
-    assert in_a_box(READ) == ALLOWED
-    assert [in_a_box(number) for number in (SOCKET, UNSHARE, MOUNT)] == [REFUSED] * 3
-    assert in_a_box(FORK) == ALLOWED
-    assert in_a_box(READ, architecture=I386) == KILLED
-    assert in_a_box(0x40000000 | READ) == KILLED
-    assert in_a_box(CLONE3) == UNKNOWN
-    assert in_a_box(457) == in_a_box(1000) == UNKNOWN
+    assert in_a_guest(READ) == ALLOWED
+    assert [in_a_guest(number) for number in (SOCKET, UNSHARE, MOUNT)] == [REFUSED] * 3
+    assert in_a_guest(FORK) == ALLOWED
+    assert in_a_guest(READ, architecture=I386) == KILLED
+    assert in_a_guest(0x40000000 | READ) == KILLED
+    assert in_a_guest(CLONE3) == UNKNOWN
+    assert in_a_guest(457) == in_a_guest(1000) == UNKNOWN
 
 
 def test_every_number_is_denied_exactly_as_in_the_table() -> None:
     by_argument = {CLONE3}
     refused = set(syscall_filter._REFUSED.values())
     for number in set(range(457)) - by_argument:
-        assert in_a_box(number) == (REFUSED if number in refused | {SOCKETPAIR} else ALLOWED), number
+        assert in_a_guest(number) == (REFUSED if number in refused | {SOCKETPAIR} else ALLOWED), number
 
 
 def test_single_process_filter_denies_other_processes() -> None:
@@ -71,15 +71,15 @@ def test_single_process_filter_denies_other_processes() -> None:
 
 
 def test_verdicts_that_depend_on_arguments() -> None:
-    assert in_a_box(CLONE, 0x3D0F00) == ALLOWED  # flags of a thread
-    assert [in_a_box(CLONE, 1 << bit | 17) for bit in (17, 25, 26, 27, 28, 29, 30)] == [REFUSED] * 7
+    assert in_a_guest(CLONE, 0x3D0F00) == ALLOWED  # flags of a thread
+    assert [in_a_guest(CLONE, 1 << bit | 17) for bit in (17, 25, 26, 27, 28, 29, 30)] == [REFUSED] * 7
     private, shared, shared_file = 0x22, 0x21, 0x01
-    assert in_a_box(MMAP, 0, 4096, 3, private) == ALLOWED
-    assert in_a_box(MMAP, 0, 4096, 3, shared_file) == ALLOWED
-    assert in_a_box(MMAP, 0, 4096, 3, shared) == REFUSED
-    assert in_a_box(MMAP, 0, 4096, 3, 0x23) == REFUSED  # MAP_SHARED_VALIDATE
-    assert in_a_box(SOCKETPAIR, 1, 1, 0) == ALLOWED
-    assert in_a_box(SOCKETPAIR, 2, 1, 0) == REFUSED
+    assert in_a_guest(MMAP, 0, 4096, 3, private) == ALLOWED
+    assert in_a_guest(MMAP, 0, 4096, 3, shared_file) == ALLOWED
+    assert in_a_guest(MMAP, 0, 4096, 3, shared) == REFUSED
+    assert in_a_guest(MMAP, 0, 4096, 3, 0x23) == REFUSED  # MAP_SHARED_VALIDATE
+    assert in_a_guest(SOCKETPAIR, 1, 1, 0) == ALLOWED
+    assert in_a_guest(SOCKETPAIR, 2, 1, 0) == REFUSED
 
 
 def test_server_filter_allows_only_what_creates_guests() -> None:

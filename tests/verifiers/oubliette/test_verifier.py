@@ -9,7 +9,7 @@ from typing import Any, final
 import pytest
 
 from pipelinerl.config.domains import DomainSection
-from pipelinerl.config.oubliette import OublietteSection
+from pipelinerl.config.judging import OublietteSection
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message, Outcome, Problem, Verdict
 from pipelinerl.verifiers.oubliette import verifier as verifiers
@@ -60,7 +60,7 @@ async def test_correct_and_wrong_programs_get_their_verdicts(oubliette: Oubliett
         ("1/0", "test 1 of 6: exit status 1: ZeroDivisionError: division by zero"),
         ("print(", "SyntaxError"),
         (f"{RIGHT}\nimport sys\nsys.exit(1)", "exit status 1"),
-        ("print('x' * 10**6)", "wrote more than it may"),
+        ("print('x' * 10**6)", "exceeded its output limit"),
     ):
         verdict = await judged(oubliette, code)
         assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
@@ -74,13 +74,13 @@ async def test_answer_without_a_program_is_wrong_with_a_reason(oubliette: Oublie
     assert "no closed fenced block" in (await oubliette.verify(problem(), RIGHT)).reason
     verdict = await judged(oubliette, "puts 1", "ruby")
     assert verdict.outcome is Outcome.WRONG
-    assert "the code is in 'ruby'; judged are python, c" in verdict.reason
+    assert "the code is in 'ruby'; accepted are python, c" in verdict.reason
 
 
 async def test_own_limit_is_wrong_and_verifier_deadline_is_a_timeout(sandbox: Sandbox, oubliette: Oubliette) -> None:
     verdict = await judged(oubliette, "while True: pass", time_limit=0.2)
     assert verdict.outcome is Outcome.WRONG
-    assert "processor time" in verdict.reason or "on the clock" in verdict.reason
+    assert "processor time" in verdict.reason or "elapsed time" in verdict.reason
     hurried = Oubliette(RULES, deadline_s=2.0)
     try:
         verdict = await judged(hurried, "import time\ntime.sleep(3600)")
@@ -113,7 +113,7 @@ async def test_custom_checker_runs_in_its_own_guest(oubliette: Oubliette) -> Non
     assert (await judged(oubliette, "print('about', 2 * int(input()))", **own)).outcome is Outcome.CORRECT
     verdict = await judged(oubliette, RIGHT, **own)
     assert verdict.outcome is Outcome.WRONG
-    assert "the problem's checker refuses the output" in verdict.reason
+    assert "the problem's checker rejects the output" in verdict.reason
     seen = "import os\nprint('about', 2 * int(input()), *os.listdir('/tmp'))"
     assert (await judged(oubliette, seen, **own)).outcome is Outcome.WRONG
     assert await _masked(oubliette, checker={"language": "python", "source": "1/0"})
@@ -146,7 +146,7 @@ async def test_output_that_crashes_a_working_checker_is_wrong(oubliette: Oubliet
     assert (await judged(oubliette, RIGHT, checker=checker)).outcome is Outcome.CORRECT
     verdict = await judged(oubliette, crash, checker=checker)
     assert verdict.outcome is Outcome.WRONG, verdict.reason
-    assert "the problem's checker refuses the output" in verdict.reason
+    assert "the problem's checker rejects the output" in verdict.reason
     broken = checker | {"source": "1/0\n" + source}
     assert (await judged(oubliette, crash, checker=broken)).outcome is Outcome.VERIFIER_ERROR
 

@@ -17,7 +17,7 @@ from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from pipelinerl.system.http_service import guard
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.service import wire
-from pipelinerl.verifiers.service.asking import ServicePatience
+from pipelinerl.verifiers.service.calls import ServicePatience
 from pipelinerl.verifiers.service.client import RemoteVerifier, VerifierServices
 from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.service.server import create_app

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pipelinerl.types import Outcome, Problem, Verdict
-from pipelinerl.verifiers.service import beating, wire
+from pipelinerl.verifiers.service import heartbeat_route, wire
 from pipelinerl.verifiers.service.served_domain import ServedDomain
 from pipelinerl.verifiers.service.server import VerifierService, create_app
 from pipelinerl.verifiers.service.wire import ServiceStatus, VerifyAnswer, VerifyRequest
@@ -105,7 +105,7 @@ async def test_equal_answers_are_judged_once_by_a_deterministic_verifier(
     ("body", "status", "code", "words"),
     [
         (request("1", protocol=99), 409, wire.OTHER_PROTOCOL, "protocol must be 1, got 99"),
-        (request("1", domain="maths"), 404, wire.UNKNOWN_DOMAIN, "which are kept, words"),
+        (request("1", domain="maths"), 404, wire.UNKNOWN_DOMAIN, "must be one of kept, words"),
         (request("1", rules="r2"), 409, wire.OTHER_RULES, "by another recipe"),
         (request(), 422, "invalid_request_error", "length >= 1"),
         (request("1").replace(b'"answers"', b'"answer"'), 422, "invalid_request_error", "answers"),
@@ -188,7 +188,7 @@ async def test_disconnected_clients_work_is_cancelled(serving: VerifierService, 
 async def test_working_service_sends_heartbeats(
     serving: VerifierService, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beating, "BEAT_S", 0.01)
+    monkeypatch.setattr(heartbeat_route, "HEARTBEAT_S", 0.01)
     scripted.gate.clear()
     sent = list[dict[str, Any]]()
     asking = asyncio.create_task(asked_by_hand(create_app(serving, token=TOKEN), asyncio.Event(), sent))

@@ -58,7 +58,7 @@ def test_room_is_limited_and_a_full_table_names_the_members() -> None:
     table = VersionTable(room=2)
     publish(table, 1, a=None, b=None)
     publish(table, 2, a=(1, 1), b=None)
-    with pytest.raises(Overloaded, match=r"all 2 versions are needed still: 1\.1 is held for b \(at none\)"):
+    with pytest.raises(Overloaded, match=r"all 2 versions are still needed: 1\.1 is held for b \(at none\)"):
         announce(table, 3, a=(1, 2), b=None)
     table.confirm(1, {"a": (1, 2), "b": (1, 2)})
     assert held(table) == [(1, 2)]

@@ -48,7 +48,7 @@ def sglang_server(options: EngineOptions) -> Engine:
 
 def _engine(options: EngineOptions, speak: Speak, continuation: Continuation) -> Engine:
     if options.server is None:
-        raise ModelError('this engine needs the server that it stands for; say engine.servers=["http://host:port"]')
+        raise ModelError('this engine needs a server to drive; set engine.servers=["http://host:port"]')
     options.check_receives_where_it_is("the adapter of a server that you started")
     options.check_no_options("the adapter of a server that you started with options of its own")
     options.check_no_memory_share("the adapter of a server")
@@ -86,7 +86,7 @@ async def _started(options: EngineOptions, speak: Speak) -> tuple[EngineCore, Co
         _check(options, served)
         opened = True
     except EngineUnreachable as error:
-        raise AddressError(f"{error}; is {options.server} up, and what engine.type says?") from error
+        raise AddressError(f"{error}; is {options.server} running, and does engine.type match it?") from error
     finally:
         if not opened:
             await http.close()

@@ -249,11 +249,11 @@ class ServerCore:
                 ended = ended or chunk.ended
                 self._pass_on(sample, chunk)
             if not ended:
-                raise EngineUnreachable(f"the stream of sample {sample.name} had no end")
+                raise EngineUnreachable(f"the stream of sample {sample.name} ended without a finish reason")
         except PipelineError as error:
             self._steps.put_nowait(error)
         except (LookupError, TypeError, ValueError) as error:
-            self._steps.put_nowait(EngineUnreachable(f"an event of sample {sample.name} lacks something: {error!r}"))
+            self._steps.put_nowait(EngineUnreachable(f"an event of sample {sample.name} is malformed: {error!r}"))
         finally:
             self._following.pop(sample.name, None)
 
@@ -286,7 +286,7 @@ def _checked(sample: _Sample, spans: list[LabelSpan]) -> list[LabelSpan]:
     for span in spans:
         if not re.fullmatch(r"\d+\.\d+", span.label) or (span.start < sample.passed_on and span.label != sample.label):
             raise EngineUnreachable(
-                f"the server sampled with weights {span.label!r} where this run has put {sample.label!r}: let nobody "
-                "else update it, and start this engine anew"
+                f"the server sampled with weights {span.label!r}, but this run loaded {sample.label!r}; stop other "
+                "clients from updating it, and restart this engine"
             )
     return spans

@@ -91,7 +91,7 @@ class ServerHttp:
                             return
                         yield orjson.loads(data)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise EngineUnreachable(f"POST {self.url}{path} broke off: {_said(error)}") from error
+            raise EngineUnreachable(f"POST {self.url}{path} broke off: {_reason(error)}") from error
         raise EngineUnreachable(f"POST {self.url}{path}: the stream ended without data: [DONE]; is the server closing?")
 
     async def _call(
@@ -109,7 +109,7 @@ class ServerHttp:
         except TimeoutError as error:
             raise EngineUnreachable(f"{method} {self.url}{path} had no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:
-            raise EngineUnreachable(f"{method} {self.url}{path} failed: {_said(error)}") from error
+            raise EngineUnreachable(f"{method} {self.url}{path} failed: {_reason(error)}") from error
 
     async def _check(self, method: str, path: str, answer: aiohttp.ClientResponse) -> None:
         if answer.status != 200:
@@ -123,5 +123,5 @@ def _allow_all_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__

@@ -103,7 +103,7 @@ class SglangServerApi:
         refuse_beyond(request, frozenset(), "this engine's server")
         if request.temperature > 0 and (request.top_k or request.top_p < 1):
             raise InvalidRequest(
-                "this engine's server gives log-probs of the distribution before top-k and top-p; ask for top_k=0 and "
+                "this engine's server reports log-probs of the distribution before top-k and top-p; set top_k=0 and "
                 "top_p=1",
                 param="top_k" if request.top_k else "top_p",
             )
@@ -132,7 +132,7 @@ class SglangServerApi:
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
         """Return the new tokens of one event; cumulative or not, they are its last ones."""
         if "error" in event:
-            raise EngineUnreachable(f"the SGLang server at {self._http.url} broke a sample off: {event['error']}")
+            raise EngineUnreachable(f"the SGLang server at {self._http.url} aborted a sample: {event['error']}")
         meta = event["meta_info"]
         new = int(meta["completion_tokens"]) - known
         logprobs = meta.get("output_token_logprobs") or []
@@ -197,7 +197,7 @@ class SglangServerApi:
     async def forget_cache(self) -> None:
         """Call `/flush_cache`, which SGLang honours only after a pause that removed the samples from the batch."""
         if not self._retracted:
-            raise EngineUnreachable("SGLang forgets its cache only after a pause of mode retract")
+            raise EngineUnreachable("SGLang flushes its cache only after a pause of mode retract")
         await self._http.post("/flush_cache")
 
     async def _form_group(self) -> None:

@@ -96,8 +96,8 @@ class VllmCore:
         """
         if options.device not in ("auto", current_platform.device_type):
             raise ModelError(
-                f"the installed vLLM runs on {current_platform.device_type}, the recipe asks for {options.device}; "
-                "install the other build, or say engine.device=auto"
+                f"the installed vLLM runs on {current_platform.device_type}, the recipe sets {options.device}; "
+                "install the other build, or set engine.device=auto"
             )
         try:
             config = _arguments(options, cache_bytes).create_engine_config()
@@ -265,8 +265,8 @@ def _check_heads(head_dim: int, path: Path) -> None:
     known = CPUAttentionBackend.get_supported_head_sizes()
     if head_dim not in known:
         raise ModelError(
-            f"vLLM's CPU attention knows heads of {', '.join(map(str, known))} dimensions, {path} has {head_dim}; use "
-            "the torch engine, or a model with such heads"
+            f"vLLM's CPU attention supports heads of {', '.join(map(str, known))} dimensions, {path} has {head_dim}; "
+            "use the torch engine, or a model with such heads"
         )
 
 

@@ -114,8 +114,8 @@ def slow_here(dtype: str, *, cpuinfo: Path = _CPUINFO) -> str | None:
     if wanted is None or not known or wanted & known:
         return None
     return (
-        f"this machine's CPU has no instructions for {dtype} and imitates it, many times slower: say "
-        "engine.dtype=float32, which takes the same weights"
+        f"this machine's CPU has no instructions for {dtype} and emulates it, many times slower: set "
+        "engine.dtype=float32, which loads the same weights"
     )
 
 

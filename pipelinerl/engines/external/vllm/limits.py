@@ -25,8 +25,8 @@ def check_request(request: Request) -> None:
         )
     if 0 < request.temperature < LEAST_TEMPERATURE:
         raise InvalidRequest(
-            f"vLLM samples at no temperature between 0 and {LEAST_TEMPERATURE:g}, got {request.temperature:g}; ask for "
-            "0, which is greedy, or for more",
+            f"vLLM samples at temperature 0 and from {LEAST_TEMPERATURE:g} up, got {request.temperature:g}; set 0, "
+            "which is greedy, or a higher temperature",
             param="temperature",
         )
 
@@ -37,7 +37,7 @@ def check_continued(request: Request) -> None:
     depends = request.response_format is not None or (change is not None and change.penalizes)
     if depends and not request.shares_prompt:
         raise InvalidRequest(
-            "prefixes: vLLM applies penalties and response_format to the tokens that it samples itself; ask for the "
+            "prefixes: vLLM applies penalties and response_format to the tokens that it samples itself; request the "
             "whole answer, or leave them out",
             param="prefixes",
         )
@@ -84,7 +84,7 @@ def check_experts_on_cpu(path: Path) -> None:
     """
     if mixture_of(path) is not None:
         raise ModelError(
-            f"vLLM on a CPU repacks the experts of the model in {path} and can be given no others; use engine.type = "
+            f"vLLM on a CPU repacks the experts of the model in {path} and cannot load new ones; use engine.type = "
             '"torch", or vLLM on a GPU'
         )
 

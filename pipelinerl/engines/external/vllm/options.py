@@ -34,7 +34,7 @@ _SET_BY: Final[Mapping[str, str]] = {
     "enable_prefix_caching": "the engine, which salts the cache with the weights' version",
     "worker_extension_cls": "the engine, whose weights come through it",
     "pipeline_parallel_size": "the engine, whose weights are divided by tensor parallelism alone",
-    "disable_log_stats": "the engine, which counts itself",
+    "disable_log_stats": "the engine, which has its own counters",
 }
 
 #: Set by the engine on a CPU, where vLLM would otherwise crash or wait for a compiler; free on a GPU.

@@ -111,7 +111,7 @@ class VllmServerApi:
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
         """Return the new tokens of one event; `choices` has at most one entry, because each request has one sample."""
         if "error" in event:
-            raise EngineUnreachable(f"the vLLM server at {self._http.url} broke a sample off: {event['error']}")
+            raise EngineUnreachable(f"the vLLM server at {self._http.url} aborted a sample: {event['error']}")
         if not event["choices"]:
             return Chunk([], [], ended=False)
         choice = event["choices"][0]
@@ -149,7 +149,7 @@ class VllmServerApi:
         """Call `/reset_prefix_cache`, including the cache of samples in flight."""
         answer = await self._http.post("/reset_prefix_cache?reset_running_requests=true")
         if not answer["success"]:
-            raise EngineUnreachable(f"the vLLM server at {self._http.url} did not forget its cache")
+            raise EngineUnreachable(f"the vLLM server at {self._http.url} did not reset its cache")
 
     # --- how it was started --------------------------------------------------------------------------------------
 
@@ -182,10 +182,10 @@ def _lacking(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     backend = transfer["backend"] if transfer else "none"
     if backend != BACKEND:
         flags = f"""--worker-extension-cls {EXTENSION} --weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
-        yield f"take weights as this engine gives them, its transfer backend is {backend}", flags
+        yield f"use the transfer backend {BACKEND}, it uses {backend}", flags
     mode = config["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs":
         yield f"report log-probs of the distribution it samples from, it reports {mode}", _PROCESSED
     if config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]:
         # vLLM rewinds the generator after a part of a prompt, which CPU generators cannot.
-        yield "not compute prompts in parts on a CPU, where a seeded sample then ends it", "--no-enable-chunked-prefill"
+        yield "not split prompts on a CPU, where a seeded sample would then crash it", "--no-enable-chunked-prefill"

@@ -85,7 +85,9 @@ class WorkerEndpointFactory:
             try:
                 self._line, _ = door.accept()
             except BlockingIOError:
-                raise UpdateError("no worker has come to take the engine's endpoint in the weight group") from None
+                raise UpdateError(
+                    "no worker has connected to serve the engine's endpoint in the weight group"
+                ) from None
             self._line.setblocking(True)
 
     def close(self) -> None:
@@ -104,8 +106,8 @@ class WorkerEndpointFactory:
             self._shared.reserve(num_bytes)
         except OSError as error:
             raise InvalidRequest(
-                f"weights that travel in another dtype than this engine's need {num_bytes} bytes of shared memory "
-                f"beside, which are not there: {error.strerror}; say weights.dtype as engine.dtype, or make room",
+                f"weights sent in another dtype than this engine's need {num_bytes} more bytes of shared memory, which "
+                f"are not available: {error.strerror}; set weights.dtype to engine.dtype, or free memory",
                 param="layout",
             ) from error
         return self._shared.further[:num_bytes]

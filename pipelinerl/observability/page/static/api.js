@@ -1,7 +1,7 @@
-// Asks the page's server, and hears its stream. A refusal is an error that carries the server's sentence.
+// Requests to the page's server, and its event stream. A refusal becomes an error with the server's message.
 
-const LOST = "the server of this page does not answer; it is asked again by itself";
-const NO_KEY = "This browser has no key: open the link that `pipelinerl watch` has printed.";
+const LOST = "the server of this page does not answer; retrying automatically";
+const NO_KEY = "This browser has no key: open the link that `pipelinerl watch` printed.";
 
 export class Refused extends Error {
   constructor(status, message, code) {
@@ -25,7 +25,7 @@ async function answerOf(response) {
   try {
     body = JSON.parse(text);
   } catch {
-    // What is no JSON says nothing here.
+    // Other content has no message.
   }
   if (response.ok && body !== null) return body;
   if (response.status === 401) throw new Refused(401, NO_KEY, "no_key");
@@ -57,8 +57,8 @@ export function send(method, path, body, query) {
   });
 }
 
-// Hears the run's stream for as long as somebody looks at the page, and opens it again whenever it ends. `told(kind, data)`
-// has every event; `link(state)` has `opening`, `open`, `lost` or `no_key`.
+// Listens to the run's stream while the page is visible, and reopens it whenever it ends. `told(kind, data)` receives
+// every event; `link(state)` receives `opening`, `open`, `lost` or `no_key`.
 export function hear(run, told, link) {
   const kinds = ["hello", "step", "behind", "event", "samples", "state", "loaded", "rewound"];
   let source = null;
@@ -102,7 +102,7 @@ export function hear(run, told, link) {
   const looked = () => {
     if (document.hidden) return close();
     link("opening");
-    return open(); // what was missed meanwhile is asked for at its `hello`
+    return open(); // its `hello` triggers requests for what was missed
   };
   document.addEventListener("visibilitychange", looked);
   open();

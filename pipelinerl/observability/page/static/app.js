@@ -1,4 +1,4 @@
-// The frame: which run, how it does, whether it is heard, and the screen that the address names.
+// The frame: the run, its state, the connection to its stream, and the screen in the address.
 import { hear } from "./api.js";
 import { Compare } from "./compare.js";
 import { clock, duration, number, runName } from "./format.js";
@@ -21,7 +21,7 @@ const SCREENS = [
   ["compare", "Compare", Compare],
 ];
 const PARTS = { group: ["samples", Group, "Group"], tokens: ["samples", Tokens, "Tokens"] };
-// What a run has, such as its domains and metrics, is mostly there by then: it is asked for less often after.
+// Domains and metrics mostly appear in these first steps; afterwards they are requested less often.
 const YOUNG = 20;
 const STATES = {
   starting: ["live", "starting"],
@@ -29,7 +29,7 @@ const STATES = {
   finished: ["good", "finished"],
   suspended: ["warn", "suspended"],
   failed: ["bad", "failed"],
-  crashed: ["bad", "crashed: it ended without a word"],
+  crashed: ["bad", "crashed: it ended unexpectedly"],
   copy: ["plain", "files only"],
 };
 
@@ -46,7 +46,7 @@ function Page() {
     { run },
     {
       matters: (kind) => ["state", "step", "behind", "samples"].includes(kind),
-      pauseMs: known.current < YOUNG || screen === "compare" ? 2000 : 15000, // of other runs no stream tells
+      pauseMs: known.current < YOUNG || screen === "compare" ? 2000 : 15000, // the stream covers only this run
     },
   );
   useEffect(() => {
@@ -56,7 +56,7 @@ function Page() {
       (kind, data) => {
         if (kind === "hello" && !before) {
           before = true;
-          setGreeting(data); // what is shown was just asked for
+          setGreeting(data); // the page has just loaded this state
         } else tell(kind, data);
       },
       setHeard,
@@ -71,7 +71,7 @@ function Page() {
   useEffect(() => {
     if (!greeting || !about.value) return;
     const { state, loading } = about.value;
-    // It may have changed after that was answered and before the stream was heard: nobody tells of it then.
+    // A change between that response and the opening of the stream causes no event.
     if (state !== greeting.state || (greeting.loaded && Math.min(loading.events, loading.samples) < 1))
       tell("hello", greeting);
     setGreeting(null);
@@ -94,7 +94,7 @@ function Page() {
     main.current.focus();
   };
   return html`
-    <a class="skip" href="#main" onClick=${skip}>Skip to what the screen shows</a>
+    <a class="skip" href="#main" onClick=${skip}>Skip to the main content</a>
     <header class="bar"><div class="inner">
       <div class="head">
         <h1>${facts?.name ?? "…"}</h1><${State} facts=${facts} />
@@ -112,7 +112,7 @@ function Page() {
     </div></header>
     <main id="main" class="inner" tabindex="-1" ref=${main} aria-label=${name}>
       ${heard === "no_key" && html`<p class="note bad"
-        role="alert">This browser has no key: open the link that <code>pipelinerl watch</code> has printed.</p>`}
+        role="alert">This browser has no key: open the link that <code>pipelinerl watch</code> printed.</p>`}
       ${about.error && heard !== "no_key" && html`<p class="note bad" role="alert">${about.error.message}</p>`}
       ${
         facts &&
@@ -130,7 +130,7 @@ function State({ facts }) {
   return html`<span class=${`pill ${look}`}>${words}</span><${Progress} key=${facts.run} facts=${facts} />`;
 }
 
-// Told by the stream itself; nothing is asked for it.
+// Updated by the stream alone, without requests.
 function Progress({ facts }) {
   const [newest, setNewest] = useState(null);
   useStream((kind, data) => {
@@ -150,7 +150,7 @@ function Heard({ state, over }) {
         : "● live"
       : state === "opening"
         ? "connecting…"
-        : "connection lost: trying again";
+        : "connection lost: reconnecting";
   const look = state === "open" ? "plain" : state === "opening" ? "plain" : "bad";
   return html`<span class=${`pill ${look}`} role="status" data-heard=${state}>${said}</span>`;
 }
@@ -158,12 +158,12 @@ function Heard({ state, over }) {
 function Ended({ facts }) {
   const read = Math.min(facts.loading?.events ?? 1, facts.loading?.samples ?? 1);
   if (read < 1)
-    return html`<p class="note" role="status">The run's files are being read, ${Math.floor(100 * read)} % so far: what is shown is of these.</p>`;
+    return html`<p class="note" role="status">The run's files are being read, ${Math.floor(100 * read)} % so far: figures cover only this part.</p>`;
   if (facts.state === "crashed") {
-    return html`<p class="note bad">The run ended without a word: its last event is of ${clock(facts.last_event)}, at step ${number(facts.step)}. What it left is shown.</p>`;
+    return html`<p class="note bad">The run ended unexpectedly: its last event was at ${clock(facts.last_event)}, at step ${number(facts.step)}. This page shows its files.</p>`;
   }
   if (facts.state === "failed" || facts.state === "suspended") {
-    return html`<p class=${facts.state === "failed" ? "note bad" : "note warn"}>The run ${facts.state === "failed" ? "failed" : "is suspended"}${facts.reason && `: ${facts.reason}`}</p>`;
+    return html`<p class=${facts.state === "failed" ? "note bad" : "note warn"}>The run ${facts.state === "failed" ? "failed" : "was suspended"}${facts.reason && `: ${facts.reason}`}</p>`;
   }
   return null;
 }

@@ -1,4 +1,4 @@
-// Lines over steps. Charts of one screen share a window: what is zoomed in one is zoomed in all.
+// Line charts over steps. Charts of one screen share a window, so they zoom together.
 // Drag, Ctrl and wheel, or the keys + − ← → 0 on a focused chart; a double click shows everything.
 import { number } from "./format.js";
 import { Plot } from "./plot.js";
@@ -8,7 +8,7 @@ import { html, useEffect, useRef } from "./view.js";
 const LEAST_SPAN = 4;
 const SPANS = [5, 20, 50, 200];
 
-// A window over the steps, null for all of them, and the step under the pointer, null for none. Subscribers are called
+// The visible range of steps (null: all) and the step under the pointer (null: none). Subscribers are called
 // after each change with "window" or "cursor".
 export function sharedWindow() {
   const listeners = new Set();
@@ -36,7 +36,7 @@ export function sharedWindow() {
   };
 }
 
-// The window after a zoom by `factor` around `centre`, inside [first, last]; null when it shows everything.
+// Returns the window after a zoom by `factor` around `centre`, inside [first, last]; null if it shows everything.
 export function zoomed([low, high], factor, centre, [first, last], least = LEAST_SPAN) {
   const span = Math.max(least, (high - low) * factor);
   if (span >= last - first) return null;
@@ -51,7 +51,7 @@ export function moved([low, high], share, [first, last]) {
   return [start, start + span];
 }
 
-// What a key asks of a window; undefined when it is no key of ours.
+// Returns the window after a key; undefined for other keys.
 export function byKey(key, range, all, least) {
   const now = range ?? all;
   const middle = (now[0] + now[1]) / 2;
@@ -68,7 +68,7 @@ function lastOf(values) {
   return undefined;
 }
 
-// A figure with its lines. `lines`: {label, values, colour 1-8, low, high, dots, faint}; all of x's length.
+// A figure with its lines. `lines`: {label, values, colour 1-8, low, high, dots, faint}; arrays as long as x.
 export function Chart(props) {
   const { title, unit, x, lines, format = number, label = "step", tall = false, window: shared } = props;
   const box = useRef(null);
@@ -110,7 +110,7 @@ export function Chart(props) {
   </figure>`;
 }
 
-// Writes beside each name its value at the cursor, or the newest.
+// Writes next to each name its value at the cursor, or the newest.
 function tellCursor(keys, { x, lines, format = number, formatX = number, label = "step" }, at) {
   const places = keys.querySelectorAll("b");
   lines
@@ -122,14 +122,14 @@ function tellCursor(keys, { x, lines, format = number, formatX = number, label =
     });
 }
 
-// The choice over how many rows lines are smoothed, kept in the page's address.
+// The selection of the smoothing window in rows, kept in the page's address.
 export function Smoothing({ span, of }) {
-  return html`<label>smoothed over <select value=${span || ""}
-    onChange=${(event) => settle({ smooth: event.target.value })}><option value="">nothing</option>
+  return html`<label>smoothing <select value=${span || ""}
+    onChange=${(event) => settle({ smooth: event.target.value })}><option value="">none</option>
     ${SPANS.map((each) => html`<option key=${each} value=${each}>${each} ${of}</option>`)}</select></label>`;
 }
 
-// The smoothed lines, with the measured ones faint behind them; dots stay as they are.
+// Returns smoothed lines in front of the faint originals; dots are unchanged.
 export function smoothLines(lines, span) {
   if (span <= 1) return lines;
   const behind = lines.filter((line) => !line.dots).map((line) => ({ ...line, label: "", faint: true, low: undefined }));
@@ -139,7 +139,7 @@ export function smoothLines(lines, span) {
   return [...behind, ...front];
 }
 
-// Exponential mean of values over about `span` of them; null where a value is missing.
+// Returns the exponential mean over about `span` values; null for missing values.
 function smoothed(values, span) {
   const share = 2 / (span + 1);
   let [sum, weight] = [0, 0];
@@ -151,7 +151,7 @@ function smoothed(values, span) {
   });
 }
 
-// Shares as bars: rows of {name, share, text, low, high, much}; a whisker from low to high where they are known.
+// Shares as bars: rows of {name, share, text, low, high, much}, with a whisker from low to high if known.
 export function Bars({ rows, label }) {
   return html`<dl class="bars" aria-label=${label}>${rows.map(
     (row) => html`

@@ -1,4 +1,4 @@
-// Compare: several runs over each other, by steps, samples or seconds, and where their recipes differ.
+// Compare: several runs on one axis of steps, samples or seconds, and the differences of their recipes.
 import { Chart, Smoothing, sharedWindow, smoothLines } from "./charts.js";
 import { anything, duration, measureOf, number, runName, words } from "./format.js";
 import { useAnswer } from "./live.js";
@@ -40,10 +40,10 @@ export function Compare({ facts, query }) {
       <label>measure <select value=""
         onChange=${(event) => settle({ metrics: [...metrics.filter((name) => name !== event.target.value), event.target.value].join(",") })}>
         <option value="">add…</option>${facts.metrics.filter((name) => !metrics.includes(name)).map((name) => html`<option key=${name} value=${name}>${words(name)}</option>`)}</select></label>
-      ${metrics.map((name) => html`<button type="button" key=${name} aria-label=${`Without ${words(name)}`}
+      ${metrics.map((name) => html`<button type="button" key=${name} aria-label=${`Remove ${words(name)}`}
         onClick=${() => settle({ metrics: metrics.filter((each) => each !== name).join(",") || undefined })}>${words(name)} ×</button>`)}</div>
     ${facts.runs.length < 2 && html`<p
-      class="note">One run is open. To compare, name several: <code>pipelinerl watch RUN RUN</code>.</p>`}
+      class="note">One run is open. To compare, open several: <code>pipelinerl watch RUN RUN</code>.</p>`}
     ${error && html`<p class="note bad" role="alert">${error.message}</p>`}
     ${state && html`<${Lines} state=${state} metrics=${metrics} label=${x} smooth=${smooth} />
       <${Differences} state=${state} />`}</div>`;
@@ -81,7 +81,7 @@ function Lines({ state, metrics, label, smooth }) {
   )}</div>`;
 }
 
-// Tables of [x, values] over the values of x that any of them has; null where a table has none.
+// Aligns tables of [x, values] over the union of their x; null for missing values.
 function overlaid(tables) {
   const x = [...new Set(tables.flatMap(([each]) => each))].sort((a, b) => a - b);
   const rows = new Map(x.map((value, at) => [value, at]));
@@ -96,7 +96,7 @@ function overlaid(tables) {
 }
 
 function Differences({ state }) {
-  return html`<section class="card"><h2>Where the recipes differ <span class="soft">defaults are left out</span></h2>${
+  return html`<section class="card"><h2>Recipe differences <span class="soft">defaults are left out</span></h2>${
     state.differences.length
       ? html`<div class="scroll" tabindex="0" role="region" aria-label="Differences of the recipes"><table>
     <thead><tr><th scope="col">setting</th>${state.runs.map((each) => html`<th
@@ -104,6 +104,6 @@ function Differences({ state }) {
     <tbody>${state.differences.map((each) => html`<tr key=${each.path}>
       <td class="mono">${each.path}</td>${each.values.map((value, index) => html`<td
       key=${index}>${anything(value)}</td>`)}</tr>`)}</tbody></table></div>`
-      : html`<p class="none">${state.runs.length > 1 ? "Nowhere." : "One recipe alone differs from none."}</p>`
+      : html`<p class="none">${state.runs.length > 1 ? "No differences." : "Open several runs to see differences."}</p>`
   }</section>`;
 }

@@ -1,4 +1,4 @@
-// The engines of the run: what each does, and how to add, drain, swap and remove one. What ends an engine is asked twice.
+// The engines of the run: their state, and how to add, drain, swap and remove one. Removals need confirmation.
 import { send } from "./api.js";
 import { duration, number, percent } from "./format.js";
 import { useAnswer } from "./live.js";
@@ -28,9 +28,9 @@ export function Engines({ run, facts }) {
   const state = asked.value;
   if (!state)
     return html`<section class="card"><h2>Engines</h2><p
-      class=${asked.error ? "note bad" : "none"}>${asked.error?.message ?? "Asking for the engines…"}</p></section>`;
+      class=${asked.error ? "note bad" : "none"}>${asked.error?.message ?? "Loading the engines…"}</p></section>`;
   const order = async (path, body, done) => {
-    setSaid({ look: "", text: "asking…" });
+    setSaid({ look: "", text: "sending…" });
     try {
       const answer = await send("POST", `engines/${path}`, body, { run });
       setSaid({ look: "good", text: `${done}${answer.names?.length ? `: ${answer.names.join(", ")}` : ""}.` });
@@ -64,7 +64,7 @@ function isOut(engine) {
   return engine.state === "expelled" || engine.state === "left";
 }
 
-// Those that left stand below the others.
+// Engines that left come last.
 function inOrder(engines) {
   return [...engines].sort((a, b) => isOut(a) - isOut(b));
 }
@@ -78,7 +78,7 @@ function summaryOf(state, facts) {
   return parts.join(" · ") + (state.source === "events" && facts.state !== "live" ? ", as last reported" : "");
 }
 
-// Version, running, waiting, tokens/s; nothing of an engine that left.
+// Version, running, waiting, tokens/s; dashes for an engine that left.
 function figuresOf(engine) {
   const { version, running, waiting, tokens_per_s: rate, slots } = isOut(engine) ? {} : engine;
   return [number(version), number(running) + (slots > 0 ? ` of ${number(slots)}` : ""), number(waiting), number(rate)];
@@ -93,15 +93,15 @@ function Engine({ engine, types, able, order }) {
   const actions = {
     drain: [
       "Drain",
-      `End what ${name} has, then take it out?`,
-      () => order("drain", { engine: named }, `${name} is drained`),
+      `Finish the requests of ${name}, then remove it?`,
+      () => order("drain", { engine: named }, `${name} is draining`),
     ],
     swap: [
       "Swap",
-      `Start one of type ${type} in its place?`,
-      () => order("swap", { engine: named, type }, `${name} is replaced`),
+      `Replace ${name} by an engine of type ${type}?`,
+      () => order("swap", { engine: named, type }, `Replacing ${name}`),
     ],
-    remove: ["Remove", `Take ${name} out at once?`, () => order("remove", { engine: named }, `${name} is removed`)],
+    remove: ["Remove", `Remove ${name} at once?`, () => order("remove", { engine: named }, `${name} was removed`)],
   };
   const yes = () => {
     actions[sure][2]();
@@ -132,7 +132,7 @@ function Add({ types, usual, order }) {
   const [url, setUrl] = useState("");
   const start = (event) => {
     event.preventDefault();
-    order("add", { type, count: Number(count) }, "Asked for");
+    order("add", { type, count: Number(count) }, "Requested");
   };
   const join = (event) => {
     event.preventDefault();
@@ -146,8 +146,8 @@ function Add({ types, usual, order }) {
         onChange=${(event) => setType(event.target.value)}>${types.map((each) => html`<option key=${each}
         value=${each}>${each}</option>`)}</select></label><button type="submit">Add</button></form>
     <form class="row" onSubmit=${join} aria-label="Add a running engine">
-      <label>or one that runs, at <input type="text" inputmode="url" size="28" value=${url}
-      aria-invalid=${bad ? "true" : undefined} placeholder="URL with its port"
+      <label>or a running engine at <input type="text" inputmode="url" size="28" value=${url}
+      aria-invalid=${bad ? "true" : undefined} placeholder="URL with port"
       onInput=${(event) => setUrl(event.target.value)} /></label>
       <button type="submit" disabled=${!url.trim() || bad}>Join</button>${bad && html`<span role="alert"
         class="pill bad">an engine's URL has a scheme, a host and a port, and no path</span>`}</form></div>`;

@@ -1,4 +1,4 @@
-// Numbers, times and names as people read them. What is not known is a dash, never a zero.
+// Numbers, times and names for display. Unknown values are a dash, never zero.
 
 const NONE = "–";
 
@@ -31,7 +31,7 @@ export function duration(seconds) {
   return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
 }
 
-// How a measure is written, and its unit: {unit, format}. A text that has its unit in it needs no other.
+// The format and the unit of a measure: {unit, format}. The unit is empty if the format includes it.
 export function measureOf(name) {
   const last = String(name).split("/").pop();
   if (/_s$/.test(last)) return { unit: "", format: duration };
@@ -44,7 +44,7 @@ export function measureOf(name) {
   return { unit: "", format: number };
 }
 
-// A tick's text is as short as it may be: 60 %, and not 60.0 %.
+// Shortens the text of a tick: 60 % instead of 60.0 %.
 export function tick(text) {
   return text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
 }
@@ -58,7 +58,7 @@ export function words(name) {
   return String(name).replaceAll("_", " ");
 }
 
-// What is nested, flat: {a: {b: 1}} as [["a.b", 1]].
+// Flattens nested objects: {a: {b: 1}} becomes [["a.b", 1]].
 function pairs(value) {
   return Object.entries(value).flatMap(([name, each]) =>
     each !== null && typeof each === "object"
@@ -79,7 +79,7 @@ export function anything(value) {
   return String(value);
 }
 
-// A run's name, with its number where another has the same.
+// A run's name, with its number if another run has the same name.
 export function runName(run, runs) {
   return runs.some((each) => each.run !== run.run && each.name === run.name) ? `${run.name} (${run.run})` : run.name;
 }

@@ -1,4 +1,4 @@
-// A group: the problem and all answers to it, side by side. Its address stays the same for as long as the log keeps it.
+// A group: the problem and all its answers, side by side. Its address is permanent while the log contains it.
 import { clock, number, signed, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { link } from "./route.js";
@@ -9,14 +9,14 @@ export function Group({ run, rest }) {
   const keep = run === "0" ? {} : { run };
   const back = html`<p><a href=${link("samples", keep)}>← all samples</a></p>`;
   if (error)
-    return html`${back}<p class="note warn">${error.code === "sample_gone" ? "The log keeps the newest samples, and this one is gone." : error.message}</p>`;
-  if (!group) return html`${back}<p class="none">Asking for the group…</p>`;
+    return html`${back}<p class="note warn">${error.code === "sample_gone" ? "The log keeps only the newest samples; this one has been removed." : error.message}</p>`;
+  if (!group) return html`${back}<p class="none">Loading the group…</p>`;
   const kind = group.kind === "evaluation" && group.evaluation ? `evaluation ${group.evaluation}` : words(group.kind);
   return html`<div class="stack">${back}
     <section class="card"><h2>${`Problem ${group.problem_id || group.group}`} <span
       class="soft">${kind}, step ${number(group.step)}, ${clock(group.time)}</span></h2>
       ${!group.signal && html`<p><span
-        class="pill warn">no signal</span> All answers have one reward: the group moves nothing.</p>`}
+        class="pill warn">no signal</span> All answers have equal rewards, so the group does not train.</p>`}
       ${group.why && html`<p class="note">Not trained: ${group.why}</p>`}
       <p>${group.domain} ${group.tags.map((tag) => html`<span class="tag" key=${tag}>${tag}</span>`)}</p>
       <h3>Prompt</h3><div class="text clip" tabindex="0" role="region" aria-label="Prompt">${group.prompt}</div>
@@ -40,5 +40,5 @@ function Answer({ answer, group, keep }) {
       ${answer.shaped !== null && answer.shaped !== answer.reward && html`<dt>shaped</dt>
         <dd>${number(answer.shaped)}</dd>`}
       ${answer.reason && html`<dt>verifier</dt><dd>${answer.reason}</dd>`}</dl>
-    ${answer.has_tokens ? html`<a href=${link("tokens", keep, group.group, String(answer.sample))}>Tokens</a>` : html`<span class="soft">its tokens were not kept</span>`}</article>`;
+    ${answer.has_tokens ? html`<a href=${link("tokens", keep, group.group, String(answer.sample))}>Tokens</a>` : html`<span class="soft">no tokens recorded</span>`}</article>`;
 }

@@ -1,5 +1,5 @@
-// What the screens know of the run, kept up to date by the stream: one stream for the page, and each answer asked again
-// when what it is made of has changed, at most so often, and not while nobody looks.
+// Data of the screens, kept up to date by one stream per page. A response is requested again when its inputs have
+// changed, at a limited rate, and not while the page is hidden.
 import { get } from "./api.js";
 import { useEffect, useRef, useState } from "./view.js";
 
@@ -20,21 +20,21 @@ export function useStream(listener) {
   }, []);
 }
 
-// An answer is asked again when the stream tells of something, rather than by the clock: what several pages ask is asked
-// at one moment then, and worked out once. So a question may come a little before its time, and else waits a little.
+// Requests are triggered by stream events rather than by a timer, so that several pages request at the same moment and
+// the server computes once. A request may therefore come slightly early, or wait slightly longer.
 const SLACK_MS = 250;
-// What is told in one go is one reason to ask.
+// Events within this time cause one request.
 const TOGETHER_MS = 30;
-// At what changes everything: asked again after so long, however long the pause is otherwise.
+// Delay after an event that changes everything, however long the usual pause is.
 const SOON_MS = 1000;
 const CHANGES_ALL = ["hello", "rewound", "loaded", "state"];
-// An answer that has not come by then is not coming, and one that was lost is asked for again, stream or none.
+// Timeout of a request, and delay before a failed request is retried, with or without a stream.
 const ANSWER_MS = 30000;
 const LOST_MS = 4000;
 
-// {value, error, again}: the answer of a path, asked again when `matters(kind, data)` holds for an event, at most every
-// `pauseMs`. `path` null asks nothing. While a new answer is on its way the old one stands. `more()` has what a question
-// says beside `query` each time; `taken(answer, said)` makes the value of its answer.
+// {value, error, again}: the response of a path, requested again if `matters(kind, data)` holds for an event, at most every
+// `pauseMs`. `path` null sends no request. The old response stays until a new one arrives. `more()` returns parameters
+// in addition to `query` for each request; `taken(answer, said)` converts a response to a value.
 export function useAnswer(path, query, { matters = () => false, pauseMs = 1000, more, taken } = {}) {
   const [state, setState] = useState({ value: null, error: null, of: "" });
   const key =

@@ -1,23 +1,23 @@
-// Now: how the run does. Rewards and accuracies with their intervals, staleness, who is waited for, alarms; and every
-// measure over the steps.
+// Now: the run's current state. Rewards and accuracies with their intervals, staleness, waits, alarms, and every measure
+// over the steps.
 import { Bars, Chart, Smoothing, sharedWindow, smoothLines } from "./charts.js";
 import { clock, duration, measureOf, number, percent, words } from "./format.js";
 import { useAnswer, useStream } from "./live.js";
 import { settle } from "./route.js";
 import { html, useEffect, useMemo, useRef, useState } from "./view.js";
 
-// Rows of steps that a chart has at most; of longer runs each is several steps.
+// Maximum rows of a chart; in longer runs each row covers several steps.
 const ROWS = 1000;
-// So many newer steps are put behind the rows before all are asked for anew.
+// Number of newer steps that are appended before all rows are requested again.
 const NEWER = 250;
 
 const CHARTS = [
   ["Staleness", ["staleness_mean", "staleness_max"]],
-  ["Entropy", ["entropy"], "nats a token"],
+  ["Entropy", ["entropy"], "nats per token"],
   ["Gradient norm", ["grad_norm"]],
   ["Loss", ["loss"]],
-  ["Time of a step", ["step_s", "wait_s"]],
-  ["Tokens in a step", ["sampled_tokens", "tokens"], ""],
+  ["Step time", ["step_s", "wait_s"]],
+  ["Tokens per step", ["sampled_tokens", "tokens"], ""],
   ["Share of tokens clipped", ["clip_fraction"]],
   ["Effective sample size", ["ess"], "of the batch"],
   ["Trainer − sampler, P95 |Δ log-prob|", ["mismatch_numerics_p95", "mismatch_staleness_p95", "mismatch_cache_p95"]],
@@ -31,10 +31,10 @@ export function Now({ run, facts, query, refresh }) {
   const state = now.value ?? now.old;
   const figures = state?.steps?.figures ?? facts.metrics.length;
   useEffect(() => {
-    if (figures !== facts.metrics.length) refresh(); // the run has begun to measure something
+    if (figures !== facts.metrics.length) refresh(); // the run has a new measure
   }, [figures]);
   if (!state)
-    return html`<p class=${now.error ? "note bad" : "none"}>${now.error?.message ?? "Asking how the run does…"}</p>`;
+    return html`<p class=${now.error ? "note bad" : "none"}>${now.error?.message ?? "Loading…"}</p>`;
   return html`<div class="stack">
     <h2 class="said">Now</h2>
     <${Alarms} alarms=${state.alarms} />
@@ -42,7 +42,7 @@ export function Now({ run, facts, query, refresh }) {
       !state.step &&
       html`<p class="note">${
         facts.state === "live" || facts.state === "starting"
-          ? `No step is taken yet.${state.waiting_for ? ` The run waits for ${state.waiting_for}.` : ""}`
+          ? `No step has been taken yet.${state.waiting_for ? ` The run is waiting for ${state.waiting_for}.` : ""}`
           : "The run ended before its first step."
       }</p>`
     }
@@ -71,7 +71,7 @@ function Tiles({ state, wide }) {
   const { overall = {}, fleet = {}, step_time: time = {}, ledger = {} } = state;
   const tiles = [
     ["reward", number(overall.reward?.mean), interval(overall.reward)],
-    ["accuracy in training", percent(overall.accuracy?.mean), interval(overall.accuracy, percent)],
+    ["training accuracy", percent(overall.accuracy?.mean), interval(overall.accuracy, percent)],
     ...(state.held_out ?? []).map((each) => [
       words(each.name),
       percent(each.accuracy),
@@ -82,9 +82,9 @@ function Tiles({ state, wide }) {
       number(fleet.tokens_per_s ?? overall.tokens_per_s),
       Number.isFinite(fleet.occupancy) ? `engines ${percent(fleet.occupancy, 0)} busy` : "",
     ],
-    ["time of a step", duration(time.step_s), `after ${duration(time.wait_s)} of waiting`],
+    ["step time", duration(time.step_s), `plus ${duration(time.wait_s)} waiting`],
     ["update pause", duration(time.pause_s ?? fleet.update_pause_s), "median"],
-    ["answer length", number(overall.length), `${percent(overall.truncated)} cut off`],
+    ["answer length", number(overall.length), `${percent(overall.truncated)} truncated`],
     ["groups in flight", number(ledger.in_flight), `${number(ledger.trained)} of ${number(ledger.issued)} trained`],
   ];
   return html`<dl class="tiles" aria-label=${`Means over the last ${wide} steps`}>${tiles.map(
@@ -92,7 +92,7 @@ function Tiles({ state, wide }) {
   )}</dl>`;
 }
 
-// What is drawn over the steps: names of metrics, of domains, and of what was chosen besides.
+// The charts to draw: names of metrics, of domains, and of additional choices.
 function shownFigures(facts, query) {
   const known = new Set(facts.metrics);
   const extra = (query.charts ?? "").split(",").filter(Boolean);
@@ -107,13 +107,13 @@ function shownFigures(facts, query) {
   return { metrics, domains, extra };
 }
 
-// How the run does and what its steps were, by one question; of the steps, and of the marks beside them, only what is
-// newer than what is here.
+// The state of the run and its steps in one request; of steps and marks only those that are newer than the rows held.
+// `held` keeps the rows between requests.
 function useNow(run, wide, metrics) {
   const of = `${run}?${metrics.join(",")}`;
   const held = useRef({ of: "", rows: null, turn: 0, rowsTurn: -1, askedTurn: 0 }).current;
   useStream((kind) => {
-    if (["hello", "rewound", "behind", "loaded"].includes(kind)) held.turn += 1; // the rows may be others now
+    if (["hello", "rewound", "behind", "loaded"].includes(kind)) held.turn += 1; // the rows may have changed
   });
   return useAnswer(
     "now",
@@ -137,7 +137,7 @@ function useNow(run, wide, metrics) {
   );
 }
 
-// These rows and newer ones behind them; null where they do not follow.
+// Appends newer rows; null if they do not follow.
 function joined(rows, newer) {
   if (newer.each > 1 || newer.last < rows.last) return null;
   const lengths = [rows.x.step.length, newer.x.step.length];
@@ -152,7 +152,7 @@ function joined(rows, newer) {
   return { ...newer, each: rows.each, x, y, marks: [...rows.marks, ...newer.marks] };
 }
 
-// The rows over all steps, and in their place finer ones of what is zoomed into.
+// The rows over all steps, or finer ones of the zoomed range.
 function useSteps(run, metrics, shared, all) {
   const [range, setRange] = useState(shared.range);
   useEffect(() => {
@@ -198,7 +198,7 @@ function Charts({ run, facts, coarse, metrics, domains, extra, smooth }) {
         : [],
     [rows, extra.join(), smooth],
   );
-  if (!rows || rows.count === 0) return html`<p class="none">No steps to draw.</p>`;
+  if (!rows || rows.count === 0) return html`<p class="none">No steps yet.</p>`;
   const all = [rows.first, rows.last];
   return html`<section aria-label="Over the steps">
     <div class="row"><h2>Over the steps</h2>
@@ -211,7 +211,7 @@ function Charts({ run, facts, coarse, metrics, domains, extra, smooth }) {
         <option value="">choose a measure</option>${facts.metrics.filter((name) => !extra.includes(name)).map((name) => html`<option key=${name} value=${name}>${words(name)}</option>`)}
       </select></label>
       ${extra.length > 0 && html`<button type="button" class="quiet"
-        onClick=${() => settle({ charts: "" })}>remove those added</button>`}
+        onClick=${() => settle({ charts: "" })}>remove added charts</button>`}
       ${rows.each > 1 && html`<span class="soft">each point is ${number(rows.each)} steps; zoom in for more</span>`}
     </div>
     <div class="grid">${figures.map((figure) => html`<${Chart} key=${figure.title} x=${rows.x.step}
@@ -255,7 +255,7 @@ function shortOf(name, names) {
   return words(short.replace("mismatch_", "").replace("_p95", "").replace("staleness_m", "m"));
 }
 
-// Held-out accuracies as points, at the row of their step.
+// Held-out accuracies as points at the row of their step.
 function evaluationsOf(rows) {
   const sets = new Map();
   for (const mark of rows.marks ?? []) {
@@ -302,8 +302,8 @@ function Domains({ state, wide }) {
         ? html`<div class="scroll" tabindex="0" role="region" aria-label="Domains and tags"><table><thead><tr>
           <th scope="col">domain</th>
       <th class="number" scope="col">rollouts</th><th scope="col">reward</th><th scope="col">accuracy</th>
-        <th class="number" scope="col">length</th><th class="number" scope="col">cut off</th>
-      <th class="number" scope="col">all right</th><th class="number" scope="col">all wrong</th>
+        <th class="number" scope="col">length</th><th class="number" scope="col">truncated</th>
+      <th class="number" scope="col">all correct</th><th class="number" scope="col">all wrong</th>
         <th class="number" scope="col">stale</th><th class="number" scope="col">verifier</th></tr></thead>
       <tbody>${rows.map(
         (
@@ -320,7 +320,7 @@ function Domains({ state, wide }) {
         <td class="number">${percent(row.all_wrong)}</td><td class="number">${percent(row.stale)}</td>
           <td class="number">${duration(row.verifier_s)}</td></tr>`,
       )}</tbody></table></div>`
-        : html`<p class="none">Nothing was trained yet.</p>`
+        : html`<p class="none">Nothing has been trained yet.</p>`
     }</section>`;
 }
 
@@ -350,14 +350,14 @@ function Shares({ state }) {
         : html`<p class="none">Not measured yet.</p>`
     }</section>
     <section class="card"><h2>Stale groups, by cause</h2><p
-      class="soft">${number(stale.groups)} groups, ${percent(stale.share)} of what was sampled</p>
+      class="soft">${number(stale.groups)} groups, ${percent(stale.share)} of the sampled groups</p>
       <${Bars} label="Stale groups by cause"
         rows=${causes.map((each) => ({ name: each.cause, share: each.groups / most, text: number(each.groups), much: true }))} /></section>
-    <section class="card"><h2>Who is waited for</h2>${state.waiting_for && html`<p>Now: ${state.waiting_for}</p>`}${
+    <section class="card"><h2>Waits by cause</h2>${state.waiting_for && html`<p>Now: ${state.waiting_for}</p>`}${
       waits.length
-        ? html`<${Bars} label="Share of the time by who is waited for"
+        ? html`<${Bars} label="Share of time by cause of waiting"
           rows=${waits.map((each) => ({ name: each.culprit, share: each.share, text: `${percent(each.share)} · ${duration(each.seconds)}`, much: each.share > 0.5 }))} />`
-        : html`<p class="none">Nobody yet.</p>`
+        : html`<p class="none">No waits yet.</p>`
     }</section>
     <section class="card"><h2>Trainer − sampler, by cause</h2>${
       mismatch.length
@@ -373,12 +373,12 @@ function Shares({ state }) {
 }
 
 function Incidents({ incidents }) {
-  return html`<section class="card"><h2>What happened</h2>${
+  return html`<section class="card"><h2>Incidents</h2>${
     incidents.length
       ? html`<div class="scroll long" tabindex="0" role="region" aria-label="Incidents"><table><thead><tr>
-        <th scope="col">when</th><th scope="col">what</th><th scope="col">which</th></tr></thead>
+        <th scope="col">time</th><th scope="col">event</th><th scope="col">details</th></tr></thead>
     <tbody>${incidents.map((each, index) => html`<tr key=${index}><td class="figure">${clock(each.time)}</td>
       <td class="figure">${words(each.kind)}</td><td>${each.what}</td></tr>`)}</tbody></table></div>`
-      : html`<p class="none">Nothing yet.</p>`
+      : html`<p class="none">No incidents yet.</p>`
   }</section>`;
 }

@@ -1,21 +1,21 @@
-// Draw lines over a common x on a canvas, with axes, a cursor and a choice of what to zoom into. A plot redraws when
-// its data, size, colours or shared window change: once a frame at most, and not while it is scrolled out of sight.
+// Draws lines over a common x on a canvas, with axes, a cursor and a zoom selection. A plot redraws when
+// its data, size, colours or shared window change: at most once per frame, and not while it is out of view.
 import { number, tick } from "./format.js";
 import { onTheme } from "./theme.js";
 
 const FONT = "11px system-ui, sans-serif";
-const LEFT = 36; // at least, so that charts below one another stand in line
+const LEFT = 36; // minimum, to align charts below one another
 const TOP = 8;
 const RIGHT = 12;
 const BOTTOM = 24;
-const ROOM = 0.06; // above and below the lines, as a share of what they span
+const ROOM = 0.06; // above and below the lines, as a share of their range
 const X_SPACE = 70; // pixels between two ticks
 const Y_SPACE = 30;
 const LEAST_DRAG = 4;
 
 export class Plot {
-  // `box` is filled by the plot. `shared` has the window and the cursor, of several plots or of this one alone.
-  // `pointed(index)` is called when the cursor is at another point of x; null when it has left.
+  // The plot fills `box`. `shared` holds the window and the cursor of one or several plots.
+  // `pointed(index)` is called when the cursor moves to another point of x; with null when it leaves.
   constructor(box, shared, pointed) {
     this.box = box;
     this.shared = shared;
@@ -31,8 +31,8 @@ export class Plot {
     this.hair.className = "hair";
     this.choice = box.appendChild(document.createElement("i"));
     this.choice.className = "choice";
-    // Called with the first size as well, before the page is painted. To read the box's own size instead would lay the
-    // page out once for each plot.
+    // Called with the initial size as well, before the page is painted. Reading the box's size would force a layout
+    // per plot.
     this.sized = new ResizeObserver(([entry]) => {
       this.size = [entry.contentRect.width, entry.contentRect.height];
       this.draw();
@@ -75,7 +75,7 @@ export class Plot {
     else this.frame ||= requestAnimationFrame(() => this.draw());
   }
 
-  // The value of x below a place on the screen.
+  // Returns the value of x at a screen position.
   valueAt(clientX) {
     const { left, width } = this.area;
     const [low, high] = this.range();
@@ -83,7 +83,7 @@ export class Plot {
     return low + Math.min(1, Math.max(0, share)) * (high - low);
   }
 
-  // All of x.
+  // Returns the full range of x.
   whole() {
     const { x } = this.figure;
     const [first, last] = [x[0] ?? 0, x[x.length - 1] ?? 1];
@@ -123,7 +123,7 @@ export class Plot {
     this.showCursor();
   }
 
-  // The canvas, empty, as large as its box on this screen.
+  // Returns the cleared canvas context, sized to the box.
   sheet(width, height) {
     const ratio = devicePixelRatio || 1;
     const [wide, high] = [Math.round(width * ratio), Math.round(height * ratio)];
@@ -214,7 +214,7 @@ function colour(name) {
   return palette.get(name);
 }
 
-// The first place in rising values whose value is at least `value`.
+// Returns the first index in rising values whose value is at least `value`.
 export function firstFrom(sorted, value) {
   let [low, high] = [0, sorted.length];
   while (low < high) {
@@ -230,7 +230,7 @@ function nearest(sorted, value) {
   return at > 0 && value - sorted[at - 1] < sorted[at] - value ? at - 1 : at;
 }
 
-// The values that the y axis spans: those of the points from `from` to `to`, and some room.
+// Returns the range of the y axis: that of the points from `from` to `to`, with a margin.
 function limitsOf(lines, from, to) {
   let [least, most] = [Infinity, -Infinity];
   for (const line of lines) {
@@ -248,7 +248,7 @@ function limitsOf(lines, from, to) {
   return [least - room, most + room];
 }
 
-// Round values inside [low, high], about so many, in steps of 1, 2 or 5 times a power of ten.
+// Returns about `count` round values inside [low, high], in steps of 1, 2 or 5 times a power of ten.
 export function ticksOf([low, high], count, least = 0) {
   const rough = Math.max(least, (high - low) / Math.max(1, count));
   const power = 10 ** Math.floor(Math.log10(rough));

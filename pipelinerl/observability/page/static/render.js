@@ -1,19 +1,19 @@
-// Draw components: `render(element, container)` draws an element, and draws a component again when its state changes.
+// Rendering of components: `render(element, container)` draws an element, and redraws a component when its state changes.
 // A component is a function of its properties that returns elements. Its hooks (`useState`, `useRef`, `useMemo`,
-// `useEffect`) keep their values between calls, by the order of the calls.
+// `useEffect`) keep their values between calls, identified by the order of calls.
 //
-// Drawing again changes only what differs. Children are matched by their `key`, or else by their place among their
-// siblings; a child of another type is replaced. Texts become text nodes and properties attributes, never markup.
+// Redrawing changes only what differs. Children are matched by `key`, or otherwise by their position among their
+// siblings; a child of another type is replaced. Texts become text nodes and properties become attributes, never markup.
 
 const LISTENERS = Symbol("listeners");
-// Properties that the reader changes as well; set after the children, since a choice depends on its options.
+// Properties that the user changes as well; set after the children, because a select depends on its options.
 const CONTROLLED = ["value", "checked"];
 
 const waiting = new Set();
 let current = null;
 let effects = [];
 
-// An element as a value: its type is a tag's name or a component. It is drawn by `render`, any number of times.
+// Returns an element as a value: its type is a tag name or a component. `render` can draw it any number of times.
 export function element(type, properties, ...children) {
   const { key, ref, ...props } = properties ?? {};
   return { type, key, ref, props: { ...props, children } };
@@ -54,7 +54,7 @@ export function useMemo(make, inputs) {
   return memo.value;
 }
 
-// Runs `start` once what was drawn is in the document, and again when an input differs; what it returns ends it.
+// Runs `start` after drawing, and again when an input differs; the returned function cleans up.
 export function useEffect(start, inputs) {
   const owner = current;
   const effect = kept(() => ({ owner }));
@@ -91,7 +91,7 @@ function drawSoon(component) {
   waiting.add(component);
 }
 
-// Parents first: what they draw is not drawn twice.
+// Parents first, so that their children are not drawn twice.
 function drawWaiting() {
   const due = [...waiting].sort((a, b) => a.depth - b.depth);
   for (const component of due) {
@@ -126,7 +126,7 @@ function update(drawn, vnodes) {
   vnodes.forEach((vnode, at) => {
     if (vnode === null || vnode === undefined || typeof vnode === "boolean") return;
     let identity = vnode.key ?? at;
-    while (drawn.children.has(identity)) identity = `${identity}'`; // a repeated key must not hide its first child
+    while (drawn.children.has(identity)) identity = `${identity}'`; // keep both children of a repeated key
     const old = before.get(identity);
     if (old && typeOf(old.vnode) === typeOf(vnode)) {
       before.delete(identity);
@@ -185,7 +185,7 @@ function setProperty(node, name, value, before) {
   else node.setAttribute(name, value === true ? "" : value);
 }
 
-// Text that the reader is writing stays until the property changes.
+// Text that the user is typing stays until the property changes.
 function setControlled(node, before, after) {
   const writing = node.localName === "input" && node === document.activeElement;
   for (const name of CONTROLLED) {
@@ -201,7 +201,7 @@ function listen(node, kind, listener) {
   listeners[kind] = listener;
 }
 
-// Puts the nodes below `host` in the order of its children; moves only those that are out of place.
+// Orders the nodes below `host` like its children, moving only misplaced ones.
 function place(host) {
   let next = host.node.firstChild;
   const below = (drawn) => {

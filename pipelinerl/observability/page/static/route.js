@@ -1,5 +1,5 @@
-// Where the page is: `#/samples?sort=reward` is a screen, its rest of the path and its settings. Every state that a
-// reader may want to send to somebody is in it.
+// The page's address: `#/samples?sort=reward` is a screen, the rest of its path and its settings. It holds every state
+// that a reader may want to share.
 import { useEffect, useState } from "./view.js";
 
 export function route() {
@@ -8,7 +8,7 @@ export function route() {
     try {
       return decodeURIComponent(part);
     } catch {
-      return part; // a link that somebody cut
+      return part; // a truncated link
     }
   });
   return { screen: screen || "now", rest, query: Object.fromEntries(new URLSearchParams(query ?? "")) };
@@ -22,7 +22,7 @@ export function link(screen, query, ...rest) {
   return `#/${[screen, ...rest].map(encodeURIComponent).join("/")}${asked ? `?${asked}` : ""}`;
 }
 
-// Changes the settings of the screen that is shown; the way back does not lead through each of them.
+// Changes the settings of the current screen without adding entries to the browser's history.
 export function settle(changes) {
   const { screen, rest, query } = route();
   history.replaceState(null, "", link(screen, { ...query, ...changes }, ...rest));
@@ -34,7 +34,7 @@ export function useRoute() {
   useEffect(() => {
     const changed = () => setNow(route());
     addEventListener("hashchange", changed);
-    changed(); // a link may have been followed between the first drawing and this
+    changed(); // a link may have been followed since the first drawing
     return () => removeEventListener("hashchange", changed);
   }, []);
   return now;

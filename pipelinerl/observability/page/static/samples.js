@@ -1,4 +1,4 @@
-// Samples: what the model answered, sorted and filtered; each line leads to its group, side by side.
+// Samples: the model's answers, sorted and filtered; each row links to its group.
 import { get } from "./api.js";
 import { number, signed, words } from "./format.js";
 import { useAnswer } from "./live.js";
@@ -43,14 +43,14 @@ export function Samples({ run, facts, query }) {
     ${
       state &&
       html`<p class="soft" role="status">${number(state.matched)} samples${state.complete ? "" : " so far; the files are still being read"}.
-      Shaded groups have one reward for all answers, and so no signal.</p>`
+      Shaded groups have equal rewards and so no signal.</p>`
     }
     ${
       rows.length > 0
         ? html`<${Table} rows=${rows} wanted=${wanted} run=${run} />`
         : state &&
           html`<p class="none">${
-            facts.samples === 0 ? "No samples were kept yet." : "No sample is of this kind."
+            facts.samples === 0 ? "No samples have been stored yet." : "No samples match."
           }</p>`
     }
     ${after && html`<p><button type="button" onClick=${next}>Show more</button></p>`}</div>`;
@@ -64,7 +64,7 @@ function choice(name, title, options, query, fallback = "") {
 
 function Filters({ facts, query }) {
   const of = (names) => [["", "any"], ...names.map((name) => [name, name])];
-  return html`<form class="card row" aria-label="Which samples" onSubmit=${(event) => event.preventDefault()}>
+  return html`<form class="card row" aria-label="Filters" onSubmit=${(event) => event.preventDefault()}>
     ${choice("kind", "kind", [...facts.kinds.map((name) => [name, words(name)]), ["any", "any"]], query, "trained")}
     ${choice("sort", "by", [["time", "time"], ...COLUMNS], query, "time")}
     ${choice(
@@ -121,7 +121,7 @@ function Table({ rows, wanted, run }) {
         <td class="number">${signed(row.advantage)}</td><td class="number">${number(row.length)}</td>
       <td class="number">${number(row.staleness)}</td><td>${row.outcome}${!row.signal && html` <span
         class="soft">no signal</span>`}${row.finish_reason === "length" && html` <span
-        class="soft">cut off</span>`}</td>
+        class="soft">truncated</span>`}</td>
       <td>${row.domain} ${row.tags.map((tag) => html`<span class="tag" key=${tag}>${tag}</span>`)}</td>
       <td>${row.versions.map(([version]) => version).join(", ")}</td><td>
         <span class="preview wide mono soft">${row.prompt_part}</span></td></tr>`,

@@ -1,5 +1,5 @@
-// Steer: the knobs of the live run, who turned them, and its engines. What would be refused says why before it is sent:
-// the run itself is asked, while somebody still moves a slider.
+// Steer: the knobs of the live run, the log of their changes, and its engines. Invalid values are explained before they
+// are sent: the run checks them while the slider still moves.
 import { send } from "./api.js";
 import { Engines } from "./engines.js";
 import { anything, clock, number, words } from "./format.js";
@@ -17,7 +17,7 @@ export function Steer({ run, facts }) {
       matters: (kind, data) =>
         kind === "state" ||
         (kind === "event" && data.kind === "knobs") ||
-        (kind === "step" && state?.may_steer !== facts.may_steer), // the controller was too busy to answer one of them
+        (kind === "step" && state?.may_steer !== facts.may_steer), // the controller missed one of the requests
       pauseMs: 1500,
     },
   );
@@ -26,15 +26,15 @@ export function Steer({ run, facts }) {
     <h2 class="said">Steer</h2>
     ${asked.error && html`<p class="note bad" role="alert">${asked.error.message}</p>`}
     ${state && !state.may_steer && html`<p
-      class="note warn">Nothing can be changed here${state.why_not && `: ${state.why_not}`}</p>`}
+      class="note warn">This run cannot be changed${state.why_not && `: ${state.why_not}`}</p>`}
     ${state && html`<div class="grid two"><${Knobs} run=${run} state=${state} again=${asked.again} />
       <${Log} log=${state.log} /></div>`}
-    ${!state && !asked.error && html`<p class="none">Asking for the knobs…</p>`}
+    ${!state && !asked.error && html`<p class="none">Loading the knobs…</p>`}
     <${Engines} run=${run} facts=${facts} />
   </div>`;
 }
 
-// A knob's text as the number that is sent, `inf`, or, of what is no number, the text: the run says what is wrong with it.
+// Converts a knob's text to a number or `inf`; other text is sent unchanged, and the run explains what is wrong with it.
 function sent(text) {
   const trimmed = String(text).trim();
   const value = Number(trimmed);
@@ -124,15 +124,15 @@ function Knobs({ run, state, again }) {
         setDraft({});
         setSaid(null);
       }}>Undo</button>
-      <span role="status" class="soft">${count > 0 && !checked ? "asking the run…" : count > 0 && !refused.length ? "It takes effect at the next step boundary." : ""}</span>
+      <span role="status" class="soft">${count > 0 && !checked ? "checking…" : count > 0 && !refused.length ? "It takes effect at the next step boundary." : ""}</span>
     </div>`}
     <div role="alert">${whole.map((each) => html`<p class="note bad" key=${each.message}>${each.message}</p>`)}</div>
     <div role="status">${said && html`<p class=${`note ${said.look}`}>${said.text}</p>`}</div>
   </form>`;
 }
 
-// Where a value stands on its slider, 0 to TICKS, and back; a logarithmic one spans orders of magnitude. The place after
-// the last is no bound at all.
+// Maps a value to a slider position, 0 to TICKS, and back; logarithmic sliders span orders of magnitude. The position
+// after the last means unbounded.
 function scaleOf(knob) {
   const [low, high] = knob.slider;
   const logarithmic = knob.log && low > 0;
@@ -160,7 +160,7 @@ function Knob({ knob, text, why, able, set }) {
   const changed = String(sent(current)) !== now;
   const scale = knob.slider ? scaleOf(knob) : null;
   const id = `knob-${knob.name}`;
-  const spoken = current === "inf" ? "no bound" : `${current} ${knob.unit ?? ""}`;
+  const spoken = current === "inf" ? "unbounded" : `${current} ${knob.unit ?? ""}`;
   return html`<div class=${changed ? "knob changed" : "knob"} title=${knob.what}>
     <label for=${id}>${title}${knob.unit && html`<small>${knob.unit}</small>`}</label>
     ${
@@ -175,16 +175,16 @@ function Knob({ knob, text, why, able, set }) {
       disabled=${!able} aria-invalid=${why ? "true" : undefined}
       aria-describedby=${why ? `${id}-why` : undefined}
         onInput=${(event) => set(event.target.value)} />${changed && html`<span
-        class="now">now ${now === "inf" ? "no bound" : now}</span>`}</div>
+        class="now">now ${now === "inf" ? "unbounded" : now}</span>`}</div>
     ${why && html`<p class="why" id=${`${id}-why`} role="alert">${why}</p>`}</div>`;
 }
 
 function Log({ log }) {
-  return html`<section class="card"><h2>Who turned what</h2>${
+  return html`<section class="card"><h2>Knob changes</h2>${
     log.length
       ? html`<div class="scroll" tabindex="0" role="region" aria-label="Changes of knobs"><table>
-    <thead><tr><th scope="col">when</th><th class="number" scope="col">step</th><th scope="col">who</th>
-      <th scope="col">changed</th></tr></thead>
+    <thead><tr><th scope="col">time</th><th class="number" scope="col">step</th><th scope="col">by</th>
+      <th scope="col">change</th></tr></thead>
     <tbody>${[...log].reverse().map(
       (
         each,
@@ -193,6 +193,6 @@ function Log({ log }) {
       <td>${each.who}</td><td>${anything(each.changes)}${each.live === false && html` <span
         class="soft">(the recipe was edited)</span>`}</td></tr>`,
     )}</tbody></table></div>`
-      : html`<p class="none">No knob was turned.</p>`
+      : html`<p class="none">No knobs were changed.</p>`
   }</section>`;
 }

@@ -1,5 +1,5 @@
-// Parse templates: html`<p class=${look}>${text}</p>` returns the element that it spells out. Each template is parsed
-// once; every call fills the parsed plan with its values.
+// Template parser: html`<p class=${look}>${text}</p>` returns the described element. Each template is parsed
+// once; every call fills the resulting plan with its values.
 //
 // The language has elements; attributes whose value is a quoted literal or one `${value}`; `...${properties}`; components
 // as `<${Component} …>`; and `/>` for elements without content. White space that contains a line break is dropped at both
@@ -14,7 +14,7 @@ const CLOSING = /<\/[^>]*>/y;
 
 const plans = new WeakMap();
 
-// Returns the template function that makes elements by `element(type, properties, ...children)`.
+// Returns a template function that creates elements with `element(type, properties, ...children)`.
 export function templates(element) {
   return (strings, ...values) => {
     if (!plans.has(strings)) plans.set(strings, parsed(strings.join(HOLE)));
@@ -53,7 +53,7 @@ function parsed(source) {
   };
   const takeHole = () => (takeExactly(HOLE) ? { hole: holes++ } : null);
   const fail = () => {
-    throw new SyntaxError(`a template cannot be read from here on: ${source.slice(at, at + 60).replaceAll(HOLE, "${}")}`);
+    throw new SyntaxError(`cannot parse the template from here on: ${source.slice(at, at + 60).replaceAll(HOLE, "${}")}`);
   };
 
   function content() {

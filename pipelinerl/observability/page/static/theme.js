@@ -1,4 +1,4 @@
-// Light or dark: as the system says until somebody chooses, and then as chosen, in this browser.
+// Light or dark colours: the system's setting until the user chooses in this browser.
 const KEY = "pipelinerl-theme";
 const listeners = new Set();
 const system = matchMedia("(prefers-color-scheme: dark)");
@@ -7,7 +7,7 @@ function kept() {
   try {
     return localStorage.getItem(KEY);
   } catch {
-    return null; // a browser that keeps nothing
+    return null; // storage is disabled
   }
 }
 
@@ -26,7 +26,7 @@ export function toggleTheme() {
   try {
     localStorage.setItem(KEY, next);
   } catch {
-    // It lasts as long as the page.
+    // The choice is lost with the page.
   }
   show();
 }

@@ -1,6 +1,6 @@
-// The timeline: a lane for each engine, coloured by the model version that it serves, the trainer's steps and waits,
-// evaluations, checkpoints; and rollouts as rows whose shade changes with each version. The server is asked for what the
-// window shows, in as many pieces as it has pixels: hours cost what minutes do.
+// Timeline: a lane per engine, coloured by the model version that it serves, the trainer's steps and waits,
+// evaluations, checkpoints, and rollouts as rows whose colour changes with the version. The server returns the visible
+// window in one piece per pixel, so hours cost as much as minutes.
 import { byKey, moved, zoomed } from "./charts.js";
 import { duration, number, percent, words } from "./format.js";
 import { useAnswer } from "./live.js";
@@ -10,7 +10,7 @@ import { html, useEffect, useMemo, useRef, useState } from "./view.js";
 
 const LEAST_S = 0.02;
 const ASK_AFTER_MS = 120;
-const HOW = "Wheel zooms, dragging moves; on the keyboard + − ← → 0.";
+const HOW = "Scroll to zoom, drag to move; keys: + − ← → 0.";
 const SPANS = [
   ["last minute", 60],
   ["last 10 minutes", 600],
@@ -27,14 +27,14 @@ export function Timeline({ run, facts }) {
   );
   const data = answer.value ?? answer.old;
   if (!data)
-    return html`<p class=${answer.error ? "note bad" : "none"}>${answer.error?.message ?? "Asking for the timeline…"}</p>`;
+    return html`<p class=${answer.error ? "note bad" : "none"}>${answer.error?.message ?? "Loading the timeline…"}</p>`;
   if (!data.lanes.length || !data.end)
-    return html`<p class="none">Nothing has happened yet: the lanes appear with the first event.</p>`;
+    return html`<p class="none">No events yet: the lanes appear with the first event.</p>`;
   return html`<div class="stack"><h2 class="said">Timeline</h2><${Lanes} data=${data} live=${live} ask=${setAsked} />
     <${Told} data=${data} /></div>`;
 }
 
-// What is shown, apart from preact: it changes with each movement of a wheel.
+// View state outside of the components, because it changes with every wheel event.
 function viewer() {
   return { range: null, data: null, look: null, frame: 0, pointer: null, following: true };
 }
@@ -119,13 +119,13 @@ function Lanes({ data, live, ask }) {
       <button type="button" onClick=${() => show(null, true)}>all</button>
       ${SPANS.filter(([, span]) => span < data.end).map(([title, span]) => html`<button type="button" key=${span}
         onClick=${() => show([data.end - span, data.end], true)}>${title}</button>`)}
-      ${live && html`<span class="soft">${following ? "follows the newest" : "stands still; “all” follows again"}</span>`}</div>
+      ${live && html`<span class="soft">${following ? "following live" : "paused; “all” resumes"}</span>`}</div>
     <p class="tip" ref=${tip}></p>
     <canvas ref=${canvas} style=${style} tabindex="0" role="img" onKeyDown=${key}
-      aria-label=${`Timeline of ${data.lanes.length} lanes over ${duration(data.end)}; what it shows stands in the tables below`}></canvas></section>`;
+      aria-label=${`Timeline of ${data.lanes.length} lanes over ${duration(data.end)}; the tables below have its contents`}></canvas></section>`;
 }
 
-// Wheel, drag and pointing; returns what undoes it.
+// Installs wheel, drag and pointer handlers; returns a function that removes them.
 function handle(element, view, show, tell) {
   const all = () => [0, Math.max(view.data.end, LEAST_S)];
   const timeAt = (event) => {
@@ -178,7 +178,7 @@ function handle(element, view, show, tell) {
   return () => pairs.forEach(([name, listener]) => element.removeEventListener(name, listener));
 }
 
-// The same as tables: how much of the window each track fills, and what happened in it.
+// The same as tables: the share of the window that each track fills, and the events in it.
 function Told({ data }) {
   const rows = data.lanes.flatMap((lane) =>
     lane.tracks.map((track) => {
@@ -195,8 +195,8 @@ function Told({ data }) {
   return html`<div class="grid two"><section class="card"><h2>In this window <span
     class="soft">${duration(data.from)} to ${duration(data.to)}</span></h2>
     <div class="scroll" tabindex="0" role="region" aria-label="Lanes">
-    <table><thead><tr><th scope="col">lane</th><th scope="col">what</th><th class="number" scope="col">times</th>
-      <th class="number" scope="col">in all</th><th class="number" scope="col">share</th></tr></thead>
+    <table><thead><tr><th scope="col">lane</th><th scope="col">track</th><th class="number" scope="col">count</th>
+      <th class="number" scope="col">total</th><th class="number" scope="col">share</th></tr></thead>
     <tbody>${rows.map(
       (
         row,
@@ -204,10 +204,10 @@ function Told({ data }) {
         <td class="number">${number(row.count)}</td><td class="number">${duration(row.busy)}</td>
       <td class="number">${percent(row.share)}</td></tr>`,
     )}</tbody></table></div></section>
-    <section class="card"><h2>What happened</h2>${
+    <section class="card"><h2>Events</h2>${
       data.marks.length
         ? html`<div class="scroll long" tabindex="0" role="region" aria-label="Marks"><table><thead><tr>
-          <th class="number" scope="col">at</th><th scope="col">what</th><th scope="col">which</th></tr></thead>
+          <th class="number" scope="col">time</th><th scope="col">event</th><th scope="col">details</th></tr></thead>
       <tbody>${data.marks
         .slice(-60)
         .reverse()
@@ -216,6 +216,6 @@ function Told({ data }) {
             html`<tr key=${index}><td class="number">${duration(at)}</td><td class="figure">${words(kind)}</td><td>${text}</td>
               </tr>`,
         )}</tbody></table></div>`
-        : html`<p class="none">Nothing out of the ordinary.</p>`
+        : html`<p class="none">No events in this window.</p>`
     }</section></div>`;
 }

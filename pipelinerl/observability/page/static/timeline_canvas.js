@@ -1,5 +1,5 @@
-// Draws the lanes on a canvas. A version's colour is one of eight, by its number; what is narrower than a pixel is drawn
-// as wide as one, as faint as the share of it that was busy.
+// Draws the lanes on a canvas. Versions cycle through eight colours. Spans narrower than a pixel are drawn one pixel wide,
+// with an opacity of their busy share.
 import { duration, number, words } from "./format.js";
 import { visible } from "./view.js";
 
@@ -11,8 +11,8 @@ const NAMED = 34;
 const MOST_ROWS = 64;
 const FONT = "12px system-ui, sans-serif";
 const NARROW = "11px system-ui, sans-serif";
-// Of a track: the hue of its spans, 1 to 8 (none: by version), and how high they stand in the lane. A narrow span has the
-// hue in full, one with a name in it is pale.
+// By track: the hue of its spans, 1 to 8 (none: by version), and their height in the lane. Narrow spans have the full
+// hue, labelled ones are pale.
 const LOOKS = {
   serves: { high: 1 },
   pause: { fill: "c7", high: 1, thin: true },
@@ -45,7 +45,7 @@ export function colours() {
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-// Rollouts in as few rows as hold them without one over another; kept with the answer, since drawing asks each time.
+// Packs rollouts into as few rows as possible without overlap; cached in the data because every drawing needs it.
 function packed(data) {
   if (data.packed) return data.packed;
   const { claimed = [], trained = [], verified = [], sampled = [] } = data.groups ?? {};
@@ -231,7 +231,7 @@ function drawMarks({ paper, left, low, scale, look, right }, marks, height) {
   }
 }
 
-// What lies at a time and a height, in words; empty where nothing does.
+// Describes the part at a time and a height; empty if there is none.
 export function partAt(data, time, y, span) {
   const near = span / 300;
   const index = Math.floor((y - AXIS) / LANE);

@@ -1,4 +1,4 @@
-// Tokens: one sequence as it was recorded, ids and all, coloured by what the reader chooses; or as a table.
+// Tokens: one recorded sequence with its ids, coloured by a selected column, or as a table.
 import { anything, number, signed, words } from "./format.js";
 import { useAnswer } from "./live.js";
 import { link, settle } from "./route.js";
@@ -58,7 +58,7 @@ const SHOWS = {
     },
     keys: () => NATS.map((edge, index) => [`other${index + 1}`, `≥ ${edge} nats`]),
     absent:
-      "Entropy was not measured here: it is of some answers of each step that figures.exact_entropy_interval divides.",
+      "Entropy was not measured here: it covers some answers of every figures.exact_entropy_interval-th step.",
   },
   mask: {
     title: "mask",
@@ -80,13 +80,13 @@ export function Tokens({ run, rest, query }) {
   const keep = run === "0" ? {} : { run };
   const by = query.by in SHOWS ? query.by : "version";
   const table = query.as === "table";
-  const back = html`<p><a href=${link("group", keep, id)}>← its group</a></p>`;
+  const back = html`<p><a href=${link("group", keep, id)}>← group</a></p>`;
   if (error)
-    return html`${back}<p class="note warn">${error.code === "no_tokens" ? "This record has no tokens: they were not kept." : error.message}</p>`;
-  if (!all) return html`${back}<p class="none">Asking for the tokens…</p>`;
+    return html`${back}<p class="note warn">${error.code === "no_tokens" ? "This record has no tokens." : error.message}</p>`;
+  if (!all) return html`${back}<p class="none">Loading the tokens…</p>`;
   return html`<div class="stack">${back}<section class="card">
     <h2>Tokens of answer ${number(all.sample)} <span
-      class="soft">step ${number(all.step)}, ${number(all.count)} tokens${all.left_out ? `, of which ${number(all.left_out)} are left out after the ${number(all.left_out_at)}th` : ""}</span></h2>
+      class="soft">step ${number(all.step)}, ${number(all.count)} tokens${all.left_out ? `, ${number(all.left_out)} of them omitted after token ${number(all.left_out_at)}` : ""}</span></h2>
     <div class="row" role="group" aria-label="Coloured by">${Object.entries(SHOWS).map(
       ([name, show]) => html`<button type="button" key=${name} aria-pressed=${name === by ? "true" : "false"}
         disabled=${all[COLUMNS[name]] === null || all[COLUMNS[name]] === undefined}
@@ -136,12 +136,12 @@ function Sequence({ all, by, table }) {
   return html`<p>${keys.map(([look, text]) => html`<span key=${look + text}
     class=${`swatch ${look}`}>${text}</span>`)}<span
     class="soft">grey text was not sampled; framed tokens are special</span></p>
-    <p class="tip" role="status" aria-live="polite">${at === null ? "Point at a token, or walk through them with ← and →." : told(all, at)}</p>
+    <p class="tip" role="status" aria-live="polite">${at === null ? "Point at a token, or use ← and →." : told(all, at)}</p>
     ${
       table
         ? html`<${TokenTable} all=${all} />`
         : html`<div class="tokens mono" tabindex="0" role="group"
-          aria-label="Tokens; the arrow keys walk through them" onMouseOver=${point} onClick=${point}
+          aria-label="Tokens; use the arrow keys" onMouseOver=${point} onClick=${point}
           onKeyDown=${key}>${drawn.map(
             (span, index) =>
               index === at

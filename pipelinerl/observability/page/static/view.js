@@ -1,11 +1,11 @@
-// What every screen draws with: `html`, which makes elements of a template, and the hooks of components. A value in a
-// template becomes a text node or an attribute, never markup: what a model, a recipe or an engine wrote cannot become
-// any. Characters that nobody sees, or that turn a line round, come out as escapes: `visible`.
+// The toolkit of every screen: `html`, which turns templates into elements, and the hooks of components. A value in a
+// template becomes a text node or an attribute, never markup, so text of models, recipes and engines cannot become
+// markup. Invisible characters, and those that reverse text, are shown as escapes: `visible`.
 import { element, render, useEffect, useMemo, useRef, useState } from "./render.js";
 import { templates } from "./template.js";
 
-// Control and format characters, halves of surrogate pairs, private and unassigned ones, separators of lines; but for
-// what lays out ordinary text. As `pipelinerl.observability.samples.visible` has it.
+// Control, format, surrogate, private and unassigned characters, and line separators, except for ordinary layout.
+// The same as in `pipelinerl.observability.samples.visible`.
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu;
 const READ_ALOUD = ["title", "aria-label", "label", "placeholder"];
 

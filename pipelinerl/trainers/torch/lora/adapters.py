@@ -166,7 +166,7 @@ class Adapters:
         self._shared = shared(frozen, digest=digest, device=device)
         read_to(device)
         self._packed.to(device)
-        self._shared.take_up(frozen)
+        self._shared.share(frozen)
 
     # --- on disk ---------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class SharedBase:
 
     weights: dict[str, Tensor]
 
-    def take_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def share(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Add weights that are not shared yet, once they are on the device; point parameters to shared ones."""
         for name, parameter in parameters.items():
             parameter.data = self.weights.setdefault(name, parameter.data)

@@ -84,7 +84,7 @@ def adamw(
     return PiecewiseAdamW(groups, spec, options, seed=rng.key(seed, "moments", shard), masters=masters or {})
 
 
-def taken_up(
+def restored_state(
     moments: Mapping[str, Tensor], parameter: Tensor, options: OptimizerOptions = OptimizerOptions()
 ) -> dict[str, Tensor]:
     """Convert a parameter's saved state, of any dtype, to the form that its optimizer keeps."""

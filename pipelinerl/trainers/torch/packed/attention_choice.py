@@ -99,7 +99,7 @@ def why_not_varlen(facts: AttentionFacts) -> str | None:
     return None
 
 
-def chosen(asked: SegmentAttention, why_not: str | None) -> SegmentAttention:
+def chosen(requested: SegmentAttention, why_not: str | None) -> SegmentAttention:
     """Return BUCKETS or VARLEN.
 
     Args:
@@ -108,15 +108,15 @@ def chosen(asked: SegmentAttention, why_not: str | None) -> SegmentAttention:
     Raises:
         SpecError: the kernel was requested but cannot be used.
     """
-    if asked is SegmentAttention.VARLEN and why_not is not None:
+    if requested is SegmentAttention.VARLEN and why_not is not None:
         raise SpecError(f'options.attention = "varlen" is not possible: {why_not}; use "auto", or leave it out')
-    if asked is SegmentAttention.BUCKETS or why_not is not None:
+    if requested is SegmentAttention.BUCKETS or why_not is not None:
         return SegmentAttention.BUCKETS
     return SegmentAttention.VARLEN
 
 
-def described(asked: SegmentAttention, why_not: str | None) -> str:
+def described(requested: SegmentAttention, why_not: str | None) -> str:
     """Describe the implementation used and the reason. Raises SpecError like `chosen`."""
-    if chosen(asked, why_not) is SegmentAttention.VARLEN:
+    if chosen(requested, why_not) is SegmentAttention.VARLEN:
         return "varlen, one kernel over all segments of a row"
     return f"buckets of segments of similar length ({why_not or 'set by options.attention'})"

@@ -42,11 +42,11 @@ class Planning(NamedTuple):
     """A planner, and its description for the log."""
 
     plan_of: Planner
-    said: str
+    description: str
 
 
 def planning(
-    asked: SegmentAttention, precision: Precision, device: torch.device, config: Mapping[str, Any]
+    requested: SegmentAttention, precision: Precision, device: torch.device, config: Mapping[str, Any]
 ) -> Planning:
     """Choose the planner for a trainer on this device.
 
@@ -58,12 +58,12 @@ def planning(
     """
     heads = HeadShapes.of(config)
     why_not = why_not_varlen(facts_of(device, precision=precision, widths=heads.widths))
-    if chosen(asked, why_not) is SegmentAttention.VARLEN:
+    if chosen(requested, why_not) is SegmentAttention.VARLEN:
         kernel = torch_kernel()
         why_not = failed_trial(kernel, heads=heads, device=device, dtype=torch.bfloat16)
-        if chosen(asked, why_not) is SegmentAttention.VARLEN:
-            return Planning(partial(VarlenPlan.of, kernel=kernel), described(asked, None))
-    return Planning(SegmentPlan.of, described(asked, why_not))
+        if chosen(requested, why_not) is SegmentAttention.VARLEN:
+            return Planning(partial(VarlenPlan.of, kernel=kernel), described(requested, None))
+    return Planning(SegmentPlan.of, described(requested, why_not))
 
 
 def facts_of(device: torch.device, *, precision: Precision, widths: frozenset[int]) -> AttentionFacts:
@@ -98,8 +98,8 @@ def failed_trial(kernel: VarlenKernel, *, heads: HeadShapes, device: torch.devic
         varlen = VarlenPlan.of(positions, device, distinct, kernel=kernel)
         for window in _WINDOWS:
             expected = _attended(buckets, [each.float() for each in drawn], window)
-            for got, wanted in zip(_attended(varlen, drawn, window), expected, strict=True):
-                apart = float((got.float() - wanted).abs().max() / wanted.abs().max())
+            for got, reference in zip(_attended(varlen, drawn, window), expected, strict=True):
+                apart = float((got.float() - reference).abs().max() / reference.abs().max())
                 if not apart <= _APART:
                     return f"in its trial the kernel's result differed from buckets by {apart:.2g} of the largest value"
     except (RuntimeError, ValueError, TypeError) as error:

@@ -53,8 +53,9 @@ class SegmentPlan:
         distinct: Distinct | None = None,
         group: SequenceGroup | None = None,
     ) -> SegmentPlan:
-        """Plan for packed segments; `position_ids` [T] restart at 0 in each. Without `distinct`, all tokens are
-        computed.
+        """Plan for packed segments; `position_ids` [T] restart at 0 in each.
+
+        Without `distinct`, all tokens are computed.
         """
         starts = np.flatnonzero(position_ids == 0)
         lengths = np.diff(starts, append=len(position_ids))
@@ -117,8 +118,9 @@ class SegmentPlan:
 
 
 class _Pad(torch.autograd.Function):
-    """Gather rows. Padding rows receive no gradient, so backward is a gather too; gradients of shared tokens are
-    summed.
+    """Gather rows; backward gathers too, since padding rows receive no gradient.
+
+    Gradients of shared tokens are summed.
     """
 
     @staticmethod

@@ -86,17 +86,17 @@ class SequencePart(NamedTuple):
 
     @classmethod
     def of(
-        cls, group: SequenceGroup, distinct: Distinct, position_ids: NDArray[np.int32], asked: NDArray[np.int64]
+        cls, group: SequenceGroup, distinct: Distinct, position_ids: NDArray[np.int32], requested: NDArray[np.int64]
     ) -> SequencePart:
         """Divide the tokens evenly; the process that computes a token makes the prediction from it.
 
         Args:
-            asked: i64 [N], tokens whose predictions are requested; none is the first of a segment.
+            requested: i64 [N], tokens whose predictions are requested; none is the first of a segment.
         """
         padding = -len(distinct.kept) % group.size
         padded = distinct.with_padding(padding)
         each = len(padded.kept) // group.size
-        makers = padded.place[asked - 1] // each
+        makers = padded.place[requested - 1] // each
         return cls(
             padded,
             np.concatenate((position_ids, np.arange(padding, dtype=np.int32))),

@@ -89,8 +89,9 @@ class VarlenPlan:
         *,
         kernel: VarlenKernel,
     ) -> VarlenPlan:
-        """Plan for packed segments; `position_ids` [T] restart at 0 in each. Without `distinct`, all tokens are
-        computed.
+        """Plan for packed segments; `position_ids` [T] restart at 0 in each.
+
+        Without `distinct`, all tokens are computed.
         """
         begins = position_ids == 0
         lengths = np.diff(np.flatnonzero(begins), append=len(position_ids))

@@ -44,7 +44,7 @@ ATTACKS: Final = (
     Attack(name="the network's settings", source="for name in ('/etc/hosts', '/etc/resolv.conf'): refused(open, name)"),
     Attack(name="writing into the host's programs", source="refused(open, '/usr/bin/oubliette-was-here', 'w')"),
     Attack(name="writing into the host's libraries", source="refused(open, os.__file__, 'r+')"),
-    Attack(name="writing the server's program", source="refused(open, '/run/box/server.py', 'r+')"),
+    Attack(name="writing the server's program", source="refused(open, '/run/guest/server.py', 'r+')"),
     Attack(name="the environment of the first process",
            source="text = open('/proc/1/environ', 'rb').read()\nescaped(text[:60]) if b'@WORD@' in text else held()",
            at_start=True),

@@ -21,15 +21,15 @@ _FLAGS: Final = (
 )  # fmt: skip
 
 
-def found() -> str | None:
+def executable() -> str | None:
     """Return the path of runsc, if it is installed."""
     return shutil.which("runsc")
 
 
 def command(bundle: Path) -> tuple[str, ...]:
     """Return the runsc command; it ends with this thread. Without root, runsc creates a user namespace."""
-    program = found()
-    assert program is not None, "asked for where runsc has been found"
+    program = executable()
+    assert program is not None, "callers check that runsc is installed"
     rootless = () if os.geteuid() == 0 else ("--rootless",)
     tie = (str(bubblewrap.interpreter()), "-S", "-E", tied_process.__file__, str(os.getpid()), "SIGKILL", "", "--")
     state = (f"--root={bundle / 'state'}", f"--log={bundle / 'log'}")
@@ -78,7 +78,7 @@ def lay_out(bundle: Path, run: Run) -> None:
             ],
         },
         "root": {"path": str(root), "readonly": True},
-        "hostname": "box",
+        "hostname": "guest",
         "mounts": mounts,
         "linux": {
             "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")],

@@ -90,18 +90,18 @@ class GvisorSlot:
                         group.kill_all()
                     watch.drain()
                     code = process.wait(_GRACE_S)
-                said = troubles(bundle)
+                errors = troubles(bundle)
             finally:
                 self.began = None
         if self._ended.is_set():
-            raise SandboxLost("the sandbox was ended")
+            raise SandboxLost("the sandbox was stopped")
         cpu_s = group.cpu_s() - self._cpu_began_s
         if group.oom_kills() > kills:
             ended = Ending.MEMORY
-        elif ended is None and _NO_PROGRAM in said:
-            code, watch.stderr[:] = 126, said.encode()
-        elif ended is None and (code < 0 or said):
-            raise SandboxLost(f"gVisor ended by itself ({code}); it said: {said or watch.stderr[:500]!r}")
+        elif ended is None and _NO_PROGRAM in errors:
+            code, watch.stderr[:] = 126, errors.encode()
+        elif ended is None and (code < 0 or errors):
+            raise SandboxLost(f"gVisor ended by itself ({code}); its output: {errors or watch.stderr[:500]!r}")
         if ended is None and code > _SIGNALLED:  # codes above 128 mean a signal, as in a shell
             code = _SIGNALLED - code
             ended = Ending.CPU_TIME if cpu_s >= limits.cpu_s and -code in _OUT_OF_TIME else Ending.SIGNALLED

@@ -29,7 +29,7 @@ from pipelinerl.verifiers.oubliette.repository import Content, ContentMissing, L
 from pipelinerl.verifiers.oubliette.runner import Check, Executed, Program
 from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLost, SandboxMissing, Tier
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
-from pipelinerl.verifiers.service.asking import KEEP_ALIVE_S, ServiceFailed, ServicePatience, at_most, error_of, post
+from pipelinerl.verifiers.service.calls import KEEP_ALIVE_S, ServiceFailed, ServicePatience, at_most, error_of, post
 
 if TYPE_CHECKING:
     import aiohttp
@@ -48,7 +48,7 @@ _FULL_PAUSE_S: Final = 0.25
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PendingWork:
     """A work item, the contents sent with it, and the future for its result."""
 
     work: wire.Work
@@ -67,7 +67,7 @@ class RemoteRunner:
         self._url = url
         self._status = status
         self._patience = patience
-        self._waiting: deque[_Asked] = deque()
+        self._waiting: deque[_PendingWork] = deque()
         self._sender: asyncio.Task[None] | None = None
         self._requests: set[asyncio.Task[None]] = set()
         self._room = asyncio.Semaphore(_REQUESTS)
@@ -87,10 +87,10 @@ class RemoteRunner:
         try:
             status = await _status(session, url, patience)
             if status.protocol != wire.PROTOCOL:
-                told = f"speaks protocol {status.protocol}, this is {wire.PROTOCOL}: use one version of pipelinerl"
-                raise SandboxMissing(f"the Oubliette service at {url} {told}")
+                problem = f"speaks protocol {status.protocol}, this is {wire.PROTOCOL}: use one version of pipelinerl"
+                raise SandboxMissing(f"the Oubliette service at {url} {problem}")
             if status.tier.strength < tier.strength:
-                raise SandboxMissing(f"the {tier} sandbox was asked for; {url} has the {status.tier} one")
+                raise SandboxMissing(f"the {tier} sandbox is required; {url} has the {status.tier} one")
         except BaseException:
             await session.close()
             raise
@@ -172,7 +172,7 @@ class RemoteRunner:
         try:
             return {self._link(text) for text in msgspec.json.decode(content, type=wire.Missing).links}
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise SandboxLost(f"what answers at {self._url} is no Oubliette service: {error}") from None
+            raise SandboxLost(f"{self._url} is not an Oubliette service: {error}") from None
 
     async def upload(self, data: bytes) -> Link:
         """Upload a content to the service's repository. Raises `SandboxLost`."""
@@ -180,7 +180,7 @@ class RemoteRunner:
         try:
             return self._link(msgspec.json.decode(content, type=wire.Stored).link)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise SandboxLost(f"what answers at {self._url} is no Oubliette service: {error}") from None
+            raise SandboxLost(f"{self._url} is not an Oubliette service: {error}") from None
 
     async def read(self, content: Content) -> bytes:
         """Return the bytes of a content."""
@@ -188,7 +188,7 @@ class RemoteRunner:
             return content
         data = await self._content("GET", None, {"link": str(content)}, most_bytes=content.size)
         if Link.of(data) != content:
-            raise ContentMissing(f"{self._url} gave something else for {content}")
+            raise ContentMissing(f"{self._url} returned other data for {content}")
         return data
 
     async def close(self) -> None:
@@ -197,8 +197,8 @@ class RemoteRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for asked in self._waiting:
-            _fail(asked, SandboxLost("the runner is closed"))
+        for item in self._waiting:
+            _fail(item, SandboxLost("the runner is closed"))
         await self._session.close()
 
     async def _content(self, method: str, data: bytes | None, query: dict[str, str], *, most_bytes: int) -> bytes:
@@ -214,7 +214,9 @@ class RemoteRunner:
         except ServiceFailed as error:
             raise SandboxLost(str(error)) from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise SandboxLost(f"{url} cannot be reached or broke off: {type(error).__name__}: {error}") from None
+            raise SandboxLost(
+                f"{url} cannot be reached or closed the connection: {type(error).__name__}: {error}"
+            ) from None
         if status != 200:
             raise (ContentMissing if status == 404 else SandboxLost)(
                 f"{url} refuses ({status}): {error_of(content)[0]}"
@@ -225,11 +227,11 @@ class RemoteRunner:
 
     async def _done(self, work: wire.Work, contents: dict[Link, bytes]) -> wire.Done:
         """Return the result of a work item. Raises the error that a `NotDone` stands for."""
-        asked = _Asked(work, contents, asyncio.get_running_loop().create_future())
-        self._waiting.append(asked)
+        item = _PendingWork(work, contents, asyncio.get_running_loop().create_future())
+        self._waiting.append(item)
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
-        done = await asked.done
+        done = await item.done
         if isinstance(done, wire.NotDone):
             raise _ERRORS.get(done.cause, SandboxLost)(f"{self._url}: {done.why}")
         return done
@@ -246,41 +248,41 @@ class RemoteRunner:
             self._requests.add(request)
             request.add_done_callback(self._requests.discard)
 
-    def _batch(self) -> list[_Asked]:
+    def _batch(self) -> list[_PendingWork]:
         """Take as much work as fits one request, skipping items whose caller is gone."""
-        batch: list[_Asked] = []
+        batch: list[_PendingWork] = []
         sent: set[Link] = set()
         while self._waiting and len(batch) < _WORKS:
-            asked = self._waiting[0]
-            links = sent | asked.contents.keys()
+            item = self._waiting[0]
+            links = sent | item.contents.keys()
             if batch and sum(link.size for link in links) > _CONTENT_BYTES:
                 break
             self._waiting.popleft()
-            if not asked.done.done():
-                batch.append(asked)
+            if not item.done.done():
+                batch.append(item)
                 sent = links
         return batch
 
-    async def _request(self, batch: list[_Asked]) -> None:
+    async def _request(self, batch: list[_PendingWork]) -> None:
         """Send one batch, with retries, and set the result or error of each item."""
         try:
-            for asked, done in zip(batch, await self._answered(batch), strict=True):
-                if not asked.done.done():
-                    asked.done.set_result(done)
+            for item, done in zip(batch, await self._answered(batch), strict=True):
+                if not item.done.done():
+                    item.done.set_result(done)
         except (ServiceFailed, SandboxLost) as error:
-            for asked in batch:
-                _fail(asked, SandboxLost(str(error)))
+            for item in batch:
+                _fail(item, SandboxLost(str(error)))
         except asyncio.CancelledError:
-            for asked in batch:
-                _fail(asked, SandboxLost("the runner is closed"))
+            for item in batch:
+                _fail(item, SandboxLost("the runner is closed"))
             raise
         finally:
             self._room.release()
 
-    async def _answered(self, batch: list[_Asked]) -> tuple[wire.Done, ...]:
-        contents = {link: data for asked in batch for link, data in asked.contents.items()}
+    async def _answered(self, batch: list[_PendingWork]) -> tuple[wire.Done, ...]:
+        contents = {link: data for item in batch for link, data in item.contents.items()}
         request = wire.WorkRequest(
-            protocol=wire.PROTOCOL, contents=tuple(contents.values()), works=tuple(asked.work for asked in batch)
+            protocol=wire.PROTOCOL, contents=tuple(contents.values()), works=tuple(item.work for item in batch)
         )
         body = msgspec.json.encode(request)
         clock = asyncio.get_running_loop().time
@@ -302,15 +304,15 @@ class RemoteRunner:
         most_bytes = _BYTES_BESIDE + _BYTES_PER_WORK * count
         status, content = await post(self._session, url, body, most_bytes=most_bytes, patience=self._patience)
         if status != 200:
-            said, code = error_of(content)
-            words = f"{url} refuses ({status}): {said}"
+            message, code = error_of(content)
+            words = f"{url} refuses ({status}): {message}"
             if code == wire.IS_FULL:
                 raise _ServiceFull(words)
             raise ServiceFailed(words) if status >= 500 else SandboxLost(words)
         try:
             done = msgspec.json.decode(content, type=wire.WorkAnswer).done
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise ServiceFailed(f"what answers at {url} is no Oubliette service: {error}") from None
+            raise ServiceFailed(f"{url} is not an Oubliette service: {error}") from None
         if len(done) != count:
             raise ServiceFailed(f"{url} answered {len(done)} of {count} pieces of work")
         return done
@@ -334,10 +336,10 @@ class RemoteRunner:
         try:
             return Link.parsed(text)
         except ValueError as error:
-            raise SandboxLost(f"{self._url} named a content wrongly: {error}") from None
+            raise SandboxLost(f"{self._url} sent an invalid link: {error}") from None
 
     def _odd(self, done: wire.Done) -> SandboxLost:
-        return SandboxLost(f"{self._url} answered {type(done).__name__}, which was not asked for")
+        return SandboxLost(f"{self._url} answered {type(done).__name__}, which was not requested")
 
 
 class _ServiceFull(Exception):
@@ -371,9 +373,9 @@ def _named(content: Content, contents: dict[Link, bytes]) -> str:
     return str(link)
 
 
-def _fail(asked: _Asked, error: Exception) -> None:
-    if not asked.done.done():
-        asked.done.set_exception(error)
+def _fail(item: _PendingWork, error: Exception) -> None:
+    if not item.done.done():
+        item.done.set_exception(error)
 
 
 async def _status(session: aiohttp.ClientSession, url: str, patience: ServicePatience) -> wire.OublietteStatus:
@@ -389,10 +391,10 @@ async def _status(session: aiohttp.ClientSession, url: str, patience: ServicePat
         words = f"{type(error).__name__}: {error}"
         raise SandboxLost(f"the Oubliette service at {url} cannot be reached: {words}") from None
     if status == 401:
-        raise SandboxMissing(f"{url} wants another token: {error_of(content)[0]}")
+        raise SandboxMissing(f"{url} rejects the token: {error_of(content)[0]}")
     if status != 200:
         raise SandboxLost(f"{url} refuses ({status}): {error_of(content)[0]}")
     try:
         return msgspec.json.decode(content, type=wire.OublietteStatus)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise SandboxMissing(f"what answers at {url} is no Oubliette service: {error}") from None
+        raise SandboxMissing(f"{url} is not an Oubliette service: {error}") from None

@@ -40,7 +40,7 @@ from pipelinerl.verifiers.oubliette.repository import (
 from pipelinerl.verifiers.oubliette.runner import Check, LocalRunner, Program
 from pipelinerl.verifiers.oubliette.runs import Limits, ProgramResult, SandboxLost, Tier
 from pipelinerl.verifiers.oubliette.toolchains import ToolchainMissing
-from pipelinerl.verifiers.service.beating import HeartbeatRoute, RequestRefused
+from pipelinerl.verifiers.service.heartbeat_route import HeartbeatRoute, RequestRefused
 
 #: Maximum number of work items that a service holds.
 MOST_WAITING: Final = 65_536
@@ -76,10 +76,10 @@ class OublietteService:
     def admit(self, request: wire.WorkRequest) -> None:
         """Raise `RequestRefused` for a request that is not accepted."""
         if request.protocol != wire.PROTOCOL:
-            told = f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl"
-            raise RequestRefused(409, wire.OTHER_PROTOCOL, told)
+            problem = f"protocol must be {wire.PROTOCOL}, got {request.protocol}: use one version of pipelinerl"
+            raise RequestRefused(409, wire.OTHER_PROTOCOL, problem)
         if self._queue and self._queue + len(request.works) > self._most_waiting:
-            raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} pieces of work; ask again later")
+            raise RequestRefused(503, wire.IS_FULL, f"this service holds {self._queue} pieces of work; retry later")
 
     async def work(self, request: wire.WorkRequest) -> wire.WorkAnswer:
         """Execute an admitted request."""
@@ -252,8 +252,8 @@ def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
     @app.post(wire.MISSING)
     async def missing(request: Request) -> Response:
         try:
-            asked = msgspec.json.decode(await request.body(), type=wire.MissingRequest)
-            return _json(await asyncio.to_thread(service.missing, asked))
+            decoded = msgspec.json.decode(await request.body(), type=wire.MissingRequest)
+            return _json(await asyncio.to_thread(service.missing, decoded))
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             return refusal(422, str(error), code="invalid_request_error")
 

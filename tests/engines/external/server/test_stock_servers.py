@@ -63,13 +63,13 @@ SHORT_OF = {
         # As below.
         "same_seed_same_samples": "log-probs",
         "stream_equals_whole": "token_logprobs",
-        "rare_chunks_are_the_whole": "token_logprobs",
+        "fewer_chunks_give_the_same_answer": "token_logprobs",
     },
     "vllm_server": {
         # The server starts samples as they arrive, so the samples in each step, and thus rounding, differ each time.
         "same_seed_same_samples": "log-probs",
         "stream_equals_whole": "token_logprobs",
-        "rare_chunks_are_the_whole": "token_logprobs",
+        "fewer_chunks_give_the_same_answer": "token_logprobs",
     },
 }
 
@@ -199,11 +199,11 @@ def test_spans_never_name_weights_that_did_not_sample_the_token(stock: Stock) ->
         def ask(seed: int) -> httpx.Response:
             return session.completed(n=4, seed=seed, max_tokens=80, prompt_token_ids=PROMPT)
 
-        with Load(session, ask) as asked:
+        with Load(session, ask) as pending:
             for token in range(11, 17):
                 token_of[publish(session, certain_of(model, layout, token))] = token
         switches = 0
-        for choice in choices_of(asked.answers):
+        for choice in choices_of(pending.answers):
             spans = choice.version_spans or []
             assert choice.token_ids == [token_of[version] for version, count in spans for _ in range(count)]
             switches += len(spans) - 1
@@ -222,9 +222,9 @@ def test_drain_and_recompute_updates(stock: Stock, on_update: str) -> None:
     with stock.engine() as url, opened(url) as session:
         layout = trainer_of(session).layout
         publish(session, weights(layout, 1))
-        with Load(session, lambda seed: session.completed(n=4, seed=seed, max_tokens=40)) as asked:
+        with Load(session, lambda seed: session.completed(n=4, seed=seed, max_tokens=40)) as pending:
             publish(session, weights(layout, 2), on_update=on_update)
-        for choice in choices_of(asked.answers):
+        for choice in choices_of(pending.answers):
             assert len(choice.version_spans or []) == 1 or on_update == "recompute_kv"
             assert choice.finish_reason is not FinishReason.ABORT
 
@@ -237,12 +237,12 @@ def test_sample_ended_by_the_server_is_aborted(stock: Stock) -> None:
     }
     with stock.engine() as url, opened(url) as session, ThreadPoolExecutor(1) as asking:
         before = session.generated_tokens()
-        asked = asking.submit(session.completed, n=16, max_tokens=80, prompt_token_ids=PROMPT)
+        pending = asking.submit(session.completed, n=16, max_tokens=80, prompt_token_ids=PROMPT)
         while session.generated_tokens() == before:
-            assert not asked.done(), asked.result().text
+            assert not pending.done(), pending.result().text
         for path, body in stops[stock.kind]:
             httpx.post(stock.url + path, json=body).raise_for_status()
-        choices = choices_of([asked.result(PATIENCE_S)])
+        choices = choices_of([pending.result(PATIENCE_S)])
         assert any(choice.finish_reason is FinishReason.ABORT for choice in choices)
         assert all(choice.version_spans == [(0, len(choice.token_ids or []))] for choice in choices)
 
@@ -264,9 +264,9 @@ class TestRefusals:
         ("options", "says"),
         [
             ({"server": None}, "engine.servers"),
-            ({"weights": WeightFormat.INT8}, r"native weights, .*engine\.weights=int8; leave it out"),
-            ({"options": {"block_size": 1}}, "started with options of its own knows no options, got engine.options bl"),
-            ({"memory_share": 0.5}, "the adapter of a server takes no GPU's memory, got engine.memory_share=0.5"),
+            ({"weights": WeightFormat.INT8}, r"native weights only, .*engine\.weights=int8; leave it out"),
+            ({"options": {"block_size": 1}}, "started with options of its own has no options, got engine.options bl"),
+            ({"memory_share": 0.5}, "the adapter of a server uses no GPU memory, got engine.memory_share=0.5"),
         ],
     )
     @pytest.mark.parametrize("kind", ["sglang_server", "vllm_server"])
@@ -294,7 +294,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("section", "facts", "says"),
         [
-            ("weight_transfer_config", {"backend": "nccl"}, "its transfer backend is nccl; start it with --worker-ext"),
+            ("weight_transfer_config", {"backend": "nccl"}, "it uses nccl; start it with --worker-ext"),
             ("model_config", {"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
             ("scheduler_config", {"enable_chunked_prefill": True}, "--no-enable-chunked-prefill"),
         ],
@@ -321,7 +321,7 @@ class TestRefusals:
             publish(session, weights(trainer_of(session).layout, 7))
 
     async def test_unreachable_server_is_an_error(self, sglang: Stock) -> None:
-        with pytest.raises(AddressError, match=r"127\.0\.0\.1:9.*is http://127\.0\.0\.1:9 up"):
+        with pytest.raises(AddressError, match=r"127\.0\.0\.1:9.*is http://127\.0\.0\.1:9 running"):
             await sglang.starts(server="http://127.0.0.1:9")
 
 
@@ -335,9 +335,9 @@ def test_fake_rejects_invalid_sglang_requests(sglang: Stock) -> None:
         assert http.post("/destroy_weights_update_group", json={"group_name": "never joined"}).status_code == 400
         events = [line for line in http.post("/generate", json=order).text.splitlines() if line]
         assert events[-1] == "data: [DONE]"
-        told = [json.loads(line.removeprefix("data: "))["meta_info"] for line in events[:-1]]
-        assert [meta["completion_tokens"] for meta in told] == [1, 2]
-        assert "weight_versions" not in told[0] and [span["end"] for span in told[1]["weight_versions"]] == [2]
+        metas = [json.loads(line.removeprefix("data: "))["meta_info"] for line in events[:-1]]
+        assert [meta["completion_tokens"] for meta in metas] == [1, 2]
+        assert "weight_versions" not in metas[0] and [span["end"] for span in metas[1]["weight_versions"]] == [2]
 
 
 async def test_sglang_ends_samples_at_their_stop_tokens(sglang: Stock) -> None:
@@ -398,12 +398,12 @@ async def test_unresponsive_server_ends_the_engine(tmp_path: Path) -> None:
         async with asyncio.timeout(PATIENCE_S):
             await engine.complete(request)
             stock.server.continued.clear()  # paused
-            asked = asyncio.create_task(engine.complete(request))
+            pending = asyncio.create_task(engine.complete(request))
             await asyncio.sleep(1.5 * silence_s)
-            assert not asked.done() and engine.health().state is EngineState.READY
+            assert not pending.done() and engine.health().state is EngineState.READY
             stock.server.silent, began = True, time.monotonic()
             with pytest.raises(EngineStopped):
-                await asked
+                await pending
             assert engine.health().state is EngineState.STOPPED
             await engine.close()
             assert time.monotonic() - began < SOON_S, "who leaves it waits for no answer of its"

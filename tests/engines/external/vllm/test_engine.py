@@ -134,7 +134,7 @@ def test_unsupported_vllm_version_is_rejected(version: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"weights": WeightFormat.INT8}, "keeps native weights"),
+        ({"weights": WeightFormat.INT8}, "serves native weights only"),
         ({"dtype": "bfloat16", "head_precision": HeadPrecision.FP32}, "head_precision=model"),
     ],
 )
@@ -167,7 +167,7 @@ def test_options_set_elsewhere_are_rejected_by_name(name: str, says: str, tmp_pa
 def test_experts_repacked_by_vllm_are_rejected(experts: int, tmp_path: Path) -> None:
     config = {"num_hidden_layers": 2, "num_experts": experts, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="can be given no others") if experts else nullcontext():
+    with pytest.raises(ModelError, match="cannot load new ones") if experts else nullcontext():
         check_experts_on_cpu(tmp_path)
 
 
@@ -198,7 +198,7 @@ class TestOptions:
     pytestmark = real
 
     @pytest.mark.parametrize(
-        ("asked", "says"),
+        ("chosen", "says"),
         [
             ({"options": {"enforce_eager": False}}, r"engine\.options\.enforce_eager is set by the engine on a CPU"),
             (
@@ -207,11 +207,11 @@ class TestOptions:
             ),
         ],
     )
-    def test_invalid_options_are_rejected(self, asked: dict[str, Any], says: str, tmp_path: Path) -> None:
+    def test_invalid_options_are_rejected(self, chosen: dict[str, Any], says: str, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=says):
             from_options(
                 EngineOptions(
-                    model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, **asked
+                    model_path=tmp_path, model_id="m", slots=1, max_waiting=1, context_length=CONTEXT, **chosen
                 )
             )
 
@@ -321,8 +321,8 @@ class TestReal:
         """vLLM on CPU crashes on a seeded sample whose prompt it splits, so prompts must stay whole."""
         with opened(tied.url) as session, ThreadPoolExecutor(64) as asking:
             prompts = [[7 + (row + column) % 40 for column in range(CONTEXT - 8)] for row in range(64)]
-            asked = [asking.submit(session.completed, max_tokens=4, prompt_token_ids=prompt) for prompt in prompts]
-            for choice in choices_of([answer.result(PATIENCE_S) for answer in asked]):
+            pending = [asking.submit(session.completed, max_tokens=4, prompt_token_ids=prompt) for prompt in prompts]
+            for choice in choices_of([answer.result(PATIENCE_S) for answer in pending]):
                 assert len(choice.token_ids or []) == 4
 
     def test_drain_ends_samples_with_their_initial_weights(self, session: Session) -> None:
@@ -369,11 +369,11 @@ class TestDeath:
             Session(served.url, token="secret", timeout_s=PATIENCE_S, host="127.0.0.1") as session,
         ):
             before = session.generated_tokens()
-            asked = asking.submit(session.completed, n=16, max_tokens=200, prompt_token_ids=PROMPT)
+            pending = asking.submit(session.completed, n=16, max_tokens=200, prompt_token_ids=PROMPT)
             while session.generated_tokens() == before:
-                assert not asked.done(), asked.result().text
+                assert not pending.done(), pending.result().text
             _core_of_this_process().kill()
-            refused(asked.result(PATIENCE_S), 503, code="engine_stopped")
+            refused(pending.result(PATIENCE_S), 503, code="engine_stopped")
             refused(session.completed(), 503, code="engine_stopped")
             assert session.health().state is EngineState.STOPPED
 
@@ -400,8 +400,8 @@ def test_slowness_follows_the_cpu_flags(tmp_path: Path, line: str, slow: set[str
     found = {dtype for dtype in ("float32", "bfloat16", "float16") if slow_here(dtype, cpuinfo=cpuinfo)}
     assert found == slow
     if found:
-        said = slow_here(min(found), cpuinfo=cpuinfo)
-        assert said is not None and "say engine.dtype=float32" in said
+        warning = slow_here(min(found), cpuinfo=cpuinfo)
+        assert warning is not None and "set engine.dtype=float32" in warning
 
 
 def test_unknown_cpu_flags_give_no_warning(tmp_path: Path) -> None:

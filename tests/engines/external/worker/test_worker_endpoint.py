@@ -207,7 +207,7 @@ def test_engine_reaches_the_backends_of_its_worker() -> None:
 
 def test_missing_worker_is_an_error_and_leaves_nothing_behind() -> None:
     endpoints = WorkerEndpointFactory(frozenset())
-    with pytest.raises(UpdateError, match="no worker has come"), endpoints.accept_worker() as path:
+    with pytest.raises(UpdateError, match="no worker has connected"), endpoints.accept_worker() as path:
         assert path.is_socket()
     assert not path.parent.exists()
     with suppress(KeyError), endpoints.accept_worker() as path:

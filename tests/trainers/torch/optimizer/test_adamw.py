@@ -16,8 +16,8 @@ from pipelinerl.trainers.torch.optimizer.adamw import (
     ParameterOptimizer,
     PiecewiseAdamW,
     adamw,
+    restored_state,
     rounded_at_random,
-    taken_up,
 )
 from pipelinerl.trainers.torch.optimizer.optimizer_options import (
     MomentDType,
@@ -113,16 +113,16 @@ def test_restored_state_continues_bit_for_bit(options: OptimizerOptions) -> None
     stepped(first, parted, range(5))
     second = adamw(parted, SPEC, options, seed=3)
     for parameter, its in first.state.items():
-        second.state[parameter] = taken_up({name: each.clone() for name, each in its.items()}, parameter, options)
+        second.state[parameter] = restored_state({name: each.clone() for name, each in its.items()}, parameter, options)
     assert torch.equal(stepped(second, parted, range(5, 8))[-1], expected)
 
 
 def test_state_converts_between_fp32_and_bf16() -> None:
     (parameter, *_), moments = parameters(), {"step": torch.tensor(3.0)}
     moments |= {name: torch.rand(13, 7) for name in ("exp_avg", "exp_avg_sq")}
-    small = taken_up(moments, parameter, BF16)
+    small = restored_state(moments, parameter, BF16)
     assert small["exp_avg"].dtype is torch.bfloat16 and int(small["step"]) == 3
-    again = taken_up(small, parameter)
+    again = restored_state(small, parameter)
     assert torch.equal(again["exp_avg_sq"], moments["exp_avg_sq"].bfloat16().float())
 
 

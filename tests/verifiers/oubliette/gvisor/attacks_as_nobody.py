@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipelinerl.verifiers.oubliette import control_groups, probe
 from pipelinerl.verifiers.oubliette.runs import SandboxLost, SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.sandbox import walls_of
+from pipelinerl.verifiers.oubliette.sandbox import isolation_of
 
 NOBODY = 65534
 
@@ -34,11 +34,11 @@ def main() -> None:
     os.setuid(NOBODY)
     os.environ["TMPDIR"] = "/tmp"
     try:
-        found = probe.attacked(lambda number: walls_of(Tier.STRONG, number), probe.ATTACKS)
+        found = probe.attacked(lambda number: isolation_of(Tier.STRONG, number), probe.ATTACKS)
     except (SandboxMissing, SandboxLost) as error:
         print(json.dumps({"missing": str(error)}))
         return
-    escaped = [[each.name, each.told] for each in found if each.defence is probe.Defence.ESCAPED]
+    escaped = [[each.name, each.detail] for each in found if each.defence is probe.Defence.ESCAPED]
     held = sum(each.defence is probe.Defence.HELD for each in found)
     print(json.dumps({"held": held, "tried": len(found), "escaped": escaped}))
 

@@ -14,16 +14,16 @@ import pytest
 from pipelinerl.verifiers.oubliette import control_groups, probe, toolchains
 from pipelinerl.verifiers.oubliette.gvisor import bundle
 from pipelinerl.verifiers.oubliette.runs import Ending, Limits, Run, SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
 from tests.patience import PATIENCE_S
 from tests.verifiers.oubliette.gvisor.attacks_as_nobody import handed_on
 
 
 def test_missing_gvisor_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "found", lambda: None)
+    monkeypatch.setattr(bundle, "executable", lambda: None)
     with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs gVisor's runsc, which is not installed; .*"):
         probe.opened(Tier.STRONG)
-    monkeypatch.setattr(bundle, "found", lambda: "/usr/bin/runsc")
+    monkeypatch.setattr(bundle, "executable", lambda: "/usr/bin/runsc")
     monkeypatch.setattr(control_groups, "available", lambda: "nobody may")
     with pytest.raises(SandboxMissing, match=r"^the strong sandbox needs control groups, .* here: nobody may$"):
         probe.opened(Tier.STRONG)
@@ -32,7 +32,7 @@ def test_missing_gvisor_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def alone() -> Iterator[Sandbox]:
     try:
-        sandbox = Sandbox(lambda number: walls_of(Tier.STRONG, number), at_once=1, slots_each=1)
+        sandbox = Sandbox(lambda number: isolation_of(Tier.STRONG, number), at_once=1, slots_each=1)
     except SandboxMissing as error:
         pytest.skip(f"left out: the strong sandbox, since {error}")
     yield sandbox
@@ -75,7 +75,7 @@ def test_exceeded_limits_are_reported_by_name(alone: Sandbox) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_attacks_are_held(alone: Sandbox) -> None:
-    found = probe.attacked(lambda number: walls_of(Tier.STRONG, number), probe.ATTACKS)
+    found = probe.attacked(lambda number: isolation_of(Tier.STRONG, number), probe.ATTACKS)
     assert [finding for finding in found if finding.defence is probe.Defence.ESCAPED] == []
     assert sum(finding.defence is probe.Defence.HELD for finding in found) >= 80
 

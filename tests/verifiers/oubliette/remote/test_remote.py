@@ -25,9 +25,9 @@ from pipelinerl.verifiers.oubliette.repository import ContentMissing, Link, Pers
 from pipelinerl.verifiers.oubliette.rules import CodeRules
 from pipelinerl.verifiers.oubliette.runner import Executed, LocalRunner, Program
 from pipelinerl.verifiers.oubliette.runs import Limits, SandboxLost, SandboxMissing, Tier
-from pipelinerl.verifiers.oubliette.sandbox import Sandbox, walls_of
+from pipelinerl.verifiers.oubliette.sandbox import Sandbox, isolation_of
 from pipelinerl.verifiers.oubliette.verifier import Oubliette
-from pipelinerl.verifiers.service.asking import ServicePatience
+from pipelinerl.verifiers.service.calls import ServicePatience
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
@@ -75,7 +75,7 @@ def recording(app: FastAPI, bodies: list[bytes]) -> Callable[..., Any]:
 def served(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve a real service with its own sandbox."""
     persistent, transient = PersistentRepository(tmp_path_factory.mktemp("repository")), TransientRepository(64 << 20)
-    own = Sandbox(lambda number: walls_of(Tier.DEFAULT, number), at_once=2)
+    own = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=2)
     runner = LocalRunner(own, tier="default", at_once=2, repository=persistent, outputs=transient)
     service = OublietteService(runner, tier=Tier.DEFAULT, persistent=persistent, transient=transient)
     bodies: list[bytes] = []
@@ -179,7 +179,7 @@ async def test_checker_is_compiled_once_and_then_named(served: Served, verifier:
 
 
 async def test_unavailable_service_is_reported_and_masked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SandboxMissing, match="wants another token"):
+    with pytest.raises(SandboxMissing, match="rejects the token"):
         await RemoteRunner.open(served.url, token="other", tier=Tier.DEFAULT)
     with pytest.raises(SandboxLost, match=r"http://127\.0\.0\.1:9 cannot be reached"):
         await RemoteRunner.open("http://127.0.0.1:9", token=None, tier=Tier.DEFAULT)
@@ -207,9 +207,9 @@ def _scripted(answer: Any, **changes: Any) -> FastAPI:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"tier": "weak"}, "the default sandbox was asked for; .* has the weak one"),
+        ({"tier": "weak"}, "the default sandbox is required; .* has the weak one"),
         ({"protocol": 99}, "speaks protocol 99"),
-        ({"languages": 3}, "is no Oubliette service"),
+        ({"languages": 3}, "is not an Oubliette service"),
     ],
 )
 async def test_unsuitable_service_is_rejected(changes: dict[str, Any], told: str) -> None:
@@ -221,10 +221,10 @@ async def test_unsuitable_service_is_rejected(changes: dict[str, Any], told: str
     ("answer", "told"),
     [
         ({"done": []}, "answered 0 of 1"),
-        ("no", "is no Oubliette service"),
-        ({"done": [{"type": "checked", "share": 7}]}, "is no Oubliette service"),
-        ({"done": [{"type": "checked", "share": 1}]}, "answered Checked, which was not asked for"),
-        ({"done": [{"type": "not_done", "cause": "lost", "why": "a box"}]}, "a box"),
+        ("no", "is not an Oubliette service"),
+        ({"done": [{"type": "checked", "share": 7}]}, "is not an Oubliette service"),
+        ({"done": [{"type": "checked", "share": 1}]}, "answered Checked, which was not requested"),
+        ({"done": [{"type": "not_done", "cause": "lost", "why": "a guest"}]}, "a guest"),
         (Response("x" * (1 << 20)), "answers with more than"),
         (Response("{}", status_code=500), "refuses .500."),
         (Response("{}", status_code=400), "refuses .400."),
@@ -324,4 +324,4 @@ def test_links_are_read_from_the_repository_in_the_recipe(sandbox: Sandbox, tmp_
             await verifier.close()
 
     assert asyncio.run(verdict(str(tmp_path))).reason == "1 of 1 tests passed [default sandbox]"
-    assert "name its folder as oubliette.repository" in asyncio.run(verdict("")).reason
+    assert "set oubliette.repository to its folder" in asyncio.run(verdict("")).reason

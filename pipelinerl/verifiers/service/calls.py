@@ -1,4 +1,4 @@
-"""`post`: sends one request to a service with heartbeats (`beating.py`), within time and size limits."""
+"""`post`: sends one request to a service with heartbeats (`heartbeat_route.py`), within time and size limits."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ async def post(
         async with session.post(url, data=body, headers=headers, timeout=timeout, allow_redirects=False) as response:
             return response.status, await at_most(response, most_bytes)
     except TimeoutError as error:
-        raise ServiceFailed(f"{url} has said nothing for too long ({_words(error)})") from None
+        raise ServiceFailed(f"{url} has been silent for too long ({_words(error)})") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise ServiceFailed(f"{url} cannot be reached or broke off ({_words(error)})") from None
+        raise ServiceFailed(f"{url} cannot be reached or closed the connection ({_words(error)})") from None
 
 
 def error_of(content: bytes) -> tuple[str, str]:

@@ -18,7 +18,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"the parameters of {function!r} cannot be told: {error}") from None
+        raise RecipeError(f"the parameters of {function!r} cannot be inspected: {error}") from None
 
 
 def lacking(parameters: Iterable[inspect.Parameter], known: Iterable[str]) -> list[str]:
@@ -33,7 +33,7 @@ def lacking(parameters: Iterable[inspect.Parameter], known: Iterable[str]) -> li
     ]
 
 
-def asked_names(parameters: Sequence[inspect.Parameter], known: Iterable[str]) -> tuple[str, ...]:
+def accepted_names(parameters: Sequence[inspect.Parameter], known: Iterable[str]) -> tuple[str, ...]:
     """Return the names in `known` that the function takes: all of them, if it takes arbitrary keywords."""
     everything = any(each.kind is each.VAR_KEYWORD for each in parameters)
     names = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}

@@ -32,7 +32,7 @@ Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 @final
-class BoxWalls:
+class GuestIsolation:
     """Isolation of each run; `settings` are `Isolation` in `slot.py`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -139,8 +139,8 @@ class BoxWalls:
 class _Filter:
     """A seccomp program and the step that installs it, if there is one. All installed filters must allow a call."""
 
-    def __init__(self, told: str) -> None:
-        steps = bytes.fromhex(told)
+    def __init__(self, encoded: str) -> None:
+        steps = bytes.fromhex(encoded)
         self._steps = ctypes.create_string_buffer(steps)
         program = struct.pack("@HP", len(steps) // 8, ctypes.addressof(self._steps))
         self.setting: list[Step] = [(syscall, (_PRCTL, _PR_SET_SECCOMP, 2, program, 0, 0))] if steps else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from pipelinerl.verifiers.places import FairSemaphore
+from pipelinerl.verifiers.fair_semaphore import FairSemaphore
 
 
 async def waiting(

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from pipelinerl.system.http_service import refusal
 
 #: Interval of heartbeats: a working service sends a space before its answer.
-BEAT_S: Final = 1.0
+HEARTBEAT_S: Final = 1.0
 
 
 class RequestRefused(Exception):
@@ -59,7 +59,7 @@ class HeartbeatRoute:
             headers = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             while not working.done():
-                await asyncio.wait({working, leaving}, timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({working, leaving}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
                 if leaving.done():
                     return
                 if not working.done():

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModel
 
 from pipelinerl.models.routing import REPLAYED
-from pipelinerl.trainers.torch.experts.autocast import follow_autocast
+from pipelinerl.trainers.torch.experts import follow_autocast
 from tests.fakes.mixtures import mixture_config
 
 

@@ -20,7 +20,7 @@ _FAINT: Final = 0.01
 _SHARE: Final = 1e-3
 
 
-def fall_is_of_the_gradient(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
+def loss_decrease_matches_the_gradient(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
     """A small step reduces the loss by the rate times the square of the reported norm."""
     faint, norm, rate = _fainter(subject, batch, objective)
     fall = _fall(subject, faint, objective, rate)
@@ -28,7 +28,7 @@ def fall_is_of_the_gradient(subject: TrainerUnderTest, batch: MicroBatch, object
     require_equal(fall, expected, 0.1 * expected, "the fall of the loss after a small step")
 
 
-def fall_is_clipped(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
+def loss_decrease_is_clipped(subject: TrainerUnderTest, batch: MicroBatch, objective: Objective) -> None:
     """Clipping the gradient to half its norm halves the fall of the loss."""
     faint, norm, rate = _fainter(subject, batch, objective)
     expected = rate * norm**2 / 2

@@ -5,9 +5,9 @@ on standard input, a seqpacket socket, along with open files: the run's standard
 to copy into its folder.
 
 For each request the server forks one process, the first in its new namespaces. That process applies every limit and the
-system call filter to itself (`walls.py`), and only then becomes the program (`program.py`). When it exits, the kernel
-kills everything that it started, so one wait marks the end of the run, and one SIGKILL ends it early. The answer is one
-packet: `_ANSWER`, the reason why the run was ended, a zero byte, and any startup error.
+system call filter to itself (`isolation.py`), and only then becomes the program (`program.py`). When it exits, the
+kernel kills everything that it started, so one wait marks the end of the run, and one SIGKILL ends it early. The answer
+is one packet: `_ANSWER`, the reason why the run was ended, a zero byte, and any startup error.
 
 Most of a run's cost is memory. The kernel copies this process's page table, then each page that the run writes to, and
 each page that this process writes to after a fork. The server therefore has few pages, both processes do little and
@@ -37,18 +37,18 @@ from typing import Any
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from pipelinerl.verifiers.oubliette.box import program, walls
+    from pipelinerl.verifiers.oubliette.guest import isolation, program
 else:
     sys.path.insert(0, os.path.dirname(__file__))
     sys.dont_write_bytecode = True
+    import isolation
     import program
-    import walls
 
-    del sys.path[0], sys.modules["program"], sys.modules["walls"]  # programs may use these names for their own modules
+    # Programs may use these names for their own modules.
+    del sys.path[0], sys.modules["program"], sys.modules["isolation"]
     sys.dont_write_bytecode = False
 
-#: Interval at which the memory of a run is summed; where a control group limits memory, a longer one for processor
-#: time.
+#: Interval at which a run's memory is summed, and a longer one for runs in a control group, which limits memory itself.
 _TICK_MS = 20.0
 _SELDOM_S = 0.1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -65,13 +65,13 @@ def main() -> None:
     control = _socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     packet, files = _receive(control)
-    around = walls.BoxWalls(json.loads(packet))
+    around = isolation.GuestIsolation(json.loads(packet))
     watch = _Watch(control, _Meter(files[0] if files else None), around)
     program.be_ready()
-    walls.keep_code()
+    isolation.keep_code()
     around.confine_server()
     gc.collect()
-    walls.give_back_memory()
+    isolation.give_back_memory()
     gc.freeze()
     gc.disable()  # each run enables it for itself; a page never written here is never copied for a run
     control.send(b"ready")
@@ -100,7 +100,11 @@ def _receive(control: _socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _run(
-    control: _socket.socket, around: walls.BoxWalls, watch: _Watch, request: program.RunRequest, files: list[int]
+    control: _socket.socket,
+    around: isolation.GuestIsolation,
+    watch: _Watch,
+    request: program.RunRequest,
+    files: list[int],
 ) -> bytes | None:
     """Start a run, watch it and reap it. Return None if the client is gone."""
     go_read, go_write = os.pipe()
@@ -137,7 +141,7 @@ def _run(
 class _Watch:
     """Waits for events while a run is in progress."""
 
-    def __init__(self, control: _socket.socket, meter: _Meter, around: walls.BoxWalls) -> None:
+    def __init__(self, control: _socket.socket, meter: _Meter, around: isolation.GuestIsolation) -> None:
         self.meter = meter
         self._around = around
         self._control = control

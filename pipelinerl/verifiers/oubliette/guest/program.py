@@ -18,11 +18,11 @@ from typing import Any, Literal, final
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from pipelinerl.verifiers.oubliette.box import walls
+    from pipelinerl.verifiers.oubliette.guest import isolation
 else:
-    import walls
+    import isolation
 
-_FOLDER = walls.FOLDER
+_FOLDER = isolation.FOLDER
 _PROGRAM = f"{_FOLDER}/main.py"
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 #: Modules that many programs import, loaded here so that forks do not load them again.
@@ -35,13 +35,13 @@ _REHEARSALS = 12
 class RunRequest:
     """A request, with the steps that a run of it takes to confine itself, prepared in advance."""
 
-    def __init__(self, told: dict[str, Any], around: walls.BoxWalls | _OpenDoors) -> None:
-        self.limits: dict[str, Any] = told["limits"]
-        self.python: str = told["python"]
-        self.argv: list[str] = told["argv"]
-        self.arguments: list[str] = told["arguments"]
-        self.environment: dict[str, str] = told["environment"]
-        self.paths = [f"{_FOLDER}/{name}" for name in told["files"]] if around.have_folder else []
+    def __init__(self, settings: dict[str, Any], around: isolation.GuestIsolation | _NoIsolation) -> None:
+        self.limits: dict[str, Any] = settings["limits"]
+        self.python: str = settings["python"]
+        self.argv: list[str] = settings["argv"]
+        self.arguments: list[str] = settings["arguments"]
+        self.environment: dict[str, str] = settings["environment"]
+        self.paths = [f"{_FOLDER}/{name}" for name in settings["files"]] if around.have_folder else []
         self.entering = around.entering(self.limits)
         self.shutting = around.shutting(self.limits)
 
@@ -69,13 +69,13 @@ def become(request: RunRequest, files: list[int], go_read: int, trouble: int) ->
 
 def _enter(request: RunRequest, files: list[int]) -> bytes:
     """Set up folder, limits, privileges and files of the run. Return the source if it is Python."""
-    walls.take(request.entering)
+    isolation.take(request.entering)
     for path, file in zip(request.paths, files[3:], strict=False):
         _copy(file, os.open(path, _NEW_FILE, 0o700))
     source = _content(files[3]) if request.python else b""
     for number, file in enumerate(files[:3]):
         os.dup2(file, number)
-    walls.take(request.shutting)
+    isolation.take(request.shutting)
     return source
 
 
@@ -155,28 +155,28 @@ exit(0)
 """
 
 
-class _OpenDoors:
+class _NoIsolation:
     """Stand-in for the isolation during a rehearsal: calls of the same kinds that change nothing."""
 
     have_folder = False
 
-    def entering(self, _: dict[str, Any]) -> list[walls.Step]:
+    def entering(self, _: dict[str, Any]) -> list[isolation.Step]:
         return [
             (os.chdir, ("/",)),
-            (walls.syscall, walls.NOTHING),
-            (walls.write, (b"/dev/null", b"1000")),
-            (walls.killed_first, ()),
+            (isolation.syscall, isolation.NOTHING),
+            (isolation.write, (b"/dev/null", b"1000")),
+            (isolation.killed_first, ()),
         ]
 
-    def shutting(self, _: dict[str, Any]) -> list[walls.Step]:
+    def shutting(self, _: dict[str, Any]) -> list[isolation.Step]:
         return self.entering({})
 
 
 def _rehearse() -> None:
     """Execute what a run does, up to the point where it would change this process."""
     kept = [os.dup(number) for number in range(3)]
-    told = {"limits": {}, "python": _PROGRAM, "argv": [], "arguments": [], "environment": {}, "files": []}
-    request = RunRequest(told, _OpenDoors())
+    settings = {"limits": {}, "python": _PROGRAM, "argv": [], "arguments": [], "environment": {}, "files": []}
+    request = RunRequest(settings, _NoIsolation())
     files = [os.memfd_create("rehearsal") for _ in range(5)]
     for _ in range(_REHEARSALS):
         for file, content in zip(files, (b"2 3 4\n5\n6\n", b"", b"", _REHEARSED, b""), strict=True):

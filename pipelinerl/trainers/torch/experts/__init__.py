@@ -1,1 +1,0 @@
-"""Mixture-of-experts support of the torch trainer: autocast for experts, and expert parallelism."""

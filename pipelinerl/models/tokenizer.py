@@ -193,7 +193,10 @@ class ChatTokenizer:
     def _template_source(self) -> str:
         """The source of the chat template, or of all of them; empty if there is none."""
         template: Any = self._tokenizer.chat_template
-        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+        sources = list(template.values()) if isinstance(template, dict) else [template or ""]
+        if not all(isinstance(source, str) for source in sources):
+            raise ModelError("the chat template is not text; correct chat_template in tokenizer_config.json")
+        return "\n".join(sources)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return token ids of `text` as a whole prompt, after the tokenizer's beginning-of-text token, if any.

@@ -35,6 +35,7 @@ BROAD_EXCEPT_ALLOWED = (
     "pipelinerl/cli",
     "launch/supervisor.py",
     "benchmarks/__main__.py",
+    "benchmarks/gpu_check.py",
     "trainer_contract/conformance/__init__.py",
     *("pipelinerl/system/references.py", "pipelinerl/verifiers/user_code.py"),  # user code raises anything
     "pipelinerl/models/directory_files.py",  # foreign files make libraries raise anything

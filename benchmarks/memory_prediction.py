@@ -26,10 +26,10 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.gpu_device import Scale
 from benchmarks.measure import Row, print_table, write_record
 from benchmarks.torch_step import random_batch
-from pipelinerl.commands.memory.trainer_memory import TrainerMemory
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
+from pipelinerl.roles.memory.trainer_memory import TrainerMemory
 from pipelinerl.trainers.torch.optimizer.optimizer_options import MomentDType, OptimizerOptions, StatePlace
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from trainer_contract.types import Device, MicroBatch, Precision, TrainerSpec
